@@ -1,0 +1,20 @@
+"""The errors this package raises on purpose.
+
+Each message names the file, tensor or flag at fault, what was expected, what was found, and what to do.
+"""
+
+
+class Nvfp4SglError(RuntimeError):
+    """Base of every deliberate error of this package."""
+
+
+class ConfigError(Nvfp4SglError):
+    """config.json, or a flag that contradicts it, cannot be served."""
+
+
+class CheckpointError(Nvfp4SglError):
+    """A checkpoint file or tensor is missing, superfluous, malformed or holds invalid values."""
+
+
+class UnsupportedError(Nvfp4SglError):
+    """The surroundings (SGLang's version, a device, an option) are not supported."""
