@@ -1,0 +1,36 @@
+"""SGLang's slot arithmetic for DeepSeek-V4 (``mem_cache/deepseek_v4_memory_pool.py`` and
+``deepseek_v4_compress_state.py`` of 0.5.23).
+
+A token owns one *full* slot. Everything else follows: its window row through the full-to-SWA mapping, the
+entry that a window of ``ratio`` tokens compresses into at ``full slot // ratio``, the compressor's state row in a
+ring. Pages hold 256 tokens, so windows of 4 and of 128 never straddle one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+PAGE_TOKENS = 256
+"""Tokens of one logical page; prefix-cache hits are multiples of it."""
+
+STATE_RING = {4: 8, 128: 128}
+"""Rows of the compressor state ring, by ratio."""
+
+
+def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:
+    """Slot of the compressed entry whose window holds the token at ``full_slot``."""
+    return full_slot // ratio
+
+
+def state_row(ratio: int, *, request: Tensor, position: Tensor, swa_slot: Tensor | None) -> Tensor:
+    """Row of a token's raw (kv, score) in the compressor's state buffer.
+
+    Ratio 4: a ring of 8 rows belongs to each 256-token SWA page, so that a page reused from the prefix cache
+    brings its last 8 tokens along. Ratio 128: a ring of 128 rows belongs to each request; nothing is pending
+    at a page boundary.
+    """
+    ring = STATE_RING[ratio]
+    if ratio == 4:
+        assert swa_slot is not None
+        return swa_slot // PAGE_TOKENS * ring + swa_slot % ring
+    return request * ring + position % ring

@@ -1,0 +1,43 @@
+"""Tensor parallelism as the decoder sees it: a rank, a size and one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import ConfigError
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This process's share of the model.
+
+    Heads, o-groups and the experts' intermediate dimension are split; everything that all heads read (wq_a,
+    wkv, compressors, indexer, router) is replicated, and so is the cache.
+    """
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _identity
+
+    def share(self, total: int) -> slice:
+        """This rank's contiguous part of ``total`` rows or columns."""
+        part = total // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def check(self, config: ModelConfig) -> None:
+        """:class:`ConfigError` if the model cannot be split over ``size`` ranks."""
+        for field, multiple in (("o_groups", 1), ("num_attention_heads", 1), ("moe_intermediate_size", 16)):
+            value = getattr(config, field)
+            if value % (self.size * multiple):
+                raise ConfigError(
+                    f"--tp-size {self.size}: {field} is {value}, expected a multiple of {self.size * multiple};"
+                    " use a smaller --tp-size"
+                )

@@ -1,0 +1,120 @@
+"""The one place that decides which implementation of an op runs on which target.
+
+A target maps every op to ``module:function``. The model receives an :class:`Ops` and contains neither a device
+branch nor a kernel launch. A target that lacks an implementation is refused as a whole: no op falls back to
+another target's.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from nvfp4_sgl.errors import UnsupportedError
+
+
+class Target(enum.Enum):
+    """What the kernels are built for."""
+
+    CPU = "cpu"
+    SM90 = "sm_90a"
+    SM100 = "sm_100a"
+
+
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementations in use; each field's contract is the docstring of its CPU reference."""
+
+    rms_norm: Op
+    rms_norm_rope: Op
+    apply_rope: Op
+    expand_streams: Op
+    hyper_connection_pre: Op
+    hyper_connection_post: Op
+    hyper_connection_head: Op
+    linear: Op
+    grouped_linear: Op
+    route_topk: Op
+    route_hash: Op
+    routed_experts: Op
+    expert_mlp: Op
+    compress_windows: Op
+    indexer_query: Op
+    write_index_keys: Op
+    select_entries: Op
+    sparse_attention: Op
+
+
+_REFERENCES = {
+    "rms_norm": "norm",
+    "rms_norm_rope": "rope",
+    "apply_rope": "rope",
+    "expand_streams": "hyper_connection",
+    "hyper_connection_pre": "hyper_connection",
+    "hyper_connection_post": "hyper_connection",
+    "hyper_connection_head": "hyper_connection",
+    "linear": "linear",
+    "grouped_linear": "linear",
+    "route_topk": "moe",
+    "route_hash": "moe",
+    "routed_experts": "moe",
+    "expert_mlp": "moe",
+    "compress_windows": "compressor",
+    "indexer_query": "indexer",
+    "write_index_keys": "indexer",
+    "select_entries": "indexer",
+    "sparse_attention": "attention",
+}
+
+_TABLE: dict[Target, dict[str, str]] = {
+    Target.CPU: {op: f"nvfp4_sgl.ops.{module}:{op}" for op, module in _REFERENCES.items()},
+}
+
+
+def op_names() -> list[str]:
+    """Every op of the model."""
+    return [field.name for field in fields(Ops)]
+
+
+def implementations(target: Target) -> dict[str, str | None]:
+    """Which implementation of each op runs on ``target`` (``module:function``), ``None`` where there is none."""
+    return {name: _TABLE.get(target, {}).get(name) for name in op_names()}
+
+
+def detect_target() -> Target:
+    """The target of this machine: the CUDA device's architecture if there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return Target.CPU
+    capability = torch.cuda.get_device_capability()
+    by_major = {9: Target.SM90, 10: Target.SM100}
+    if capability[0] not in by_major:
+        raise UnsupportedError(
+            f"CUDA device {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]};"
+            " expected 9.0 (Hopper) or 10.x (Blackwell data centre), or no CUDA device for the CPU path"
+        )
+    return by_major[capability[0]]
+
+
+def load_ops(target: Target) -> Ops:
+    """Import the implementations of ``target``; :class:`UnsupportedError` if any op has none."""
+    table = implementations(target)
+    missing = [name for name, where in table.items() if where is None]
+    if missing:
+        raise UnsupportedError(
+            f"target {target.value}: no implementation of {', '.join(missing)}; today only the CPU path is complete"
+            " (run where no CUDA device is visible, for example with CUDA_VISIBLE_DEVICES='')"
+        )
+    loaded = {}
+    for name, where in table.items():
+        assert where is not None
+        module, function = where.split(":")
+        loaded[name] = getattr(importlib.import_module(module), function)
+    return Ops(**loaded)

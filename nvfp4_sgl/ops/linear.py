@@ -1,0 +1,100 @@
+"""Matrix products with block-scaled weights, as the tensor-core kernels define them (spec section 9).
+
+A product with an NVFP4 weight keeps three factors apart: the exact products of codes and block scales, which
+the tensor core accumulates in fp32; one fp32 ``row_scale`` per activation row; one fp32 ``alpha`` per weight
+shard. The epilogue applies ``(acc * row_scale) * alpha``, so merged projections whose shards have different
+global scales stay exact.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.numerics.nvfp4 import quantize_rows
+
+
+class ActivationMode(enum.Enum):
+    """What enters a product with an NVFP4 weight."""
+
+    W4A16 = "w4a16"
+    """Activations as they are (bf16 or fp32)."""
+    W4A4 = "w4a4"
+    """Activations quantised to NVFP4 per 16, with one fp32 scale per row."""
+
+
+@dataclass(frozen=True)
+class PreparedWeight:
+    """A weight as the reference multiplies with it.
+
+    Attributes:
+        values: fp32 [..., N, K]. For NVFP4: code times block scale, global scale left out (exact). For FP8
+            128x128 and plain weights: the weight itself.
+        alpha: fp32 [..., N], the global scale of the shard that each row belongs to; ``None`` unless NVFP4.
+    """
+
+    values: Tensor
+    alpha: Tensor | None
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.alpha is not None
+
+
+def activation_operand(
+    x: Tensor, weight: PreparedWeight, mode: ActivationMode, row_scale: float | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``(values fp32 [..., K], row_scale fp32 [...] | None)`` of the activations that meet ``weight``.
+
+    Only a product with an NVFP4 weight quantises its activations, and only in ``w4a4`` mode, by
+    :func:`nvfp4_sgl.numerics.nvfp4.quantize_rows`. FP8 and plain weights always see the activations as they are.
+    """
+    if mode is ActivationMode.W4A16 or not weight.is_nvfp4:
+        return x.float(), None
+    rows = quantize_rows(x.reshape(-1, x.shape[-1]), row_scale)
+    return rows.unscaled().view(x.shape), rows.row_scale.view(x.shape[:-1])
+
+
+def apply_scales(acc: Tensor, row_scale: Tensor | None, alpha: Tensor | None) -> Tensor:
+    """The epilogue ``(acc * row_scale) * alpha`` in fp32; factors that are ``None`` are left out."""
+    if row_scale is not None:
+        acc = acc * row_scale.unsqueeze(-1)
+    if alpha is not None:
+        acc = acc * alpha
+    return acc
+
+
+def linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
+    """``x @ W^T``.
+
+    Args:
+        x: [T, K].
+        weight: values [N, K].
+        mode: what happens to ``x`` where the weight is NVFP4.
+
+    Returns:
+        fp32 [T, N]; the caller rounds.
+    """
+    values, row_scale = activation_operand(x, weight, mode)
+    return apply_scales(values @ weight.values.t(), row_scale, weight.alpha)
+
+
+def grouped_linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
+    """Block-diagonal product of the attention output: ``z[t, g] = W[g] @ x[t, g]`` (spec section 3.4).
+
+    In ``w4a4`` mode each (token, group) is a row with a scale of its own, so the result does not depend on
+    how groups are spread over ranks.
+
+    Args:
+        x: [T, G, K].
+        weight: values [G, N, K].
+
+    Returns:
+        fp32 [T, G, N].
+    """
+    values, row_scale = activation_operand(x, weight, mode)
+    acc = torch.bmm(values.transpose(0, 1), weight.values.transpose(1, 2)).transpose(0, 1)
+    return apply_scales(acc, row_scale, weight.alpha)

@@ -1,0 +1,25 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
+
+    Args:
+        x: [..., n], any floating dtype; read as fp32.
+        weight: [n], read as fp32, or ``None`` for the unweighted form.
+        eps: added to the mean square.
+        out_dtype: dtype of the result, ``x.dtype`` unless given.
+
+    Rounding: statistics and product in fp32, one rounding to the output dtype (DeepSeek's order; transformers
+    rounds before the weight is applied, spec section 2).
+    """
+    value = x.float()
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        value = value * weight.float()
+    return value.to(out_dtype or x.dtype)

@@ -1,0 +1,1 @@
+"""How the model plugs into SGLang."""
