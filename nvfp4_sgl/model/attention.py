@@ -92,9 +92,7 @@ class Attention(nn.Module):
         config, ops, dtype = self._config, self._ops, x.dtype
         tokens, eps, rope = x.shape[0], config.rms_norm_eps, self._frequencies
         q_lora, kv, *compressed = self.from_x(x)
-        kv = ops.rms_norm_rope(
-            kv.to(dtype), self.kv_norm, eps, plan.positions, rope, out_dtype=torch.float32
-        )
+        kv = ops.rms_norm_rope(kv.to(dtype), self.kv_norm, eps, plan.positions, rope, out_dtype=torch.float32)
         cache.swa.write(plan.swa_write_slots, kv)
         if self._ratio:
             assert cache.compressed is not None and cache.state is not None

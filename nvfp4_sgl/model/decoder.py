@@ -97,9 +97,7 @@ class Decoder(nn.Module):
         self.hc_head = HyperConnection(reader, "hc_head")
         self.norm = frozen(reader.read("norm.weight"))
 
-    def forward(
-        self, embedded: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]) -> Tensor:
         """Hidden states [T, d] for the LM head.
 
         Args:

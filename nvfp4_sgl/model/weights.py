@@ -135,7 +135,9 @@ def _sort(matrices: Sequence[Matrix], names: Sequence[str]) -> tuple[list[NvFp4M
     fp4 = [m for m in matrices if isinstance(m, NvFp4Matrix)]
     plain = [m for m in matrices if isinstance(m, PlainMatrix)]
     if fp4 and plain:
-        kinds = [f"{n} is {'NVFP4' if isinstance(m, NvFp4Matrix) else 'not'}" for n, m in zip(names, matrices, strict=True)]
+        kinds = [
+            f"{n} is {'NVFP4' if isinstance(m, NvFp4Matrix) else 'not'}" for n, m in zip(names, matrices, strict=True)
+        ]
         raise CheckpointError(
             f"matrices that are merged must all be NVFP4 or all be not; found: {'; '.join(kinds[:8])};"
             " quantise all of them or none"

@@ -1,0 +1,82 @@
+"""Caches with no server: the server's slot arithmetic over buffers of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.plan import Batch, BatchPlan, plan_batch
+from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.numerics import index_entry, kv_entry
+
+
+class LocalCaches:
+    """Every layer's caches for a fixed number of sequences, and the plans over them.
+
+    Pages are dealt in a random order, SWA pages in another than full pages, and all buffers start poisoned, so that
+    a wrong slot shows.
+
+    Args:
+        requests: sequences; capacity: tokens of each, rounded up to whole pages.
+        packed: SGLang's 8-bit entries instead of rows in ``dtype``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        requests: int = 1,
+        capacity: int = 2048,
+        packed: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self._config, self._requests, self._packed, self._dtype = config, requests, packed, dtype
+        self.capacity = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
+        pages = requests * self.capacity // PAGE_TOKENS
+        generator = torch.Generator().manual_seed(0)
+
+        def deal() -> torch.Tensor:
+            order = torch.randperm(pages, generator=generator)
+            return (order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
+
+        self._full_slots = deal().view(requests, self.capacity)
+        self._full_to_swa = deal()
+        self.lengths = [0] * requests
+        self._ratios = frozenset(kind.value for kind in config.layer_kinds if kind is not LayerKind.SWA)
+        self.layers = [self._layer(layer, pages) for layer in range(config.num_hidden_layers)]
+
+    def _rows(self, pages: int, page_size: int, dim: int, *, index: bool = False) -> RowStore:
+        if not self._packed:
+            return ExactRows(torch.full((pages, page_size * dim), float("nan"), dtype=self._dtype), dim)
+        entry = index_entry if index else kv_entry
+        buffer = torch.full((pages, entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
+        return PackedIndexRows(buffer, page_size) if index else PackedKvRows(buffer, page_size)
+
+    def _layer(self, layer: int, pages: int) -> LayerCache:
+        config, ratio = self._config, self._config.kind(layer).value
+        swa = self._rows(pages, PAGE_TOKENS, config.head_dim)
+        if not ratio:
+            return LayerCache(swa)
+        rows = (pages if ratio == 4 else self._requests) * STATE_RING[ratio]
+        compressed = self._rows(pages, PAGE_TOKENS // ratio, config.head_dim)
+        if ratio == 128:
+            return LayerCache(swa, compressed, state=torch.full((rows, 2 * config.head_dim), float("nan")))
+        index = self._rows(pages, PAGE_TOKENS // ratio, config.index_head_dim, index=True)
+        state, index_state = (torch.full((rows, 4 * n), float("nan")) for n in (config.head_dim, config.index_head_dim))
+        return LayerCache(swa, compressed, index, state, index_state)
+
+    def plan(self, counts: Mapping[int, int]) -> BatchPlan:
+        """Plan a pass that appends ``counts[request]`` tokens to each request named, and advance their lengths."""
+        requests = list(counts)
+        starts = torch.tensor([self.lengths[request] for request in requests])
+        ends = starts + torch.tensor([counts[request] for request in requests])
+        if int(ends.max()) > self.capacity:
+            raise ValueError(f"a sequence of {int(ends.max())} tokens exceeds the capacity of {self.capacity}")
+        for request, end in zip(requests, ends.tolist(), strict=True):
+            self.lengths[request] = end
+        batch = Batch(starts, ends, torch.tensor(requests), self._full_slots[requests], self._full_to_swa)
+        return plan_batch(batch, window=self._config.sliding_window, ratios=self._ratios)
