@@ -1,0 +1,259 @@
+"""SGLang's arguments for our architecture: pre-flight, contradictions, defaults.
+
+The pre-flight runs in the launcher as the first step of SGLang's argument resolution, before SGLang reads config.json
+itself and before any worker starts: a damaged checkpoint or a flag that we do not implement ends the server with one
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang_private import BACKEND
+
+ACTIVATION_MODES = ("w4a16", "w4a4")
+"""What enters products with NVFP4 weights: activations as they are, or quantised per 16."""
+
+OVERRIDABLE = ("activation_mode",)
+"""Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields."""
+
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "float32", "float", "bfloat16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "fp8_e4m3"),
+    "load_format": ("auto", "safetensors"),
+    "model_impl": ("auto", "sglang"),
+    "page_size": (None, 256),
+}
+"""Arguments of which only these values are implemented."""
+
+_OFF = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
+_ONE = (None, 1)
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # other processes and machines
+    "pp_size": _ONE,
+    "dp_size": _ONE,
+    "ep_size": _ONE,
+    "nnodes": _ONE,
+    "attn_dp_size": _ONE,
+    "attn_cp_size": _ONE,
+    "dcp_size": _ONE,
+    "moe_dp_size": _ONE,
+    "dwdp_size": _ONE,
+    "moe_dense_tp_size": _ONE,
+    "enable_dp_attention": _OFF,
+    "enable_dp_lm_head": _OFF,
+    "enable_prefill_cp": _OFF,
+    "use_ray": _OFF,
+    "disaggregation_mode": _OFF,
+    "encoder_only": _OFF,
+    "language_only": _OFF,
+    "enable_pdmux": _OFF,
+    # other ways to compute
+    "speculative_algorithm": _OFF,
+    "enable_lora": _OFF,
+    "lora_paths": _OFF,
+    "moe_a2a_backend": _OFF,
+    "moe_runner_backend": _OFF,
+    "enable_eplb": _OFF,
+    "enable_two_batch_overlap": _OFF,
+    "enable_single_batch_overlap": _OFF,
+    "enable_mixed_chunk": _OFF,
+    "enable_torch_compile": _OFF,
+    "enable_deterministic_inference": _OFF,
+    "rl_on_policy_target": _OFF,
+    "dllm_algorithm": _OFF,
+    "is_embedding": _OFF,
+    "enable_multimodal": _OFF,
+    "enable_mis": _OFF,
+    "enable_return_hidden_states": _OFF,
+    "enable_return_aux_hidden_states": _OFF,
+    "enable_return_routed_experts": _OFF,
+    "enable_return_indexer_topk": _OFF,
+    "prefill_only_disable_kv_cache": _OFF,
+    "enable_deepseek_v4_fp4_indexer": _OFF,
+    # other places for weights and caches
+    "cpu_offload_gb": _OFF,
+    "kt_weight_path": _OFF,
+    "enable_paged_experts": _OFF,
+    "enable_memory_saver": _OFF,
+    "enable_weights_cpu_backup": _OFF,
+    "enable_hierarchical_cache": _OFF,
+    "enable_hisparse": _OFF,
+    "enable_lmcache": _OFF,
+    "enable_flexkv": _OFF,
+    "enable_unified_memory": _OFF,
+    "enable_page_major_kv_layout": _OFF,
+    "disable_hybrid_swa_memory": _OFF,
+    "enable_kv_cache_sharding": _OFF,
+    "enable_encoder_swa_bounded_replay": _OFF,
+    "enable_decoder_swa_bounded_replay": _OFF,
+    # other weights
+    "quantize_and_serve": _OFF,
+    "modelopt_quant": _OFF,
+    "modelopt_checkpoint_restore_path": _OFF,
+    "checkpoint_engine_wait_weights_before_ready": _OFF,
+}
+"""Arguments that select something not implemented here, with the values that leave it off."""
+
+PARSERS = {"reasoning_parser": "deepseek-v4", "tool_call_parser": "deepseekv4"}
+"""DeepSeek-V4's output parsers, used unless others are named."""
+
+
+def is_our_checkpoint(path: str | Path | None) -> bool:
+    """Whether ``path`` is a directory whose config.json names our architecture."""
+    if path is None or not (Path(path) / "config.json").is_file():
+        return False
+    try:
+        return ARCHITECTURE in (read_config_json(path).get("architectures") or ())
+    except ConfigError:
+        return False  # SGLang reports what it cannot parse
+
+
+def preflight(server_args: Any) -> None:
+    """Check flags and checkpoint before any worker starts; nothing happens for other architectures."""
+    given = private.given_arguments(server_args)
+    if not is_our_checkpoint(given["model_path"]):
+        return
+    path = Path(given["model_path"])
+    overrides = parse_overrides(given["json_model_override_args"])
+    raw = read_config_json(path)
+    check_arguments(given)
+    check_activation_mode(raw, overrides)
+    config = ModelConfig.from_dir(path)
+    check_checkpoint(path, config, raw)
+    check_target(given["device"])
+    check_parallel(config, given["tp_size"])
+    bind_threads(given["tp_size"])
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict the checkpoint or select what is not implemented."""
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if given[name] not in (None, BACKEND):
+            raise ConfigError(
+                f"{flag(name)} {given[name]}: architecture {ARCHITECTURE} runs on this package's own backend,"
+                f" '{BACKEND}'; leave the flag out (or set NVFP4_SGL_DISABLE=1 for SGLang's own model)"
+            )
+    if given["quantization"] is not None:
+        raise ConfigError(
+            f"--quantization {given['quantization']}: how the matrices are stored is read from the checkpoint's"
+            " tensors; leave the flag out"
+        )
+    for name, allowed in OPTIONS.items():
+        if given[name] not in allowed:
+            values = ", ".join(str(value) for value in allowed if value is not None)
+            raise ConfigError(f"{flag(name)} {given[name]}: expected one of {values}")
+    for name, off in UNSUPPORTED.items():
+        if given[name] not in off:
+            raise UnsupportedError(
+                f"{flag(name)} {given[name]}: not implemented for {ARCHITECTURE} by this package; leave the flag out"
+            )
+
+
+def parse_overrides(text: str | None) -> dict[str, Any]:
+    """``--json-model-override-args`` as a dictionary of :data:`OVERRIDABLE` fields."""
+    try:
+        overrides = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--json-model-override-args: not valid JSON ({error})") from error
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"--json-model-override-args: expected a JSON object, found {text}")
+    for field in overrides:
+        if field not in OVERRIDABLE:
+            raise ConfigError(
+                f"--json-model-override-args: field '{field}' cannot be overridden, only {', '.join(OVERRIDABLE)};"
+                " change config.json instead"
+            )
+    return overrides
+
+
+def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse an unknown ``activation_mode``."""
+    mode = {**raw, **overrides}.get("activation_mode", ACTIVATION_MODES[0])
+    if mode not in ACTIVATION_MODES:
+        where = "--json-model-override-args" if "activation_mode" in overrides else "config.json"
+        raise ConfigError(f"{where}: activation_mode {mode!r}: expected one of {', '.join(ACTIVATION_MODES)}")
+
+
+def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose files, names, shapes or dtypes are not what ``config`` says; headers only."""
+    from nvfp4_sgl.checkpoint.inventory import Inventory, check_quantization_config
+
+    summary = Inventory.open(path).verify(config)
+    check_quantization_config(raw, summary)
+
+
+def check_target(device: str | None) -> None:
+    """Refuse a machine or ``--device`` for which some op has no implementation."""
+    from nvfp4_sgl.ops.dispatch import Target, detect_target, load_ops
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        raise UnsupportedError("SGLANG_USE_CPU_ENGINE=1: SGLang's compiled CPU kernels are not used; unset it")
+    target = detect_target()
+    expected = "cpu" if target is Target.CPU else "cuda"
+    if device not in (None, expected):
+        raise UnsupportedError(f"--device {device}: this machine's target is {target.value}; leave the flag out")
+    load_ops(target)
+
+
+def check_parallel(config: ModelConfig, tp_size: int) -> None:
+    """Refuse a tensor-parallel size that does not divide the model."""
+    from nvfp4_sgl.model.parallel import TensorParallel
+
+    TensorParallel(size=tp_size).check(config)
+
+
+def bind_threads(tp_size: int, environment: dict[str, str] | os._Environ[str] = os.environ) -> None:
+    """Split this process's CPUs among the ranks, where SGLang would demand a NUMA node for each.
+
+    Sets ``SGLANG_CPU_OMP_THREADS_BIND`` ("0|1") unless it is set or one rank has everything. Ranks share CPUs
+    when there are fewer CPUs than ranks.
+    """
+    variable = "SGLANG_CPU_OMP_THREADS_BIND"
+    if tp_size == 1 or environment.get(variable):
+        return
+    cpus = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cpus) // tp_size)
+    groups = [[cpus[(rank * share + n) % len(cpus)] for n in range(share)] for rank in range(tp_size)]
+    environment[variable] = "|".join(",".join(map(str, group)) for group in groups)
+
+
+def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """What SGLang is to use for our architecture; its own defaults for DeepSeek-V4 were declared before."""
+    if getattr(hf_config, "model_type", None) == "deepseek_v41" or not is_our_checkpoint(server_args.model_path):
+        raise UnsupportedError(
+            f"--model-path {server_args.model_path}: expected a local directory with a DeepSeek-V4 checkpoint in the"
+            " original layout; download it first (hf download), or set NVFP4_SGL_DISABLE=1 for SGLang's own model"
+        )
+    given = private.given_arguments(server_args)
+    declared: dict[str, Any] = {"attention_backend": BACKEND, "moe_runner_backend": "auto"}
+    if private.resolving_view(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
+        # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
+        declared["kv_cache_dtype"] = "bfloat16"
+    declared.update({name: parser for name, parser in PARSERS.items() if given[name] in (None, "auto")})
+    return declared
+
+
+def flag(field: str) -> str:
+    """The command-line flag of a ``ServerArgs`` field."""
+    return "--" + field.replace("_", "-")
+
+
+def register() -> None:
+    """Hook :func:`preflight` and :func:`defaults` into SGLang's argument resolution."""
+    private.add_attention_backend_choices([BACKEND])
+
+    @private.register_resolution_hook("handle_deprecated_dp_attention")
+    def nvfp4_sgl_preflight(server_args: Any, previous: Callable[[Any], None]) -> None:
+        preflight(server_args)
+        previous(server_args)
+
+    private.register_model_override(ARCHITECTURE)(defaults)

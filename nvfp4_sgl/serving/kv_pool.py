@@ -1,0 +1,178 @@
+"""SGLang's DeepSeek-V4 pool with exact rows: its slots, pages and state rings, our row layout.
+
+Two modes:
+
+* packed: SGLang's own pool, untouched (584-byte key/value entries, 132-byte indexer keys), chosen by
+  ``--kv-cache-dtype fp8_e4m3``;
+* exact: a row is ``head_dim`` (or ``index_head_dim``) numbers of the model dtype, or of bfloat16 where
+  ``--kv-cache-dtype bfloat16`` asks for it. Default on the CPU.
+
+Buffers of both are 2-D, one row a page. The compressor states are SGLang's in both modes (fp32, or bf16 by
+``SGLANG_DSV4_COMPRESS_STATE_DTYPE``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.serving import sglang_private as private
+
+PACKED = "fp8_e4m3"
+"""``--kv-cache-dtype`` of SGLang's packed pages."""
+
+
+def row_dtype(kv_cache_dtype: str, asked_for: str, model_dtype: torch.dtype) -> torch.dtype | None:
+    """dtype of exact rows, ``None`` in packed mode.
+
+    Args:
+        kv_cache_dtype: as resolved.
+        asked_for: as given by the user ("auto" if not).
+    """
+    if kv_cache_dtype == PACKED:
+        return None
+    return model_dtype if asked_for == "auto" else torch.bfloat16
+
+
+def describe_rows(dtype: torch.dtype | None) -> str:
+    """The mode in words, for logs and ``/server_info``."""
+    return "packed 584-byte entries" if dtype is None else f"exact rows in {str(dtype).removeprefix('torch.')}"
+
+
+def _configurator_row_dtype(configurator: Any) -> torch.dtype | None:
+    asked_for = private.given_arguments(private.served_arguments())["kv_cache_dtype"]
+    return row_dtype(configurator.kv_cache_dtype_str, asked_for, configurator.model_config.dtype)
+
+
+def _is_ours(configurator: Any) -> bool:
+    return ARCHITECTURE in (configurator.model_config.hf_config.architectures or ())
+
+
+def allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:
+    """Hook: our platform may build DeepSeek-V4's pool; everything else stays refused."""
+    if subsystem != "the DeepSeek-V4 KV pool":
+        original(platform, subsystem=subsystem)
+
+
+def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    """Hook: build exact rows instead of packed pages where that mode is on."""
+    dtype = _configurator_row_dtype(configurator)
+    if dtype is None:
+        return original(configurator, **kwargs)
+    with private.pool_class(functools.partial(pool_types()[0], row_dtype=dtype)):
+        return original(configurator, **kwargs)
+
+
+def configure_pool(original: Callable[[Any], Any], configurator: Any) -> Any:
+    """Hook: size the pool by the real bytes of a row."""
+    if _is_ours(configurator):
+        dtype = _configurator_row_dtype(configurator)
+        if dtype is not None:
+            return pool_types()[1](configurator, row_dtype=dtype)
+    return original(configurator)
+
+
+@functools.cache
+def pool_types() -> tuple[type, type]:
+    """The exact-rows pool and its sizing; defined on first use, since SGLang's base classes import much."""
+
+    class ExactKvPages(private.DeepSeekV4SingleKVPool):  # type: ignore[misc]
+        """Key/value pages: [pages, page_size * head_dim] of ``dtype``."""
+
+        def get_bytes_per_token(self) -> int:
+            return (self.qk_nope_head_dim + self.qk_rope_head_dim) * self.dtype.itemsize
+
+        def create_buffer(self, *, num_pages: int) -> torch.Tensor:
+            self.kv_cache_total_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+            self.bytes_per_page_padded = self.page_size * self.get_bytes_per_token()
+            shape = (num_pages, self.page_size * self.kv_cache_total_dim)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    class ExactIndexPages(private.DeepSeekV4IndexerPool):  # type: ignore[misc]
+        """Indexer key pages: [pages, page_size * index_head_dim] of ``dtype``."""
+
+        def get_bytes_per_token(self) -> int:
+            return self.index_head_dim * self.dtype.itemsize
+
+        def _create_buffer(self) -> None:
+            # SGLang allocates bytes; the same bytes as numbers of our dtype.
+            self.index_k_with_scale_buffer_dtype = torch.uint8
+            super()._create_buffer()
+            self.index_k_with_scale_buffer = [pages.view(self.dtype) for pages in self.index_k_with_scale_buffer]
+
+    class ExactRowsPool(private.DeepSeekV4TokenToKVPool):  # type: ignore[misc]
+        """SGLang's pool of this model with exact rows."""
+
+        def __init__(self, *args: Any, row_dtype: torch.dtype, **kwargs: Any):
+            self.row_dtype = row_dtype
+            super().__init__(*args, **kwargs)
+
+        def _make_kv_pool(
+            self,
+            *,
+            size: int,
+            page_size: int,
+            dtype: torch.dtype,
+            layer_num: int,
+            device: str,
+            enable_memory_saver: bool,
+            global_page_size: int,
+            **_: Any,
+        ) -> ExactKvPages:
+            return ExactKvPages(
+                size,
+                page_size,
+                self.row_dtype,
+                self.qk_nope_head_dim,
+                self.qk_rope_head_dim,
+                layer_num,
+                device,
+                enable_memory_saver,
+                global_page_size=global_page_size,
+            )
+
+        def _make_indexer_pool(
+            self,
+            size: int,
+            page_size: int,
+            dtype: torch.dtype,
+            index_head_dim: int,
+            layer_num: int,
+            device: str,
+            enable_memory_saver: bool,
+            force_fp4: bool = False,
+            global_page_size: int | None = None,
+            index_k_page8: bool = False,
+        ) -> ExactIndexPages:
+            assert not force_fp4 and not index_k_page8, "formats of DeepSeek-V4.1"
+            return ExactIndexPages(
+                size,
+                page_size,
+                self.row_dtype,
+                index_head_dim,
+                layer_num,
+                device,
+                enable_memory_saver,
+                use_fp4_indexer=False,
+                global_page_size=global_page_size,
+            )
+
+    class ExactRowsConfigurator(private.DSV4PoolConfigurator):  # type: ignore[misc]
+        """SGLang's sizing with the bytes of exact rows."""
+
+        def __init__(self, configurator: Any, *, row_dtype: torch.dtype):
+            self.row_bytes = row_dtype.itemsize
+            super().__init__(configurator)
+
+        def _get_paged_kv_bytes_per_token(self, compress_ratio: int = 0) -> float:
+            return self.attn_head_dim * self.row_bytes
+
+        def _compressed_bytes_per_full_token(self, ratio: int) -> float:
+            index = self.indexer_head_dim * self.row_bytes if ratio == 4 else 0
+            return (self._get_paged_kv_bytes_per_token(ratio) + index) / ratio
+
+    return ExactRowsPool, ExactRowsConfigurator

@@ -1,0 +1,62 @@
+"""The platform of hosts without an accelerator, for any model that SGLang serves there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvfp4_sgl.serving.sglang_private import (
+    CpuDeviceMixin,
+    PlatformCapabilities,
+    PlatformEnum,
+    SRTPlatform,
+    given_arguments,
+)
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_total_tokens": 16384,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 1024,
+    "mem_fraction_static": 0.3,
+    "sleep_on_idle": True,
+}
+"""Defaults of our architecture on a CPU; a flag that the user gave wins.
+
+float32 because the CPU path is the reference; small pools because rows are exact (2 KiB a token and layer);
+``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
+"""
+
+
+class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """CPU without Triton, graphs or SGLang's compiled CPU kernels."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        """For architectures other than ours."""
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Called by SGLang during argument resolution; ``server_args`` records what is assigned."""
+        from nvfp4_sgl.serving.arguments import is_our_checkpoint
+
+        if is_our_checkpoint(server_args.model_path):
+            for name, value in CPU_DEFAULTS.items():
+                found = getattr(server_args, name)
+                if found is None or found is False or found == "auto":
+                    setattr(server_args, name, value)
+        elif given_arguments(server_args)["attention_backend"] is None:
+            # SGLang has chosen intel_amx, as for any x86 CPU; the published wheel lacks its kernels.
+            server_args.attention_backend = self.get_default_attention_backend()

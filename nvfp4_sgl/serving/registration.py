@@ -1,0 +1,100 @@
+"""Everything that the package installs into a process of SGLang.
+
+Arguments matter in the process that resolves them; the model class, the backend and the pools matter where a
+scheduler runs. Only a scheduler process has imported SGLang's scheduler when plugins load (the launcher imports it
+later), so only there the second part is installed; a scheduler that somehow misses it stops, since it knows no
+attention backend of our name.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
+from nvfp4_sgl.serving import arguments, kv_pool, runtime_info
+from nvfp4_sgl.serving import sglang_private as private
+
+logger = logging.getLogger(__name__)
+
+
+def register_all() -> None:
+    """Called once in each process of SGLang."""
+    private.require_supported_version()
+    print_errors_as_one_message()
+    arguments.register()
+    private.install_hooks({"parse_quantization": hide_quantization, "load_hf_config": drop_quantization})
+    if private.MODULES["scheduler"].path in sys.modules:
+        register_scheduler()
+
+
+def register_scheduler() -> None:
+    """Model class, attention backend, pools and reports."""
+    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+
+    registry = private.import_registry_lazily("nvfp4_sgl.serving.architectures")
+    registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
+    private.register_attention_backend(private.BACKEND)(create_backend)
+    private.install_hooks(
+        {
+            "reject_out_of_tree_path": kv_pool.allow_dsv4_pool,
+            "build_pool": kv_pool.build_pool,
+            "configure_pool": kv_pool.configure_pool,
+            "scheduler_init": start_scheduler,
+            "internal_state": runtime_info.add_to_internal_state,
+        }
+    )
+
+
+def create_backend(runner: Any) -> Any:
+    """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
+    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+
+    private.require_own_model(runner.model)
+    return Nvfp4AttentionBackend(runner)
+
+
+def is_ours(hf_config: Any) -> bool:
+    """Whether a parsed config names our architecture."""
+    return ARCHITECTURE in (getattr(hf_config, "architectures", None) or ())
+
+
+def hide_quantization(original: Callable[..., Any], model_config: Any) -> Any:
+    """SGLang sees our checkpoints as unquantised: their matrices never pass through its layers."""
+    return None if is_ours(model_config.hf_config) else original(model_config)
+
+
+def drop_quantization(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As :func:`hide_quantization`, for code that reads ``hf_config.quantization_config`` itself."""
+    config = original(*args, **kwargs)
+    if is_ours(config) and getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
+
+
+def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
+    try:
+        original(scheduler, *args, **kwargs)
+        runtime_info.log(scheduler)
+    except Nvfp4SglError as error:
+        stop(error)
+
+
+def print_errors_as_one_message() -> None:
+    """Print uncaught errors of ours, and the launcher's that they cause, without a traceback."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, Nvfp4SglError):
+            print(describe(error), file=sys.stderr, flush=True)
+        elif f"died during initialization (exit code: {EXIT_CODE})" in str(error):
+            print("nvfp4-sgl: error: a scheduler process stopped; its error is above", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook

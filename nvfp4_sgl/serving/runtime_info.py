@@ -1,0 +1,61 @@
+"""What is running: model class, backend, activation mode, cache rows, op implementations.
+
+Logged when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from nvfp4_sgl import __version__
+from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.serving import sglang_private as private
+
+logger = logging.getLogger(__name__)
+
+
+def describe_runtime(runner: Any) -> dict[str, Any] | None:
+    """A JSON-ready description of what ``runner`` (SGLang's ModelRunner) runs, ``None`` if the model is not ours."""
+    from nvfp4_sgl.ops.dispatch import implementations
+    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+
+    model = runner.model
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        return None
+    return {
+        "version": __version__,
+        "model_class": _name(model),
+        "attention_backend": _name(runner.attn_backend),
+        "kv_pool": _name(runner.token_to_kv_pool),
+        "kv_rows": kv_pool.describe_rows(getattr(runner.token_to_kv_pool, "row_dtype", None)),
+        "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
+        "dtype": str(runner.model_config.dtype).removeprefix("torch."),
+        "target": model.target.value,
+        "ops": implementations(model.target),
+    }
+
+
+def log(scheduler: Any) -> None:
+    """Log :func:`describe_runtime`, one line an entry; nothing for other models."""
+    info = describe_runtime(scheduler.tp_worker.model_runner)
+    if info is None:
+        return
+    private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
+    for key, value in info.items():
+        for name, item in value.items() if isinstance(value, dict) else [("", value)]:
+            logger.info("nvfp4_sgl: %s = %s", f"{key}.{name}" if name else key, item)
+
+
+def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Hook: add :func:`describe_runtime` to what ``/server_info`` collects from each scheduler."""
+    output = original(scheduler, request)
+    info = describe_runtime(scheduler.tp_worker.model_runner)
+    if info is not None:
+        output.internal_state["nvfp4_sgl"] = info
+    return output
+
+
+def _name(item: Any) -> str:
+    return f"{type(item).__module__}.{type(item).__qualname__}"

@@ -1,0 +1,326 @@
+"""Every private name of SGLang that this package touches, as read from version 0.5.23.
+
+Names are resolved when first used, not when this module is imported: SGLang loads our platform while it is itself
+half imported. ``python -m nvfp4_sgl.serving.sglang_private`` resolves all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import Tensor
+
+from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.errors import UnsupportedError
+
+VERSION = "0.5.23"
+"""The only SGLang version that this package supports."""
+
+BACKEND = "nvfp4_sgl"
+"""Name of our attention backend."""
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name: where it lives and why it is touched."""
+
+    path: str
+    why: str
+
+
+CLASSES = {
+    "AttentionBackend": Private(
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend", "base class of our attention backend"
+    ),
+    "VocabParallelEmbedding": Private(
+        "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", "token embedding, split over TP ranks"
+    ),
+    "ParallelLMHead": Private(
+        "sglang.srt.layers.vocab_parallel_embedding:ParallelLMHead", "LM head, split over TP ranks"
+    ),
+    "LogitsProcessor": Private(
+        "sglang.srt.layers.logits_processor:LogitsProcessor", "logits, logprobs and their gathering"
+    ),
+    "CpuDeviceMixin": Private("sglang.srt.platforms.cpu:CpuDeviceMixin", "device queries of our CPU platform"),
+    "SRTPlatform": Private("sglang.srt.platforms.interface:SRTPlatform", "base class of our CPU platform"),
+    "PlatformCapabilities": Private(
+        "sglang.srt.platforms.interface:PlatformCapabilities", "our CPU platform has no Triton and no graphs"
+    ),
+    "PlatformEnum": Private("sglang.srt.platforms.device_mixin:PlatformEnum", "marks the platform as out of tree"),
+    "DeepSeekV4TokenToKVPool": Private(
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool", "base class of the exact-rows pool"
+    ),
+    "DeepSeekV4SingleKVPool": Private(
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4SingleKVPool", "base class of exact key/value pages"
+    ),
+    "DeepSeekV4IndexerPool": Private(
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4IndexerPool", "base class of exact index pages"
+    ),
+    "DSV4PoolConfigurator": Private(
+        "sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator", "sizes the pool; knows 584-byte rows only"
+    ),
+}
+"""Classes that we derive from or build, available as attributes of this module."""
+
+FUNCTIONS = {
+    "get_attn_backend": Private(
+        "sglang.srt.model_executor.forward_context:get_attn_backend", "how the model reaches its backend"
+    ),
+    "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
+    "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
+    "tensor_model_parallel_all_reduce": Private(
+        "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
+    ),
+    "add_attention_backend_choices": Private(
+        "sglang.srt.arg_groups.choices:add_attention_backend_choices", "--attention-backend nvfp4_sgl"
+    ),
+    "register_model_override": Private(
+        "sglang.srt.arg_groups.overrides:register_model_override", "argument defaults of our architecture"
+    ),
+    "register_resolution_hook": Private(
+        "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "pre-flight as the first resolution step"
+    ),
+    "resolving_view": Private("sglang.srt.arg_groups.overrides:resolving_view", "arguments as resolved so far"),
+    "resolution_result": Private("sglang.srt.arg_groups.overrides:resolution_result", "arguments as resolved"),
+    "register_attention_backend": Private(
+        "sglang.srt.layers.attention.attention_registry:register_attention_backend", "our backend's factory"
+    ),
+}
+"""Functions that we call, available as attributes of this module."""
+
+HOOKS = {
+    "parse_quantization": Private(
+        "sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+        "SGLang must not choose an FP8 or ModelOpt path for our checkpoints: their matrices are our model's business",
+    ),
+    "load_hf_config": Private(
+        "sglang.srt.utils.hf_transformers.config.get_config", "same, for readers of hf_config.quantization_config"
+    ),
+    "reject_out_of_tree_path": Private(
+        "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path",
+        "refuses DeepSeek-V4's pool on out-of-tree platforms",
+    ),
+    "build_pool": Private(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_dsv4_kv_pool", "builds exact rows"
+    ),
+    "configure_pool": Private(
+        "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", "sizes exact rows"
+    ),
+    "scheduler_init": Private(
+        "sglang.srt.managers.scheduler.Scheduler.__init__", "one error instead of a traceback; the opening log lines"
+    ),
+    "internal_state": Private(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", "what is running, in /server_info"
+    ),
+}
+"""Targets of the hooks that :mod:`nvfp4_sgl.serving.registration` installs."""
+
+MODULES = {
+    "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
+    "registry": Private("sglang.srt.models.registry", "ModelRegistry.models maps architecture to class"),
+    "kv_cache_configurator": Private(
+        "sglang.srt.mem_cache.kv_cache_configurator", "its global DeepSeekV4TokenToKVPool is the class that it builds"
+    ),
+    "hook_registry": Private("sglang.srt.plugins.hook_registry", "HookRegistry, HookType"),
+}
+"""Modules of which a global is read or replaced."""
+
+
+def __getattr__(name: str) -> Any:
+    private = CLASSES.get(name) or FUNCTIONS.get(name)
+    if private is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = resolve_name(private.path)
+    globals()[name] = value
+    return value
+
+
+def require_supported_version() -> None:
+    """:class:`UnsupportedError` unless the installed SGLang is :data:`VERSION`."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSION:
+        raise UnsupportedError(
+            f"SGLang {VERSION} is required, found {found}; run: pip install 'sglang=={VERSION}'"
+            " (or set NVFP4_SGL_DISABLE=1 to run SGLang without this package)"
+        )
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def install_hooks(around: dict[str, Callable[..., Any]]) -> None:
+    """Wrap the functions named by keys of :data:`HOOKS`: ``hook(original, *args, **kwargs)``.
+
+    SGLang logs and ignores a hook that it cannot apply; this raises :class:`UnsupportedError`.
+    """
+    module = importlib.import_module(MODULES["hook_registry"].path)
+    registry, kind = module.HookRegistry, module.HookType.AROUND
+    for name, hook in around.items():
+        registry.register(HOOKS[name].path, hook, kind)
+    registry.apply_hooks()
+    failed = [HOOKS[name].path for name in around if HOOKS[name].path not in registry._patched]
+    if failed:
+        raise UnsupportedError(
+            f"SGLang {VERSION} refused hooks on {', '.join(failed)}; the log above says why."
+            f" Reinstall it unmodified: pip install --force-reinstall --no-deps 'sglang=={VERSION}'"
+        )
+
+
+def import_registry_lazily(external_package: str) -> Any:
+    """SGLang's ``ModelRegistry``, imported so that built-in models load only when one of them is asked for."""
+    variable = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+    given = os.environ.get(variable)
+    os.environ[variable] = given or external_package
+    try:
+        return importlib.import_module(MODULES["registry"].path).ModelRegistry
+    finally:
+        if given is None:
+            del os.environ[variable]
+
+
+@contextlib.contextmanager
+def pool_class(replacement: Any) -> Iterator[None]:
+    """Inside the context ``_build_dsv4_kv_pool`` builds ``replacement``."""
+    module = importlib.import_module(MODULES["kv_cache_configurator"].path)
+    original = module.DeepSeekV4TokenToKVPool
+    module.DeepSeekV4TokenToKVPool = replacement
+    try:
+        yield
+    finally:
+        module.DeepSeekV4TokenToKVPool = original
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def given_arguments(server_args: Any) -> dict[str, Any]:
+    """What the user asked for, before any default or resolution (``ServerArgs._raw_input``)."""
+    return dict(server_args._raw_input)
+
+
+def served_arguments() -> Any:
+    """The ``ServerArgs`` that this process serves."""
+    return get_context().server_args
+
+
+def model_path() -> Path:
+    """Directory of the served checkpoint."""
+    return Path(resolution_result(served_arguments(), "model_path"))
+
+
+def activation_mode(hf_config: Any) -> str:
+    """``activation_mode`` of config.json or of ``--json-model-override-args``; ``w4a16`` if neither has one."""
+    return str(getattr(hf_config, "activation_mode", None) or "w4a16")
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------
+
+
+def tp_rank() -> int:
+    """This process's tensor-parallel rank."""
+    return int(get_parallel().tp_rank)
+
+
+def tp_size() -> int:
+    """How many tensor-parallel ranks there are."""
+    return int(get_parallel().tp_size)
+
+
+def tp_all_reduce(tensor: Tensor) -> Tensor:
+    """Sum of ``tensor`` over the tensor-parallel ranks."""
+    return tensor_model_parallel_all_reduce(tensor)
+
+
+# --- the model and its pools ------------------------------------------------------------------------------------
+
+
+def require_own_model(model: Any) -> None:
+    """:class:`UnsupportedError` unless ``model`` is our DeepSeek-V4: no fallback to SGLang's own class."""
+    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise UnsupportedError(
+            f"architecture {ARCHITECTURE}: expected {DeepseekV4ForCausalLM.__module__}.{DeepseekV4ForCausalLM.__name__},"
+            f" found {type(model).__module__}.{type(model).__name__}; another plugin or"
+            " SGLANG_EXTERNAL_MODEL_PACKAGE replaced it: remove that, or set NVFP4_SGL_DISABLE=1"
+        )
+
+
+def require_own_backend(backend: Any) -> None:
+    """:class:`UnsupportedError` unless our model runs on our backend."""
+    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+
+    if not isinstance(backend, Nvfp4AttentionBackend):
+        raise UnsupportedError(
+            f"architecture {ARCHITECTURE}: expected the attention backend '{BACKEND}', found {type(backend).__name__};"
+            " leave the --attention-backend flags out"
+        )
+
+
+def full_to_swa_mapping(pool: Any) -> Tensor:
+    """SWA slot of each full slot, int64 [full slots + one page, + 1]; kept up to date by SGLang's allocator."""
+    return pool.full_to_swa_index_mapping
+
+
+def swa_buffer(pool: Any, layer: int) -> Tensor:
+    """Sliding-window pages of ``layer``: [pages, page bytes or 256 * head_dim]."""
+    return pool.swa_kv_pool.kv_buffer[layer - pool._stage_start]
+
+
+def compressed_buffer(pool: Any, layer: int) -> Tensor:
+    """Pages of compressed entries of ``layer`` (ratio 4: 64 a page, ratio 128: 2 a page)."""
+    item = pool.layer_mapping[layer]
+    return item.compress_kv_pool.kv_buffer[item.compress_layer_id]
+
+
+def index_buffer(pool: Any, layer: int) -> Tensor:
+    """Pages of indexer keys of ``layer`` (64 a page)."""
+    item = pool.layer_mapping[layer]
+    return pool.index_pools[item.compress_ratio].index_k_with_scale_buffer[item.compress_layer_id]
+
+
+def compress_state(pool: Any, layer: int, *, ring: int) -> Tensor:
+    """Raw (kv, score) rows of the layer's compressor: [rows, 2 w], rows as in :mod:`nvfp4_sgl.cache.layout`."""
+    return _state_rows(pool.compress_state_pools[layer], ring)
+
+
+def index_compress_state(pool: Any, layer: int, *, ring: int) -> Tensor:
+    """Raw (kv, score) rows of the compressor inside the layer's indexer."""
+    return _state_rows(pool.indexer_compress_state_pools[layer], ring)
+
+
+def _state_rows(states: Any, ring: int) -> Tensor:
+    if states.ring_size != ring or states.online:
+        raise UnsupportedError(
+            f"SGLang keeps {states.ring_size} compressor state rows (online={states.online}), expected {ring};"
+            " unset SGLANG_OPT_USE_ONLINE_COMPRESS and leave speculative decoding off"
+        )
+    return states.kv_score_buffer.kv_score
+
+
+def check_names() -> list[str]:
+    """Paths in this module's tables that the installed SGLang lacks."""
+    missing = []
+    for table in (CLASSES, FUNCTIONS, HOOKS, MODULES):
+        for private in table.values():
+            try:
+                resolve_name(private.path)
+            except (ImportError, AttributeError):
+                missing.append(private.path)
+    return missing
+
+
+if __name__ == "__main__":
+    for path in check_names():
+        print(f"missing: {path}")
+    raise SystemExit(bool(check_names()))
