@@ -1,0 +1,144 @@
+"""config.json of tiny checkpoints, in the layout of DeepSeek's and ModelOpt's releases. Source: DEEPSEEK_V4.md §1, §8.2.
+
+Small where size is free, real where code depends on it: head_dim 512 with 64 rotated (so that 584-byte cache entries
+are exercised), window 128, the three layer kinds, hash and top-k routing, 16 index heads (with few heads, index scores
+tie at exactly zero).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from nvfp4_sgl.checkpoint.tokenizer import BOS_ID, EOS_ID
+from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.errors import ConfigError
+
+
+class TinyFormat(enum.Enum):
+    """Storage formats a tiny checkpoint can be written in."""
+
+    NVFP4_FULL = "nvfp4-full"
+    """Every large matrix of the decoder in NVFP4."""
+    NVFP4_EXPERTS = "nvfp4-experts"
+    """Routed experts in NVFP4, other matrices in FP8 128×128, compressors in bf16: ModelOpt's releases."""
+    BF16 = "bf16"
+    """The same weights before quantisation."""
+
+
+BASE: dict[str, Any] = {
+    "architectures": [ARCHITECTURE],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "sliding_window": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "num_hash_layers": 2,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1048576,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "use_cache": True,
+}
+
+NOT_QUANTIZED = ("embed", "head", "*.gate", "*.indexer.weights_proj", "mtp.*")
+"""``ignore`` of a fully quantised checkpoint."""
+
+
+def tiny_config(format: TinyFormat, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json dictionary; ``overrides`` replace fields of :data:`BASE` or give ``compress_ratios``.
+
+    Without ``compress_ratios``, layers alternate window-only, CSA, HCA, CSA, HCA, …, with a 0 for each MTP block.
+    """
+    unknown = sorted(set(overrides) - set(BASE) - {"compress_ratios"})
+    if unknown:
+        raise ConfigError(f"tiny checkpoint: unknown field '{unknown[0]}'; known: compress_ratios, {', '.join(BASE)}")
+    config = {**BASE, **overrides}
+    layers, mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    pattern = [0, *((4, 128)[i % 2] for i in range(layers - 1))]
+    config.setdefault("compress_ratios", pattern + [0] * mtp)
+    if mtp not in (0, 1):
+        raise ConfigError(f"tiny checkpoint: num_nextn_predict_layers: expected 0 or 1, found {mtp}")
+    quantization = _quantization_config(format, layers)
+    if quantization is not None:
+        config["expert_dtype"] = "fp4"
+        config["quantization_config"] = quantization
+    return config
+
+
+def generation_config() -> dict[str, Any]:
+    """generation_config.json of the releases."""
+    return {
+        "_from_model_config": True,
+        "bos_token_id": BOS_ID,
+        "do_sample": True,
+        "eos_token_id": EOS_ID,
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+
+
+def _quantization_config(format: TinyFormat, layers: int) -> dict[str, Any] | None:
+    if format is TinyFormat.BF16:
+        return None
+    if format is TinyFormat.NVFP4_FULL:
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "kv_cache_quant_algo": None,
+            "ignore": list(NOT_QUANTIZED),
+        }
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": None,
+        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
+        "quantized_layers": {
+            f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for layer in range(layers)
+        },
+    }
