@@ -47,11 +47,21 @@ def require_multiple(name: str, k: int, multiple: int) -> None:
         raise FormatError(f"{name}: expected K (the last dimension) to be a positive multiple of {multiple}, found {k}")
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
-    """:class:`FormatError` if ``tensor`` holds a NaN or an infinity. Reads the data: not for the hot path."""
-    bad = int((~torch.isfinite(tensor.float())).sum())
+POWER_SCALE_MAX = 2.0**127
+"""Largest weight that formats with a power-of-two scale take: rounding up from above it can reach 2^128, infinity."""
+
+
+def require_finite(name: str, tensor: Tensor, limit: float | None = None) -> None:
+    """:class:`FormatError` if ``tensor`` holds a NaN, an infinity or, where given, a magnitude above ``limit``.
+
+    Reads the data: not for the hot path.
+    """
+    good = torch.isfinite(tensor.float()) if limit is None else tensor.float().abs() <= limit
+    bad = int((~good).sum())
     if bad:
-        raise FormatError(f"{name}: expected finite values, found {bad} NaN or infinite of {tensor.numel()}")
+        bound = "" if limit is None else f" up to {limit:.4g}"
+        kind = "NaN or infinite" if limit is None else "NaN, infinite or larger"
+        raise FormatError(f"{name}: expected finite values{bound}, found {bad} {kind} of {tensor.numel()}")
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from nvfp4_sgl.numerics import ue8m0
 from nvfp4_sgl.numerics.checks import (
+    POWER_SCALE_MAX,
     as_finite_fp32,
     divide,
     require_dtype,
@@ -27,6 +28,10 @@ from nvfp4_sgl.numerics.e4m3 import E4M3_MAX, round_to_e4m3
 BLOCK = 128
 AMAX_FLOOR = 1e-4
 """Block maxima are floored here (on the amax, not on the scale), as DeepSeek's, SGLang's and vLLM's code does."""
+
+VALUE_MAX = 1.875 * 2.0**127
+"""Activations are clamped here: 240·2^120 is the largest E4M3 multiple of a power-of-two scale that is finite in
+fp32, and the largest bf16 would round to 256·2^120 = infinity."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,13 @@ class Fp8Rows:
 
 
 def quantize_weight(w: Tensor) -> Fp8BlockTensor:
-    """Quantise bf16 or fp32 [..., N, K] (finite) to 128×128 blocks; the scale comes out as ``float8_e8m0fnu``.
+    """Quantise bf16 or fp32 [..., N, K] (|w| ≤ 2^127) to 128×128 blocks; the scale comes out as ``float8_e8m0fnu``.
 
     In fp32: s = 2^ceil(log2(max(amax_block, 1e-4) / 448)), value = e4m3(w / s). Nothing saturates, as s ≥ amax/448.
     """
     require_matrix("weight", w)
     require_dtype("weight", w, torch.float32, torch.bfloat16)
-    require_finite("weight", w)
+    require_finite("weight", w, POWER_SCALE_MAX)
     n, k = w.shape[-2:]
     blocks = functional.pad(w.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = blocks.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N/128, 128, K/128, 128]
@@ -101,13 +106,13 @@ def quantize_weight(w: Tensor) -> Fp8BlockTensor:
 def quantize_rows_fp8(x: Tensor) -> Fp8Rows:
     """Quantise activations, bf16 or fp32 [T, K], to 1×128 blocks. T may be 0.
 
-    In fp32: x = NaN → +0, then clamp to ±(largest finite bf16); s and value as in :func:`quantize_weight`.
+    In fp32: x = NaN → +0, then clamp to ±1.875·2^127 (:data:`VALUE_MAX`); s and value as in :func:`quantize_weight`.
     """
     require_rows("activations", x)
     require_dtype("activations", x, torch.float32, torch.bfloat16)
     require_multiple("activations", x.shape[1], 1)
     k = x.shape[1]
-    blocks = functional.pad(as_finite_fp32(x), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = functional.pad(as_finite_fp32(x).clamp(-VALUE_MAX, VALUE_MAX), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
     scale = block_exponent(blocks.abs().amax(dim=-1))
     values = round_to_e4m3(blocks * ue8m0.decode_reciprocal(scale)[..., None]).flatten(-2)[:, :k].contiguous()
     return Fp8Rows(values, scale)

@@ -33,14 +33,14 @@ LAYOUT = PageLayout(data_bytes=DATA_BYTES, scale_bytes=SCALE_BYTES, align=DATA_B
 def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 or bf16 [n, 512] → (data uint8 [n, 576], scales uint8 [n, 8]).
 
-    In fp32: NaN → +0 and magnitudes clamped to the largest finite bf16; s = 2^ceil(log2(max(amax, 1e-4) / 448)) over
-    64; e4m3(x / s), nearest-even (cannot saturate). The RoPE tail is rounded to bf16, nearest-even. A row of zeros
-    gets scale 2^-22 and codes 0.
+    In fp32: NaN → +0; magnitudes clamped to 1.875·2^127, in the RoPE tail to the largest finite bf16. Each 64 of
+    the first 448: s = 2^ceil(log2(max(amax, 1e-4) / 448)), then e4m3(x / s), nearest-even, which cannot saturate.
+    The tail is rounded to bf16, nearest-even. A row of zeros gets scale 2^-22 and codes 0.
     """
     require_rows("key-value rows", rows, DIM)
     require_dtype("key-value rows", rows, torch.float32, torch.bfloat16)
     x = as_finite_fp32(rows)
-    nope = x[:, :NOPE_DIM].unflatten(-1, (-1, BLOCK))
+    nope = x[:, :NOPE_DIM].clamp(-fp8_block.VALUE_MAX, fp8_block.VALUE_MAX).unflatten(-1, (-1, BLOCK))
     exponent = fp8_block.block_exponent(nope.abs().amax(dim=-1))
     codes = round_to_e4m3(nope * ue8m0.decode_reciprocal(exponent)[..., None]).flatten(-2).view(torch.uint8)
     tail = x[:, NOPE_DIM:].to(torch.bfloat16).contiguous().view(torch.uint8)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.numerics import e2m1, ue8m0
-from nvfp4_sgl.numerics.checks import FormatError, divide, require_dtype, require_finite, require_matrix, require_shape
+from nvfp4_sgl.numerics.checks import (
+    POWER_SCALE_MAX,
+    FormatError,
+    divide,
+    require_dtype,
+    require_finite,
+    require_matrix,
+    require_shape,
+)
 from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
 
 BLOCK = 32
@@ -23,8 +31,8 @@ TOP = 8
 BOTTOM = -9
 """…and end at 2^-9, the smallest. So block exponents may differ by at most 17."""
 
-LOWEST_GLOBAL_EXPONENT = -100
-"""A converted tensor's global scale is at least 2^this, so that it stays far from fp32's subnormals."""
+LOWEST_GLOBAL_EXPONENT = -117
+"""A converted tensor's global scale is at least 2^this, so that its smallest block scale times it is normal in fp32."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,13 @@ class MxFp4Tensor:
 
 
 def quantize(w: Tensor) -> MxFp4Tensor:
-    """Quantise bf16 or fp32 [..., N, K] (finite, K a multiple of 32) to MXFP4.
+    """Quantise bf16 or fp32 [..., N, K] (|w| ≤ 2^127, K a multiple of 32) to MXFP4.
 
     In fp32: s = 2^ceil(log2(max(amax_block, 6·2^-126) / 6)), code = e2m1(w / s). Nothing saturates, as s ≥ amax/6.
     """
     require_matrix("weight", w, BLOCK)
     require_dtype("weight", w, torch.float32, torch.bfloat16)
-    require_finite("weight", w)
+    require_finite("weight", w, POWER_SCALE_MAX)
     blocks = w.float().unflatten(-1, (-1, BLOCK))
     scale = ue8m0.encode_ceil(divide(blocks.abs().amax(dim=-1).clamp_min(AMAX_FLOOR), e2m1.E2M1_MAX))
     codes = e2m1.encode(blocks * ue8m0.decode_reciprocal(scale)[..., None]).flatten(-2)
@@ -83,7 +91,7 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     """The same values in NVFP4, bit for bit; the packed codes are shared, not copied.
 
     exponent: int32 broadcastable over the leading dimensions, at least each matrix's :func:`largest_exponent`
-    (the default). With m = max(exponent − 8, −100): global_scale = 2^m, and both halves of a block of exponent k
+    (the default). With m = max(exponent − 8, −117): global_scale = 2^m, and both halves of a block of exponent k
     get block scale 2^(k − m). Blocks of zeros get block scale 1, as their exponent means nothing.
 
     :class:`FormatError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the

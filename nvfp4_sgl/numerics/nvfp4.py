@@ -41,8 +41,9 @@ AMAX_FLOOR = 2.0**-100
 """Smallest amax a global or row scale is derived from. Keeps every reciprocal and product of the recipes normal in
 fp32, so that hardware which flushes subnormals agrees with hardware which does not."""
 
-SCALE_MIN, SCALE_MAX = 2.0**-117, 2.0**117
-"""Range of a global or row scale given from outside, for the same reason."""
+SCALE_MIN, SCALE_MAX = 2.0**-117, 2.0**116
+"""Range of a global or row scale given from outside: below it reciprocals or products would become subnormal, above
+it the largest value, 2688 times the scale, would not be finite."""
 
 SILU_MIN = -0.27846454276107376
 """Minimum of silu(x) = x·sigmoid(x), at x ≈ −1.27846."""
@@ -133,7 +134,7 @@ def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tenso
     """Quantise a weight matrix (or a stack) as modelopt does.
 
     w: bf16 or fp32 [..., N, K], finite, K a multiple of 16. global_scale: fp32, 0-d or broadcastable over [...],
-    within [2^-117, 2^117]; None derives one for each matrix. Pass the same scale to tie matrices (gate and up).
+    within [2^-117, 2^116]; None derives one for each matrix. Pass the same scale to tie matrices (gate and up).
 
     In fp32, in this order::
 
@@ -156,7 +157,7 @@ def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tenso
         require_dtype("global_scale", g, torch.float32)
         _require_broadcast("global_scale", g, w.shape[:-2])
         if not bool(((g >= SCALE_MIN) & (g <= SCALE_MAX)).all()):
-            raise FormatError(f"global_scale: expected every value in [2^-117, 2^117], found {g.tolist()}")
+            raise FormatError(f"global_scale: expected every value in [2^-117, 2^116], found {g.tolist()}")
     blocks = w.unflatten(-1, (-1, BLOCK))
     s = blocks.abs().amax(dim=-1) / (E2M1_MAX * g)[..., None, None]
     s = torch.where(s == 0, torch.ones_like(s), s).clamp(E4M3_MIN, E4M3_MAX)
@@ -170,7 +171,7 @@ def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
     """Quantise activations to NVFP4: the recipe every kernel must equal bit for bit.
 
     x: bf16 or fp32 [T, K], K a multiple of 16, T may be 0. row_scale: one constant for all rows, within
-    [2^-117, 2^117]; None takes each row's own maximum, which needs no calibration and never saturates a block.
+    [2^-117, 2^116]; None takes each row's own maximum, which needs no calibration and never saturates a block.
 
     All in fp32, each line one IEEE round-to-nearest-even operation. In particular the two divisions are
     correctly rounded: a kernel must not use an approximate reciprocal::
@@ -196,7 +197,7 @@ def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
         g = amax.amax(dim=-1).clamp_min(AMAX_FLOOR) * INVERSE_FULL_SCALE
     else:
         if not SCALE_MIN <= row_scale <= SCALE_MAX:
-            raise FormatError(f"row_scale: expected a value in [2^-117, 2^117], found {row_scale!r}")
+            raise FormatError(f"row_scale: expected a value in [2^-117, 2^116], found {row_scale!r}")
         g = torch.full((x.shape[0],), row_scale, dtype=torch.float32, device=x.device)
     r = 1.0 / g
     block_scale = round_to_e4m3((amax * r[:, None]) * INVERSE_E2M1_MAX)
@@ -215,10 +216,10 @@ def swiglu_row_scale(limit: float) -> float:
     """
     if not (math.isfinite(limit) and limit >= -SILU_MIN):
         raise FormatError(f"swiglu_limit: expected a finite value >= {-SILU_MIN:.4f}, found {limit!r}")
-    scale = round_to_fp32(limit * limit / FULL_SCALE)
-    if not SCALE_MIN <= scale <= SCALE_MAX:
-        raise FormatError(f"swiglu_limit: its square over 2688 must be in [2^-117, 2^117], found limit {limit!r}")
-    return scale
+    scale = limit * limit / FULL_SCALE
+    if scale > SCALE_MAX:
+        raise FormatError(f"swiglu_limit: expected its square over 2688 to be at most 2^116, found {limit!r}")
+    return round_to_fp32(scale)
 
 
 def _times_block_scale(packed: Tensor, block_scale: Tensor) -> Tensor:
