@@ -1,0 +1,267 @@
+"""What a checkpoint directory holds, compared with what the configuration demands, from the files' headers alone.
+
+:meth:`Inventory.open` trusts nothing: every file listed must be there and whole, every tensor must be where the index
+says, once. :meth:`Inventory.verify` then demands exactly the tensors of :func:`names.tensor_specs`, each with the
+shape and dtype of one of the storages that its role allows. Nothing is ignored but ``mtp.*``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, Storage, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.safetensors_header import Entry, read_header
+from nvfp4_sgl.checkpoint.summary import CheckpointSummary
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+PREFIX = "model."
+"""Some repackagings put this before every name; it is stripped if every name has it."""
+
+SHOWN = 20
+"""Problems listed in full; the rest are counted."""
+
+_FOREIGN_LAYOUTS = (
+    ((".self_attn.", ".mlp.experts.", "embed_tokens.weight", "lm_head.weight"), "transformers' names"),
+    ((".weight_packed", ".weight_global_scale", ".input_global_scale"), "compressed-tensors' names"),
+)
+
+
+class Inventory:
+    """Tensors of a checkpoint directory by name, ``mtp.*`` included.
+
+    Attributes:
+        directory: where the files are.
+        entries: every tensor, by DeepSeek's original name.
+        config, summary: what :meth:`verify` was given and found; ``None`` before.
+    """
+
+    def __init__(self, directory: Path, entries: dict[str, Entry]):
+        self.directory, self.entries = directory, entries
+        self.config: ModelConfig | None = None
+        self.summary: CheckpointSummary | None = None
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Inventory:
+        """Read all headers of the safetensors files in ``directory``, by the index if there is one.
+
+        Raises:
+            CheckpointError: a file is absent, damaged or not in the index; a tensor is in two files, in the index
+                but not in its file or the other way round; or the names are of a layout that is not supported.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}: not a directory; name one that holds config.json and safetensors files"
+            )
+        present = sorted(directory.glob("*.safetensors"))
+        weight_map = _read_index(directory / INDEX) if (directory / INDEX).exists() else None
+        if weight_map is not None:
+            _check_files(directory, set(weight_map.values()), {file.name for file in present})
+        if not present:
+            raise CheckpointError(f"{directory}: holds no *.safetensors file; other weight formats are not read")
+        entries: dict[str, Entry] = {}
+        for file in present:
+            for entry in read_header(file):
+                if entry.name in entries:
+                    raise CheckpointError(
+                        f"tensor '{entry.name}' is in two files, {entries[entry.name].file} and {file};"
+                        " remove the one that does not belong to this checkpoint"
+                    )
+                entries[entry.name] = entry
+        if weight_map is not None:
+            _check_index(directory / INDEX, weight_map, entries)
+        return cls(directory, _original_names(directory, entries))
+
+    def storage(self, stem: str) -> Storage:
+        """Format of the matrix ``stem``; CheckpointError if no such matrix is there."""
+        if f"{stem}.weight_scale_2" in self.entries:
+            return Storage.NVFP4
+        if f"{stem}.scale" in self.entries:
+            return Storage.FP8
+        if f"{stem}.weight" in self.entries:
+            return Storage.PLAIN
+        raise CheckpointError(f"{self.directory}: tensor '{stem}.weight' is missing")
+
+    def verify(self, config: ModelConfig) -> CheckpointSummary:
+        """Demand exactly the tensors of ``config``'s decoder; returns what they are stored as.
+
+        Raises:
+            CheckpointError: lists missing and superfluous tensors, wrong shapes and wrong dtypes, each with its
+                file, what was expected and what was found.
+        """
+        audit = _Audit(self)
+        summary = CheckpointSummary(self.directory)
+        for spec in tensor_specs(config).values():
+            storage, nbytes = audit.check(spec)
+            summary.add(spec, storage, nbytes)
+        skipped = 0
+        for name, entry in self.entries.items():
+            if name.startswith(MTP_PREFIX):
+                skipped += 1
+                summary.skipped_bytes += entry.nbytes
+            elif name not in audit.seen:
+                audit.problems.append(
+                    f"tensor '{name}' in {entry.file}: no such tensor in this model or storage, expected none,"
+                    f" found {_describe(entry)}"
+                )
+        audit.report()
+        summary.skipped = skipped
+        if skipped:
+            logger.info("skipped %d tensors mtp.*: multi-token prediction is not used", skipped)
+        self.config, self.summary = config, summary
+        return summary
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: expected a non-empty object 'weight_map', found {type(weight_map).__name__}")
+    for name, target in weight_map.items():
+        if not isinstance(target, str) or Path(target).name != target or not target.endswith(".safetensors"):
+            raise CheckpointError(f"{file}: tensor '{name}': expected the name of a safetensors file, found {target!r}")
+    return weight_map
+
+
+def _check_files(directory: Path, listed: set[str], present: set[str]) -> None:
+    if absent := sorted(listed - present):
+        raise CheckpointError(
+            f"{directory}: {len(absent)} of {len(listed)} files listed in {INDEX} are absent: {_shorten(absent)};"
+            " fetch them"
+        )
+    if stray := sorted(present - listed):
+        raise CheckpointError(
+            f"{directory}: files not listed in {INDEX}: {_shorten(stray)}; remove them or correct the index"
+        )
+
+
+def _check_index(index: Path, weight_map: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    problems = [
+        f"tensor '{name}': expected in {target}, found "
+        + (f"in {entries[name].file.name}" if name in entries else "nowhere")
+        for name, target in weight_map.items()
+        if name not in entries or entries[name].file.name != target
+    ]
+    problems += [
+        f"tensor '{name}' in {entry.file.name}: not in the index"
+        for name, entry in entries.items()
+        if name not in weight_map
+    ]
+    if problems:
+        raise CheckpointError(f"{index}: does not match the files, {len(problems)} problems:{_bullets(problems)}")
+
+
+def _original_names(directory: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    for fragments, layout in _FOREIGN_LAYOUTS:
+        for name in entries:
+            if any(fragment in name for fragment in fragments):
+                raise CheckpointError(
+                    f"{directory}: written with {layout} (tensor '{name}' in {entries[name].file.name}); expected"
+                    " DeepSeek's original names ('layers.0.attn.wq_a.weight'). Use the original release, or a"
+                    " quantised checkpoint that keeps its names"
+                )
+    prefixed = sum(name.startswith(PREFIX) for name in entries)
+    if prefixed not in (0, len(entries)):
+        name = next(name for name in entries if name.startswith(PREFIX))
+        raise CheckpointError(
+            f"{directory}: {prefixed} of {len(entries)} tensors have the prefix '{PREFIX}' ('{name}' in"
+            f" {entries[name].file.name}); expected all or none"
+        )
+    if not prefixed:
+        return entries
+    return {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
+
+
+class _Audit:
+    """Checks one spec after the other; gathers problems and the names that are accounted for."""
+
+    def __init__(self, inventory: Inventory):
+        self.inventory, self.entries = inventory, inventory.entries
+        self.seen: set[str] = set()
+        self.problems: list[str] = []
+
+    def check(self, spec: TensorSpec) -> tuple[Storage | None, int]:
+        """``(storage, bytes)`` of a logical tensor; no storage unless it is a matrix."""
+        if spec.role.is_matrix:
+            return self._matrix(spec)
+        dtypes = {Role.PLAIN: ("BF16", "F32"), Role.FP32: ("F32",), Role.TID2EID: ("I64", "I32")}[spec.role]
+        return None, self._tensor(spec.name, dtypes, [spec.shape])
+
+    def _matrix(self, spec: TensorSpec) -> tuple[Storage | None, int]:
+        stem, (n, k) = spec.name, spec.shape
+        weight = self.entries.get(f"{stem}.weight")
+        scale = self.entries.get(f"{stem}.scale")
+        if scale is not None and weight is not None and weight.dtype in ("I8", "U8"):
+            self.seen |= {weight.name, scale.name, f"{stem}.weight", f"{stem}.scale"}
+            self.problems.append(
+                f"tensor '{stem}.weight' in {weight.file}: MXFP4 (found {_describe(weight)} with scale"
+                f" {_describe(scale)}) is not supported yet; expected NVFP4, FP8 128x128 or BF16/F32: convert the"
+                " experts to NVFP4 first"
+            )
+            return None, 0
+        is_nvfp4 = any(f"{stem}.{suffix}" in self.entries for suffix in ("weight_scale", "weight_scale_2"))
+        if is_nvfp4 or (weight is not None and weight.dtype == "U8"):
+            if k % 16:
+                self.problems.append(f"tensor '{stem}': NVFP4 needs a multiple of 16 columns, the model has {k}")
+            nbytes = (
+                self._tensor(f"{stem}.weight", ("U8",), [(n, k // 2)])
+                + self._tensor(f"{stem}.weight_scale", ("F8_E4M3",), [(n, k // 16)])
+                + self._tensor(f"{stem}.weight_scale_2", ("F32",), [(), (1,)])
+            )
+            if f"{stem}.input_scale" in self.entries:
+                nbytes += self._tensor(f"{stem}.input_scale", ("F32",), [(), (1,)])
+            return Storage.NVFP4, nbytes
+        if scale is not None or (weight is not None and weight.dtype == "F8_E4M3"):
+            return Storage.FP8, (
+                self._tensor(f"{stem}.weight", ("F8_E4M3",), [(n, k)])
+                + self._tensor(f"{stem}.scale", ("F8_E8M0",), [(-(-n // 128), -(-k // 128))])
+            )
+        return Storage.PLAIN, self._tensor(f"{stem}.weight", ("BF16", "F32"), [(n, k)])
+
+    def _tensor(self, name: str, dtypes: tuple[str, ...], shapes: list[tuple[int, ...]]) -> int:
+        entry = self.entries.get(name)
+        wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
+        if entry is None:
+            self.problems.append(f"tensor '{name}' is missing: expected {wanted}, found in no file")
+            return 0
+        self.seen.add(name)
+        if entry.dtype not in dtypes:
+            self.problems.append(
+                f"tensor '{name}' in {entry.file}: wrong dtype: expected {wanted}, found {_describe(entry)}"
+            )
+        elif entry.shape not in shapes:
+            self.problems.append(
+                f"tensor '{name}' in {entry.file}: wrong shape: expected {wanted}, found {_describe(entry)}"
+            )
+        return entry.nbytes
+
+    def report(self) -> None:
+        if self.problems:
+            raise CheckpointError(
+                f"{self.inventory.directory}: the tensors do not match config.json, {len(self.problems)} problems:"
+                f"{_bullets(self.problems)}"
+            )
+
+
+def _describe(entry: Entry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _bullets(problems: Iterable[str]) -> str:
+    problems = list(problems)
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "".join(f"\n  - {problem}" for problem in problems[:SHOWN] + more)

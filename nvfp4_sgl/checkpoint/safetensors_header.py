@@ -1,0 +1,110 @@
+"""Headers of safetensors files, parsed strictly; no tensor data is touched.
+
+A file is 8 bytes of header length (little endian), that many bytes of JSON, then the data. Every rule a well-formed
+file obeys is checked here: a truncated download must be found before anything is served from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from nvfp4_sgl.errors import CheckpointError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies. ``dtype`` is safetensors' name; ``offset`` counts from the start of the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(file: Path) -> list[Entry]:
+    """Entries of ``file`` in the order of their data; CheckpointError if the file breaks a rule of the format."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < LENGTH_BYTES or length > size - LENGTH_BYTES:
+                expected = LENGTH_BYTES + (length if len(prefix) == LENGTH_BYTES else 0)
+                raise CheckpointError(
+                    f"{file}: truncated: expected at least {expected} bytes for the header, found {size};"
+                    " fetch the file again"
+                )
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file}: not a safetensors file: expected a header of at most {MAX_HEADER_BYTES} bytes,"
+                    f" found a length of {length}"
+                )
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    try:
+        header = json.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: the safetensors header is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: safetensors header: expected a JSON object, found {type(header).__name__}")
+    header.pop("__metadata__", None)
+    start = LENGTH_BYTES + length
+    entries = [_entry(file, name, fields, start) for name, fields in header.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    _check_layout(file, entries, start, size)
+    return entries
+
+
+def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
+    match fields:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise CheckpointError(
+                f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {fields!r}"
+            )
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{file}: tensor '{name}': unknown dtype '{dtype}'; expected one of {', '.join(ITEM_BYTES)}"
+        )
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise CheckpointError(f"{file}: tensor '{name}': expected a shape of non-negative integers, found {shape}")
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if begin < 0 or end - begin != nbytes:
+        raise CheckpointError(
+            f"{file}: tensor '{name}': {dtype} {shape} takes {nbytes} bytes, but data_offsets [{begin}, {end}]"
+            f" hold {end - begin}"
+        )
+    return Entry(name, file, dtype, tuple(shape), start + begin, nbytes)
+
+
+def _check_layout(file: Path, entries: list[Entry], start: int, size: int) -> None:
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            what = "a hole" if entry.offset > position else "an overlap"
+            raise CheckpointError(
+                f"{file}: tensor '{entry.name}': {what} in the data: expected it at byte {position},"
+                f" found {entry.offset}"
+            )
+        position += entry.nbytes
+    if size < position:
+        raise CheckpointError(f"{file}: truncated: expected {position} bytes, found {size}; fetch the file again")
+    if size > position:
+        raise CheckpointError(f"{file}: expected {position} bytes, found {size}: data that no tensor accounts for")
