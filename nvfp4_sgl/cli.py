@@ -1,0 +1,77 @@
+"""The ``nvfp4-sgl`` command: a table of subcommands, each imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nvfp4_sgl import __version__
+from nvfp4_sgl.errors import Nvfp4SglError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: ``module`` defines ``add`` (parser -> None) and ``run`` (namespace -> exit status or None)."""
+
+    summary: str
+    module: str
+    add: str = "add_arguments"
+    run: str = "run"
+
+
+COMMANDS = {
+    "tiny": Command(
+        "write a tiny random DeepSeek-V4 checkpoint",
+        "nvfp4_sgl.checkpoint.cli",
+        add="add_tiny_arguments",
+        run="run_tiny",
+    ),
+    "inspect": Command(
+        "verify a checkpoint directory and summarise what it stores",
+        "nvfp4_sgl.checkpoint.cli",
+        add="add_inspect_arguments",
+        run="run_inspect",
+    ),
+    "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``nvfp4-sgl ARGV`` and return its exit status.
+
+    0 is success; 1 is what a subcommand found wrong; 2 is a wrong command line, or an :class:`Nvfp4SglError`, printed
+    as one line. Any other exception is a defect and keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        namespace = build_parser(chosen=arguments[0] if arguments else None).parse_args(arguments)
+        return namespace.run(namespace) or 0
+    except Nvfp4SglError as error:
+        print(f"nvfp4-sgl: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing is left to say, at interpreter shutdown neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser with every subcommand's name, and the arguments of ``chosen`` alone (its module is imported)."""
+    parser = argparse.ArgumentParser(prog="nvfp4-sgl", description="DeepSeek-V4 on SGLang in native NVFP4.")
+    parser.add_argument("--version", action="version", version=f"nvfp4-sgl {__version__}")
+    subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        if name == chosen:
+            module = importlib.import_module(command.module)
+            getattr(module, command.add)(subparser)
+            subparser.set_defaults(run=getattr(module, command.run))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

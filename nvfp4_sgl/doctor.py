@@ -1,0 +1,227 @@
+"""``nvfp4-sgl doctor``: what would run here, and what stands in its way.
+
+Collects versions against the pins of this distribution, the device, the implementation of every op on it, the modes,
+and whether SGLang will find the plugin. Nothing is started and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+
+from nvfp4_sgl import __version__
+from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.ops.dispatch import Target
+
+DISTRIBUTION = "nvfp4-sgl"
+PLUGIN_NAME = "nvfp4_sgl"
+PLATFORM_GROUP = "sglang.srt.platforms"
+PLUGIN_GROUP = "sglang.srt.plugins"
+KV_ROW_MODES = {
+    "exact": "rows in the model's dtype (--kv-cache-dtype auto, the default)",
+    "packed": "SGLang's 584-byte entries (--kv-cache-dtype fp8_e4m3)",
+}
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One distribution that this package holds at an exact version; ``found`` is ``None`` where it is absent."""
+
+    name: str
+    expected: str
+    found: str | None
+    ok: bool
+
+
+@dataclass(frozen=True)
+class EntryPointState:
+    """Whether SGLang sees one entry point of ours and will act on it; ``reason`` says why not."""
+
+    group: str
+    visible: bool
+    enabled: bool
+    reason: str
+
+
+@dataclass
+class Report:
+    """All findings; ``problems`` is empty exactly where a server would start."""
+
+    nvfp4_sgl: str = __version__
+    location: str = str(Path(__file__).resolve().parent)
+    python: str = platform.python_version()
+    pins: list[Pin] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    target: str | None = None
+    ops: dict[str, str | None] = field(default_factory=dict)
+    activation_modes: list[str] = field(default_factory=list)
+    kv_row_modes: dict[str, str] = field(default_factory=dict)
+    entry_points: list[EntryPointState] = field(default_factory=list)
+    checkpoint: dict[str, Any] | None = None
+    checkpoint_table: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``nvfp4-sgl doctor``."""
+    parser.add_argument("dir", nargs="?", type=Path, metavar="DIR", help="a checkpoint directory to verify as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if a server would start here, 1 if something stands in its way."""
+    report = examine(args.dir)
+    print(json.dumps(asdict(report), indent=2) if args.json else render(report))
+    return 1 if report.problems else 0
+
+
+def examine(directory: Path | None = None) -> Report:
+    """Examine this process's surroundings, and the checkpoint in ``directory`` if one is given.
+
+    Findings that would stop a server are put into ``problems``; only defects raise.
+    """
+    report = Report(kv_row_modes=dict(KV_ROW_MODES))
+    try:
+        report.pins = compare_pins(requires(DISTRIBUTION) or [])
+    except PackageNotFoundError:
+        report.problems.append(
+            f"distribution {DISTRIBUTION} is not installed, so SGLang cannot find the plugin; install this checkout"
+            " (launch/environment, or `pip install -e . -c constraints.txt`)"
+        )
+    for pin in report.pins:
+        if not pin.ok:
+            found = pin.found or "nothing"
+            report.problems.append(
+                f"{pin.name}: expected {pin.expected}, found {found}; pip install {pin.name}=={pin.expected}"
+            )
+    report.entry_points = [entry_point_state(group) for group in (PLATFORM_GROUP, PLUGIN_GROUP)]
+    for state in report.entry_points:
+        if not state.enabled:
+            report.problems.append(f"entry point {PLUGIN_NAME} of {state.group}: {state.reason}")
+    if any(pin.name == "torch" and pin.found is None for pin in report.pins):
+        return report
+    examine_target(report)
+    if directory is not None:
+        examine_checkpoint(report, directory)
+    return report
+
+
+def compare_pins(requirements: Iterable[str]) -> list[Pin]:
+    """The exact (``==``) requirements among ``requirements`` (PEP 508 strings, extras left out) against what is
+    installed. A local version label (``+cu130``) is no mismatch."""
+    pins = []
+    for text in requirements:
+        requirement = Requirement(text)
+        exact = [s.version for s in requirement.specifier if s.operator == "=="]
+        if not exact or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            found = None
+        ok = found is not None and requirement.specifier.contains(found, prereleases=True)
+        pins.append(Pin(requirement.name, exact[0], found, ok))
+    return pins
+
+
+def entry_point_state(group: str) -> EntryPointState:
+    """Whether SGLang acts on our entry point of ``group`` under the switches in this process's environment."""
+    visible = any(point.name == PLUGIN_NAME for point in entry_points(group=group))
+    reason = ""
+    selected = os.environ.get("SGLANG_PLATFORM", "")
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if not visible:
+        reason = f"not visible; the distribution {DISTRIBUTION} is not installed in this environment"
+    elif is_disabled():
+        reason = f"switched off by {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}"
+    elif selected and selected != PLUGIN_NAME:
+        reason = f"left out by SGLANG_PLATFORM={selected}"
+    elif allowed and PLUGIN_NAME not in allowed:
+        reason = f"left out by SGLANG_PLUGINS={','.join(allowed)}"
+    return EntryPointState(group, visible, not reason, reason)
+
+
+def examine_target(report: Report) -> None:
+    """Fill in devices, target, op implementations and activation modes."""
+    import torch
+
+    from nvfp4_sgl.ops.dispatch import detect_target, implementations
+    from nvfp4_sgl.ops.linear import ActivationMode
+
+    report.activation_modes = [mode.value for mode in ActivationMode]
+    report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
+        f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
+    ]
+    try:
+        target: Target = detect_target()
+    except Nvfp4SglError as error:
+        report.problems.append(str(error))
+        return
+    report.target = target.value
+    report.ops = dict(implementations(target))
+    missing = [op for op, where in report.ops.items() if where is None]
+    if missing:
+        report.problems.append(
+            f"target {report.target}: no implementation of {len(missing)} of {len(report.ops)} ops;"
+            " run where no CUDA device is visible (CUDA_VISIBLE_DEVICES='') to serve on the CPU"
+        )
+
+
+def device_name(index: int) -> str:
+    """One CUDA device in words."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return (
+        f"cuda:{index}: {properties.name}, compute capability {properties.major}.{properties.minor},"
+        f" {properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def examine_checkpoint(report: Report, directory: Path) -> None:
+    """Verify the checkpoint in ``directory`` and fill in its summary."""
+    from nvfp4_sgl.checkpoint.inventory import Inventory, check_quantization_config
+    from nvfp4_sgl.config import ModelConfig, read_config_json
+
+    try:
+        raw = read_config_json(directory)
+        summary = Inventory.open(directory).verify(ModelConfig.from_dict(raw, source=str(directory / "config.json")))
+        check_quantization_config(raw, summary)
+    except Nvfp4SglError as error:
+        report.problems.append(f"checkpoint: {error}")
+        return
+    report.checkpoint = {"directory": str(directory), "format": summary.format}
+    report.checkpoint_table = summary.table()
+
+
+def render(report: Report) -> str:
+    """The report as text for a person."""
+    lines = [f"nvfp4-sgl {report.nvfp4_sgl} ({report.location}), Python {report.python}", "", "Versions"]
+    for pin in report.pins:
+        found = pin.found or "absent"
+        lines.append(f"  {pin.name:<20} {found:<16} " + ("OK" if pin.ok else f"MISMATCH, expected {pin.expected}"))
+    lines += ["", "Device", *(f"  {device}" for device in report.devices)]
+    lines.append(f"  target               {report.target or 'unsupported'}")
+    if report.ops:
+        lines += ["", f"Ops on {report.target}"]
+        lines += [f"  {op:<20} {where or 'NOT IMPLEMENTED'}" for op, where in report.ops.items()]
+    lines += ["", "Modes", f"  activations          {', '.join(report.activation_modes)}"]
+    lines += [f"  KV rows, {mode:<11} {text}" for mode, text in report.kv_row_modes.items()]
+    lines += ["", "SGLang entry points"]
+    lines += [f"  {s.group:<20} {'enabled' if s.enabled else s.reason}" for s in report.entry_points]
+    if report.checkpoint is not None:
+        lines += ["", f"Checkpoint {report.checkpoint['directory']}", report.checkpoint_table]
+    lines += ["", *(f"PROBLEM: {problem}" for problem in report.problems)] if report.problems else ["", "No problems."]
+    return "\n".join(lines)
