@@ -103,8 +103,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that select something not implemented here, with the values that leave it off."""
 
-PARSERS = {"reasoning_parser": "deepseek-v4", "tool_call_parser": "deepseekv4"}
-"""DeepSeek-V4's output parsers, used unless others are named."""
+PARSERS = ("reasoning_parser", "tool_call_parser")
+"""Output parsers that SGLang derives from the architecture if they say ``auto``, as they do unless one is named."""
 
 
 def is_our_checkpoint(path: str | Path | None) -> bool:
@@ -132,6 +132,7 @@ def preflight(server_args: Any) -> None:
     check_target(given["device"])
     check_parallel(config, given["tp_size"])
     bind_threads(given["tp_size"])
+    private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -238,7 +239,10 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if private.resolving_view(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
         # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
         declared["kv_cache_dtype"] = "bfloat16"
-    declared.update({name: parser for name, parser in PARSERS.items() if given[name] in (None, "auto")})
+    if private.resolving_view(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
+        # SGLang's 0.1 suits pools of millions of tokens. A request holds up to two 256-token window pages, so the
+        # 16 requests and 16384 tokens of the CPU defaults need one half.
+        declared["swa_full_tokens_ratio"] = 0.5
     return declared
 
 

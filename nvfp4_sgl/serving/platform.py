@@ -35,6 +35,9 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     device_type = "cpu"
     capabilities = PlatformCapabilities()
 
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"  # argument resolution wants the name, not SGLang's own torch.device
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 

@@ -38,14 +38,14 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
 
 
 def log(scheduler: Any) -> None:
-    """Log :func:`describe_runtime`, one line an entry; nothing for other models."""
+    """Log :func:`describe_runtime`, one line each; nothing for other models."""
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is None:
         return
     private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     for key, value in info.items():
-        for name, item in value.items() if isinstance(value, dict) else [("", value)]:
-            logger.info("nvfp4_sgl: %s = %s", f"{key}.{name}" if name else key, item)
+        text = ", ".join(f"{op}={where}" for op, where in value.items()) if isinstance(value, dict) else value
+        logger.info("nvfp4_sgl: %s: %s", key, text)
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -58,4 +58,4 @@ def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request:
 
 
 def _name(item: Any) -> str:
-    return f"{type(item).__module__}.{type(item).__qualname__}"
+    return f"{type(item).__module__}.{type(item).__name__}"

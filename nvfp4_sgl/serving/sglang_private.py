@@ -87,6 +87,7 @@ FUNCTIONS = {
     "register_resolution_hook": Private(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "pre-flight as the first resolution step"
     ),
+    "declare_resolution": Private("sglang.srt.arg_groups.overrides:declare_resolution", "defaults of our architecture"),
     "resolving_view": Private("sglang.srt.arg_groups.overrides:resolving_view", "arguments as resolved so far"),
     "resolution_result": Private("sglang.srt.arg_groups.overrides:resolution_result", "arguments as resolved"),
     "register_attention_backend": Private(
@@ -137,9 +138,7 @@ def __getattr__(name: str) -> Any:
     private = CLASSES.get(name) or FUNCTIONS.get(name)
     if private is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = resolve_name(private.path)
-    globals()[name] = value
-    return value
+    return resolve_name(private.path)
 
 
 def require_supported_version() -> None:
@@ -210,12 +209,12 @@ def given_arguments(server_args: Any) -> dict[str, Any]:
 
 def served_arguments() -> Any:
     """The ``ServerArgs`` that this process serves."""
-    return get_context().server_args
+    return __getattr__("get_context")().server_args
 
 
 def model_path() -> Path:
     """Directory of the served checkpoint."""
-    return Path(resolution_result(served_arguments(), "model_path"))
+    return Path(__getattr__("resolution_result")(served_arguments(), "model_path"))
 
 
 def activation_mode(hf_config: Any) -> str:
@@ -228,17 +227,17 @@ def activation_mode(hf_config: Any) -> str:
 
 def tp_rank() -> int:
     """This process's tensor-parallel rank."""
-    return int(get_parallel().tp_rank)
+    return int(__getattr__("get_parallel")().tp_rank)
 
 
 def tp_size() -> int:
     """How many tensor-parallel ranks there are."""
-    return int(get_parallel().tp_size)
+    return int(__getattr__("get_parallel")().tp_size)
 
 
 def tp_all_reduce(tensor: Tensor) -> Tensor:
     """Sum of ``tensor`` over the tensor-parallel ranks."""
-    return tensor_model_parallel_all_reduce(tensor)
+    return __getattr__("tensor_model_parallel_all_reduce")(tensor)
 
 
 # --- the model and its pools ------------------------------------------------------------------------------------
