@@ -1,0 +1,244 @@
+"""The demo behind launch/demo: makes a tiny checkpoint, serves it with SGLang, talks to it, stops it.
+
+Run through launch/demo, which sets up the environment first. Exit status 0 only if both completions came back whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openai import OpenAI, OpenAIError
+
+FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
+PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
+MAX_TOKENS = 48
+START_SECONDS = 300
+PROGRESS_SECONDS = 5
+LOG_TAIL_LINES = 40
+
+
+class DemoError(Exception):
+    """A step failed; the message says which, and what to look at."""
+
+
+@dataclass
+class Timings:
+    """What each step took, in the order of the steps."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, step: str, seconds: float, note: str = "") -> None:
+        self.rows.append((step, f"{seconds:8.2f} s{note}"))
+
+    def show(self) -> None:
+        print("\n== timings (on this machine, tiny model: no measure of the real one)")
+        for step, text in self.rows:
+            print(f"{step:<28} {text}")
+
+
+def main() -> int:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the server then, too
+    timings = Timings()
+    timings.add("environment", args.environment_seconds)
+    with folder(args.dir) as directory:
+        try:
+            checkpoint = directory / f"tiny-{args.format}"
+            make_checkpoint(checkpoint, args.format, timings)
+            with server(checkpoint, directory / "server.log", args.port, timings) as url:
+                ask(url, timings)
+                timings.show()
+                if args.keep:
+                    print(f"\nserving {url}/v1 (log: {directory / 'server.log'}) until Ctrl-C")
+                    signal.pause()
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 0 if args.keep else 130
+        except DemoError as error:
+            print(f"\ndemo: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch/demo", description="Serve a tiny DeepSeek-V4 and talk to it.")
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0], help="checkpoint format (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="server port (default: a free one)")
+    parser.add_argument(
+        "--dir", type=Path, help="put checkpoint and log here and leave them (default: a folder that goes)"
+    )
+    parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
+    parser.add_argument("--environment-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+@contextmanager
+def folder(chosen: Path | None) -> Iterator[Path]:
+    """The folder for checkpoint and log: ``chosen``, or a temporary one."""
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        yield chosen.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-demo-") as name:
+        yield Path(name)
+
+
+def make_checkpoint(checkpoint: Path, fmt: str, timings: Timings) -> None:
+    """Write the tiny checkpoint, or keep the one that an earlier run left there."""
+    if (checkpoint / "config.json").is_file():
+        print(f"== checkpoint: {checkpoint} is there already")
+        return
+    print(f"== checkpoint: nvfp4-sgl tiny {checkpoint} --format {fmt}", flush=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "nvfp4_sgl.cli", "tiny", str(checkpoint), "--format", fmt]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise DemoError(f"writing the checkpoint failed: {' '.join(command)}")
+    timings.add("checkpoint", time.monotonic() - started)
+
+
+@contextmanager
+def server(checkpoint: Path, log: Path, port: int, timings: Timings) -> Iterator[str]:
+    """A running SGLang server on ``checkpoint``; yields its address, stops it by its own process group."""
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+    command += ["--port", str(port)]
+    print(f"== server: python {' '.join(command[1:])}", flush=True)
+    started = time.monotonic()
+    # The terminal's Ctrl-C reaches this process alone; it then stops the server's own group.
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        wait_until_ready(process, url, log, started)
+        timings.add("server start", time.monotonic() - started)
+        yield url
+    except DemoError as error:
+        raise DemoError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
+    finally:
+        stopping = time.monotonic()
+        stop(process)
+        print(f"== server stopped in {time.monotonic() - stopping:.1f} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:
+    """Return when ``/health`` answers 200; :class:`DemoError` if the server ends or takes too long."""
+    shown = started
+    while True:
+        status = process.poll()
+        now = time.monotonic()
+        if status is not None:
+            raise DemoError(f"the server ended with status {status} before it was ready")
+        if now - started > START_SECONDS:
+            raise DemoError(f"the server was not ready after {START_SECONDS} s")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            pass
+        if now - shown >= PROGRESS_SECONDS:
+            shown = now
+            last = tail(log, 1) or "(no output yet)"
+            print(f"   {now - started:3.0f} s  {last[:100]}", flush=True)
+        time.sleep(0.25)
+
+
+def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in text if line.strip()][-lines:])
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server: politely, then its whole process group, so that no worker stays behind."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            print("   the server did not end on SIGTERM; killing its process group", file=sys.stderr)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nobody left
+    process.wait()
+
+
+def ask(url: str, timings: Timings) -> None:
+    """One chat completion and one streamed completion; print answers, add timings."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    try:
+        model = client.models.list().data[0].id
+        chat(client, model, timings)
+        stream(client, model, timings)
+    except OpenAIError as error:
+        raise DemoError(f"the request failed: {error}") from error
+
+
+def chat(client: OpenAI, model: str, timings: Timings) -> None:
+    started = time.monotonic()
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+    )
+    seconds = time.monotonic() - started
+    choice, usage = answer.choices[0], answer.usage
+    if usage is None or usage.completion_tokens < 1:
+        raise DemoError(f"the chat completion holds no token: {answer}")
+    print(f"== chat completion (random weights: expect no sense)\nuser:      {PROMPT}")
+    print(f"assistant: {choice.message.content!r}\n({usage.completion_tokens} tokens, {choice.finish_reason})")
+    timings.add("first answer", seconds, f"  {usage.prompt_tokens} tokens in, {usage.completion_tokens} out")
+
+
+def stream(client: OpenAI, model: str, timings: Timings) -> None:
+    print(f"== streamed completion\n{PROMPT!r} -> ", end="", flush=True)
+    started = time.monotonic()
+    first, finished, tokens = None, None, 0
+    for chunk in client.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    ):
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            first = first or time.monotonic()
+            finished = choice.finish_reason or finished
+            print(repr(choice.text)[1:-1], end="", flush=True)
+    ended = time.monotonic()
+    print(f"\n({tokens} tokens, {finished})")
+    if first is None or finished is None or tokens != MAX_TOKENS:
+        raise DemoError(f"the stream ended early: {tokens} of {MAX_TOKENS} tokens, finish reason {finished}")
+    timings.add("stream, first token", first - started)
+    timings.add(
+        "stream, all tokens", ended - started, f"  {(tokens - 1) / (ended - first):.1f} tokens/s after the first"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
