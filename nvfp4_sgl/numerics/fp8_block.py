@@ -122,5 +122,6 @@ def block_exponent(amax: Tensor) -> Tensor:
     """uint8 UE8M0 byte of 2^ceil(log2(max(amax, 1e-4) / 448)); amax fp32, any shape. The key cache uses it too.
 
     The division cannot round onto a power of two from above, so this is the exact ceiling for every fp32 amax.
+    A kernel may multiply by fp32(1/448) instead: the exponent is the same for every fp32 amax.
     """
     return ue8m0.encode_ceil(divide(amax.clamp_min(AMAX_FLOOR), E4M3_MAX))

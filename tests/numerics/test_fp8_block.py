@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import fp8_block
+from nvfp4_sgl.numerics import fp8_block, ue8m0
 from nvfp4_sgl.numerics.fp8_block import Fp8BlockTensor, Fp8Rows, quantize_rows_fp8, quantize_weight
 from tests.numerics import oracles
 from tests.numerics.oracles import ceil_log2
@@ -31,6 +31,9 @@ def test_the_exponent_of_every_bf16_maximum_and_of_its_fp32_neighbours() -> None
     near = near[torch.isfinite(near)]
     expected = [exact_exponent(v) + 127 for v in near.tolist()]
     assert fp8_block.block_exponent(near).tolist() == expected
+    # What kernels may do instead. The exponent steps at 448·2^k only, and rounding is monotonic: this is a proof.
+    by_product = near.clamp_min(1e-4).numpy() * np.float32(1 / 448)
+    assert ue8m0.encode_ceil(torch.from_numpy(by_product)).tolist() == expected
 
 
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (300, 200), (1, 129), (127, 1), (256, 384)])

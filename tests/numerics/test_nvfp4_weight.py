@@ -55,6 +55,26 @@ def test_recipe_with_a_given_global_scale() -> None:
     assert_equals_exact(w.to(torch.bfloat16), torch.tensor(1e-7))  # and at 448
 
 
+def test_elements_on_the_edge_of_two_codes_are_divided_and_not_multiplied_by_a_reciprocal() -> None:
+    """Every element but the block's maximum sits within an ulp of a midpoint, where one wrong rounding shows."""
+    generator = torch.Generator().manual_seed(5)
+    w = torch.randn(512, 256, generator=generator)
+    first = quantize_weight(w)
+    step = (first.block_scale.float() * first.global_scale).repeat_interleave(16, dim=-1)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    edge = middles[torch.randint(0, 7, w.shape, generator=generator)] * step * w.sign()
+    edge = (edge.view(torch.int32) + torch.randint(-1, 2, w.shape, generator=generator, dtype=torch.int32)).view(
+        torch.float32
+    )
+    blocks = w.unflatten(-1, (-1, 16)).abs()
+    largest = (blocks == blocks.amax(-1, keepdim=True)).flatten(-2)
+    w = torch.where(largest, w, edge)
+    got = quantize_weight(w, first.global_scale)
+    assert torch.equal(got.block_scale.view(torch.uint8), first.block_scale.view(torch.uint8))
+    expected = oracles.e2m1_codes(w.numpy() / step.numpy())
+    assert np.array_equal(e2m1.unpack(got.packed).numpy(), expected)
+
+
 def test_a_gaussian_has_the_error_the_format_allows() -> None:
     w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     error = (quantize_weight(w).dequantize() - w).norm() / w.norm()
