@@ -7,8 +7,27 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.rows import RowStore
 
-_GATHER_BYTES = 64 << 20
-"""Keys that the reference holds at once, in bytes."""
+_QUERIES = 64
+"""Queries that the reference attends for at once."""
+
+
+def _block_keys(rows: RowStore, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of a block of queries, and which query sees which.
+
+    Neighbouring queries of one prompt share most of their keys: those are read once, fp32 [n, D] with visibility
+    [t, n]. Queries of different prompts share none: each gets its own, fp32 [t, n, D]. Both broadcast alike.
+    """
+    distinct, column = slots.unique(return_inverse=True)
+    if distinct.numel() * 4 <= slots.numel():
+        visible = torch.zeros(slots.shape[0], distinct.numel(), dtype=torch.bool)
+        visible.scatter_(1, column, slots >= 0)
+        wanted = distinct
+    else:
+        visible, wanted = slots >= 0, slots
+    keys = rows.read(wanted.clamp(min=0))
+    # A slot that is not attended may hold anything, NaN included; 0 * NaN would reach the sum.
+    keys[wanted < 0] = 0.0
+    return keys, visible
 
 
 def sparse_attention(
@@ -37,24 +56,24 @@ def sparse_attention(
     Returns:
         [T, H, D] in ``q.dtype``, still rotated by the keys' positions; fp32 throughout, one rounding.
     """
-    tokens, _, dim = q.shape
-    slots = window_slots if extra_slots is None else torch.cat((window_slots, extra_slots), dim=1)
-    width = window_slots.shape[1]
     out = torch.empty_like(q)
-    step = max(1, _GATHER_BYTES // (max(slots.shape[1], 1) * dim * 4))
-    for begin in range(0, tokens, step):
-        part = slice(begin, begin + step)
-        index = slots[part].clamp(min=0)
-        keys = window.read(index[:, :width])
-        if extra is not None and slots.shape[1] > width:
-            keys = torch.cat((keys, extra.read(index[:, width:])), dim=1)
-        absent = slots[part] < 0
-        # A slot that is not attended may hold anything, NaN included; 0 * NaN would reach the sum.
-        keys.masked_fill_(absent.unsqueeze(-1), 0.0)
-        logits = torch.bmm(q[part].float(), keys.transpose(1, 2)) * scale
-        logits.masked_fill_(absent.unsqueeze(1), float("-inf"))
-        top = torch.maximum(logits.amax(-1, keepdim=True), sink.view(1, -1, 1))
-        weights = (logits - top).exp_()
-        denominator = weights.sum(-1, keepdim=True) + (sink.view(1, -1, 1) - top).exp()
-        out[part] = (torch.bmm(weights, keys) / denominator).to(q.dtype)
+    sink = sink.view(-1, 1)
+    for begin in range(0, q.shape[0], _QUERIES):
+        part = slice(begin, begin + _QUERIES)
+        sets = [_block_keys(window, window_slots[part])]
+        if extra is not None and extra_slots is not None and extra_slots.shape[1]:
+            sets.append(_block_keys(extra, extra_slots[part]))
+        queries = q[part].float()
+        logits = []
+        for keys, visible in sets:
+            scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
+            logits.append(scores.masked_fill_(~visible.unsqueeze(1), float("-inf")))
+        top = torch.stack([part_logits.amax(-1, keepdim=True) for part_logits in logits]).amax(0).maximum(sink)
+        denominator = (sink - top).exp()
+        total = torch.zeros_like(queries)
+        for (keys, _), part_logits in zip(sets, logits, strict=True):
+            weights = (part_logits - top).exp_()
+            denominator = denominator + weights.sum(-1, keepdim=True)
+            total += torch.matmul(weights, keys)
+        out[part] = (total / denominator).to(q.dtype)
     return out

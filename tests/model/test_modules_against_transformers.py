@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.memory_reader import MemoryReader, original_names, randomise
-from tests.support.released import FLASH, PRO, config_json
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
@@ -23,6 +21,8 @@ from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.ops import hyper_connection, rope
 from nvfp4_sgl.ops.dispatch import Target, load_ops
 from nvfp4_sgl.ops.linear import ActivationMode
+from tests.support.memory_reader import MemoryReader, original_names, randomise
+from tests.support.released import FLASH, PRO, config_json
 
 WIDTHS = {"flash": FLASH, "pro": PRO}
 EXPERTS = 8

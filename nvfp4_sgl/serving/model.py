@@ -1,0 +1,85 @@
+"""The model class that SGLang serves under the name ``DeepseekV4ForCausalLM``.
+
+A thin shell: SGLang's vocabulary-parallel embedding, LM head and logits processor around our decoder, and our
+loader behind SGLang's ``load_weights``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.parallel import TensorParallel
+from nvfp4_sgl.ops.dispatch import detect_target, load_ops
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.serving import sglang_private as private
+
+logger = logging.getLogger(__name__)
+
+
+class DeepseekV4ForCausalLM(nn.Module):
+    """DeepSeek-V4 with packed NVFP4 weights on SGLang's runtime."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
+        super().__init__()
+        self.config = config
+        self.path = private.model_path()
+        self.model_config = ModelConfig.from_dir(self.path)
+        self.activation_mode = ActivationMode(private.activation_mode(config))
+        self.target = detect_target()
+        self._ops = load_ops(self.target)
+        self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
+        self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
+        self.logits_processor = private.LogitsProcessor(config)
+        self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
+        self.decoder: Decoder | None = None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the checkpoint strictly through our own reader.
+
+        SGLang's iterator is left alone: it neither checks that every tensor is used nor sees what a shard lacks.
+        """
+        inventory = Inventory.open(self.path)
+        summary = inventory.verify(self.model_config)
+        reader = CheckpointReader(inventory)
+        for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
+            module.weight.weight_loader(module.weight, reader.read(name))
+        self.decoder = Decoder(reader, self.model_config, self._ops, self.activation_mode, self._parallel())
+        reader.finish()
+        logger.info("%s", summary)
+        return {name for name, _ in self.named_parameters()}
+
+    @staticmethod
+    def _parallel() -> TensorParallel:
+        return TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+    ) -> Any:
+        """SGLang's entry: logits of the batch that the backend has planned."""
+        assert self.decoder is not None, "load_weights has not run"
+        backend = private.get_attn_backend()
+        embedded = self.embed(input_ids) if input_embeds is None else input_embeds
+        hidden = embedded
+        if backend.plan is not None:
+            hidden = self.decoder(embedded, input_ids, backend.plan, backend.caches)
+        return self.logits_processor(input_ids, hidden, self.head, forward_batch)
+
+
+EntryClass = DeepseekV4ForCausalLM

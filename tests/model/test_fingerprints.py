@@ -1,0 +1,226 @@
+"""Single mistakes move the logits: each mutation of the decoder must be seen by the comparison with transformers.
+
+The mistakes are those of the fingerprint table of the specification (section 13.1), dropped state writes among
+them, planted one at a time into the source. Sequences are cut into a prefill, chunks and single steps, so that
+what persists between passes matters. The few mistakes that hide below the end-to-end bound are looked for where
+they show: in the mixing matrix itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from tests.support.mutation import mutated
+from tests.support.oracle import hf_model
+
+TOKENS = 300
+CHUNKS = (131, 1, 1, 2, 120, 1, 3, 41)
+BOUND = 1e-4
+"""Largest difference of a log-probability (over the whole vocabulary) that is not a mistake."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from nvfp4_sgl.checkpoint.tiny import write_tiny
+
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=5, sliding_window=16, index_topk=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(2, 500, (TOKENS,), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, ids):
+    with torch.no_grad():
+        return hf_model(checkpoint)(ids[None]).logits[0].log_softmax(-1)
+
+
+def logprobs(checkpoint, ids) -> torch.Tensor:
+    """Log-probabilities [TOKENS, vocab] of the package as it is imported right now."""
+    standalone = importlib.import_module("nvfp4_sgl.model.standalone")
+    model = standalone.Standalone(checkpoint, requests=2, capacity=512)
+    parts = []
+    for chunk in ids.split(CHUNKS):
+        # A second sequence runs along, so that rings and slots of different requests can be confused.
+        result = model.extend({1: (chunk + 1).tolist(), 0: chunk.tolist()})
+        parts.append(result[0])
+    return torch.cat(parts).log_softmax(-1)
+
+
+def test_unmutated_model_agrees(checkpoint, ids, expected):
+    ours = logprobs(checkpoint, ids)
+    assert (ours - expected).abs().max().item() <= BOUND
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+
+
+ROPE, HC, MOE = "ops.rope", "ops.hyper_connection", "ops.moe"
+ATTENTION, COMPRESSOR, INDEXER, PLAN = "ops.attention", "ops.compressor", "ops.indexer", "cache.plan"
+MODEL = "model.attention"
+
+MISTAKES = {
+    "rope half-split": (ROPE, "tail[..., 0::2], tail[..., 1::2]", "*tail.chunk(2, -1),"),
+    "rope on the first dimensions": (
+        ROPE,
+        "    return torch.cat((x[..., : -2 * frequencies.numel()], rotated), dim=-1)",
+        "    n = 2 * frequencies.numel()\n    tail = x[..., :n]\n    even, odd = tail[..., 0::2], tail[..., 1::2]\n"
+        "    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)\n"
+        "    return torch.cat((rotated, x[..., n:]), dim=-1)",
+    ),
+    "no inverse rope": (MODEL, "o = ops.apply_rope(o, plan.positions, rope, inverse=True)", "pass"),
+    "inverse rope forwards": (MODEL, "inverse=True", "inverse=False"),
+    "main theta in compressed layers": (
+        MODEL,
+        "(config.compress_rope_theta, config.yarn) if self._ratio",
+        "(config.rope_theta, None) if self._ratio",
+    ),
+    "no YaRN in compressed layers": (
+        MODEL,
+        "config.compress_rope_theta, config.yarn",
+        "config.compress_rope_theta, None",
+    ),
+    "compress table in SWA layers": (MODEL, "config.rope_theta, None", "config.compress_rope_theta, config.yarn"),
+    "entry rope at the window's last token": (
+        COMPRESSOR,
+        "plan.window_positions,",
+        "plan.window_positions + plan.ratio - 1,",
+    ),
+    "entry rope at the window's index": (COMPRESSOR, "plan.window_positions,", "plan.window_positions // plan.ratio,"),
+    "ratio-4 entries visible one query late": (PLAN, "csa_visible=(positions + 1) // 4", "csa_visible=positions // 4"),
+    "ratio-128 entries visible one query late": (PLAN, "(positions[:, None] + 1) // 128", "positions[:, None] // 128"),
+    "Ca and Cb swapped": (
+        COMPRESSOR,
+        "all_kv[previous, :size], all_kv[current, size:]",
+        "all_kv[previous, size:], all_kv[current, :size]",
+    ),
+    "Ca and Cb scores swapped": (
+        COMPRESSOR,
+        "all_score[previous, :size], all_score[current, size:]",
+        "all_score[previous, size:], all_score[current, :size]",
+    ),
+    "no overlap rows": (
+        COMPRESSOR,
+        "rows[:, : plan.ratio], rows",
+        "torch.full_like(rows[:, :4], len(all_kv) - 1), rows",
+    ),
+    "ape omitted": (COMPRESSOR, "all_score += ape", "_ = ape"),
+    "ratio-4 state not written": (
+        COMPRESSOR,
+        "    state[plan.write_rows]",
+        "    (state if plan.ratio == 128 else state.clone())[plan.write_rows]",
+    ),
+    "ratio-128 state not written": (
+        COMPRESSOR,
+        "    state[plan.write_rows]",
+        "    (state if plan.ratio == 4 else state.clone())[plan.write_rows]",
+    ),
+    "history read after the state was written": (
+        PLAN,
+        "history_rows=rows_of(history_owner, history_positions)",
+        "history_rows=rows_of(history_owner, (history_positions + 1))",
+    ),
+    "window one short": (
+        PLAN,
+        "_masked(swa_slots, back >= 0)",
+        "_masked(swa_slots, (back >= 0) & (torch.arange(window) < window - 1))",
+    ),
+    "window one long": ("cache.local", "window=self._config.sliding_window", "window=self._config.sliding_window + 1"),
+    "no sink": (ATTENTION, "denominator = (sink - top).exp()", "denominator = torch.zeros_like(top)"),
+    "sink scaled": (ATTENTION, "(sink - top)", "(sink * scale - top)"),
+    "keys of the second set seen by all": (ATTENTION, "visible.scatter_(1, column, slots >= 0)", "visible.fill_(True)"),
+    "no head RMS of q": (
+        MODEL,
+        "q = ops.rms_norm_rope(q.to(dtype).view(tokens, self._heads, -1), None, eps, plan.positions, rope)",
+        "q = ops.apply_rope(q.to(dtype).view(tokens, self._heads, -1), plan.positions, rope)",
+    ),
+    "indexer without ReLU": (INDEXER, "dots.relu_()", "dots"),
+    "indexer without rope on q": (MODEL, "ops.apply_rope(q, plan.positions, self._frequencies)", "q"),
+    "indexer weights dropped": (INDEXER, "weights.reshape(-1, 1, heads)", "weights.reshape(-1, 1, heads).abs()"),
+    "comb not transposed": (HC, "comb.transpose(1, 2), streams", "comb, streams"),
+    "post without its factor": (HC, "post = 2 * torch", "post = torch"),
+    "Sinkhorn with 3 iterations": (HC, "range(iterations - 1)", "range(2)"),
+    "shared expert not clamped": (
+        "model.moe",
+        "ops.expert_mlp(x, *self._shared, config.swiglu_limit,",
+        "ops.expert_mlp(x, *self._shared, 1e9,",
+    ),
+    "gate clamped on both sides": ("ops.swiglu", "gate.clamp(max=limit)", "gate.clamp(-limit / 8, limit)"),
+    "clamp after SiLU": ("ops.swiglu", "F.silu(gate.clamp(max=limit))", "F.silu(gate).clamp(max=limit)"),
+    "up not clamped": ("ops.swiglu", "up.clamp(-limit, limit)", "up"),
+    "bias in the routing weights": (
+        MOE,
+        "_route_weights(scores, experts, scaling)\n\n\ndef route_hash",
+        "_route_weights(scores + bias, experts, scaling)\n\n\ndef route_hash",
+    ),
+    "softplus without the root": (MOE, ".t()).sqrt()", ".t())"),
+    "no routed scaling": (MOE, "+ 1e-20) * scaling", "+ 1e-20)"),
+    "hash layers routed by scores": (
+        MOE,
+        "experts = table[token_ids].long()",
+        "experts = router_scores(x, gate).topk(table.shape[1]).indices",
+    ),
+    "gate and up share one alpha": (
+        "model.weights",
+        "alpha = self.weight_scale_2.data.repeat_interleave(torch.tensor(self.shard_rows), dim=-1)",
+        "alpha = self.weight_scale_2.data.amax(-1, keepdim=True).expand(*self.weight.shape[:-1])",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_seen(mistake, checkpoint, ids, expected):
+    with mutated(*MISTAKES[mistake]):
+        error = (logprobs(checkpoint, ids) - expected).abs().max().item()
+    assert not error <= 5 * BOUND, f"{mistake}: the log-probabilities moved by {error:.1e} only"
+
+
+HIDDEN = {
+    "Sinkhorn rows and columns swapped": (
+        "    for _ in range(iterations - 1):\n        comb = comb / (comb.sum(-1, keepdim=True) + eps)\n"
+        "        comb = comb / (comb.sum(-2, keepdim=True) + eps)",
+        "    for _ in range(iterations - 1):\n        comb = comb / (comb.sum(-2, keepdim=True) + eps)\n"
+        "        comb = comb / (comb.sum(-1, keepdim=True) + eps)",
+    ),
+    "19 iterations": ("range(iterations - 1)", "range(iterations - 2)"),
+    "eps dropped from the softmax": ("torch.softmax(logits, dim=-1) + eps", "torch.softmax(logits, dim=-1)"),
+    "eps dropped from the sums": ("(comb.sum(-1, keepdim=True) + eps)", "comb.sum(-1, keepdim=True)"),
+    "eps dropped from pre": ("+ base[:n]) + hc_eps", "+ base[:n])"),
+}
+
+
+@pytest.mark.parametrize("mistake", HIDDEN)
+def test_hidden_mistake_is_seen_in_the_mixing(mistake):
+    """Against transformers' module, with an eps and logits large enough for the mistake to rise above fp32 noise."""
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+    from tests.support.released import FLASH, config_json
+
+    raw = config_json(FLASH, hidden_size=256, num_hidden_layers=1, compress_ratios=[0, 0], hc_eps=1e-3)
+    theirs = DeepseekV4HyperConnection(DeepseekV4Config(**{k: v for k, v in raw.items() if k != "architectures"}))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(generator=generator)
+        theirs.fn.mul_(1024**-0.5)
+        theirs.scale.copy_(torch.tensor([1.0, 1.0, 4.0]))
+        streams = torch.randn(400, 4, 256, generator=generator)
+        _, comb, collapsed = theirs(streams[None])
+
+        def errors() -> tuple[float, float]:
+            module = importlib.import_module("nvfp4_sgl.ops.hyper_connection")
+            ours, _, our_comb = module.hyper_connection_pre(
+                streams, theirs.fn, theirs.base, theirs.scale, iterations=20, hc_eps=1e-3, norm_eps=1e-6
+            )
+            return (our_comb - comb[0]).abs().max().item(), (ours - collapsed[0]).abs().max().item()
+
+        right = errors()
+        with mutated(HC, *HIDDEN[mistake]):
+            wrong = errors()
+    assert max(right) <= 2e-6
+    assert max(wrong) > 2e-5

@@ -1,0 +1,71 @@
+"""Import the package with one line of one module changed."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = "nvfp4_sgl"
+
+
+class _MutatingLoader(importlib.abc.SourceLoader):
+    """Loads one module from its source with ``old`` replaced by ``new``."""
+
+    def __init__(self, path: str, old: str, new: str):
+        self._path, self._old, self._new = path, old, new
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: str) -> bytes:
+        source = Path(path).read_text(encoding="utf-8")
+        assert source.count(self._old) == 1, (
+            f"{path}: expected exactly one {self._old!r}, found {source.count(self._old)}"
+        )
+        return source.replace(self._old, self._new).encode()
+
+    def path_stats(self, path: str) -> dict[str, int]:
+        raise OSError("never take the cached bytecode")
+
+
+class _MutatingFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, old: str, new: str):
+        self._module, self._old, self._new = module, old, new
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        found = PathFinder.find_spec(fullname, path)
+        assert found is not None and found.origin is not None
+        loader = _MutatingLoader(found.origin, self._old, self._new)
+        return importlib.util.spec_from_loader(fullname, loader, origin=found.origin)
+
+
+@contextmanager
+def mutated(module: str, old: str, new: str) -> Iterator[None]:
+    """Inside the context, ``import nvfp4_sgl...`` gives fresh modules; ``module`` has ``old`` replaced by ``new``."""
+
+    def own() -> dict[str, ModuleType]:
+        return {name: m for name, m in sys.modules.items() if name == PACKAGE or name.startswith(PACKAGE + ".")}
+
+    saved = own()
+    for name in saved:
+        del sys.modules[name]
+    finder = _MutatingFinder(f"{PACKAGE}.{module}", old, new)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+        assert f"{PACKAGE}.{module}" in sys.modules, f"{module} was never imported"
+    finally:
+        sys.meta_path.remove(finder)
+        for name in own():
+            del sys.modules[name]
+        sys.modules.update(saved)
