@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, mtp_specs, tensor_specs
+from nvfp4_sgl.checkpoint.quantization import check_quantization_config
+from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, generation_config, tiny_config
 from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
@@ -41,8 +44,8 @@ def write_tiny(
     force: bool = False,
     shards: int = 3,
     **overrides: Any,
-) -> None:
-    """Write a tiny checkpoint with tokenizer and configuration.
+) -> CheckpointSummary:
+    """Write a tiny checkpoint with tokenizer and configuration; returns what its own verification found.
 
     Args:
         directory: created if absent; must be empty, or with ``force`` an earlier tiny checkpoint.
@@ -61,6 +64,9 @@ def write_tiny(
     _write_json(directory / "generation_config.json", generation_config())
     write_tokenizer(directory, config.vocab_size, config.max_position_embeddings)
     _write_shards(directory, dict(_tensors(config, format, seed)), shards)
+    summary = Inventory.open(directory).verify(config)
+    check_quantization_config(raw, summary)
+    return summary
 
 
 def _prepare(directory: Path, force: bool) -> None:

@@ -22,7 +22,7 @@ GATE_UP_GAIN = 5.0
 DOWN_GAIN = 1 / 12
 """Brings the SwiGLU output, about 15 rms with these gates, back to order 1."""
 
-HEAD_GAIN = 6.0
+HEAD_GAIN = 4.5
 """Standard deviation of the logits: makes next-token distributions peaked."""
 
 

@@ -55,9 +55,8 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     placeholders = [f"<｜place▁holder▁no▁{n}｜>" for n in range(vocab_size - len(tokens))]
     tokens += placeholders
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # tokenizers ships no type information for these assignments.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=False) for token in (*MARKUP_TOKENS, *placeholders)]

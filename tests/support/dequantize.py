@@ -75,9 +75,7 @@ def dequantize_checkpoint(directory: str | Path) -> dict[str, np.ndarray]:
     return result
 
 
-def _nvfp4(
-    packed: np.ndarray, block: tuple[str, np.ndarray], global_scale: tuple[str, np.ndarray]
-) -> np.ndarray:
+def _nvfp4(packed: np.ndarray, block: tuple[str, np.ndarray], global_scale: tuple[str, np.ndarray]) -> np.ndarray:
     assert block[0] == "F8_E4M3" and global_scale[0] == "F32" and packed.dtype == np.uint8
     values = np.empty((packed.shape[0], 2 * packed.shape[1]), dtype=np.float32)
     values[:, 0::2] = E2M1[packed & 15]
