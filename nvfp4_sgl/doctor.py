@@ -192,7 +192,8 @@ def device_name(index: int) -> str:
 
 def examine_checkpoint(report: Report, directory: Path) -> None:
     """Verify the checkpoint in ``directory`` and fill in its summary."""
-    from nvfp4_sgl.checkpoint.inventory import Inventory, check_quantization_config
+    from nvfp4_sgl.checkpoint.inventory import Inventory
+    from nvfp4_sgl.checkpoint.quantization import check_quantization_config
     from nvfp4_sgl.config import ModelConfig, read_config_json
 
     try:

@@ -1,0 +1,162 @@
+"""The nvfp4-sgl command: instant help, one-line errors, and a doctor that sees what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl import cli, doctor
+from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.ops.dispatch import Target, op_names
+from nvfp4_sgl.plugin import DISABLE_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No switch set, and no GPU, whatever this machine has."""
+    for name in (DISABLE_VARIABLE, "SGLANG_PLUGINS", "SGLANG_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.CPU)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom nvfp4_sgl import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "print(sorted({'torch', 'sglang', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    assert f"nvfp4-sgl {name}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def fake_command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A subcommand ``fake`` whose ``run`` a test sets."""
+    module = types.ModuleType("nvfp4_sgl_fake_command")
+    module.add_arguments = lambda parser: parser.add_argument("--status", type=int)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.COMMANDS, "fake", cli.Command("a fake", module.__name__))
+    return module
+
+
+def test_own_errors_are_one_line_and_exit_2(fake_command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise CheckpointError("x.safetensors: tensor 'a': expected 1, found 2; download it again")
+
+    fake_command.run = run  # type: ignore[attr-defined]
+    assert cli.main(["fake"]) == 2
+    expected = "nvfp4-sgl: error: x.safetensors: tensor 'a': expected 1, found 2; download it again\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_defects_keep_their_traceback(fake_command: types.ModuleType) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ZeroDivisionError
+
+    fake_command.run = run  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fake"])
+
+
+def test_status_of_a_subcommand_is_the_exit_status(fake_command: types.ModuleType) -> None:
+    fake_command.run = lambda args: args.status  # type: ignore[attr-defined]
+    assert cli.main(["fake", "--status", "1"]) == 1
+    assert cli.main(["fake"]) == 0
+
+
+def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"sglang               {version('sglang')}" in out
+    assert all(op in out for op in op_names())
+    assert "MISMATCH" not in out and "PROBLEM" not in out
+
+
+def test_doctor_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"] == "cpu"
+    assert list(report["ops"]) == op_names() and all(report["ops"].values())
+    pinned = {pin["name"] for pin in report["pins"]}
+    assert pinned == {"sglang", "torch", "triton", "nvidia-cutlass-dsl", "transformers"}
+    assert report["activation_modes"] == ["w4a16", "w4a4"]
+    assert set(report["kv_row_modes"]) == {"exact", "packed"}
+    assert [state["enabled"] for state in report["entry_points"]] == [True, True]
+    assert report["problems"] == []
+
+
+def test_pins_are_compared() -> None:
+    installed = version("packaging")
+    pins = doctor.compare_pins(
+        [f"packaging=={installed}", "pytest==0.0.1", "no-such-distribution==1.0", "numpy>=2", "ruff==0; extra == 'dev'"]
+    )
+    assert [(pin.name, pin.found is None, pin.ok) for pin in pins] == [
+        ("packaging", False, True),
+        ("pytest", False, False),
+        ("no-such-distribution", True, False),
+    ]
+
+
+def test_a_local_version_label_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: "2.14.1+cu130")
+    assert doctor.compare_pins(["torch==2.14.1"])[0].ok
+    assert not doctor.compare_pins(["torch==2.14.0"])[0].ok
+
+
+def test_doctor_reports_a_wrong_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["sglang==0.5.18"])
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "MISMATCH, expected 0.5.18" in out and "pip install sglang==0.5.18" in out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [(DISABLE_VARIABLE, "1"), ("SGLANG_PLUGINS", "other"), ("SGLANG_PLATFORM", "other")]
+)
+def test_doctor_sees_the_switches(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    report = doctor.examine()
+    assert report.problems and all(variable in problem for problem in report.problems)
+
+
+def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    states = doctor.examine().entry_points
+    assert [(state.visible, state.enabled) for state in states] == [(False, False), (False, False)]
+
+
+def test_doctor_says_that_a_gpu_target_lacks_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dict.fromkeys(op_names(), None)
+    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.SM100)
+    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.implementations", lambda target: table)
+    report = doctor.examine()
+    assert report.target == "sm_100a"
+    assert any(f"no implementation of {len(table)} of {len(table)} ops" in problem for problem in report.problems)
+
+
+def test_doctor_reports_a_directory_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(tmp_path)]) == 1
+    assert "config.json: not found" in capsys.readouterr().out
+
+
+def test_doctor_summarises_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tiny", str(tmp_path / "tiny"), "--format", "nvfp4-full", "--seed", "3"]) == 0
+    capsys.readouterr()
+    assert cli.main(["doctor", str(tmp_path / "tiny"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"]["format"] == "nvfp4-full"

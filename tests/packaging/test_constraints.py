@@ -1,0 +1,83 @@
+"""constraints.txt pins the whole closure, exactly, and what is installed is what it pins."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, requires, version
+
+from packaging.requirements import Requirement
+
+from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, canonical, imports, sources
+
+SELF = "nvfp4-sgl"
+PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.!]+)")
+
+
+def pins() -> dict[str, str]:
+    """Pinned version by canonical name; anything but ``name==version`` in the file fails."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        match = PIN.fullmatch(line)
+        assert match, f"constraints.txt: expected name==version, found {line!r}"
+        name = canonical(match["name"])
+        assert name not in found, f"constraints.txt pins {name} twice"
+        found[name] = match["version"]
+    return found
+
+
+def needed(name: str, extra: str) -> Iterator[Requirement]:
+    """Direct requirements of an installed distribution with one extra (or none: ``""``) on this interpreter."""
+    for text in requires(name) or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def closure() -> set[str]:
+    """Canonical names of everything that this distribution with its ``dev`` extra leads to, itself left out."""
+    queue, seen = [(SELF, ""), (SELF, "dev")], set()
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for requirement in needed(*node):
+            name = canonical(requirement.name)
+            queue += [(name, ""), *((name, extra) for extra in requirement.extras)]
+    return {name for name, _ in seen} - {SELF}
+
+
+def test_closure_is_pinned_and_nothing_else() -> None:
+    pinned = pins()
+    reached = closure()
+    assert len(reached) > 100, "the walk over the requirements broke off"
+    assert not reached - set(pinned), "not pinned; run launch/lock"
+    assert not set(pinned) - reached, "pinned, but nothing needs it; run launch/lock"
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    wrong = {name: (version(name), pin) for name, pin in pins().items() if version(name) != pin}
+    assert not wrong, f"(installed, pinned): {wrong}; launch/environment makes a right environment"
+
+
+def test_own_pins_agree_with_constraints() -> None:
+    pinned = pins()
+    for requirement in needed(SELF, "dev"):
+        assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Each third-party module that our code imports belongs to a distribution that pyproject.toml names."""
+    declared = {canonical(requirement.name) for requirement in needed(SELF, "")}
+    providers = packages_distributions()
+    own = {"nvfp4_sgl", *KERNEL_FOLDERS}
+    for file in [file for folder in (PACKAGE, *(ROOT / name for name in KERNEL_FOLDERS)) for file in sources(folder)]:
+        for found in imports(file.read_text()):
+            if found.level or found.top in own or found.top in sys.stdlib_module_names:
+                continue
+            distributions = {canonical(name) for name in providers.get(found.top, ())}
+            assert distributions & declared, f"{file.relative_to(ROOT)}:{found.line}: {found.top} is not declared"

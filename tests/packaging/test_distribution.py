@@ -1,0 +1,105 @@
+"""What an installation of this distribution looks like: entry points, mapped kernel folders, no shadowed package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl import __version__
+from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, sources
+
+PROBE = """
+import importlib, importlib.util, json, sys
+sys.path[:0] = sys.argv[1:]
+found = {name: importlib.import_module(name).__file__ for name in (
+    "nvfp4_sgl", "nvfp4_sgl.errors", "nvfp4_sgl.triton_kernels", "nvfp4_sgl.cutedsl_kernels")}
+for name in ("triton_kernels", "cutedsl_kernels"):
+    spec = importlib.util.find_spec(name)
+    found["top-level " + name] = spec and spec.origin
+print(json.dumps(found))
+"""
+
+
+def probe(cwd: Path, *path: Path) -> dict[str, str | None]:
+    """Where a fresh interpreter finds our packages, and the top-level names of our folders; ``path`` comes first."""
+    command = [sys.executable, "-I", "-c", PROBE, *map(str, path)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, without any package index."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    for name in ("nvfp4_sgl", *KERNEL_FOLDERS):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--wheel-dir", folder, copy], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("sglang.srt.platforms", "nvfp4_sgl", "nvfp4_sgl.plugin:activate"),
+        ("sglang.srt.plugins", "nvfp4_sgl", "nvfp4_sgl.plugin:register"),
+        ("console_scripts", "nvfp4-sgl", "nvfp4_sgl.cli:main"),
+    ],
+)
+def test_entry_points_resolve(group: str, name: str, value: str) -> None:
+    (point,) = entry_points(group=group, name=name)
+    assert point.value == value
+    assert callable(point.load())
+
+
+def test_installed_version_is_this_one() -> None:
+    assert distribution("nvfp4-sgl").version == __version__
+
+
+def test_wheel_holds_every_source_file_at_its_mapped_place(wheel: Path) -> None:
+    expected = {str(file.relative_to(ROOT)) for file in sources(PACKAGE)} | {"nvfp4_sgl/py.typed"}
+    for folder in KERNEL_FOLDERS:
+        expected |= {f"nvfp4_sgl/{file.relative_to(ROOT)}" for file in sources(ROOT / folder)}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_installs_and_leaves_the_third_party_name_alone(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    found = probe(tmp_path, site)
+    assert found["nvfp4_sgl"] == str(site / "nvfp4_sgl/__init__.py")
+    for folder in KERNEL_FOLDERS:
+        assert found[f"nvfp4_sgl.{folder}"] == str(site / "nvfp4_sgl" / folder / "__init__.py")
+    check_top_level_names(found, site)
+
+
+def test_editable_installation_leaves_the_third_party_name_alone(tmp_path: Path) -> None:
+    found = probe(tmp_path)
+    assert found["nvfp4_sgl"] == str(PACKAGE / "__init__.py")
+    for folder in KERNEL_FOLDERS:
+        assert found[f"nvfp4_sgl.{folder}"] == str(ROOT / folder / "__init__.py")
+    check_top_level_names(found, ROOT)
+
+
+def check_top_level_names(found: dict[str, str | None], ours: Path) -> None:
+    """``triton_kernels`` is the copy that sglang-kernel ships, never ours; ``cutedsl_kernels`` does not exist."""
+    third_party = distribution("sglang-kernel").locate_file("triton_kernels/__init__.py")
+    assert found["top-level triton_kernels"] == str(third_party)
+    assert not Path(str(third_party)).is_relative_to(ours)
+    assert found["top-level cutedsl_kernels"] is None

@@ -1,0 +1,73 @@
+"""Data flows one way: launch -> nvfp4_sgl -> kernel folders -> torch. Read from the imports, nothing is run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, imports, sources
+
+KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"torch", "triton", "cutlass", "cuda", "numpy"}
+SGLANG_IS_KNOWN_TO = PACKAGE / "serving"
+
+
+def upward_imports(source: str, depth: int) -> list[str]:
+    """Imports that a kernel file must not have; ``depth`` is 1 for a file right in its folder."""
+    return [
+        f"line {found.line}: {'.' * found.level}{found.module}"
+        for found in imports(source)
+        if (found.level > depth if found.level else found.top not in KERNELS_MAY_IMPORT)
+    ]
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_kernels_import_neither_upwards_nor_each_other(folder: str) -> None:
+    for file in sources(ROOT / folder):
+        bad = upward_imports(file.read_text(), depth=len(file.relative_to(ROOT).parts) - 1)
+        assert not bad, f"{file.relative_to(ROOT)}: {bad}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sglang",
+        "from sglang.srt import utils",
+        "import nvfp4_sgl.errors",
+        "def f():\n    from nvfp4_sgl import errors",
+        "from nvfp4_sgl.cutedsl_kernels import gemm",
+        "from .. import errors",
+        "from ..cutedsl_kernels import gemm",
+        "import transformers",
+    ],
+)
+def test_upward_imports_are_seen(source: str) -> None:
+    assert upward_imports(source, depth=1)
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch", "import triton.language as tl", "from . import layout", "import os"]
+)
+def test_downward_imports_pass(source: str) -> None:
+    assert not upward_imports(source, depth=1)
+
+
+def test_only_serving_knows_sglang() -> None:
+    for file in sources(PACKAGE):
+        if file.is_relative_to(SGLANG_IS_KNOWN_TO):
+            continue
+        tops = {found.top for found in imports(file.read_text())}
+        assert "sglang" not in tops, f"{file.relative_to(ROOT)} imports sglang; only nvfp4_sgl/serving may"
+
+
+def test_the_package_imports_neither_tests_nor_launch() -> None:
+    for file in sources(PACKAGE):
+        tops = {found.top for found in imports(file.read_text())}
+        assert not tops & {"tests", "launch", *KERNEL_FOLDERS}, file.relative_to(ROOT)
+
+
+def test_every_folder_of_sources_is_a_package() -> None:
+    """A folder without ``__init__.py`` would be missing from the wheel."""
+    folders: set[Path] = {file.parent for top in ("nvfp4_sgl", *KERNEL_FOLDERS) for file in sources(ROOT / top)}
+    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()]
