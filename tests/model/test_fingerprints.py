@@ -12,6 +12,7 @@ import importlib
 
 import pytest
 import torch
+
 from tests.support.mutation import mutated
 from tests.support.oracle import hf_model
 

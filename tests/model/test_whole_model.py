@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.oracle import hf_model
-from tests.support.packed_oracle import pack_rows
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.standalone import Standalone
 from nvfp4_sgl.ops.linear import ActivationMode
+from tests.support.oracle import hf_model
+from tests.support.packed_oracle import pack_rows
 
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 

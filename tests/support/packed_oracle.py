@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tests.support.numpy_nvfp4 import E4M3, nearest
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+from tests.support.numpy_nvfp4 import E4M3, nearest
 
 
 def _e4m3(values: np.ndarray) -> np.ndarray:
