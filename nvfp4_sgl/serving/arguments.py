@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that select something not implemented here, with the values that leave it off."""
 
+CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Environment variable: CPUs of each rank, groups separated by ``|``."""
+
 PARSERS = ("reasoning_parser", "tool_call_parser")
 """Output parsers that SGLang derives from the architecture if they say ``auto``, as they do unless one is named."""
 
@@ -186,7 +189,8 @@ def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose files, names, shapes or dtypes are not what ``config`` says; headers only."""
-    from nvfp4_sgl.checkpoint.inventory import Inventory, check_quantization_config
+    from nvfp4_sgl.checkpoint.inventory import Inventory
+    from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 
     summary = Inventory.open(path).verify(config)
     check_quantization_config(raw, summary)
@@ -212,19 +216,17 @@ def check_parallel(config: ModelConfig, tp_size: int) -> None:
     TensorParallel(size=tp_size).check(config)
 
 
-def bind_threads(tp_size: int, environment: dict[str, str] | os._Environ[str] = os.environ) -> None:
-    """Split this process's CPUs among the ranks, where SGLang would demand a NUMA node for each.
+def split_cpus(cpus: Sequence[int], ranks: int) -> str:
+    """``cpus`` in equal groups, one a rank ("0,1|2,3"); shared in turn where there are fewer CPUs than ranks."""
+    share = max(1, len(cpus) // ranks)
+    groups = [[cpus[(rank * share + n) % len(cpus)] for n in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
 
-    Sets ``SGLANG_CPU_OMP_THREADS_BIND`` ("0|1") unless it is set or one rank has everything. Ranks share CPUs
-    when there are fewer CPUs than ranks.
-    """
-    variable = "SGLANG_CPU_OMP_THREADS_BIND"
-    if tp_size == 1 or environment.get(variable):
-        return
-    cpus = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cpus) // tp_size)
-    groups = [[cpus[(rank * share + n) % len(cpus)] for n in range(share)] for rank in range(tp_size)]
-    environment[variable] = "|".join(",".join(map(str, group)) for group in groups)
+
+def bind_threads(tp_size: int) -> None:
+    """Give each rank its CPUs by ``SGLANG_CPU_OMP_THREADS_BIND``, where SGLang would demand a NUMA node for each."""
+    if tp_size > 1 and not os.environ.get(CPU_BINDING):
+        os.environ[CPU_BINDING] = split_cpus(sorted(os.sched_getaffinity(0)), tp_size)
 
 
 def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def require_own_model(model: Any) -> None:
 
     if not isinstance(model, DeepseekV4ForCausalLM):
         raise UnsupportedError(
-            f"architecture {ARCHITECTURE}: expected {DeepseekV4ForCausalLM.__module__}.{DeepseekV4ForCausalLM.__name__},"
+            f"architecture {ARCHITECTURE}: expected the class of {DeepseekV4ForCausalLM.__module__},"
             f" found {type(model).__module__}.{type(model).__name__}; another plugin or"
             " SGLANG_EXTERNAL_MODEL_PACKAGE replaced it: remove that, or set NVFP4_SGL_DISABLE=1"
         )

@@ -1,0 +1,51 @@
+"""Fixtures for tests that involve SGLang: tiny checkpoints, servers, start-ups."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from tests.support.launch_forks import LaunchForks
+from tests.support.server import ServerPool
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny checkpoint of a format, written once; not to be changed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def checkpoint(format: str) -> Path:
+        path = folder / format
+        if not path.exists():
+            write_tiny(path, format, seed=1)
+        return path
+
+    return checkpoint
+
+
+@pytest.fixture
+def damaged(tiny_checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A private copy of the tiny NVFP4 checkpoint."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoints("nvfp4-full"), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """``serve(model, *arguments)``: a ready server, shared by tests that ask for the same."""
+    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def start_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchForks]:
+    """``start_up(model, *arguments)``: exit code and output of a start-up that fails in the launcher."""
+    forks = LaunchForks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()

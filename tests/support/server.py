@@ -1,0 +1,221 @@
+"""Starts and stops real SGLang servers, and says why one did not start.
+
+A server runs in its own session with its output in a log file. Stopping ends every process of that session by its id,
+and checks that none was left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_SECONDS = 240
+STOP_SECONDS = 20
+TAIL_CHARACTERS = 4000
+
+
+class ServerExited(RuntimeError):
+    """The server ended, or did not become ready in time; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def session_processes(session: int) -> list[psutil.Process]:
+    """Live processes of a session, zombies not counted."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def wait_for_none(session: int, seconds: float) -> list[psutil.Process]:
+    """Wait until a session has no process; what is left after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (left := session_processes(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@dataclass
+class Server:
+    """One ``python -m sglang.launch_server``; a context manager that stops it."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    arguments: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def launch(
+        cls,
+        model: str | Path,
+        *arguments: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> Server:
+        """Start a server and return at once.
+
+        Args:
+            environment: added to this process's.
+            directory: where it runs; the log's folder unless given, so that no checkout is on its path.
+        """
+        port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=directory or log.parent,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        return cls(process, port, log, arguments)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(errors="replace")
+
+    def is_ready(self) -> bool:
+        """Whether ``/health`` answers 200: the warm-up request has been served."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return int(answer.status) == 200
+        except OSError:
+            return False
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> Server:
+        """Wait for :meth:`is_ready`; :class:`ServerExited` as soon as the process ends."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerExited(f"exit code {self.process.returncode}:\n{self.text()[-TAIL_CHARACTERS:]}")
+            if self.is_ready():
+                return self
+            time.sleep(0.25)
+        self.stop()
+        raise ServerExited(f"not ready after {seconds} s:\n{self.text()[-TAIL_CHARACTERS:]}")
+
+    def wait_exit(self, seconds: float = START_SECONDS) -> int:
+        """Exit code of a server that is expected to end by itself and to leave no process behind."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if self.is_ready():
+                self.stop()
+                raise AssertionError("the server became ready")
+            time.sleep(0.25)
+        code = self.process.poll()
+        orphans = wait_for_none(self.process.pid, STOP_SECONDS)
+        self.stop()
+        assert code is not None, f"still running after {seconds} s:\n{self.text()[-TAIL_CHARACTERS:]}"
+        assert not orphans, f"left behind: {orphans}"
+        return code
+
+    def stop(self) -> None:
+        """End every process of the server, by its id: politely, then not."""
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            for process in session_processes(self.process.pid):
+                try:
+                    process.send_signal(kind)
+                except psutil.NoSuchProcess:
+                    continue
+            deadline = time.monotonic() + STOP_SECONDS
+            while session_processes(self.process.pid) and time.monotonic() < deadline:
+                self.process.poll()  # reaps the launcher
+                time.sleep(0.1)
+        self.process.wait(STOP_SECONDS)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        """The JSON that ``GET path`` answers."""
+        with urllib.request.urlopen(self.url + path, timeout=120) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: Mapping[str, Any], seconds: float = 300) -> Any:
+        """The JSON that ``POST path`` answers; :class:`urllib.error.HTTPError` for 4xx and 5xx."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.load(answer)
+
+    def status(self, path: str, body: Mapping[str, Any]) -> int:
+        """Status code of ``POST path``."""
+        try:
+            self.post(path, body)
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
+    def generate(self, ids: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:
+        """Greedy ``/generate`` of exactly ``tokens`` tokens after ``ids``, with their log-probabilities."""
+        parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
+        body = {"input_ids": list(ids), "return_logprob": True, "sampling_params": parameters}
+        answer: dict[str, Any] = self.post("/generate", body)
+        return answer
+
+    def info(self) -> dict[str, Any]:
+        """What our package says of itself in ``/server_info``."""
+        info: dict[str, Any] = self.get("/server_info")["internal_states"][0]["nvfp4_sgl"]
+        return info
+
+
+class ServerPool:
+    """At most one running server, reused by whoever asks for the same model and arguments."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._running, self._key, self._count = folder, None, None, 0
+        self._running: Server | None
+        self._key: object
+
+    def __call__(self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Server:
+        """A ready server for ``model``; one with another model, arguments or environment is stopped first."""
+        key = (str(model), arguments, tuple(sorted((environment or {}).items())))
+        if self._running is not None and key == self._key and self._running.process.poll() is None:
+            return self._running
+        self.close()
+        self._count += 1
+        log = self._folder / f"server{self._count}.log"
+        self._running = Server.launch(model, *arguments, log=log, environment=environment)
+        self._key = key
+        return self._running.wait_ready()
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
