@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions, requires, version
 
+import pytest
 from packaging.requirements import Requirement
 
-from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, canonical, imports, sources
+from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, canonical, imports, sources
 
 SELF = "nvfp4-sgl"
 PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.!]+)")
@@ -70,12 +71,15 @@ def test_own_pins_agree_with_constraints() -> None:
         assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
 
 
-def test_what_is_imported_is_declared() -> None:
+@pytest.mark.parametrize(
+    ("folders", "extra"), [(("nvfp4_sgl", *KERNEL_FOLDERS), ""), (("tests", "launch"), "dev")], ids=["package", "dev"]
+)
+def test_what_is_imported_is_declared(folders: tuple[str, ...], extra: str) -> None:
     """Each third-party module that our code imports belongs to a distribution that pyproject.toml names."""
-    declared = {canonical(requirement.name) for requirement in needed(SELF, "")}
+    declared = {canonical(requirement.name) for requirement in needed(SELF, extra)}
     providers = packages_distributions()
-    own = {"nvfp4_sgl", *KERNEL_FOLDERS}
-    for file in [file for folder in (PACKAGE, *(ROOT / name for name in KERNEL_FOLDERS)) for file in sources(folder)]:
+    own = {"nvfp4_sgl", "tests", *KERNEL_FOLDERS}
+    for file in [file for folder in folders for file in sources(ROOT / folder)]:
         for found in imports(file.read_text()):
             if found.level or found.top in own or found.top in sys.stdlib_module_names:
                 continue
