@@ -160,7 +160,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, star
             shown = now
             last = tail(log, 1) or "(no output yet)"
             print(f"   {now - started:3.0f} s  {last[:100]}", flush=True)
-        time.sleep(0.25)
+        time.sleep(0.5)
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
