@@ -72,18 +72,20 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
-    match fields:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            pass
-        case _:
-            raise CheckpointError(
-                f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {fields!r}"
-            )
+    try:
+        dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]  # type: ignore[index]
+        well_formed = isinstance(dtype, str) and isinstance(shape, list) and type(begin) is type(end) is int
+    except (TypeError, KeyError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(
+            f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {fields!r}"
+        )
     if dtype not in ITEM_BYTES:
         raise CheckpointError(
             f"{file}: tensor '{name}': unknown dtype '{dtype}'; expected one of {', '.join(ITEM_BYTES)}"
         )
-    if not all(type(extent) is int and extent >= 0 for extent in shape):
+    if shape and (set(map(type, shape)) != {int} or min(shape) < 0):
         raise CheckpointError(f"{file}: tensor '{name}': expected a shape of non-negative integers, found {shape}")
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if begin < 0 or end - begin != nbytes:
