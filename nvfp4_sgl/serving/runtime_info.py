@@ -49,11 +49,11 @@ def log(scheduler: Any) -> None:
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Hook: add :func:`describe_runtime` to what ``/server_info`` collects from each scheduler."""
+    """Hook: add :func:`describe_runtime` and how full the pools are to what ``/server_info`` collects."""
     output = original(scheduler, request)
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is not None:
-        output.internal_state["nvfp4_sgl"] = info
+        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler)}
     return output
 
 

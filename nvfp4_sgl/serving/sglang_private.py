@@ -120,6 +120,19 @@ HOOKS = {
     "internal_state": Private(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state", "what is running, in /server_info"
     ),
+    "validate_in_front_end": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "checks a prompt's length, but not its token ids",
+    ),
+    "validate_in_scheduler": Private(
+        "sglang.srt.managers.scheduler.validate_input_length", "same, for requests of other front ends"
+    ),
+    "normalize_sampling": Private(
+        "sglang.srt.sampling.sampling_params.SamplingParams.normalize", "answers an invalid stop_regex with status 500"
+    ),
+    "verify_sampling": Private(
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify", "lets values through that end the scheduler"
+    ),
 }
 """Targets of the hooks that :mod:`nvfp4_sgl.serving.registration` installs."""
 
@@ -129,6 +142,7 @@ MODULES = {
     "kv_cache_configurator": Private(
         "sglang.srt.mem_cache.kv_cache_configurator", "its global DeepSeekV4TokenToKVPool is the class that it builds"
     ),
+    "tokenizer_manager": Private("sglang.srt.managers.tokenizer_manager", "the front end of requests"),
     "hook_registry": Private("sglang.srt.plugins.hook_registry", "HookRegistry, HookType"),
 }
 """Modules of which a global is read or replaced."""
@@ -305,6 +319,23 @@ def _state_rows(states: Any, ring: int) -> Tensor:
             " unset SGLANG_OPT_USE_ONLINE_COMPRESS and leave speculative decoding off"
         )
     return states.kv_score_buffer.kv_score
+
+
+def pool_occupancy(scheduler: Any) -> dict[str, dict[str, int]]:
+    """Capacity and occupancy of the token pools and request slots of SGLang's ``Scheduler``.
+
+    ``cached`` tokens belong to finished requests and are given up on demand; ``used`` is what is left over: tokens of
+    running requests, and any that leaked.
+    """
+    stats, requests = scheduler.pool_stats_observer.get_pool_stats(), scheduler.req_to_token_pool
+    pools = {}
+    for name in ("full", "swa"):
+        values = {key: getattr(stats, f"{name}_{key}") for key in ("capacity", "available_size", "evictable_size")}
+        if None not in values.values():
+            capacity, free, cached = map(int, values.values())
+            pools[name] = {"capacity": capacity, "free": free, "cached": cached, "used": capacity - free - cached}
+    slots, free = int(requests.size), len(requests.free_slots)
+    return {**pools, "requests": {"capacity": slots, "free": free, "cached": 0, "used": slots - free}}
 
 
 def check_names() -> list[str]:
