@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -150,19 +151,26 @@ def test_reading_needs_a_verified_inventory(tiny: dict[str, Path]) -> None:
         CheckpointReader(Inventory.open(tiny["bf16"]))
 
 
-def test_unaligned_data_and_private_mapping(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """Headers of odd length shift every tensor; and writing to a tensor never reaches the file."""
+def test_data_need_not_be_aligned(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """A header of odd length shifts every tensor."""
     directory = copy_checkpoint(tiny["bf16"], tmp_path / "copy")
-    (directory / "model.safetensors.index.json").unlink()
     for file in sorted(directory.glob("*.safetensors")):
         store(file, load_stored(file))
         data = file.read_bytes()
         length = int.from_bytes(data[:8], "little")
         file.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
-    before = {file: file.read_bytes() for file in directory.glob("*.safetensors")}
     reader = open_reader(directory)
     for name, values in dequantize_checkpoint(tiny["bf16"]).items():
-        tensor = reader.read(name)
-        assert np.array_equal(tensor.double().numpy(), values.astype(np.float64)), name
-        tensor.zero_()
-    assert before == {file: file.read_bytes() for file in directory.glob("*.safetensors")}
+        assert np.array_equal(reader.read(name).double().numpy(), values.astype(np.float64)), name
+
+
+def test_writing_to_a_tensor_never_reaches_the_file(tiny: dict[str, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "copy"
+    shutil.copytree(tiny["nvfp4-full"], directory)
+    before = raw_tensors(directory)
+    reader = open_reader(directory)
+    for name in before:
+        if not name.startswith("mtp."):
+            reader.read(name).view(-1).view(torch.uint8).fill_(1)
+    after = raw_tensors(directory)
+    assert all(np.array_equal(before[name][1], after[name][1], equal_nan=False) for name in before)
