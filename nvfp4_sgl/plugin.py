@@ -45,7 +45,9 @@ def activate() -> str | None:
         from nvfp4_sgl.serving.sglang_private import require_supported_version
 
         require_supported_version()
-        return "nvfp4_sgl.serving.platform:CpuReferencePlatform"
+        from nvfp4_sgl.serving.platform import CpuReferencePlatform
+
+        return f"{CpuReferencePlatform.__module__}:{CpuReferencePlatform.__name__}"
     except Exception as error:
         stop(error)
 

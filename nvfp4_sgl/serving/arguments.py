@@ -229,6 +229,27 @@ def bind_threads(tp_size: int) -> None:
         os.environ[CPU_BINDING] = split_cpus(sorted(os.sched_getaffinity(0)), tp_size)
 
 
+def use_bound_cpus(rank: int) -> None:
+    """Restrict this process to its group of :data:`CPU_BINDING`; SGLang itself binds only with its CPU kernels."""
+    groups = os.environ.get(CPU_BINDING, "").split("|")
+    if groups == [""]:
+        return
+    import torch
+
+    cpus = parse_cpus(groups[rank])
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(len(cpus))
+
+
+def parse_cpus(text: str) -> set[int]:
+    """CPU numbers of a list such as ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
 def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
     """What SGLang is to use for our architecture; its own defaults for DeepSeek-V4 were declared before."""
     if getattr(hf_config, "model_type", None) == "deepseek_v41" or not is_our_checkpoint(server_args.model_path):

@@ -7,6 +7,7 @@ that fails in the launcher is tried here in a fork that runs the same module as 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -36,15 +37,24 @@ class LaunchForks:
         )
 
     def __call__(
-        self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 60
+        self,
+        model: str | Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        path: Path | None = None,
+        seconds: float = 60,
     ) -> tuple[int | None, str]:
-        """Exit code (``None`` if it had to be killed after ``seconds``) and output of one start-up."""
+        """Exit code (``None`` if it had to be killed after ``seconds``) and output of one start-up.
+
+        ``path`` is put first on ``sys.path``.
+        """
         self._count += 1
         log = self._folder / f"fork{self._count}.log"
         request = {
             "arguments": ["--model-path", str(model), *arguments],
             "environment": dict(environment or {}),
             "log": str(log),
+            "path": [str(path)] if path else [],
             "seconds": seconds,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -65,6 +75,7 @@ def _start_up(request: dict[str, Any]) -> int:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(request["environment"])
+    sys.path[:0] = request["path"]
     sys.argv = ["launch_server", *request["arguments"]]
     try:
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
@@ -79,7 +90,13 @@ def _start_up(request: dict[str, Any]) -> int:
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import sglang.srt.server_args  # noqa: F401  # what the launcher imports first
+    for module in (
+        "sglang.launch_server",
+        "sglang.srt.configs.model_config",
+        "nvfp4_sgl.serving.registration",
+        "nvfp4_sgl.checkpoint.inventory",
+    ):
+        importlib.import_module(module)
 
     for line in sys.stdin:
         request = json.loads(line)
