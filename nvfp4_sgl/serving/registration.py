@@ -9,6 +9,7 @@ attention backend of our name.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
-from nvfp4_sgl.serving import arguments, kv_pool, runtime_info
+from nvfp4_sgl.serving import arguments, kv_pool, requests, runtime_info
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,16 @@ def register_all() -> None:
     private.require_supported_version()
     print_errors_as_one_message()
     arguments.register()
-    private.install_hooks({"parse_quantization": hide_quantization, "load_hf_config": drop_quantization})
+    private.install_hooks(
+        {
+            "parse_quantization": hide_quantization,
+            "load_hf_config": drop_quantization,
+            "normalize_sampling": requests.normalize_sampling,
+            "verify_sampling": requests.verify_sampling,
+        }
+    )
+    if private.MODULES["tokenizer_manager"].path in sys.modules or multiprocessing.parent_process() is None:
+        private.install_hooks({"validate_in_front_end": requests.validate_in_front_end})
     if private.MODULES["scheduler"].path in sys.modules:
         register_scheduler()
 
@@ -46,6 +56,7 @@ def register_scheduler() -> None:
             "configure_pool": kv_pool.configure_pool,
             "scheduler_init": start_scheduler,
             "internal_state": runtime_info.add_to_internal_state,
+            "validate_in_scheduler": requests.validate_in_scheduler,
         }
     )
 
@@ -79,6 +90,8 @@ def drop_quantization(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
     try:
+        if arguments.is_our_checkpoint(private.model_path()):
+            arguments.use_bound_cpus(private.tp_rank())
         original(scheduler, *args, **kwargs)
         runtime_info.log(scheduler)
     except Nvfp4SglError as error:
