@@ -25,7 +25,7 @@ from openai import OpenAI, OpenAIError
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
 MAX_TOKENS = 48
-START_SECONDS = 600  # about 30 s where the cores are free; the first start also compiles bytecode
+START_SECONDS = 600  # ample: a busy machine, and the first start also compiles bytecode
 PROGRESS_SECONDS = 5
 LOG_TAIL_LINES = 40
 
