@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.model.weights import Projection, Shard, frozen, load_matrix
+from nvfp4_sgl.model.weights import Projection, Shard, WeightSource, frozen, load_matrix
 from nvfp4_sgl.ops.dispatch import Ops
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.ops.rope import inverse_frequencies
@@ -19,7 +18,7 @@ from nvfp4_sgl.ops.rope import inverse_frequencies
 class CompressorParameters(nn.Module):
     """``ape`` fp32 [ratio, w] and ``norm`` [n] of one compressor; its wkv and wgate live in the merged projection."""
 
-    def __init__(self, reader: CheckpointReader, stem: str):
+    def __init__(self, reader: WeightSource, stem: str):
         super().__init__()
         self.ape = frozen(reader.read(f"{stem}.ape").float())
         self.norm = frozen(reader.read(f"{stem}.norm.weight"))
@@ -30,7 +29,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        reader: WeightSource,
         config: ModelConfig,
         layer: int,
         ops: Ops,

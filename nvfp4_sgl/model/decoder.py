@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.attention import Attention
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.model.weights import frozen
+from nvfp4_sgl.model.weights import WeightSource, frozen
 from nvfp4_sgl.ops.dispatch import Ops
 from nvfp4_sgl.ops.linear import ActivationMode
 
@@ -21,7 +20,7 @@ from nvfp4_sgl.ops.linear import ActivationMode
 class HyperConnection(nn.Module):
     """fp32 parameters of one mHC site: ``fn`` [rows, n * d], ``base`` [rows], ``scale`` [3 or 1]."""
 
-    def __init__(self, reader: CheckpointReader, stem: str):
+    def __init__(self, reader: WeightSource, stem: str):
         super().__init__()
         self.fn = frozen(reader.read(f"{stem}_fn").float())
         self.base = frozen(reader.read(f"{stem}_base").float())
@@ -33,7 +32,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        reader: WeightSource,
         config: ModelConfig,
         layer: int,
         ops: Ops,
@@ -81,7 +80,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        reader: WeightSource,
         config: ModelConfig,
         ops: Ops,
         mode: ActivationMode,

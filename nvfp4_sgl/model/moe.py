@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.model.weights import Matrix, Shard, frozen, load_matrix, stack
+from nvfp4_sgl.model.weights import Matrix, Shard, WeightSource, frozen, load_matrix, stack
 from nvfp4_sgl.ops.dispatch import Ops
 from nvfp4_sgl.ops.linear import ActivationMode
 
@@ -20,7 +19,7 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        reader: WeightSource,
         config: ModelConfig,
         layer: int,
         ops: Ops,

@@ -9,15 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import CheckpointReader, Storage
+from nvfp4_sgl.checkpoint.reader import Storage
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.ops.dispatch import Ops
 from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight
+
+
+class WeightSource(Protocol):
+    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
+
+    def storage(self, stem: str) -> Storage: ...
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
+
+    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor: ...
+
+    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class PlainMatrix(nn.Module):
 Matrix = NvFp4Matrix | PlainMatrix
 
 
-def load_matrix(reader: CheckpointReader, shards: Sequence[Shard], *, groups: int | None = None) -> Matrix:
+def load_matrix(reader: WeightSource, shards: Sequence[Shard], *, groups: int | None = None) -> Matrix:
     """Stack ``shards`` (all of one storage) by rows; with ``groups``, split the rows into [groups, N/groups, K]."""
     matrix = concatenate([_load_shard(reader, shard) for shard in shards], [shard.stem for shard in shards])
     if groups is None:
@@ -88,7 +101,7 @@ def load_matrix(reader: CheckpointReader, shards: Sequence[Shard], *, groups: in
     )
 
 
-def _load_shard(reader: CheckpointReader, shard: Shard) -> Matrix:
+def _load_shard(reader: WeightSource, shard: Shard) -> Matrix:
     storage = reader.storage(shard.stem)
     if storage is Storage.NVFP4:
         part = reader.read_nvfp4(shard.stem, rows=shard.rows, cols=shard.cols)
@@ -152,7 +165,7 @@ class Projection(nn.Module):
     global scale.
     """
 
-    def __init__(self, reader: CheckpointReader, shards: Sequence[Shard], ops: Ops, mode: ActivationMode):
+    def __init__(self, reader: WeightSource, shards: Sequence[Shard], ops: Ops, mode: ActivationMode):
         super().__init__()
         self._ops, self._mode = ops, mode
         by_storage: dict[bool, list[int]] = {}
@@ -164,10 +177,11 @@ class Projection(nn.Module):
         self._operands: list[PreparedWeight] = []
         for members in self._members:
             loaded = [load_matrix(reader, [shards[i]]) for i in members]
-            for index, matrix in zip(members, loaded, strict=True):
-                self._sizes[index] = matrix.weight.shape[0]
-            self.matrices.append(concatenate(loaded, [shards[i].stem for i in members]))
-            self._operands.append(self.matrices[-1].operand())
+            for index, part in zip(members, loaded, strict=True):
+                self._sizes[index] = part.weight.shape[0]
+            matrix = concatenate(loaded, [shards[i].stem for i in members])
+            self.matrices.append(matrix)
+            self._operands.append(matrix.operand())
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """fp32 [T, rows] for every shard, in the order given, from x [T, K]."""

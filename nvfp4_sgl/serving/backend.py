@@ -19,7 +19,7 @@ from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.serving import sglang_private as private
 
 
-class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc]
+class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
     """Plans every forward pass of our DeepSeek-V4.
 
     Attributes:

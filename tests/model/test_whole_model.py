@@ -70,8 +70,8 @@ def test_requests_do_not_disturb_each_other(checkpoints):
                 done[request] += count
         for request, logits in model.extend(batch).items():
             parts[request].append(logits)
-    for request, logits in parts.items():
-        assert (torch.cat(logits).log_softmax(-1) - expected[request]).abs().max().item() <= 1e-4
+    for request, pieces in parts.items():
+        assert (torch.cat(pieces).log_softmax(-1) - expected[request]).abs().max().item() <= 1e-4
 
 
 def test_packed_rows_against_a_reference_that_rounds_alike(checkpoints):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
 
 _MODULE_RENAMES = (
     (r"\bcompressor\.indexer\.scorer\.weights_proj\b", "indexer.weights_proj"),
@@ -53,7 +54,7 @@ def original_names(module: nn.Module, stem: str) -> dict[str, Tensor]:
 
 
 class MemoryReader:
-    """The part of the reader's interface that modules use, for plain tensors."""
+    """A weight source of plain tensors."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors
@@ -67,6 +68,12 @@ class MemoryReader:
         if rows is not None:
             tensor = tensor[rows]
         return (tensor if cols is None else tensor[:, cols]).clone()
+
+    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor:
+        raise AssertionError(f"{stem} is plain")
+
+    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        raise AssertionError(f"{stem} is plain")
 
 
 def randomise(module: nn.Module, seed: int) -> None:
