@@ -21,6 +21,20 @@ from nvfp4_sgl.serving.sglang_private import BACKEND
 ACTIVATION_MODES = ("w4a16", "w4a4")
 """What enters products with NVFP4 weights: activations as they are, or quantised per 16."""
 
+CPU_DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_total_tokens": 16384,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 1024,
+    "mem_fraction_static": 0.3,
+    "sleep_on_idle": True,
+}
+"""Defaults of our architecture on a CPU; a flag that the user gave wins.
+
+float32 because the CPU path is the reference; small pools because rows are exact (2 KiB a token and layer);
+``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
+"""
+
 OVERRIDABLE = ("activation_mode",)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields."""
 

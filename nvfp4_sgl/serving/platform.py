@@ -1,4 +1,7 @@
-"""The platform of hosts without an accelerator, for any model that SGLang serves there."""
+"""The platform of hosts without an accelerator, for any model that SGLang serves there.
+
+Imported by SGLang while it is itself being imported; import ``sglang`` first.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,6 @@ from nvfp4_sgl.serving.sglang_private import (
     SRTPlatform,
     given_arguments,
 )
-
-CPU_DEFAULTS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_total_tokens": 16384,
-    "max_running_requests": 16,
-    "chunked_prefill_size": 1024,
-    "mem_fraction_static": 0.3,
-    "sleep_on_idle": True,
-}
-"""Defaults of our architecture on a CPU; a flag that the user gave wins.
-
-float32 because the CPU path is the reference; small pools because rows are exact (2 KiB a token and layer);
-``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
-"""
 
 
 class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -53,7 +42,7 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Called by SGLang during argument resolution; ``server_args`` records what is assigned."""
-        from nvfp4_sgl.serving.arguments import is_our_checkpoint
+        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, is_our_checkpoint
 
         if is_our_checkpoint(server_args.model_path):
             for name, value in CPU_DEFAULTS.items():

@@ -6,6 +6,7 @@ and checks that none was left behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -140,17 +141,15 @@ class Server:
         return code
 
     def stop(self) -> None:
-        """End every process of the server, by its id: politely, then not."""
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            for process in session_processes(self.process.pid):
-                try:
-                    process.send_signal(kind)
-                except psutil.NoSuchProcess:
-                    continue
+        """End the server: ask its launcher, then kill by id what is left of its session."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + STOP_SECONDS
-            while session_processes(self.process.pid) and time.monotonic() < deadline:
-                self.process.poll()  # reaps the launcher
+            while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
+        for process in session_processes(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(STOP_SECONDS)
 
     def __enter__(self) -> Server:

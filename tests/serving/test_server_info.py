@@ -1,0 +1,42 @@
+"""What is running is said, in ``/server_info`` and in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.ops.dispatch import Target, implementations
+from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
+from tests.support.server import Server, ServerPool
+
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default")]
+
+
+@pytest.fixture
+def server(serve: ServerPool, tiny_checkpoints: Callable[[str], Path]) -> Server:
+    return serve(tiny_checkpoints("nvfp4-full"))
+
+
+def test_what_is_running(server: Server) -> None:
+    info = server.info()
+    assert info["model_class"] == "nvfp4_sgl.serving.model.DeepseekV4ForCausalLM"
+    assert info["attention_backend"] == "nvfp4_sgl.serving.backend.Nvfp4AttentionBackend"
+    assert info["kv_pool"] == "nvfp4_sgl.serving.kv_pool.ExactRowsPool"
+    assert info["kv_rows"] == "exact rows in float32"
+    assert info["activation_mode"] == "w4a16"
+    assert info["dtype"] == "float32"
+    assert info["target"] == "cpu"
+    assert info["ops"] == implementations(Target.CPU)
+    for key in ("model_class", "attention_backend", "kv_rows", "activation_mode", "ops"):
+        assert f"nvfp4_sgl: {key}: " in server.text()
+
+
+def test_defaults(server: Server) -> None:
+    state = server.get("/server_info")
+    assert {name: state[name] for name in CPU_DEFAULTS} == CPU_DEFAULTS
+    assert state["attention_backend"] == "nvfp4_sgl"
+    assert state["quantization"] is None
+    assert (state["reasoning_parser"], state["tool_call_parser"]) == ("deepseek-v4", "deepseekv4")
+    assert state["page_size"] == 256 and state["swa_full_tokens_ratio"] == 0.5

@@ -1,0 +1,102 @@
+"""The glue against the SGLang that is installed: names, defaults, pool shapes and sizes. Imports SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.serving import arguments, kv_pool
+from nvfp4_sgl.serving import sglang_private as private
+
+
+@pytest.fixture(scope="module")
+def unset() -> dict[str, Any]:
+    """Every argument of SGLang as it is when no flag is given."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    record = ServerArgs(model_path="none")
+    return {field.name: getattr(record, field.name) for field in record_fields(ServerArgs)}
+
+
+def test_every_private_name_exists() -> None:
+    assert private.check_names() == []
+
+
+def test_no_flag_at_all_is_accepted(unset: dict[str, Any]) -> None:
+    arguments.check_arguments(unset)
+
+
+def test_tables_name_real_arguments(unset: dict[str, Any]) -> None:
+    tables = (arguments.OPTIONS, arguments.UNSUPPORTED, dict.fromkeys(arguments.PARSERS), arguments.CPU_DEFAULTS)
+    assert [name for table in tables for name in table if name not in unset] == []
+
+
+@pytest.mark.parametrize("name", arguments.UNSUPPORTED)
+def test_every_unsupported_argument_is_refused(name: str, unset: dict[str, Any]) -> None:
+    with pytest.raises(arguments.UnsupportedError, match=f"--{name.replace('_', '-')} 7:"):
+        arguments.check_arguments(unset | {name: 7})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_pages(dtype: torch.dtype) -> None:
+    """Shapes of the buffers, and that the sizing charges what they take."""
+    pool_type, configurator_type = kv_pool.pool_types()
+    pool = pool_type.__new__(pool_type)
+    pool.row_dtype, pool.qk_nope_head_dim, pool.qk_rope_head_dim = dtype, 448, 64
+    kv = pool._make_kv_pool(
+        size=1024,
+        page_size=64,
+        dtype=torch.bfloat16,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+        global_page_size=256,
+    )
+    index = pool._make_indexer_pool(1024, 64, torch.bfloat16, 128, 2, "cpu", False, global_page_size=256)
+    pages = (1024 + 256) // 64
+    assert [(buffer.shape, buffer.dtype) for buffer in kv.kv_buffer] == [((pages, 64 * 512), dtype)] * 2
+    buffers = index.contiguous_page_row_buffers()
+    assert [(buffer.shape, buffer.dtype) for buffer in buffers] == [((pages, 64 * 128), dtype)] * 2
+
+    sizing = configurator_type.__new__(configurator_type)
+    sizing.row_bytes, sizing.attn_head_dim, sizing.indexer_head_dim = dtype.itemsize, 512, 128
+    rows = 64 * pages
+    assert sizing._get_paged_kv_bytes_per_token() * rows == kv.kv_buffer[0].nbytes
+    both = kv.kv_buffer[0].nbytes + buffers[0].nbytes
+    assert sizing._compressed_bytes_per_full_token(4) * rows * 4 == both
+    assert sizing._compressed_bytes_per_full_token(128) * 128 == 512 * dtype.itemsize
+
+
+def test_row_dtype() -> None:
+    assert kv_pool.row_dtype("fp8_e4m3", "fp8_e4m3", torch.float32) is None
+    assert kv_pool.row_dtype("bfloat16", "auto", torch.float32) is torch.float32
+    assert kv_pool.row_dtype("bfloat16", "auto", torch.bfloat16) is torch.bfloat16
+    assert kv_pool.row_dtype("bfloat16", "bfloat16", torch.float32) is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "text"),
+    [
+        ([0, 1], 2, "0|1"),
+        ([0, 1, 2, 3], 2, "0,1|2,3"),
+        ([4, 6, 9], 2, "4|6"),
+        ([0, 1], 4, "0|1|0|1"),
+        ([3], 2, "3|3"),
+    ],
+)
+def test_split_cpus(cpus: list[int], ranks: int, text: str) -> None:
+    assert arguments.split_cpus(cpus, ranks) == text
+    for group in text.split("|"):
+        assert arguments.parse_cpus(group) <= set(cpus)
+
+
+def test_parse_cpus() -> None:
+    assert arguments.parse_cpus("0-2,5") == {0, 1, 2, 5}
+
+
+def test_override_of_nothing() -> None:
+    assert arguments.parse_overrides("{}") == arguments.parse_overrides(None) == {}
+    assert arguments.parse_overrides('{"activation_mode": "w4a4"}') == {"activation_mode": "w4a4"}
