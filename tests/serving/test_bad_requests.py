@@ -1,0 +1,220 @@
+"""What cannot be served is refused with a 4xx that says why, and the server goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.golden import Golden
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(600)]
+
+VOCAB = 512
+POOL_TOKENS = 16384
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoints) -> Path:
+    return tiny_checkpoints("nvfp4-full")
+
+
+@pytest.fixture(scope="module")
+def server(serve, checkpoint) -> Iterator[Server]:
+    """The server, whose answers must be the same after all of this."""
+    server: Server = serve(checkpoint)
+    before = Golden.ask(server)
+    yield server
+    before.assert_same(Golden.ask(server))
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"model": "tiny", "prompt": "The quick", "max_tokens": 3, **fields}
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **fields}
+    return CHAT, body
+
+
+def generate(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return GENERATE, {"input_ids": [30, 31], "sampling_params": {"max_new_tokens": 3}, **fields}
+
+
+def sampling(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return GENERATE, {"input_ids": [30, 31], "sampling_params": {"max_new_tokens": 3, **fields}}
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+
+
+def tool(**function: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature below 0": ({"temperature": -1}, "temperature"),
+    "temperature as text": ({"temperature": "hot"}, "temperature"),
+    "top_p above 1": ({"top_p": 2}, "top_p"),
+    "top_p 0": ({"top_p": 0}, "top_p"),
+    "top_k beyond int32": ({"top_k": 2**40}, "top_k"),
+    "top_k below -1": ({"top_k": -2}, "top_k"),
+    "min_p above 1": ({"min_p": 2}, "min_p"),
+    "negative max_tokens": ({"max_tokens": -5}, "m"),
+    "max_tokens beyond the context": ({"max_tokens": 10**8}, "context"),
+    "min_tokens above max_tokens": ({"min_tokens": 10}, "min_new_tokens"),
+    "no choices": ({"n": 0}, ""),
+    "negative n": ({"n": -1}, "n: found -1"),
+    "frequency_penalty": ({"frequency_penalty": 5}, "frequency_penalty"),
+    "presence_penalty as text": ({"presence_penalty": "x"}, "presence_penalty"),
+    "repetition_penalty": ({"repetition_penalty": -1}, "repetition_penalty"),
+    "repetition_penalty that is 0 in fp32": ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    "seed as text": ({"seed": "x"}, "seed"),
+    "stream as text": ({"stream": "maybe"}, "stream"),
+    "stop as a number": ({"stop": 5}, "stop"),
+    "too many stop strings": ({"stop": [str(n) for n in range(40)]}, "stop"),
+    "stop_token_ids": ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+    "stop_regex": ({"stop_regex": "["}, "stop_regex"),
+    "logit_bias outside the vocabulary": ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+    "logit_bias of no token": ({"logit_bias": {"a": 1}}, ""),
+    "logit_bias beyond fp32": ({"logit_bias": {"30": 1e39}}, "logit_bias"),
+    "regex": ({"regex": "[a"}, "regex"),
+    "grammar without a root": ({"ebnf": "x"}, "ebnf"),
+    "unknown response format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "response format without its schema": ({"response_format": {"type": "json_schema"}}, "schema"),
+    "adapter": ({"lora_path": "x"}, "LoRA"),
+}
+"""Fields that both OpenAI routes take, and a part of the answer."""
+
+REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
+    **{f"completion: {name}": (completion(**fields), part) for name, (fields, part) in PARAMETERS.items()},
+    **{f"chat: {name}": (chat(**fields), part) for name, (fields, part) in PARAMETERS.items()},
+    "max_tokens 0": (completion(max_tokens=0), "max_tokens"),
+    "empty prompt": (completion(prompt=""), "empty"),
+    "prompt of no ids": (completion(prompt=[]), "empty"),
+    "no prompt": (completion(prompt=None), "prompt"),
+    "prompt of ids and text": (completion(prompt=[30, "a"]), "prompt"),
+    "id outside the vocabulary": (completion(prompt=[30, VOCAB]), f"token id {VOCAB}"),
+    "negative id": (completion(prompt=[-1]), "token id -1"),
+    "one bad prompt of two": (completion(prompt=[[30], [10**9]]), "token id 1000000000"),
+    "id beyond int64": (completion(prompt=[2**70]), "prompt"),
+    "text longer than the pool": (completion(prompt="a " * POOL_TOKENS), "exceeds the maximum"),
+    "ids longer than the pool": (completion(prompt=[30] * POOL_TOKENS), "exceeds the maximum"),
+    "ids longer than the context": (completion(prompt=[30] * (2**20 + 1)), "context length"),
+    "more logprobs than the vocabulary": (completion(logprobs=VOCAB + 1), "top log-probabilities"),
+    "negative logprobs": (completion(logprobs=-1), "top log-probabilities"),
+    "bad id in a stream": (completion(prompt=[VOCAB], stream=True), f"token id {VOCAB}"),
+    "bad top_k in a stream": (completion(top_k=2**40, stream=True), "top_k"),
+    "no messages": (chat(messages=[]), "empty"),
+    "messages as text": (chat(messages="x"), "messages"),
+    "unknown role": (chat(messages=[{"role": "wizard", "content": "x"}]), "role"),
+    "message without role": (chat(messages=[{"content": "x"}]), "role"),
+    "picture": (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]),
+        "image_url",
+    ),
+    "schema of an unknown type": (chat(response_format=schema({"type": "nonsense"})), "nonsense"),
+    "schema with a dangling reference": (chat(response_format=schema({"$ref": "#/nowhere"})), "nowhere"),
+    "schema as text": (chat(response_format=schema("x")), "schema"),
+    "chat with more top_logprobs than the vocabulary": (chat(logprobs=True, top_logprobs=10**4), "log-probabilities"),
+    "chat with negative top_logprobs": (chat(logprobs=True, top_logprobs=-1), "log-probabilities"),
+    "required tool of none": (chat(tool_choice="required"), "ool"),
+    "named tool that is not there": (
+        chat(tools=tool(), tool_choice={"type": "function", "function": {"name": "g"}}),
+        "'g' not found",
+    ),
+    "tool with a bad schema": (chat(tools=tool(parameters={"type": "nonsense"}), tool_choice="required"), "nonsense"),
+    "unknown reasoning effort": (chat(reasoning_effort="enormous"), "reasoning_effort"),
+    "native: no prompt": (generate(input_ids=None), "should be provided"),
+    "native: no ids": (generate(input_ids=[]), "empty"),
+    "native: empty text": ((GENERATE, {"text": "", "sampling_params": {"max_new_tokens": 3}}), "no tokens"),
+    "native: ids as text": (generate(input_ids=["a"]), "int"),
+    "native: fractional id": (generate(input_ids=[30.5]), "int"),
+    "native: id outside the vocabulary": (generate(input_ids=[VOCAB]), f"token id {VOCAB}"),
+    "native: one bad prompt of two": (generate(input_ids=[[30], []]), "no tokens"),
+    "native: longer than the pool": (generate(input_ids=[30] * POOL_TOKENS), "exceeds the maximum"),
+    "native: top log-probabilities": (generate(return_logprob=True, top_logprobs_num=10**5), "top log-probabilities"),
+    "native: start of log-probabilities": (generate(return_logprob=True, logprob_start_len=99), "logprob_start_len"),
+    "native: log-probabilities of ids": (generate(return_logprob=True, token_ids_logprob=[VOCAB]), "token_ids_logprob"),
+    "native: embeddings": (
+        (GENERATE, {"input_embeds": [[0.0] * 256], "sampling_params": {"max_new_tokens": 3}}),
+        "input_embeds",
+    ),
+    "native: embeddings in places": (generate(positional_embed_overrides=[1]), "positional_embed_overrides"),
+    "native: unknown parameter": (sampling(unknown=1), "unknown"),
+    "native: n": (sampling(n=-2), "n: found -2"),
+    "native: min_new_tokens": (sampling(min_new_tokens=50), "min_new_tokens"),
+    "native: stop ids with min_new_tokens": (sampling(stop_token_ids=[-3], min_new_tokens=2), "stop_token_ids"),
+    "native: schema that is no JSON": (sampling(json_schema="{"), "json"),
+    "native: unknown session": (generate(session_params={"id": "x"}), "session"),
+    "embeddings of a generating model": (("/v1/embeddings", {"model": "tiny", "input": "x"}), "embedding"),
+}
+
+
+def refuse(server: Server, path: str, data: bytes) -> tuple[int, str]:
+    """Status and text of a request that is expected to fail."""
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, server):
+    (path, body), part = REFUSED[name]
+    status, text = refuse(server, path, json.dumps(body).encode())
+    assert 400 <= status < 500, text
+    assert part in text
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
+@pytest.mark.parametrize("data", [b"{", b"", b'{"model": "tiny"', b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}'])
+def test_what_is_no_json(path, data, server):
+    assert refuse(server, path, data)[0] == 400
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
+@pytest.mark.parametrize("data", [b"[]", b"null", b'"x"', b"5"])
+def test_json_that_is_no_object(path, data, server):
+    assert refuse(server, path, data)[0] == 400
+
+
+def test_a_stream_longer_than_the_pool_says_so(server):
+    """Only the scheduler knows its pool, so the stream has begun: an error is its only event."""
+    status, text = refuse(server, *as_bytes(completion(prompt=[30] * POOL_TOKENS, stream=True)))
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert status == 200 and [event["error"]["code"] for event in events] == [400]
+    assert "exceeds the maximum" in events[0]["error"]["message"]
+
+
+def as_bytes(request: tuple[str, dict[str, Any]]) -> tuple[str, bytes]:
+    return request[0], json.dumps(request[1]).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(logprobs=VOCAB),
+        completion(prompt=[0, VOCAB - 1]),
+        completion(logit_bias={str(VOCAB - 1): 1e30}, temperature=1e-5),
+        completion(repetition_penalty=1e-30),
+        completion(top_k=2**30),
+        completion(temperature=1e308),
+        completion(top_p=1e-300),
+        sampling(stop_token_ids=[VOCAB - 1], min_new_tokens=2),
+    ],
+    ids=lambda body: json.dumps(body[1])[:90],
+)
+def test_the_last_value_that_is_allowed(body, server):
+    """Next to the refused ones lie values that work."""
+    assert refuse(server, *as_bytes(body))[0] == 200
