@@ -47,8 +47,8 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments of which only these values are implemented."""
 
-_OFF = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
-_ONE = (None, 1)
+_OFF: tuple[Any, ...] = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
+_ONE: tuple[Any, ...] = (None, 1)
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # other processes and machines

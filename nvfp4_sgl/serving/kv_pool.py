@@ -77,10 +77,10 @@ def configure_pool(original: Callable[[Any], Any], configurator: Any) -> Any:
 
 
 @functools.cache
-def pool_types() -> tuple[type, type]:
+def pool_types() -> tuple[Any, Any]:
     """The exact-rows pool and its sizing; defined on first use, since SGLang's base classes import much."""
 
-    class ExactKvPages(private.DeepSeekV4SingleKVPool):  # type: ignore[misc]
+    class ExactKvPages(private.DeepSeekV4SingleKVPool):
         """Key/value pages: [pages, page_size * head_dim] of ``dtype``."""
 
         def get_bytes_per_token(self) -> int:
@@ -92,7 +92,7 @@ def pool_types() -> tuple[type, type]:
             shape = (num_pages, self.page_size * self.kv_cache_total_dim)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    class ExactIndexPages(private.DeepSeekV4IndexerPool):  # type: ignore[misc]
+    class ExactIndexPages(private.DeepSeekV4IndexerPool):
         """Indexer key pages: [pages, page_size * index_head_dim] of ``dtype``."""
 
         def get_bytes_per_token(self) -> int:
@@ -102,9 +102,10 @@ def pool_types() -> tuple[type, type]:
             # SGLang allocates bytes; the same bytes as numbers of our dtype.
             self.index_k_with_scale_buffer_dtype = torch.uint8
             super()._create_buffer()
-            self.index_k_with_scale_buffer = [pages.view(self.dtype) for pages in self.index_k_with_scale_buffer]
+            pages: list[torch.Tensor] = self.contiguous_page_row_buffers()
+            self.index_k_with_scale_buffer = [page.view(self.dtype) for page in pages]
 
-    class ExactRowsPool(private.DeepSeekV4TokenToKVPool):  # type: ignore[misc]
+    class ExactRowsPool(private.DeepSeekV4TokenToKVPool):
         """SGLang's pool of this model with exact rows."""
 
         def __init__(self, *args: Any, row_dtype: torch.dtype, **kwargs: Any):
@@ -161,7 +162,7 @@ def pool_types() -> tuple[type, type]:
                 global_page_size=global_page_size,
             )
 
-    class ExactRowsConfigurator(private.DSV4PoolConfigurator):  # type: ignore[misc]
+    class ExactRowsConfigurator(private.DSV4PoolConfigurator):
         """SGLang's sizing with the bytes of exact rows."""
 
         def __init__(self, configurator: Any, *, row_dtype: torch.dtype):

@@ -16,7 +16,7 @@ from nvfp4_sgl.serving.sglang_private import (
 )
 
 
-class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     """CPU without Triton, graphs or SGLang's compiled CPU kernels."""
 
     _enum = PlatformEnum.OOT

@@ -35,7 +35,7 @@ _LOADERS = (
 class CheckoutFinder(FileFinder):
     """The usual importer of a directory, minus the kernel folders."""
 
-    def find_spec(self, fullname: str, target: object = None) -> ModuleSpec | None:  # type: ignore[override]
+    def find_spec(self, fullname: str, target: object = None) -> ModuleSpec | None:
         return None if fullname in _HIDDEN else super().find_spec(fullname)
 
 

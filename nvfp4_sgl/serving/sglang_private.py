@@ -205,12 +205,13 @@ def import_registry_lazily(external_package: str) -> Any:
 def pool_class(replacement: Any) -> Iterator[None]:
     """Inside the context ``_build_dsv4_kv_pool`` builds ``replacement``."""
     module = importlib.import_module(MODULES["kv_cache_configurator"].path)
-    original = module.DeepSeekV4TokenToKVPool
-    module.DeepSeekV4TokenToKVPool = replacement
+    name = "DeepSeekV4TokenToKVPool"
+    original = getattr(module, name)
+    setattr(module, name, replacement)
     try:
         yield
     finally:
-        module.DeepSeekV4TokenToKVPool = original
+        setattr(module, name, original)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------

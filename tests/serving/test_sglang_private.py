@@ -100,3 +100,31 @@ def test_parse_cpus() -> None:
 def test_override_of_nothing() -> None:
     assert arguments.parse_overrides("{}") == arguments.parse_overrides(None) == {}
     assert arguments.parse_overrides('{"activation_mode": "w4a4"}') == {"activation_mode": "w4a4"}
+
+
+def test_flags_win_over_the_platform_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is unset is defaulted, and only for our architecture."""
+    from types import SimpleNamespace
+
+    from sglang.srt.platforms import current_platform
+
+    monkeypatch.setattr(arguments, "is_our_checkpoint", lambda path: path == "ours")
+    unset = dict.fromkeys(arguments.CPU_DEFAULTS) | {"dtype": "auto", "sleep_on_idle": False}
+    raw = {"attention_backend": None}
+    ours = SimpleNamespace(model_path="ours", _raw_input=raw, **unset)
+    current_platform.apply_server_args_defaults(ours)
+    assert {name: getattr(ours, name) for name in unset} == arguments.CPU_DEFAULTS
+
+    given = dict.fromkeys(unset, 5)
+    ours = SimpleNamespace(model_path="ours", _raw_input=raw, **given)
+    current_platform.apply_server_args_defaults(ours)
+    assert {name: getattr(ours, name) for name in unset} == given
+
+    other = SimpleNamespace(model_path="other", _raw_input=raw, attention_backend="intel_amx", **unset)
+    current_platform.apply_server_args_defaults(other)
+    assert {name: getattr(other, name) for name in unset} == unset
+    assert other.attention_backend == "torch_native"
+
+    chosen = SimpleNamespace(model_path="other", _raw_input={"attention_backend": "triton"}, attention_backend="triton")
+    current_platform.apply_server_args_defaults(chosen)
+    assert chosen.attention_backend == "triton"

@@ -34,7 +34,7 @@ def shard_of(path: Path, name: str) -> Path:
     return path / weight_map[name]
 
 
-def edit_tensors(path: Path, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_tensors(path: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Change the tensors of the shard that holds ``name``."""
     shard = shard_of(path, name)
     tensors = {key: tensor.clone() for key, tensor in load_file(shard).items()}
@@ -42,7 +42,7 @@ def edit_tensors(path: Path, name: str, change: Callable[[dict[str, torch.Tensor
     save_file(tensors, shard)
 
 
-def edit_index(path: Path, change: Callable[[dict[str, str]], None]) -> None:
+def edit_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
     file = path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     change(index["weight_map"])

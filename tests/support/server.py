@@ -198,9 +198,9 @@ class ServerPool:
     """At most one running server, reused by whoever asks for the same model and arguments."""
 
     def __init__(self, folder: Path):
-        self._folder, self._running, self._key, self._count = folder, None, None, 0
-        self._running: Server | None
-        self._key: object
+        self._folder, self._count = folder, 0
+        self._running: Server | None = None
+        self._key: object = None
 
     def __call__(self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Server:
         """A ready server for ``model``; one with another model, arguments or environment is stopped first."""
