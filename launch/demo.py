@@ -6,28 +6,22 @@ Run through launch/demo, which sets up the environment first. Exit status 0 only
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from local_server import ServerError, server, tail
 from openai import OpenAI, OpenAIError
 
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
 MAX_TOKENS = 48
-START_SECONDS = 600  # ample: a busy machine, and the first start also compiles bytecode
-PROGRESS_SECONDS = 5
-LOG_TAIL_LINES = 40
 
 
 class DemoError(Exception):
@@ -58,16 +52,21 @@ def main() -> int:
         try:
             checkpoint = directory / f"tiny-{args.format}"
             make_checkpoint(checkpoint, args.format, timings)
-            with server(checkpoint, directory / "server.log", args.port, timings) as url:
-                ask(url, timings)
+            log, started = directory / "server.log", time.monotonic()
+            with server(checkpoint, log, args.port) as url:
+                timings.add("server start", time.monotonic() - started)
+                try:
+                    ask(url, timings)
+                except DemoError as error:
+                    raise DemoError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
                 timings.show()
                 if args.keep:
-                    print(f"\nserving {url}/v1 (log: {directory / 'server.log'}) until Ctrl-C")
+                    print(f"\nserving {url}/v1 (log: {log}) until Ctrl-C")
                     signal.pause()
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             return 0 if args.keep else 130
-        except DemoError as error:
+        except (DemoError, ServerError) as error:
             print(f"\ndemo: {error}", file=sys.stderr)
             return 1
     return 0
@@ -109,78 +108,6 @@ def make_checkpoint(checkpoint: Path, fmt: str, timings: Timings) -> None:
     if subprocess.run(command, check=False).returncode != 0:
         raise DemoError(f"writing the checkpoint failed: {' '.join(command)}")
     timings.add("checkpoint", time.monotonic() - started)
-
-
-@contextmanager
-def server(checkpoint: Path, log: Path, port: int, timings: Timings) -> Iterator[str]:
-    """A running SGLang server on ``checkpoint``; yields its address, stops it by its own process group."""
-    port = port or free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
-    command += ["--port", str(port)]
-    print(f"== server: python {' '.join(command[1:])}", flush=True)
-    started = time.monotonic()
-    # The terminal's Ctrl-C reaches this process alone; it then stops the server's own group.
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        wait_until_ready(process, url, log, started)
-        timings.add("server start", time.monotonic() - started)
-        yield url
-    except DemoError as error:
-        raise DemoError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
-    finally:
-        stopping = time.monotonic()
-        stop(process)
-        print(f"== server stopped in {time.monotonic() - stopping:.1f} s")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:
-    """Return when ``/health`` answers 200; :class:`DemoError` if the server ends or takes too long."""
-    shown = started
-    while True:
-        status = process.poll()
-        now = time.monotonic()
-        if status is not None:
-            raise DemoError(f"the server ended with status {status} before it was ready")
-        if now - started > START_SECONDS:
-            raise DemoError(f"the server was not ready after {START_SECONDS} s")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            pass
-        if now - shown >= PROGRESS_SECONDS:
-            shown = now
-            last = tail(log, 1) or "(no output yet)"
-            print(f"   {now - started:3.0f} s  {last[:100]}", flush=True)
-        time.sleep(0.5)
-
-
-def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([line for line in text if line.strip()][-lines:])
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server: politely, then its whole process group, so that no worker stays behind."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            print("   the server did not end on SIGTERM; killing its process group", file=sys.stderr)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nobody left
-    process.wait()
 
 
 def ask(url: str, timings: Timings) -> None:

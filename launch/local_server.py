@@ -1,0 +1,95 @@
+"""One SGLang server on this machine, as launch/demo and launch/bench_serving use it: start, progress, stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_SECONDS = 600
+"""Ample: a busy machine, and the first start also compiles bytecode."""
+PROGRESS_SECONDS = 5
+LOG_TAIL_LINES = 40
+
+
+class ServerError(Exception):
+    """The server did not start, or ended early; the message holds the log's last lines."""
+
+
+@contextmanager
+def server(checkpoint: Path, log: Path, port: int = 0, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """A ready SGLang server on ``checkpoint``; yields its address, stops it by its own process group."""
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+    command += ["--port", str(port), *arguments]
+    print(f"== server: python {' '.join(command[1:])}", flush=True)
+    started = time.monotonic()
+    # The terminal's Ctrl-C reaches this process alone; it then stops the server's own group.
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        wait_until_ready(process, url, log, started)
+        yield url
+    except ServerError as error:
+        raise ServerError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
+    finally:
+        stopping = time.monotonic()
+        stop(process)
+        print(f"== server stopped in {time.monotonic() - stopping:.1f} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:
+    """Return when ``/health`` answers 200; :class:`ServerError` if the server ends or takes too long."""
+    shown = started
+    while True:
+        status = process.poll()
+        now = time.monotonic()
+        if status is not None:
+            raise ServerError(f"the server ended with status {status} before it was ready")
+        if now - started > START_SECONDS:
+            raise ServerError(f"the server was not ready after {START_SECONDS} s")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            pass
+        if now - shown >= PROGRESS_SECONDS:
+            shown = now
+            last = tail(log, 1) or "(no output yet)"
+            print(f"   {now - started:3.0f} s  {last[:100]}", flush=True)
+        time.sleep(0.5)
+
+
+def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in text if line.strip()][-lines:])
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server: politely, then its whole process group, so that no worker stays behind."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            print("   the server did not end on SIGTERM; killing its process group", file=sys.stderr)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nobody left
+    process.wait()
