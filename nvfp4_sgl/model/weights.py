@@ -64,7 +64,7 @@ class NvFp4Matrix(nn.Module):
 
     def operand(self) -> PreparedWeight:
         """Dequantised working copy for the reference; global scales stay apart as per-row alphas."""
-        unscaled = NvFp4Tensor(self.weight.data, self.weight_scale.data, torch.ones(())).unscaled()
+        unscaled = NvFp4Tensor(self.weight.data, self.weight_scale.data, torch.ones((), dtype=torch.float32)).unscaled()
         alpha = self.weight_scale_2.data.repeat_interleave(torch.tensor(self.shard_rows), dim=-1)
         return PreparedWeight(unscaled, alpha)
 

@@ -106,6 +106,6 @@ def routed_experts(
     padded = x.new_zeros(count, int(sizes.max()), x.shape[1])
     padded[sorted_experts, within] = x[order // k]
     result = expert_mlp(padded, w13, w2, limit, mode, x.dtype)
-    per_pair = torch.empty(tokens * k, result.shape[-1])
+    per_pair = result.new_empty(tokens * k, result.shape[-1])
     per_pair[order] = result[sorted_experts, within]
     return torch.bmm(weights.unsqueeze(1), per_pair.view(tokens, k, -1)).squeeze(1)
