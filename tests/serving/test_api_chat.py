@@ -205,8 +205,12 @@ def test_continued_assistant_message(ask, prompt_of):
 
 
 def test_response_format(ask, tokenizer):
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 9}}}
-    schema |= {"required": ["ok", "n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 9}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
     dense = {"logit_bias": printable_bias(tokenizer, spaces=False)}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     answer = ask(response_format=wanted, max_tokens=60, extra_body=dense).choices[0]
