@@ -66,7 +66,7 @@ class NvFp4Matrix(nn.Module):
         """Dequantised working copy for the reference; global scales stay apart as per-row alphas."""
         unscaled = NvFp4Tensor(self.weight.data, self.weight_scale.data, torch.ones((), dtype=torch.float32)).unscaled()
         alpha = self.weight_scale_2.data.repeat_interleave(torch.tensor(self.shard_rows), dim=-1)
-        return PreparedWeight(unscaled, alpha)
+        return PreparedWeight(unscaled.transpose(-1, -2).contiguous(), alpha)
 
 
 class PlainMatrix(nn.Module):
@@ -78,7 +78,7 @@ class PlainMatrix(nn.Module):
 
     def operand(self) -> PreparedWeight:
         """fp32 working copy for the reference."""
-        return PreparedWeight(self.weight.data.float(), None)
+        return PreparedWeight(self.weight.data.float().transpose(-1, -2).contiguous(), None)
 
 
 Matrix = NvFp4Matrix | PlainMatrix

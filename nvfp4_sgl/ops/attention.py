@@ -10,24 +10,26 @@ from nvfp4_sgl.cache.rows import RowStore
 _QUERIES = 64
 """Queries that the reference attends for at once."""
 
+_FEW_QUERIES = 16
+"""So many queries or fewer read their keys apart, shared or not."""
+
 
 def _block_keys(rows: RowStore, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of a block of queries, and which query sees which.
+    """Keys of a block of queries, and which query sees which; some slot must be valid.
 
     Neighbouring queries of one prompt share most of their keys: those are read once, fp32 [n, D] with visibility
-    [t, n]. Queries of different prompts share none: each gets its own, fp32 [t, n, D]. Both broadcast alike.
+    [t, n]. A few queries, as in decoding, each get their own, fp32 [t, n, D]. Both broadcast alike.
     """
+    visible = slots >= 0
+    # Where there is no slot, read one that somebody else reads: it holds finite numbers, which a weight of 0 then
+    # drops. Any other slot may hold anything, NaN included.
+    slots = torch.where(visible, slots, slots.max())
+    if slots.shape[0] <= _FEW_QUERIES:
+        return rows.read(slots), visible
     distinct, column = slots.unique(return_inverse=True)
-    if distinct.numel() * 4 <= slots.numel():
-        visible = torch.zeros(slots.shape[0], distinct.numel(), dtype=torch.bool)
-        visible.scatter_(1, column, slots >= 0)
-        wanted = distinct
-    else:
-        visible, wanted = slots >= 0, slots
-    keys = rows.read(wanted.clamp(min=0))
-    # A slot that is not attended may hold anything, NaN included; 0 * NaN would reach the sum.
-    keys[wanted < 0] = 0.0
-    return keys, visible
+    seen = torch.zeros(slots.shape[0], distinct.numel(), dtype=torch.bool)
+    seen[torch.arange(slots.shape[0])[:, None].expand_as(column)[visible], column[visible]] = True
+    return rows.read(distinct), seen
 
 
 def sparse_attention(
@@ -61,7 +63,7 @@ def sparse_attention(
     for begin in range(0, q.shape[0], _QUERIES):
         part = slice(begin, begin + _QUERIES)
         sets = [_block_keys(window, window_slots[part])]
-        if extra is not None and extra_slots is not None and extra_slots.shape[1]:
+        if extra is not None and extra_slots is not None and bool((extra_slots[part] >= 0).any()):
             sets.append(_block_keys(extra, extra_slots[part]))
         queries = q[part].float()
         logits = []

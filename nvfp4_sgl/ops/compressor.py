@@ -42,13 +42,16 @@ def compress_windows(
         fp32 [W, n], the entries of ``plan.window_slots``; no rounding on the way.
     """
     width, size = kv.shape[1], norm.shape[0]
+    if plan.window_rows.shape[0] == 0:
+        _write_state(kv, score, state, plan)
+        return kv.new_empty(0, size)
     history = state[plan.history_rows].float()
+    _write_state(kv, score, state, plan)
     absent_kv, absent_score = kv.new_zeros(1, width), score.new_full((1, width), float("-inf"))
     all_kv = torch.cat((kv, history[:, :width], absent_kv))
     all_score = torch.cat((score, history[:, width:]))
     all_score += ape[torch.cat((plan.phase, plan.history_phase))]
     all_score = torch.cat((all_score, absent_score))
-    state[plan.write_rows] = torch.cat((kv, score), dim=1)[plan.write_tokens].to(state.dtype)
 
     rows = plan.window_rows
     if width == 2 * size:
@@ -59,3 +62,7 @@ def compress_windows(
         pooled_kv, pooled_score = all_kv[rows], all_score[rows]
     entry = (pooled_kv * pooled_score.softmax(dim=1)).sum(dim=1)
     return rms_norm_rope(entry, norm, norm_eps, plan.window_positions, frequencies)
+
+
+def _write_state(kv: Tensor, score: Tensor, state: Tensor, plan: CompressPlan) -> None:
+    state[plan.write_rows] = torch.cat((kv, score), dim=1)[plan.write_tokens].to(state.dtype)

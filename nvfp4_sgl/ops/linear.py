@@ -31,9 +31,11 @@ class PreparedWeight:
     """A weight as the reference multiplies with it.
 
     Attributes:
-        values: fp32 [..., N, K]. For NVFP4: code times block scale, global scale left out (exact). For FP8
-            128x128 and plain weights: the weight itself.
-        alpha: fp32 [..., N], the global scale of the shard that each row belongs to; ``None`` unless NVFP4.
+        values: fp32 [..., K, N], the transposed weight. For NVFP4: code times block scale, global scale left out
+            (exact). For FP8 128x128 and plain weights: the weight itself. Contiguous this way round, since a product
+            with few rows is 1.4 to 1.6 times faster so (8 x 256 by 256 x 3200: 0.29 against 0.43 ms; 16 experts'
+            6 x 256 by 256 x 256: 0.20 against 0.33 ms; two Zen 3 cores, 2026-11-21).
+        alpha: fp32 [..., N], the global scale of the shard that each column belongs to; ``None`` unless NVFP4.
     """
 
     values: Tensor
@@ -72,14 +74,14 @@ def linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
 
     Args:
         x: [T, K].
-        weight: values [N, K].
+        weight: values [K, N].
         mode: what happens to ``x`` where the weight is NVFP4.
 
     Returns:
         fp32 [T, N]; the caller rounds.
     """
     values, row_scale = activation_operand(x, weight, mode)
-    return apply_scales(values @ weight.values.t(), row_scale, weight.alpha)
+    return apply_scales(values @ weight.values, row_scale, weight.alpha)
 
 
 def grouped_linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
@@ -90,11 +92,11 @@ def grouped_linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> T
 
     Args:
         x: [T, G, K].
-        weight: values [G, N, K].
+        weight: values [G, K, N].
 
     Returns:
         fp32 [T, G, N].
     """
     values, row_scale = activation_operand(x, weight, mode)
-    acc = torch.bmm(values.transpose(0, 1), weight.values.transpose(1, 2)).transpose(0, 1)
+    acc = torch.bmm(values.transpose(0, 1), weight.values).transpose(0, 1)
     return apply_scales(acc, row_scale, weight.alpha)

@@ -52,7 +52,7 @@ def expert_mlp(
     """One feed-forward network per batch entry: ``W2 swiglu(W1 x, W3 x)``.
 
     Args:
-        x: [E, C, d] with values [E, 2I, d] (gate rows first) and [E, d, I], or the same without E.
+        x: [E, C, d] with values [E, d, 2I] (gate columns first) and [E, I, d], or the same without E.
         limit: the SwiGLU clamp.
         dtype: model dtype; in ``w4a16`` mode the SwiGLU output is rounded to it.
 
@@ -63,12 +63,12 @@ def expert_mlp(
     fp32 with the constant row scale ``limit**2 / (6 * 448)``, which the clamp makes impossible to exceed.
     """
     values, row_scale = activation_operand(x, w13, mode)
-    gate, up = apply_scales(values @ w13.values.transpose(-1, -2), row_scale, _per_row(w13)).chunk(2, dim=-1)
+    gate, up = apply_scales(values @ w13.values, row_scale, _per_row(w13)).chunk(2, dim=-1)
     hidden = clamped_swiglu(gate, up, limit)
     if mode is ActivationMode.W4A16 or not w2.is_nvfp4:
         hidden = hidden.to(dtype)
     values, row_scale = activation_operand(hidden, w2, mode, swiglu_row_scale(limit))
-    return apply_scales(values @ w2.values.transpose(-1, -2), row_scale, _per_row(w2))
+    return apply_scales(values @ w2.values, row_scale, _per_row(w2))
 
 
 def _per_row(weight: PreparedWeight) -> Tensor | None:
@@ -89,7 +89,7 @@ def routed_experts(
 
     Args:
         x: [T, d]. experts: int64 [T, k]. weights: fp32 [T, k].
-        w13: values [E, 2I, d], gate rows first. w2: values [E, d, I].
+        w13: values [E, d, 2I], gate columns first. w2: values [E, I, d].
 
     Returns:
         fp32 [T, d]; routing weights are applied after W2, the sum is fp32.

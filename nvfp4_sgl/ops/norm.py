@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,8 +19,5 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, out_dtype: torch.d
     Rounding: statistics and product in fp32, one rounding to the output dtype (DeepSeek's order; transformers
     rounds before the weight is applied, spec section 2).
     """
-    value = x.float()
-    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        value = value * weight.float()
-    return value.to(out_dtype or x.dtype)
+    scale = None if weight is None else weight.float()
+    return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(out_dtype or x.dtype)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvfp4_sgl.config import YarnConfig
 from nvfp4_sgl.ops.norm import rms_norm
@@ -35,17 +37,32 @@ def inverse_frequencies(rope_dim: int, base: float, yarn: YarnConfig | None = No
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
+_TURNS: MutableMapping[Tensor, dict[int, tuple[int, Tensor]]] = WeakTensorKeyDictionary()
+
+
+def _turns(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """``cos + i sin`` of every angle, complex64 [T, rope_dim/2].
+
+    Kept as long as ``positions`` lives and is unchanged, since every layer of a pass asks for the same.
+    """
+    tables = _TURNS.setdefault(positions, {})
+    version, turns = tables.get(id(frequencies), (-1, positions))
+    if version != positions._version:
+        angles = positions.float()[:, None] * frequencies
+        turns = torch.complex(angles.cos(), angles.sin())
+        tables[id(frequencies)] = positions._version, turns
+    return turns
+
+
 def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    """fp32 rotation of the tail of ``x`` [T, ..., n] (fp32) by ``positions`` [T]."""
-    angle = positions.float()[:, None] * frequencies
-    angle = angle.view(angle.shape[0], *([1] * (x.dim() - 2)), angle.shape[1])
-    cos, sin = angle.cos(), angle.sin()
-    if inverse:
-        sin = -sin
-    tail = x[..., -2 * frequencies.numel() :]
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., : -2 * frequencies.numel()], rotated), dim=-1)
+    """Rotate the tail of ``x`` [T, ..., n] (fp32) by ``positions`` [T], in place; returns ``x``.
+
+    A pair (a, b) as a + ib times cos + i sin is the rotation of section 3.2.
+    """
+    pairs = torch.view_as_complex(x[..., -2 * frequencies.numel() :].unflatten(-1, (-1, 2)))
+    turns = _turns(positions, frequencies)
+    pairs *= (turns.conj() if inverse else turns).view(x.shape[0], *([1] * (x.dim() - 2)), -1)
+    return x
 
 
 def apply_rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool = False) -> Tensor:
@@ -63,7 +80,7 @@ def apply_rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bo
 
     Rounding: rotation in fp32, one rounding to ``x.dtype``.
     """
-    return _rotate(x.float(), positions, frequencies, inverse).to(x.dtype)
+    return _rotate(x.to(torch.float32, copy=True), positions, frequencies, inverse).to(x.dtype)
 
 
 def rms_norm_rope(

@@ -65,13 +65,19 @@ ATTENTION, COMPRESSOR, INDEXER, PLAN = "ops.attention", "ops.compressor", "ops.i
 MODEL = "model.attention"
 
 MISTAKES = {
-    "rope half-split": (ROPE, "tail[..., 0::2], tail[..., 1::2]", "*tail.chunk(2, -1),"),
+    "rope not applied": (ROPE, "    pairs *= ", "    _ = pairs * "),
+    "rope half-split": (
+        ROPE,
+        "    pairs *= (turns.conj() if inverse else turns).view(x.shape[0], *([1] * (x.dim() - 2)), -1)\n",
+        "    turns = (turns.conj() if inverse else turns).view(x.shape[0], *([1] * (x.dim() - 2)), -1)\n"
+        "    low, high = x[..., -2 * frequencies.numel() :].chunk(2, -1)\n"
+        "    both = torch.complex(low, high) * turns\n"
+        "    x[..., -2 * frequencies.numel() :] = torch.cat((both.real, both.imag), -1)\n",
+    ),
     "rope on the first dimensions": (
         ROPE,
-        "    return torch.cat((x[..., : -2 * frequencies.numel()], rotated), dim=-1)",
-        "    n = 2 * frequencies.numel()\n    tail = x[..., :n]\n    even, odd = tail[..., 0::2], tail[..., 1::2]\n"
-        "    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)\n"
-        "    return torch.cat((rotated, x[..., n:]), dim=-1)",
+        "x[..., -2 * frequencies.numel() :].unflatten",
+        "x[..., : 2 * frequencies.numel()].unflatten",
     ),
     "no inverse rope": (MODEL, "o = ops.apply_rope(o, plan.positions, rope, inverse=True)", "pass"),
     "inverse rope forwards": (MODEL, "inverse=True", "inverse=False"),
@@ -120,10 +126,10 @@ MISTAKES = {
         "    state[plan.write_rows]",
         "    (state if plan.ratio == 4 else state.clone())[plan.write_rows]",
     ),
-    "history read after the state was written": (
-        PLAN,
-        "history_rows=rows_of(history_owner, history_positions)",
-        "history_rows=rows_of(history_owner, (history_positions + 1))",
+    "state written before the history is read": (
+        COMPRESSOR,
+        "    history = state[plan.history_rows].float()\n    _write_state(kv, score, state, plan)",
+        "    _write_state(kv, score, state, plan)\n    history = state[plan.history_rows].float()",
     ),
     "window one short": (
         PLAN,
@@ -133,7 +139,11 @@ MISTAKES = {
     "window one long": ("cache.local", "window=self._config.sliding_window", "window=self._config.sliding_window + 1"),
     "no sink": (ATTENTION, "denominator = (sink - top).exp()", "denominator = torch.zeros_like(top)"),
     "sink scaled": (ATTENTION, "(sink - top)", "(sink * scale - top)"),
-    "keys of the second set seen by all": (ATTENTION, "visible.scatter_(1, column, slots >= 0)", "visible.fill_(True)"),
+    "keys of the second set seen by all": (
+        ATTENTION,
+        "return rows.read(distinct), seen",
+        "return rows.read(distinct), torch.ones_like(seen)",
+    ),
     "no head RMS of q": (
         MODEL,
         "q = ops.rms_norm_rope(q.to(dtype).view(tokens, self._heads, -1), None, eps, plan.positions, rope)",
@@ -182,14 +192,12 @@ def test_mistake_is_seen(mistake, checkpoint, ids, expected):
 
 HIDDEN = {
     "Sinkhorn rows and columns swapped": (
-        "    for _ in range(iterations - 1):\n        comb = comb / (comb.sum(-1, keepdim=True) + eps)\n"
-        "        comb = comb / (comb.sum(-2, keepdim=True) + eps)",
-        "    for _ in range(iterations - 1):\n        comb = comb / (comb.sum(-2, keepdim=True) + eps)\n"
-        "        comb = comb / (comb.sum(-1, keepdim=True) + eps)",
+        "        comb = comb / torch.baddbmm(eps_1, comb, ones)\n        comb = comb / torch.baddbmm(eps_1, ones_t, comb)",
+        "        comb = comb / torch.baddbmm(eps_1, ones_t, comb)\n        comb = comb / torch.baddbmm(eps_1, comb, ones)",
     ),
     "19 iterations": ("range(iterations - 1)", "range(iterations - 2)"),
     "eps dropped from the softmax": ("torch.softmax(logits, dim=-1) + eps", "torch.softmax(logits, dim=-1)"),
-    "eps dropped from the sums": ("(comb.sum(-1, keepdim=True) + eps)", "comb.sum(-1, keepdim=True)"),
+    "eps dropped from the sums": ("comb.new_full((1, 1, 1), eps)", "comb.new_zeros(1, 1, 1)"),
     "eps dropped from pre": ("+ base[:n]) + hc_eps", "+ base[:n])"),
 }
 
