@@ -2,8 +2,11 @@
 
 Both run the same architecture and sizes on this CPU in fp32, with the same number of threads: the server a tiny NVFP4
 checkpoint through ``/generate``, transformers the checkpoint of the same seed before quantisation, in a bare greedy
-loop with its cache (no ``generate()`` around it). Prompts of one batch have the same length, which transformers'
-compressor cache needs. Says nothing about a GPU or about the real model.
+loop with its cache (no ``generate()`` around it).
+
+transformers is measured twice: all requests as one batch, which its compressor cache allows only for prompts of equal
+length, as they are here; and one request after the other, which is what it can do for requests of any length. Says
+nothing about a GPU or about the real model.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def main() -> int:
             for count in args.concurrency:
                 served[count] = median([measure_server(url, args, count, run) for run in range(args.repeat + 1)][1:])
         model = load_transformers(folder / "bf16")
-        for count in args.concurrency:
+        for count in sorted({1, *args.concurrency}):
             theirs[count] = median([measure_transformers(model, args, count, run) for run in range(args.repeat)])
     show(args, served, theirs)
     return 0
@@ -120,22 +123,32 @@ def measure_transformers(model: Any, args: argparse.Namespace, count: int, run: 
 
 def show(args: argparse.Namespace, served: dict[int, Result], theirs: dict[int, Result]) -> None:
     print(
-        f"\ntiny model, fp32, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,"
+        f"\ntiny model, fp32, {cpu_name()}, {torch.get_num_threads()} threads,"
         f" prompt {args.prompt}, {args.tokens} tokens, median of {args.repeat}; {time.strftime('%Y-%m-%d')}"
     )
-    print(f"{'':<14}{'time to first token, s':^36}{'decode, tokens/s':^36}")
-    print(f"{'concurrency':<14}" + f"{'served':>10}{'transformers':>14}{'ratio':>8}    " * 2)
-    rows = []
+    print(f"{'':<13}{'time to first token, s':^32}   {'decode, tokens/s':^54}")
+    print(f"{'':<13}{'':>8}{'transformers':>22}     {'':>8}{'transformers':>44}")
+    print(f"{'concurrency':<13}{'served':>8}{'one batch':>14}{'ratio':>8}  ", end="")
+    print(f"{'served':>10}{'one batch':>14}{'ratio':>8}{'in turn':>12}{'ratio':>8}")
+    alone, rows = theirs[1].decode_rate, []
     for count, ours in served.items():
         peer = theirs[count]
-        first, rate = peer.first_token / ours.first_token, ours.decode_rate / peer.decode_rate
         print(
-            f"{count:<14}{ours.first_token:>10.2f}{peer.first_token:>14.2f}{first:>7.1f}x    "
-            f"{ours.decode_rate:>10.1f}{peer.decode_rate:>14.1f}{rate:>7.1f}x"
+            f"{count:<13}{ours.first_token:>8.2f}{peer.first_token:>14.2f}{peer.first_token / ours.first_token:>7.1f}x  "
+            f"{ours.decode_rate:>10.1f}{peer.decode_rate:>14.1f}{ours.decode_rate / peer.decode_rate:>7.1f}x"
+            f"{alone:>12.1f}{ours.decode_rate / alone:>7.1f}x"
         )
         rows.append({"concurrency": count, "served": vars(ours), "transformers": vars(peer)})
     if args.json:
         args.json.write_text(json.dumps({"prompt": args.prompt, "tokens": args.tokens, "rows": rows}, indent=1))
+
+
+def cpu_name() -> str:
+    """The CPU's model name where Linux tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
