@@ -133,8 +133,9 @@ def show(args: argparse.Namespace, served: dict[int, Result], theirs: dict[int, 
     alone, rows = theirs[1].decode_rate, []
     for count, ours in served.items():
         peer = theirs[count]
+        faster = peer.first_token / ours.first_token
         print(
-            f"{count:<13}{ours.first_token:>8.2f}{peer.first_token:>14.2f}{peer.first_token / ours.first_token:>7.1f}x  "
+            f"{count:<13}{ours.first_token:>8.2f}{peer.first_token:>14.2f}{faster:>7.1f}x  "
             f"{ours.decode_rate:>10.1f}{peer.decode_rate:>14.1f}{ours.decode_rate / peer.decode_rate:>7.1f}x"
             f"{alone:>12.1f}{ours.decode_rate / alone:>7.1f}x"
         )
