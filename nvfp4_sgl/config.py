@@ -185,6 +185,7 @@ class _Parser:
         ):
             self.require(field, expected)
         layers = self.integer("num_hidden_layers")
+        kinds = self.layer_kinds(layers)  # first: what transformers' save_pretrained loses beside it needs no mention
         config = ModelConfig(
             vocab_size=self.integer("vocab_size"),
             hidden_size=self.integer("hidden_size"),
@@ -214,7 +215,7 @@ class _Parser:
             yarn=self.yarn(),
             max_position_embeddings=self.integer("max_position_embeddings"),
             num_nextn_predict_layers=self.raw.get("num_nextn_predict_layers", 0),
-            layer_kinds=self.layer_kinds(layers),
+            layer_kinds=kinds,
         )
         self.check_relations(config)
         return config

@@ -192,8 +192,8 @@ def test_mistake_is_seen(mistake, checkpoint, ids, expected):
 
 HIDDEN = {
     "Sinkhorn rows and columns swapped": (
-        "        comb = comb / torch.baddbmm(eps_1, comb, ones)\n        comb = comb / torch.baddbmm(eps_1, ones_t, comb)",
-        "        comb = comb / torch.baddbmm(eps_1, ones_t, comb)\n        comb = comb / torch.baddbmm(eps_1, comb, ones)",
+        "(eps_1, comb, ones)\n        comb = comb / torch.baddbmm(eps_1, ones_t, comb)",
+        "(eps_1, ones_t, comb)\n        comb = comb / torch.baddbmm(eps_1, comb, ones)",
     ),
     "19 iterations": ("range(iterations - 1)", "range(iterations - 2)"),
     "eps dropped from the softmax": ("torch.softmax(logits, dim=-1) + eps", "torch.softmax(logits, dim=-1)"),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.launch_forks import LaunchForks
+from tests.support.oracle import hf_model
 
 MATRIX = "layers.1.ffn.experts.3.w1"
 
@@ -73,8 +74,11 @@ def truncate(path: Path) -> None:
 
 
 def save_as_transformers(path: Path) -> None:
-    """What a directory of ``save_pretrained`` looks like to a loader: no compress_ratios, other field names."""
-    edit_config(path, compress_ratios=None, layer_types=["x"] * 5, rope_parameters={})
+    """Replace the checkpoint by what transformers saves of it: no compress_ratios, other field and tensor names."""
+    model = hf_model(path)
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    model.save_pretrained(path)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
