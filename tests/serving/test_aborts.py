@@ -19,7 +19,7 @@ from tests.support.golden import Golden
 from tests.support.prompts import draw_ids
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 REQUESTS, CONCURRENCY = 200, 16
 IDLE_SECONDS = 30

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.support.chat import MODEL, client, joined, printable_bias
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 TOKENS = 24
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.support.chat import MODEL, client, printable_bias
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 PROMPT = "Once there was a small house at the edge of the forest"
 TOKENS = 32

@@ -14,7 +14,7 @@ import pytest
 from tests.support.golden import Golden
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 VOCAB = 512
 POOL_TOKENS = 16384

@@ -19,7 +19,7 @@ from tests.support.logprobs import BOUND, check, check_concurrently, flush, gene
 from tests.support.oracle import cached_hf_model, hf_logits
 from tests.support.prompts import clear_ids
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 LENGTHS = (1, 5, 127, 128, 129, 131, 513, 1500)
 

@@ -14,7 +14,7 @@ from tests.support.logprobs import TOKENS, check, check_concurrently, generate
 from tests.support.oracle import cached_hf_model, hf_logits
 from tests.support.prompts import clear_ids
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-variants"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from nvfp4_sgl.ops.dispatch import Target, implementations
 from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
 from tests.support.server import Server, ServerPool
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("serving-default")]
+pytestmark = [pytest.mark.server]
 
 
 @pytest.fixture
