@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
-from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.model.parallel import TensorParallel
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.weights import Projection, Shard, WeightSource, frozen, load_matrix
-from nvfp4_sgl.ops.dispatch import Ops
-from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.ops.rope import inverse_frequencies
 
 
@@ -27,18 +25,11 @@ class CompressorParameters(nn.Module):
 class Attention(nn.Module):
     """One layer's attention. Holds this rank's heads and o-groups; returns a partial sum over ranks."""
 
-    def __init__(
-        self,
-        reader: WeightSource,
-        config: ModelConfig,
-        layer: int,
-        ops: Ops,
-        mode: ActivationMode,
-        parallel: TensorParallel,
-    ):
+    def __init__(self, context: ModelContext, layer: int):
         super().__init__()
+        reader, config, parallel = context.source, context.config, context.parallel
         stem = f"layers.{layer}.attn"
-        self._config, self._ops, self._mode = config, ops, mode
+        self._config, self._ops, self._mode = config, context.ops, context.mode
         self._kind = config.kind(layer)
         self._ratio = self._kind.value
         self._heads = config.num_attention_heads // parallel.size
@@ -54,8 +45,8 @@ class Attention(nn.Module):
             from_x += [Shard(f"{inner}.wkv"), Shard(f"{inner}.wgate"), Shard(f"{stem}.indexer.weights_proj")]
             from_q += [Shard(f"{stem}.indexer.wq_b")]
             self.index_compressor = CompressorParameters(reader, inner)
-        self.from_x = Projection(reader, from_x, ops, mode)
-        self.from_q = Projection(reader, from_q, ops, mode)
+        self.from_x = Projection(reader, from_x, context.ops, context.mode)
+        self.from_q = Projection(reader, from_q, context.ops, context.mode)
         self.q_norm = frozen(reader.read(f"{stem}.q_norm.weight"))
         self.kv_norm = frozen(reader.read(f"{stem}.kv_norm.weight"))
         self.attn_sink = frozen(reader.read(f"{stem}.attn_sink", rows=parallel.share(config.num_attention_heads)))

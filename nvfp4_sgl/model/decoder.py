@@ -8,13 +8,10 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
-from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.attention import Attention
+from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.moe import MoE
-from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.model.weights import WeightSource, frozen
-from nvfp4_sgl.ops.dispatch import Ops
-from nvfp4_sgl.ops.linear import ActivationMode
 
 
 class HyperConnection(nn.Module):
@@ -30,20 +27,13 @@ class HyperConnection(nn.Module):
 class Block(nn.Module):
     """Attention and experts of one layer, each inside an mHC site."""
 
-    def __init__(
-        self,
-        reader: WeightSource,
-        config: ModelConfig,
-        layer: int,
-        ops: Ops,
-        mode: ActivationMode,
-        parallel: TensorParallel,
-    ):
+    def __init__(self, context: ModelContext, layer: int):
         super().__init__()
+        reader = context.source
         stem = f"layers.{layer}"
-        self._config, self._ops, self._parallel = config, ops, parallel
-        self.attn = Attention(reader, config, layer, ops, mode, parallel)
-        self.ffn = MoE(reader, config, layer, ops, mode, parallel)
+        self._config, self._ops, self._parallel = context.config, context.ops, context.parallel
+        self.attn = Attention(context, layer)
+        self.ffn = MoE(context, layer)
         self.attn_norm = frozen(reader.read(f"{stem}.attn_norm.weight"))
         self.ffn_norm = frozen(reader.read(f"{stem}.ffn_norm.weight"))
         self.hc_attn = HyperConnection(reader, f"{stem}.hc_attn")
@@ -75,26 +65,16 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """All layers between the embedding and the LM head.
 
-    Construction loads the weights: every tensor of the model but ``embed`` and ``head`` is read from ``reader``.
+    Construction loads the weights: every tensor but ``embed`` and ``head`` is read from ``context.source``.
     """
 
-    def __init__(
-        self,
-        reader: WeightSource,
-        config: ModelConfig,
-        ops: Ops,
-        mode: ActivationMode,
-        parallel: TensorParallel | None = None,
-    ):
+    def __init__(self, context: ModelContext):
         super().__init__()
-        parallel = parallel or TensorParallel()
-        parallel.check(config)
-        self._config, self._ops = config, ops
-        self.layers = nn.ModuleList(
-            Block(reader, config, layer, ops, mode, parallel) for layer in range(config.num_hidden_layers)
-        )
-        self.hc_head = HyperConnection(reader, "hc_head")
-        self.norm = frozen(reader.read("norm.weight"))
+        context.parallel.check(context.config)
+        self._config, self._ops = context.config, context.ops
+        self.layers = nn.ModuleList(Block(context, layer) for layer in range(context.config.num_hidden_layers))
+        self.hc_head = HyperConnection(context.source, "hc_head")
+        self.norm = frozen(context.source.read("norm.weight"))
 
     def forward(self, embedded: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]) -> Tensor:
         """Hidden states [T, d] for the LM head.

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.model.weights import Matrix, Shard, WeightSource, frozen, load_matrix, stack
-from nvfp4_sgl.ops.dispatch import Ops
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.model.context import ModelContext
+from nvfp4_sgl.model.weights import Matrix, Shard, frozen, load_matrix, stack
 
 
 class MoE(nn.Module):
@@ -17,20 +14,13 @@ class MoE(nn.Module):
     The intermediate dimension of every expert is split over ranks; the result is a partial sum.
     """
 
-    def __init__(
-        self,
-        reader: WeightSource,
-        config: ModelConfig,
-        layer: int,
-        ops: Ops,
-        mode: ActivationMode,
-        parallel: TensorParallel,
-    ):
+    def __init__(self, context: ModelContext, layer: int):
         super().__init__()
+        reader, config = context.source, context.config
         stem = f"layers.{layer}.ffn"
-        self._config, self._ops, self._mode = config, ops, mode
+        self._config, self._ops, self._mode = config, context.ops, context.mode
         self._hash = config.is_hash_routed(layer)
-        share = parallel.share(config.moe_intermediate_size)
+        share = context.parallel.share(config.moe_intermediate_size)
 
         def w13(expert: str) -> Matrix:
             return load_matrix(reader, [Shard(f"{expert}.w1", rows=share), Shard(f"{expert}.w3", rows=share)])

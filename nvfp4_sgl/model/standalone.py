@@ -16,6 +16,7 @@ from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.dispatch import Ops, Target, load_ops
 from nvfp4_sgl.ops.linear import ActivationMode
@@ -50,7 +51,7 @@ class Standalone:
         reader = CheckpointReader(inventory)
         self._embed = reader.read("embed.weight").to(dtype)
         self._head = reader.read("head.weight").to(dtype)
-        self.decoder = Decoder(reader, self.config, ops or load_ops(Target.CPU), mode)
+        self.decoder = Decoder(ModelContext(reader, self.config, ops or load_ops(Target.CPU), mode))
         reader.finish()
         self.caches = LocalCaches(self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype)
 

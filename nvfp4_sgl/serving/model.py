@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.ops.dispatch import detect_target, load_ops
@@ -57,14 +58,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         reader = CheckpointReader(inventory)
         for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
             module.weight.weight_loader(module.weight, reader.read(name))
-        self.decoder = Decoder(reader, self.model_config, self._ops, self.activation_mode, self._parallel())
+        parallel = TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
+        self.decoder = Decoder(ModelContext(reader, self.model_config, self._ops, self.activation_mode, parallel))
         reader.finish()
         logger.info("%s", summary)
         return {name for name, _ in self.named_parameters()}
-
-    @staticmethod
-    def _parallel() -> TensorParallel:
-        return TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
 
     @torch.no_grad()
     def forward(

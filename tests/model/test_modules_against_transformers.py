@@ -16,11 +16,11 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.attention import Attention
+from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.ops import hyper_connection, rope
 from nvfp4_sgl.ops.dispatch import Target, load_ops
-from nvfp4_sgl.ops.linear import ActivationMode
 from tests.support.memory_reader import MemoryReader, original_names, randomise
 from tests.support.released import FLASH, PRO, config_json
 
@@ -106,7 +106,7 @@ def test_attention(name, ratio):
 
     reader = MemoryReader(original_names(module, "layers.0.attn"))
     del module
-    ours = Attention(reader, config, 0, load_ops(Target.CPU), ActivationMode.W4A16, TensorParallel())
+    ours = Attention(ModelContext(reader, config, load_ops(Target.CPU)), 0)
     assert ours._kind is LayerKind(ratio)
     for chunks in ([tokens], [131, 1, 1, 2, 120, 1, 3, 41]):
         caches = LocalCaches(config, capacity=512)
@@ -136,7 +136,7 @@ def test_moe(name, hashed):
     expected = module(x[None], ids[None])[0]
     reader = MemoryReader(original_names(module, "layers.0.ffn"))
     del module
-    ours = MoE(reader, config, 0, load_ops(Target.CPU), ActivationMode.W4A16, TensorParallel())
+    ours = MoE(ModelContext(reader, config, load_ops(Target.CPU)), 0)
     assert max_error(ours(x, ids), expected) <= 1e-5 * expected.abs().max().item()
 
 
@@ -154,8 +154,8 @@ def test_tensor_parallel_parts_sum_to_the_whole(size):
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         caches = LocalCaches(config, capacity=256)
-        part = Attention(reader, config, 0, ops, ActivationMode.W4A16, parallel)
-        experts = MoE(reader, config, 0, ops, ActivationMode.W4A16, parallel)
+        context = ModelContext(reader, config, ops, parallel=parallel)
+        part, experts = Attention(context, 0), MoE(context, 0)
         return part(x, caches.plan({0: 90}), caches.layers[0]), experts(x, ids)
 
     whole = run(TensorParallel())
