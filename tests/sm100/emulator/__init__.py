@@ -1,0 +1,67 @@
+"""A functional emulator of PTX as CuTeDSL emits it for sm_100a, in NumPy, one warp instruction at a time.
+
+It executes kernels through CuTeDSL's own compiled host code, on a machine without a GPU or a driver::
+
+    compiled = compile_for("sm_100a", function, *fake_arguments)
+    with emulated(Options(mode="random", seed=1), reads=[a, b], writes=[c]) as emulator:
+        emulator(compiled, *arguments)
+    emulator.statistics[0].by_opcode()
+
+Rule: an instruction, a modifier, an operand form, a descriptor field, a launch attribute or a device attribute that
+is not modelled raises ``UnsupportedError``, for instructions before anything runs.
+
+Modelled
+    * scalar code: integer, logic, f32 and f32x2 arithmetic, comparisons, cvt (integers, f32, f64, f16, bf16,
+      E4M3, E5M2, E2M1, UE8M0 pairs), moves, packing, ld/st/atom of one to eight elements;
+    * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
+    * barriers: named barriers, mbarriers with arrival and transaction counts, the cluster barrier;
+    * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
+      0, 32, 64, 128 bytes, ragged edges, multicast), bulk groups;
+    * tcgen05: alloc, dealloc, cp 32x128b.warpx4, mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands)
+      with fp32 accumulation, K-major operands in shared memory and 128 rows per CTA, for one CTA or a pair; commit,
+      also multicast; ld and st of shape 32x32b;
+    * clusters: any shape; shared memory of other CTAs by mapa;
+    * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
+    * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
+      reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
+      capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,
+      copies under way at exit, and deadlocks with a report of who waits for what.
+
+Not modelled, refused
+    f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync; M = 64;
+    MN-major operands or A in tensor memory; sparsity; scale blocks of 32; other shapes of tcgen05.ld, st and cp;
+    im2col, reductions and gather of TMA; tensor maps changed on the device; mbarrier state tokens; grid-wide barriers.
+
+Not modelled, not noticed
+    Missing proxy fences, ``tcgen05.fence`` and ``tcgen05.wait``; races on shared memory that change no value in the
+    modes run; generic memory ordering (warps act one instruction at a time on one memory); programmatic dependent
+    launch (launches run one after the other); register budgets. No time is modelled. Approximate functions (ex2,
+    rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
+    Lanes that issue the same bulk store together count as one store. No result here was compared with hardware yet.
+"""
+
+from tests.sm100.emulator.engines import ENGINES, Options
+from tests.sm100.emulator.errors import (
+    DeadlockError,
+    EmulatorError,
+    HazardError,
+    MemoryFaultError,
+    UnsupportedError,
+)
+from tests.sm100.emulator.host import Compiled, Emulator, compile_for, emulated
+from tests.sm100.emulator.statistics import Statistics
+
+__all__ = [
+    "ENGINES",
+    "Compiled",
+    "DeadlockError",
+    "Emulator",
+    "EmulatorError",
+    "HazardError",
+    "MemoryFaultError",
+    "Options",
+    "Statistics",
+    "UnsupportedError",
+    "compile_for",
+    "emulated",
+]

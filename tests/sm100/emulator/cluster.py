@@ -1,0 +1,89 @@
+"""A cluster of CTAs that run together, each with its shared memory, tensor memory, barriers and warps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.sm100.emulator.barriers import ClusterBarrier, MemoryBarrier, NamedBarriers
+from tests.sm100.emulator.errors import HazardError, MemoryFaultError
+from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SharedMemory
+from tests.sm100.emulator.scalar_types import LANES
+from tests.sm100.emulator.tensor_memory import TensorMemory
+from tests.sm100.emulator.warp import Warp
+
+if TYPE_CHECKING:
+    from tests.sm100.emulator.launch import Launch
+
+Triple = tuple[int, int, int]
+BARRIER_BYTES = 8
+
+
+class Cta:
+    """A thread block. ``rank`` is its number in the cluster, x fastest."""
+
+    def __init__(self, cluster: Cluster, rank: int, index: Triple) -> None:
+        self.cluster = cluster
+        self.launch = cluster.launch
+        self.rank = rank
+        self.index = index
+        self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
+        self.shared = SharedMemory(self.launch.shared_bytes)
+        self.shared_start = rank << RANK_SHIFT | SHARED_BASE
+        self.tensor_memory = TensorMemory()
+        self.named_barriers = NamedBarriers()
+        self.special = self._special()
+        count = -(-self.threads // LANES)
+        self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
+
+    def _special(self) -> dict[str, int]:
+        size = self.cluster.size
+        grid = self.launch.grid
+        values = {"%cluster_ctarank": self.rank, "%cluster_nctarank": size[0] * size[1] * size[2]}
+        for axis, letter in enumerate("xyz"):
+            values |= {
+                f"%ctaid.{letter}": self.index[axis],
+                f"%nctaid.{letter}": grid[axis],
+                f"%ntid.{letter}": self.launch.block[axis],
+                f"%cluster_ctaid.{letter}": self.index[axis] % size[axis],
+                f"%cluster_nctaid.{letter}": size[axis],
+                f"%clusterid.{letter}": self.index[axis] // size[axis],
+                f"%nclusterid.{letter}": grid[axis] // size[axis],
+            }
+        return values
+
+    def shared_address(self, offset: int) -> int:
+        """The shared::cluster address of an offset in this CTA."""
+        return self.rank << RANK_SHIFT | offset
+
+    def __str__(self) -> str:
+        return f"CTA {self.index}" + (f" (rank {self.rank})" if len(self.cluster.ctas) > 1 else "")
+
+
+class Cluster:
+    """CTAs whose block indices begin at ``origin``; also holds their mbarriers by (rank, offset)."""
+
+    def __init__(self, launch: Launch, origin: Triple) -> None:
+        self.launch = launch
+        self.size = launch.cluster
+        width, height, depth = self.size
+        self.ctas: list[Cta] = []
+        for rank in range(width * height * depth):
+            x, y, z = rank % width, rank // width % height, rank // (width * height)
+            self.ctas.append(Cta(self, rank, (origin[0] + x, origin[1] + y, origin[2] + z)))
+        self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
+        self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas))
+
+    def locate(self, address: int) -> tuple[Cta, int]:
+        """The CTA and the offset of a shared-memory address."""
+        rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
+        if rank >= len(self.ctas):
+            raise MemoryFaultError(f"shared address {address:#x}: rank {rank} of {len(self.ctas)} CTAs")
+        return self.ctas[rank], offset
+
+    def memory_barrier(self, address: int) -> MemoryBarrier:
+        """The mbarrier at a shared address."""
+        cta, offset = self.locate(address)
+        barrier = self.memory_barriers.get((cta.rank, offset))
+        if barrier is None:
+            raise HazardError(f"no mbarrier was initialised at shared offset {offset} of {cta}")
+        return barrier

@@ -1,0 +1,98 @@
+"""Asynchronous engines: when the effect of an issued operation takes place.
+
+Each operation belongs to a queue and is a list of steps (a TMA store: read shared memory, then write global).
+Operations of one queue take effect in order; queues are independent of one another. Three modes:
+
+* immediate: all steps at issue;
+* random: after a while, seeded; any queue may overtake any other;
+* starved: like random, but one engine acts only when nothing else can go on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["immediate", "random", "starved"]
+ENGINES = ("tma_load", "tma_store", "tensor", "cp_async")
+"""tensor: tcgen05.mma, cp, commit (one queue per CTA or CTA pair); cp_async: non-bulk copies of a thread."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+        mode: when engines act.
+        seed: of the random and starved modes, for engines and for the order of warps.
+        starve: the engine held back in starved mode.
+        max_instructions: warp instructions of a launch before it counts as endless.
+    """
+
+    mode: Mode = "immediate"
+    seed: int = 0
+    starve: str | None = None
+    max_instructions: int = 20_000_000
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("immediate", "random", "starved"):
+            raise ValueError(f"mode {self.mode!r}: expected immediate, random or starved")
+        if (self.mode == "starved") != (self.starve is not None):
+            raise ValueError("starve names an engine in starved mode, and only there")
+        if self.starve is not None and self.starve not in ENGINES:
+            raise ValueError(f"starve {self.starve!r}: expected one of {ENGINES}")
+
+
+@dataclass
+class Engines:
+    """The queues of one launch."""
+
+    options: Options
+    random: random.Random
+    queues: dict[tuple[str, Hashable], deque[Callable[[], None]]] = field(default_factory=dict)
+    performed: int = 0
+    """Steps done so far: progress, for the deadlock check."""
+    _unique: int = 0
+
+    def issue(self, engine: str, queue: Hashable | None, steps: Sequence[Callable[[], None]]) -> None:
+        """Hand over an operation; ``queue`` None means that nothing orders it (a queue of its own)."""
+        if engine not in ENGINES:
+            raise ValueError(f"engine {engine!r}")
+        if self.options.mode == "immediate":
+            for step in steps:
+                step()
+                self.performed += 1
+            return
+        if queue is None:
+            self._unique += 1
+            queue = self._unique
+        self.queues.setdefault((engine, queue), deque()).extend(steps)
+
+    def _act(self, key: tuple[str, Hashable]) -> None:
+        steps = self.queues[key]
+        steps.popleft()()
+        self.performed += 1
+        if not steps:
+            del self.queues[key]
+
+    def pump(self) -> None:
+        """Let some engines act."""
+        for key in list(self.queues):
+            while key in self.queues and key[0] != self.options.starve and self.random.random() < 0.3:
+                self._act(key)
+
+    def force(self) -> bool:
+        """Make one pending operation act, the starved engine's last; False if nothing is pending."""
+        if not self.queues:
+            return False
+        keys = [key for key in self.queues if key[0] != self.options.starve] or list(self.queues)
+        self._act(self.random.choice(keys))
+        return True
+
+    def drain(self) -> None:
+        """Make everything act: the end of a kernel."""
+        while self.force():
+            pass

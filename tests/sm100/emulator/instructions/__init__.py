@@ -1,0 +1,29 @@
+"""Instruction semantics, one module per family. Importing this package registers them all."""
+
+from tests.sm100.emulator.instructions import (
+    arithmetic,
+    barriers,
+    clusters,
+    compare,
+    convert,
+    copies,
+    load_store,
+    move,
+    ordering,
+    tensor_core,
+    warp_wide,
+)
+
+__all__ = [
+    "arithmetic",
+    "barriers",
+    "clusters",
+    "compare",
+    "convert",
+    "copies",
+    "load_store",
+    "move",
+    "ordering",
+    "tensor_core",
+    "warp_wide",
+]

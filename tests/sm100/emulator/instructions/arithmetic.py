@@ -1,0 +1,386 @@
+"""Integer, logic and floating-point arithmetic.
+
+Source: PTX ISA, integer and floating-point instructions. f32 add, sub, mul, fma and div are correctly rounded;
+``ex2``, ``lg2``, ``rcp``, ``rsqrt``, ``sqrt``, ``tanh`` in their approximate forms are given the correctly rounded
+value, from which the hardware's differ by the few ulp that PTX states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.sm100.emulator.decoder import Decoder, Execute, Reader, Writer, instruction
+from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.scalar_types import LANES, dtype_of
+from tests.sm100.emulator.warp import Mask, Warp
+
+Function = Callable[..., np.ndarray]
+
+
+def flush(values: np.ndarray) -> np.ndarray:
+    """Subnormal f32 to zero of the same sign (``.ftz``)."""
+    return np.where(np.abs(values) < np.float32(2.0**-126), np.copysign(np.float32(0), values), values)
+
+
+def round_to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """fp64 ``total`` + ``error`` (what rounding to nearest lost) as round-to-odd, so that rounding on is exact."""
+    even = (total.view(np.uint64) & np.uint64(1)) == 0
+    inexact = np.isfinite(total) & (error != 0) & even
+    return np.where(inexact, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+
+
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Correctly rounded f32 a·b + c: the product is exact in fp64, the sum is rounded to odd first."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    addend = c.astype(np.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    return round_to_odd(total, np.where(np.isfinite(error), error, 0.0)).astype(np.float32)
+
+
+FLOAT: dict[str, Function] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "fma": fma32,
+    "div": lambda a, b: a / b,
+}
+
+
+def _apply(decoder: Decoder, function: Function, type_name: str) -> Execute:
+    """A closure that applies ``function`` to all sources as ``type_name``."""
+    sources: list[Reader] = [decoder.read(i, type_name) for i in range(1, len(decoder.operands))]
+    write: Writer = decoder.write(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        write(warp, function(*(source(warp) for source in sources)), mask)
+
+    return execute
+
+
+def _float(decoder: Decoder, name: str) -> Execute:
+    """add, sub, mul, fma, div of f32 and f32x2, rounding to nearest even."""
+    packed = decoder.flag("f32x2")
+    if not packed:
+        decoder.expect("f32")
+    approximate = name == "div" and (decoder.flag("full") or decoder.flag("approx"))
+    if not approximate:
+        decoder.one_of("rn", default="rn" if name != "div" else None)
+    ftz, saturate = decoder.flag("ftz"), decoder.flag("sat")
+    decoder.arity(4 if name == "fma" else 3)
+    operate = FLOAT[name]
+
+    def compute(*sources: np.ndarray) -> np.ndarray:
+        if packed:
+            sources = tuple(np.ascontiguousarray(source).view(np.float32) for source in sources)
+        if ftz:
+            sources = tuple(flush(source) for source in sources)
+        result = operate(*sources)
+        if ftz:
+            result = flush(result)
+        if saturate:
+            result = np.where(np.isnan(result), np.float32(0), np.clip(result, np.float32(0), np.float32(1)))
+        return result.view(np.uint64) if packed else result
+
+    return _apply(decoder, compute, "b64" if packed else "f32")
+
+
+def _is_float(decoder: Decoder) -> bool:
+    return decoder.modifiers[-1] in ("f32", "f32x2")
+
+
+@instruction("add", "sub")
+def build_add(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    if _is_float(decoder):
+        return _float(decoder, name)
+    type_name = decoder.type()
+    decoder.arity(3)
+    if type_name[0] == "f":
+        raise UnsupportedError(f"{name}.{type_name}")
+    # Signed and unsigned wrap the same way; unsigned does so in NumPy without a warning.
+    return _apply(decoder, FLOAT[name], f"u{type_name[1:]}")
+
+
+@instruction("mul")
+def build_mul(decoder: Decoder) -> Execute:
+    if _is_float(decoder):
+        return _float(decoder, "mul")
+    return _multiply(decoder, add=False)
+
+
+@instruction("mad")
+def build_mad(decoder: Decoder) -> Execute:
+    return _multiply(decoder, add=True)
+
+
+def _multiply(decoder: Decoder, add: bool) -> Execute:
+    """mul and mad of integers in the forms lo, hi and wide."""
+    type_name = decoder.type()
+    form = decoder.one_of("lo", "hi", "wide")
+    decoder.arity(4 if add else 3)
+    dtype = dtype_of(type_name)
+    bits = 8 * dtype.itemsize
+    if dtype.kind == "f" or (form == "wide" and bits > 32):
+        raise UnsupportedError(f"mul.{form}.{type_name}")
+    wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}") if bits < 64 else None
+    a, b = decoder.read(1, type_name), decoder.read(2, type_name)
+    result_type = f"{type_name[0]}{2 * bits}" if form == "wide" else type_name
+    c = decoder.read(3, result_type) if add else None
+    write = decoder.write(0)
+
+    def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        if form == "lo":
+            return x * y
+        if wide is not None:
+            full = x.astype(wide) * y.astype(wide)
+            return full if form == "wide" else (full >> wide.type(bits)).astype(dtype)
+        exact = [(int(p) * int(q) >> 64) & (2**64 - 1) for p, q in zip(x, y, strict=True)]
+        return np.array(exact, np.uint64).view(dtype)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        result = product(a(warp), b(warp))
+        if c is not None:
+            result = result + c(warp)
+        write(warp, result, mask)
+
+    return execute
+
+
+@instruction("fma")
+def build_fma(decoder: Decoder) -> Execute:
+    return _float(decoder, "fma")
+
+
+@instruction("div", "rem")
+def build_div(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    if _is_float(decoder) and name == "div":
+        return _float(decoder, "div")
+    type_name = decoder.type()
+    decoder.arity(3)
+    if type_name not in ("s16", "u16", "s32", "u32", "s64", "u64"):
+        raise UnsupportedError(f"{name}.{type_name}")
+    dtype = dtype_of(type_name)
+    ones = (1 << 8 * dtype.itemsize) - 1
+
+    def divide(x: int, y: int) -> int:
+        if y == 0:
+            # PTX leaves it unspecified; this is what current hardware gives.
+            return -1 if name == "div" else x
+        quotient = abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+        return quotient if name == "div" else x - quotient * y
+
+    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        exact = [divide(int(x), int(y)) & ones for x, y in zip(a, b, strict=True)]
+        return np.array(exact, f"u{dtype.itemsize}").view(dtype)
+
+    return _apply(decoder, compute, type_name)
+
+
+@instruction("and", "or", "xor", "not")
+def build_logic(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    type_name = decoder.type()
+    decoder.arity(2 if name == "not" else 3)
+    functions: dict[str, Function] = {
+        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert
+    }  # fmt: skip
+    if type_name != "pred" and type_name[0] != "b":
+        raise UnsupportedError(f"{name}.{type_name}")
+    return _apply(decoder, functions[name], type_name)
+
+
+@instruction("neg", "abs")
+def build_sign(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    type_name = decoder.type()
+    ftz = decoder.flag("ftz")
+    decoder.arity(2)
+    if type_name not in ("s16", "s32", "s64", "f32"):
+        raise UnsupportedError(f"{name}.{type_name}")
+    if type_name == "f32":
+        sign = np.uint32(1 << 31)
+
+        def flip(bits: np.ndarray) -> np.ndarray:
+            if ftz:
+                bits = flush(bits.view(np.float32)).view(np.uint32)
+            return bits ^ sign if name == "neg" else bits & ~sign
+
+        return _apply(decoder, flip, "b32")
+    return _apply(decoder, np.negative if name == "neg" else np.abs, type_name)
+
+
+@instruction("shl", "shr")
+def build_shift(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    type_name = decoder.type()
+    decoder.arity(3)
+    dtype = dtype_of(type_name)
+    if dtype.kind not in "iu" or (name == "shl" and type_name[0] != "b"):
+        raise UnsupportedError(f"{name}.{type_name}")
+    bits = 8 * dtype.itemsize
+    value, amount = decoder.read(1, type_name), decoder.read(2, "u32")
+    write = decoder.write(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        v, n = value(warp), amount(warp)
+        inside = np.minimum(n, bits - 1).astype(dtype)
+        shifted = v << inside if name == "shl" else v >> inside
+        # A shift by the width or more gives 0, or copies of the sign.
+        if dtype.kind == "u":
+            shifted = np.where(n >= bits, dtype.type(0), shifted)
+        write(warp, shifted, mask)
+
+    return execute
+
+
+@instruction("shf")
+def build_funnel(decoder: Decoder) -> Execute:
+    decoder.expect("b32")
+    left = decoder.one_of("l", "r") == "l"
+    wrap = decoder.one_of("wrap", "clamp") == "wrap"
+    decoder.arity(4)
+
+    def compute(low: np.ndarray, high: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+        n = (amount & np.uint32(31) if wrap else np.minimum(amount, np.uint32(32))).astype(np.uint64)
+        return (both << n >> np.uint64(32) if left else both >> n).astype(np.uint32)
+
+    return _apply(decoder, compute, "b32")
+
+
+@instruction("min", "max")
+def build_min_max(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    type_name = decoder.type()
+    nan, ftz = decoder.flag("NaN"), decoder.flag("ftz")
+    decoder.arity(3, 4) if type_name == "f32" else decoder.arity(3)
+    if type_name[0] == "b" or type_name == "f64" or (type_name != "f32" and (nan or ftz)):
+        raise UnsupportedError(f"{name}.{type_name}")
+    if type_name != "f32":
+        return _apply(decoder, np.minimum if name == "min" else np.maximum, type_name)
+    pick: Function = {
+        ("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum
+    }[name, nan]  # fmt: skip
+
+    def two(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        result = pick(a, b)
+        zeros = (a == 0) & (b == 0)  # -0 counts as less than +0
+        both = np.signbit(a) & np.signbit(b) if name == "max" else np.signbit(a) | np.signbit(b)
+        result = np.where(zeros, np.where(both, np.float32(-0.0), np.float32(0.0)), result)
+        return np.where(np.isnan(result), np.uint32(0x7FFFFFFF).view(np.float32), result)
+
+    def compute(*sources: np.ndarray) -> np.ndarray:
+        values = [flush(source) if ftz else source for source in sources]
+        result = two(values[0], values[1])
+        return two(result, values[2]) if len(values) == 3 else result
+
+    return _apply(decoder, compute, "f32")
+
+
+APPROXIMATE: dict[str, Function] = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda x: 1.0 / x,
+    "rsqrt": lambda x: 1.0 / np.sqrt(x),
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+}
+
+
+@instruction(*APPROXIMATE)
+def build_special_function(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    decoder.expect("f32")
+    decoder.one_of("approx", "rn") if name in ("rcp", "sqrt") else decoder.expect("approx")
+    ftz = decoder.flag("ftz")
+    decoder.arity(2)
+
+    def compute(x: np.ndarray) -> np.ndarray:
+        result = APPROXIMATE[name]((flush(x) if ftz else x).astype(np.float64)).astype(np.float32)
+        return flush(result) if ftz else result
+
+    return _apply(decoder, compute, "f32")
+
+
+@instruction("popc", "clz", "brev", "bfind")
+def build_bits(decoder: Decoder) -> Execute:
+    name = decoder.instruction.opcode[0]
+    type_name = decoder.type()
+    decoder.arity(2)
+    if type_name not in (("u32",) if name == "bfind" else ("b32",)):
+        raise UnsupportedError(f"{name}.{type_name}")
+
+    def one(value: int) -> int:
+        if name == "popc":
+            return value.bit_count()
+        if name == "clz":
+            return 32 - value.bit_length()
+        if name == "brev":
+            return int(f"{value:032b}"[::-1], 2)
+        return (value.bit_length() - 1) & 0xFFFFFFFF
+
+    return _apply(decoder, lambda a: np.array([one(int(v)) for v in a], np.uint32), type_name)
+
+
+@instruction("bfe")
+def build_extract(decoder: Decoder) -> Execute:
+    type_name = decoder.type()
+    decoder.arity(4)
+    if type_name != "u32":
+        raise UnsupportedError(f"bfe.{type_name}")
+
+    def compute(value: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+        shifted = value.astype(np.uint64) >> np.minimum(position & np.uint32(255), 63).astype(np.uint64)
+        n = np.minimum(length & np.uint32(255), 32).astype(np.uint64)
+        return (shifted & ((np.uint64(1) << n) - np.uint64(1))).astype(np.uint32)
+
+    return _apply(decoder, compute, type_name)
+
+
+@instruction("lop3")
+def build_lop3(decoder: Decoder) -> Execute:
+    decoder.expect("b32")
+    decoder.arity(5)
+    table = decoder.literal(4)
+    sources = [decoder.read(i, "b32") for i in (1, 2, 3)]
+    write = decoder.write(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        values = [source(warp) for source in sources]
+        result = np.zeros(LANES, np.uint32)
+        for row in range(8):
+            if table >> row & 1:
+                term = np.full(LANES, 0xFFFFFFFF, np.uint32)
+                for value, bit in zip(values, (4, 2, 1), strict=True):
+                    term &= value if row & bit else ~value
+                result |= term
+        write(warp, result, mask)
+
+    return execute
+
+
+@instruction("prmt")
+def build_permute(decoder: Decoder) -> Execute:
+    decoder.expect("b32")
+    decoder.arity(4)
+
+    def compute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        result = np.zeros(LANES, np.uint32)
+        for byte in range(4):
+            pick = (selector >> np.uint32(4 * byte)) & np.uint32(15)
+            value = (both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(
+                255
+            )
+            sign = np.where(value & np.uint32(128), np.uint32(255), np.uint32(0))
+            result |= np.where(pick & np.uint32(8), sign, value) << np.uint32(8 * byte)
+        return result
+
+    return _apply(decoder, compute, "b32")

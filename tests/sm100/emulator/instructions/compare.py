@@ -1,0 +1,75 @@
+"""Comparisons and selection: setp, selp."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.sm100.emulator.decoder import Decoder, Execute, instruction
+from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.instructions.arithmetic import flush
+from tests.sm100.emulator.scalar_types import dtype_of
+from tests.sm100.emulator.warp import Mask, Warp
+
+ORDERED = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal
+}  # fmt: skip
+UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+UNORDERED = {f"{name}u": name for name in ORDERED}
+"""As the ordered ones, but true where an operand is NaN."""
+
+
+@instruction("setp")
+def build_setp(decoder: Decoder) -> Execute:
+    type_name = decoder.type()
+    name = decoder.one_of(*ORDERED, *UNSIGNED, *UNORDERED, "num", "nan")
+    combine = decoder.one_of("and", "or", "xor", default="")
+    ftz = decoder.flag("ftz")
+    dtype = dtype_of(type_name)
+    is_float = dtype.kind == "f"
+    if (name in UNORDERED or name in ("num", "nan") or ftz) and not is_float:
+        raise UnsupportedError(f"setp.{name}.{type_name}")
+    if type_name[0] == "b" and name not in ("eq", "ne"):
+        raise UnsupportedError(f"setp.{name}.{type_name}")
+    decoder.arity(4 if combine else 3)
+    a, b = decoder.read(1, type_name), decoder.read(2, type_name)
+    other = decoder.read(3, "pred") if combine else None
+    first, second = decoder.pair(0)
+    write = decoder.write(first)
+    write_second = decoder.write(second) if second is not None else None
+
+    def compare(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        if ftz:
+            x, y = flush(x), flush(y)
+        unordered = np.isnan(x) | np.isnan(y) if is_float else np.zeros(len(x), bool)
+        if name in ("num", "nan"):
+            return unordered if name == "nan" else ~unordered
+        if name in UNORDERED:
+            return ORDERED[UNORDERED[name]](x, y) | unordered
+        return ORDERED[UNSIGNED.get(name, name)](x, y) & ~unordered
+
+    logic = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        result = compare(a(warp), b(warp))
+        opposite = ~result
+        if other is not None:
+            with_predicate = other(warp)
+            result, opposite = logic[combine](result, with_predicate), logic[combine](opposite, with_predicate)
+        write(warp, result, mask)
+        if write_second is not None:
+            write_second(warp, opposite, mask)
+
+    return execute
+
+
+@instruction("selp")
+def build_selp(decoder: Decoder) -> Execute:
+    type_name = decoder.type()
+    decoder.arity(4)
+    a, b, chosen = decoder.read(1, type_name), decoder.read(2, type_name), decoder.read(3, "pred")
+    write = decoder.write(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        write(warp, np.where(chosen(warp), a(warp), b(warp)), mask)
+
+    return execute

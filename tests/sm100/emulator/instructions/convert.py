@@ -1,0 +1,144 @@
+"""cvt: conversions between integers, f32, f16, bf16 and the packed 8-bit and 4-bit floats.
+
+Of two sources packed into one register, the first goes to the high half (PTX ISA, ``cvt``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.sm100.emulator import formats
+from tests.sm100.emulator.decoder import Decoder, Execute, instruction
+from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.instructions.arithmetic import flush
+from tests.sm100.emulator.scalar_types import DTYPES, dtype_of
+from tests.sm100.emulator.warp import Mask, Warp
+
+PACKED = {"bf16x2": 16, "f16x2": 16, "e4m3x2": 8, "e5m2x2": 8, "e2m1x2": 4}
+"""Bits per element of what two f32 are packed into."""
+ENCODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bf16": formats.to_bf16,
+    "f16": formats.to_f16,
+    "e4m3": formats.to_e4m3,
+    "e5m2": formats.to_e5m2,
+    "e2m1": formats.to_e2m1,
+}
+DECODE = {"e4m3": formats.E4M3, "e5m2": formats.E5M2, "e2m1": formats.E2M1, "ue8m0": formats.UE8M0}
+HALF = {"bf16": formats.from_bf16, "f16": formats.from_f16}
+INTEGER_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+@instruction("cvt")
+def build_cvt(decoder: Decoder) -> Execute:
+    if len(decoder.modifiers) < 2:
+        raise UnsupportedError("cvt without two types")
+    source, target = decoder.modifiers.pop(), decoder.modifiers.pop()
+    if target in PACKED and source == "f32":
+        return _pack(decoder, target)
+    if source in ("e4m3x2", "e5m2x2", "e2m1x2", "ue8m0x2") and target in ("f16x2", "bf16x2"):
+        return _unpack(decoder, source, target)
+    if source in HALF and target == "f32":
+        decoder.arity(2)
+        widen, read, write = HALF[source], decoder.read(1, "b16"), decoder.write(0)
+        return lambda warp, mask: write(warp, widen(read(warp)), mask)
+    if source == "f32" and target in HALF:
+        decoder.expect("rn")
+        decoder.arity(2)
+        encode, read, write = ENCODE[target], decoder.read(1, "f32"), decoder.write(0)
+        return lambda warp, mask: write(warp, encode(read(warp)), mask)
+    if source not in DTYPES or target not in DTYPES:
+        raise UnsupportedError(f"cvt.{target}.{source}")
+    return _scalar(decoder, source, target)
+
+
+def _pack(decoder: Decoder, target: str) -> Execute:
+    bits = PACKED[target]
+    decoder.expect("rn")
+    if bits < 16:
+        decoder.expect("satfinite")
+    relu = decoder.flag("relu")
+    decoder.arity(3)
+    encode = ENCODE[target.removesuffix("x2")]
+    high, low = decoder.read(1, "f32"), decoder.read(2, "f32")
+    stored = {16: "b32", 8: "b16", 4: "b8"}[bits]
+    write, whole = decoder.write_wide(0, stored), dtype_of(stored)
+
+    def one(values: np.ndarray) -> np.ndarray:
+        if relu:
+            values = np.where(values > 0, values, np.where(np.isnan(values), values, np.float32(0)))
+        return encode(values).astype(whole)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        write(warp, one(high(warp)) << whole.type(bits) | one(low(warp)), mask)
+
+    return execute
+
+
+def _unpack(decoder: Decoder, source: str, target: str) -> Execute:
+    table = DECODE[source.removesuffix("x2")]
+    decoder.expect("rn")
+    if (target == "bf16x2") != (source == "ue8m0x2"):
+        raise UnsupportedError(f"cvt.{target}.{source}")
+    relu = decoder.flag("relu")
+    if relu:
+        raise UnsupportedError("relu")
+    decoder.arity(2)
+    bits = 4 if source == "e2m1x2" else 8
+    stored = np.uint8 if bits == 4 else np.uint16
+    codes = stored((1 << bits) - 1)
+    encode = ENCODE[target.removesuffix("x2")]
+    read, write = decoder.read(1, "b8" if bits == 4 else "b16", wider=True), decoder.write(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        both = read(warp)
+        low, high = (encode(table[part & codes]).astype(np.uint32) for part in (both, both >> stored(bits)))
+        write(warp, high << np.uint32(16) | low, mask)
+
+    return execute
+
+
+def _scalar(decoder: Decoder, source: str, target: str) -> Execute:
+    from_dtype, to_dtype = dtype_of(source), dtype_of(target)
+    decoder.arity(2)
+    ftz, saturate = decoder.flag("ftz"), decoder.flag("sat")
+    kinds = from_dtype.kind == "f", to_dtype.kind == "f"
+    read = decoder.read(1, source, wider=True)
+    write = decoder.write_wide(0, target)
+    convert: Callable[[np.ndarray], np.ndarray]
+    if kinds == (True, False):
+        rounding = INTEGER_ROUNDING[decoder.one_of(*INTEGER_ROUNDING)]
+        low, high = np.iinfo(to_dtype).min, np.iinfo(to_dtype).max
+
+        def clamp(value: float) -> int:
+            return (high if value > 0 else low) if math.isinf(value) else max(low, min(high, int(value)))
+
+        def convert(values: np.ndarray) -> np.ndarray:
+            # Out of range clamps; NaN gives 0 (PTX ISA: cvt to integers always saturates).
+            whole = rounding(flush(values) if ftz else values)
+            exact = [0 if math.isnan(v) else clamp(v) for v in whole.tolist()]
+            return np.array(exact, to_dtype)
+
+    elif kinds == (False, True):
+        decoder.expect("rn")
+        if ftz or saturate:
+            raise UnsupportedError("saturating or flushing conversion from an integer")
+        convert = lambda values: values.astype(to_dtype)  # noqa: E731
+    elif kinds == (True, True):
+        if from_dtype != to_dtype:
+            if to_dtype.itemsize < from_dtype.itemsize:
+                decoder.expect("rn")
+            convert = lambda values: values.astype(to_dtype)  # noqa: E731
+        else:
+            rounding = INTEGER_ROUNDING[decoder.one_of(*INTEGER_ROUNDING)]
+            convert = lambda values: rounding(flush(values) if ftz else values)  # noqa: E731
+        if saturate:
+            raise UnsupportedError("saturation of floats")
+    elif saturate:
+        low, high = np.iinfo(to_dtype).min, np.iinfo(to_dtype).max
+        convert = lambda values: np.array([max(low, min(high, int(v))) for v in values], to_dtype)  # noqa: E731
+    else:
+        convert = lambda values: values.astype(to_dtype)  # noqa: E731
+    return lambda warp, mask: write(warp, convert(read(warp)), mask)

@@ -1,0 +1,362 @@
+"""Asynchronous copies: TMA tensor copies, bulk copies, cp.async of a thread, and their groups.
+
+A load into shared memory is one step (bytes arrive, then the mbarrier's transaction count falls). A store is two:
+the source is read (``wait_group.read`` waits for this), then global memory is written.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from tests.sm100.emulator.cluster import Cluster, Cta
+from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
+from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.instructions.load_store import load
+from tests.sm100.emulator.memory import SHARED_BASE
+from tests.sm100.emulator.ptx import TensorAddress
+from tests.sm100.emulator.swizzle import swizzle
+from tests.sm100.emulator.tensor_map import MAP_BYTES, TensorMap
+from tests.sm100.emulator.warp import Blocked, BulkGroup, Mask, Warp, active
+
+TMA_ALIGNMENT = 128
+
+
+def _groups(warp: Warp, lane: int, bulk: bool) -> tuple[BulkGroup, list[BulkGroup]]:
+    table = warp.bulk_groups if bulk else warp.copy_groups
+    return table.setdefault(lane, (BulkGroup(), []))
+
+
+def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]]:
+    found = decoder.operands[index]
+    if not isinstance(found, TensorAddress):
+        raise UnsupportedError(f"operand {found} as a tensor address")
+    rank = int(decoder.one_of("1d", "2d", "3d", "4d", "5d")[0])
+    if rank != len(found.coordinates):
+        raise UnsupportedError(f"{len(found.coordinates)} coordinates in a {rank}d copy")
+    return decoder.read(found.base, "u64"), [decoder.read(item, "s32") for item in found.coordinates]
+
+
+def _decode_map(warp: Warp, address: int) -> TensorMap:
+    if address % 64:
+        raise MemoryFaultError(f"tensor map at {address:#x}: expected a multiple of 64")
+    parts = [load(warp, "", address + step, 16) for step in range(0, MAP_BYTES, 16)]
+    return TensorMap.decode(b"".join(part.tobytes() for part in parts))
+
+
+def _check_aligned(offset: int) -> None:
+    if offset % TMA_ALIGNMENT:
+        raise MemoryFaultError(f"tensor copy at shared offset {offset}: expected a multiple of {TMA_ALIGNMENT}")
+
+
+def _offsets(box: TensorMap, offset: int) -> np.ndarray:
+    # Swizzles act on addresses; offsets count from SHARED_BASE's alignment, so they agree with hardware's.
+    assert SHARED_BASE % 1024 == 0
+    return swizzle(offset + np.arange(box.box_bytes), box.swizzle)
+
+
+@instruction("cp.async.bulk.tensor")
+def build_tensor_copy(decoder: Decoder) -> Execute:
+    decoder.one_of("tile", default="")
+    if decoder.flag("bulk_group"):
+        return _tensor_store(decoder)
+    return _tensor_load(decoder)
+
+
+def _barrier_addresses(cluster: Cluster, targets: list[Cta], barrier: int, multicast: bool, pair: bool) -> list[int]:
+    """The mbarrier that each target's bytes are reported to.
+
+    Multicast: the same offset in each target; with cta_group::2 in the CTA of the target's pair that has the parity
+    of the barrier given, so that the pair's leader may collect both.
+    """
+    if not multicast:
+        return [barrier]
+    owner, offset = cluster.locate(barrier)
+    ranks = [(cta.rank & ~1 | owner.rank & 1) if pair else cta.rank for cta in targets]
+    return [cluster.ctas[rank].shared_address(offset) for rank in ranks]
+
+
+def _tensor_load(decoder: Decoder) -> Execute:
+    parts = decoder.modifiers
+    # The source and destination spaces may be spelled alike, so they are taken by place.
+    places = [p for p in parts if p in ("shared::cta", "shared::cluster", "global")]
+    if len(places) != 2 or places[1] != "global":
+        raise UnsupportedError(f"tensor copy {places}")
+    decoder.expect(*places)
+    decoder.expect("mbarrier::complete_tx::bytes")
+    multicast = decoder.flag("multicast::cluster")
+    pair = decoder.one_of("cta_group::1", "cta_group::2", default="") == "cta_group::2"
+    hint = decoder.flag("L2::cache_hint")
+    decoder.arity(3 + multicast + hint)
+    destination, barrier = decoder.address(0), decoder.address(2)
+    map_address, coordinates = _tensor_operands(decoder, 1)
+    receivers = decoder.read(3, "u16") if multicast else None
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        for lane in active(mask):
+            box = _decode_map(warp, int(map_address(warp)[lane]))
+            corner = tuple(int(read(warp)[lane]) for read in coordinates)
+            cluster = warp.cta.cluster
+            owner, offset = cluster.locate(int(destination(warp)[lane]))
+            _check_aligned(offset)
+            targets = [owner]
+            if receivers is not None:
+                bits = int(receivers(warp)[lane])
+                if bits >> len(cluster.ctas) or not bits:
+                    raise HazardError(f"multicast to CTAs {bits:#x} of {len(cluster.ctas)}")
+                targets = [cta for cta in cluster.ctas if bits >> cta.rank & 1]
+            reports = _barrier_addresses(cluster, targets, int(barrier(warp)[lane]), multicast, pair)
+            for report in reports:
+                cluster.memory_barrier(report)
+            rows = list(box.rows(corner))
+
+            def arrive(warp=warp, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports, offset=offset):
+                data = np.zeros(box.box_bytes, np.uint8)  # outside the tensor: zeros
+                for row in rows:
+                    source = warp.cta.launch.memory.view(row.address, row.size, write=False)
+                    data[row.box_offset : row.box_offset + row.size] = source
+                statistics = warp.cta.launch.statistics
+                statistics.engine_bytes["tma_load"] += sum(row.size for row in rows)
+                for cta in targets:
+                    cta.shared.scatter(_offsets(box, offset), data)
+                    statistics.engine_bytes["tma_load_shared"] += box.box_bytes
+                for report in reports:
+                    cluster.memory_barrier(report).complete(box.box_bytes)
+
+            warp.cta.launch.statistics.engine_operations["tma_load"] += 1
+            warp.cta.launch.engines.issue("tma_load", None, [arrive])
+
+    return execute
+
+
+def _tensor_store(decoder: Decoder) -> Execute:
+    decoder.expect("global", "shared::cta")
+    hint = decoder.flag("L2::cache_hint")
+    decoder.arity(3 if hint else 2)
+    map_address, coordinates = _tensor_operands(decoder, 0)
+    source = decoder.address(1)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        issued: dict[tuple[int, ...], list[BulkGroup]] = {}
+        for lane in active(mask):
+            values = (int(read(warp)[lane]) for read in (map_address, source, *coordinates))
+            issued.setdefault(tuple(values), []).append(_groups(warp, int(lane), bulk=True)[0])
+        for (where, origin, *corner), groups in issued.items():
+            _store_box(warp, _decode_map(warp, where), origin, tuple(corner), groups)
+
+    return execute
+
+
+def _store_box(warp: Warp, box: TensorMap, origin: int, corner: tuple[int, ...], groups: list[BulkGroup]) -> None:
+    """Issue one store for all lanes that ask for the same one: storing the same bytes again changes nothing."""
+    cta, offset = warp.cta.cluster.locate(origin)
+    _check_aligned(offset)
+    rows = list(box.rows(corner))
+    for group in groups:
+        group.unread += 1
+        group.unfinished += 1
+    held: list[np.ndarray] = []
+
+    def read() -> None:
+        # Only what lies inside the tensor is read: the rest of the box need not have been written.
+        places = _offsets(box, offset)
+        held.extend(cta.shared.gather(places[row.box_offset : row.box_offset + row.size]) for row in rows)
+        for group in groups:
+            group.unread -= 1
+
+    def write() -> None:
+        for row, data in zip(rows, held, strict=True):
+            warp.cta.launch.memory.view(row.address, row.size, write=True)[:] = data
+            warp.cta.launch.statistics.engine_bytes["tma_store"] += row.size
+        for group in groups:
+            group.unfinished -= 1
+
+    warp.cta.launch.statistics.engine_operations["tma_store"] += 1
+    warp.cta.launch.engines.issue("tma_store", None, [read, write])
+
+
+def _commit(decoder: Decoder, bulk: bool) -> Execute:
+    decoder.arity(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        table = warp.bulk_groups if bulk else warp.copy_groups
+        for lane in active(mask):
+            group, committed = _groups(warp, int(lane), bulk)
+            table[int(lane)] = BulkGroup(), [*committed, group]
+
+    return execute
+
+
+def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        for lane in active(mask):
+            committed = _groups(warp, int(lane), bulk)[1]
+            older = committed[: len(committed) - keep] if keep < len(committed) else []
+            left = sum(group.unread if reading else group.unfinished for group in older)
+            if left:
+                return Blocked(f"{left} copies of lane {lane} to {'read their source' if reading else 'finish'}")
+            if not reading:
+                del committed[: len(older)]
+        return None
+
+    return execute
+
+
+@instruction("cp.async.bulk.commit_group")
+def build_bulk_commit(decoder: Decoder) -> Execute:
+    return _commit(decoder, bulk=True)
+
+
+@instruction("cp.async.bulk.wait_group")
+def build_bulk_wait(decoder: Decoder) -> Execute:
+    decoder.arity(1)
+    return _wait(decoder, bulk=True, keep=decoder.literal(0), reading=decoder.flag("read"))
+
+
+@instruction("cp.async.commit_group")
+def build_commit(decoder: Decoder) -> Execute:
+    return _commit(decoder, bulk=False)
+
+
+@instruction("cp.async.wait_group")
+def build_wait(decoder: Decoder) -> Execute:
+    decoder.arity(1)
+    return _wait(decoder, bulk=False, keep=decoder.literal(0), reading=False)
+
+
+@instruction("cp.async.wait_all")
+def build_wait_all(decoder: Decoder) -> Execute:
+    """Commit, then wait for everything."""
+    commit, wait = _commit(decoder, bulk=False), _wait(decoder, bulk=False, keep=0, reading=False)
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if any(_groups(warp, int(lane), bulk=False)[0].unfinished for lane in active(mask)):
+            commit(warp, mask)
+        return wait(warp, mask)
+
+    return execute
+
+
+@instruction("cp.async.ca", "cp.async.cg")
+def build_element_copy(decoder: Decoder) -> Execute:
+    """4, 8 or 16 bytes per lane; bytes beyond the optional source size are zero."""
+    decoder.one_of("shared", "shared::cta")
+    decoder.expect("global")
+    hint = decoder.flag("L2::cache_hint")
+    for name in [part for part in decoder.modifiers if re.match(r"L2::(64|128|256)B$", part)]:
+        decoder.flag(name)
+    decoder.arity(*((4, 5) if hint else (3, 4)))
+    size = decoder.literal(2)
+    if size not in ((16,) if decoder.instruction.opcode[2] == "cg" else (4, 8, 16)):
+        raise UnsupportedError(f"cp.async of {size} B")
+    destination, source = decoder.address(0), decoder.address(1)
+    valid = decoder.read(3, "u32") if len(decoder.operands) - hint == 4 else None
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        steps = []
+        for lane in active(mask):
+            target, address = int(destination(warp)[lane]), int(source(warp)[lane])
+            nbytes = size if valid is None else int(valid(warp)[lane])
+            cta, offset = warp.cta.cluster.locate(target)
+            if offset % size or address % size:
+                raise MemoryFaultError(f"cp.async of {size} B from {address:#x} to {offset}: misaligned")
+            if nbytes > size:
+                raise HazardError(f"cp.async of {nbytes} B where at most {size} fit")
+            group = _groups(warp, int(lane), bulk=False)[0]
+            group.unread += 1
+            group.unfinished += 1
+            steps.append((cta, offset, address, nbytes, group))
+
+        def copy(warp=warp, steps=steps):
+            for cta, offset, address, nbytes, group in steps:
+                data = np.zeros(size, np.uint8)
+                if nbytes:
+                    data[:nbytes] = warp.cta.launch.memory.view(address, nbytes, write=False)
+                cta.shared.write(offset, data)
+                warp.cta.launch.statistics.engine_bytes["cp_async"] += nbytes
+                group.unread -= 1
+                group.unfinished -= 1
+
+        warp.cta.launch.statistics.engine_operations["cp_async"] += len(steps)
+        warp.cta.launch.engines.issue("cp_async", (id(warp), "copies"), [copy])
+
+    return execute
+
+
+@instruction("cp.async.mbarrier.arrive")
+def build_copy_arrive(decoder: Decoder) -> Execute:
+    """An arrival for each lane once its earlier cp.async copies are done."""
+    if not decoder.flag("noinc"):
+        raise UnsupportedError("cp.async.mbarrier.arrive without noinc")
+    decoder.one_of("shared", "shared::cta")
+    decoder.expect("b64")
+    decoder.arity(1)
+    address = decoder.address(0)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        targets = [int(address(warp)[lane]) for lane in active(mask)]
+
+        def arrive(cluster=warp.cta.cluster, targets=targets):
+            for target in targets:
+                cluster.memory_barrier(target).arrive()
+
+        # Same queue as the copies, so that it comes after them.
+        warp.cta.launch.engines.issue("cp_async", (id(warp), "copies"), [arrive])
+
+    return execute
+
+
+@instruction("cp.async.bulk")
+def build_bulk_copy(decoder: Decoder) -> Execute:
+    """Contiguous bytes from global to shared memory (mbarrier) or back (bulk group)."""
+    store = decoder.flag("bulk_group")
+    if not store:
+        decoder.expect("mbarrier::complete_tx::bytes")
+    places = [p for p in decoder.modifiers if p in ("shared::cta", "shared::cluster", "global")]
+    if (places != ["global", "shared::cta"]) if store else (len(places) != 2 or places[1] != "global"):
+        raise UnsupportedError(f"bulk copy {places}")
+    decoder.expect(*places)
+    hint = decoder.flag("L2::cache_hint")
+    decoder.arity((3 if store else 4) + hint)
+    destination, source, size = decoder.address(0), decoder.address(1), decoder.read(2, "u32")
+    barrier = None if store else decoder.address(3)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        for lane in active(mask):
+            target, origin, nbytes = (int(read(warp)[lane]) for read in (destination, source, size))
+            if target % 16 or origin % 16 or nbytes % 16:
+                raise MemoryFaultError(
+                    f"bulk copy of {nbytes} B from {origin:#x} to {target:#x}: expected multiples of 16"
+                )
+            launch, cluster = warp.cta.launch, warp.cta.cluster
+            name = "tma_store" if store else "tma_load"
+            launch.statistics.engine_operations[name] += 1
+            launch.statistics.engine_bytes[name] += nbytes
+            if barrier is None:
+                cta, offset = cluster.locate(origin)
+                group = _groups(warp, int(lane), bulk=True)[0]
+                group.unread += 1
+                group.unfinished += 1
+                held: list[np.ndarray] = []
+
+                def read_source(cta=cta, offset=offset, nbytes=nbytes, group=group, held=held):
+                    held.append(cta.shared.read(offset, nbytes).copy())
+                    group.unread -= 1
+
+                def write(launch=launch, target=target, nbytes=nbytes, group=group, held=held):
+                    launch.memory.view(target, nbytes, write=True)[:] = held[0]
+                    group.unfinished -= 1
+
+                launch.engines.issue(name, None, [read_source, write])
+                continue
+            report = int(barrier(warp)[lane])
+
+            def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report):
+                cta, offset = cluster.locate(target)
+                cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False))
+                cluster.memory_barrier(report).complete(nbytes)
+
+            launch.engines.issue(name, None, [arrive])
+
+    return execute

@@ -1,0 +1,61 @@
+"""Fences, prefetches and other instructions that change no value here.
+
+Warps act one instruction at a time on one memory, so fences between threads are satisfied by construction.
+Proxy fences are decoded, but a missing one is not found yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.sm100.emulator.decoder import Decoder, Execute, instruction
+from tests.sm100.emulator.errors import HazardError
+from tests.sm100.emulator.scalar_types import LANES
+from tests.sm100.emulator.warp import Mask, Warp
+
+
+def _nothing(warp, mask):
+    return None
+
+
+@instruction("fence", "membar")
+def build_fence(decoder: Decoder) -> Execute:
+    for known in ("proxy", "tensormap::generic", "async", "acq_rel", "sc", "acquire", "release", "mbarrier_init",
+                  "alias", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
+                  "global", "shared::cta", "shared::cluster", "cta", "cluster", "gpu", "sys", "gl"):  # fmt: skip
+        decoder.flag(known)
+    return _nothing
+
+
+@instruction("prefetch", "prefetchu")
+def build_prefetch(decoder: Decoder) -> Execute:
+    decoder.one_of("tensormap", "L1", "L2")
+    decoder.one_of("param", "global", "const", default="")
+    decoder.arity(1)
+    return _nothing
+
+
+@instruction("nanosleep")
+def build_sleep(decoder: Decoder) -> Execute:
+    decoder.expect("u32")
+    decoder.arity(1)
+    return _nothing
+
+
+@instruction("trap")
+def build_trap(decoder: Decoder) -> Execute:
+    def execute(warp: Warp, mask: Mask) -> None:
+        raise HazardError("trap")
+
+    return execute
+
+
+@instruction("createpolicy.fractional")
+def build_policy(decoder: Decoder) -> Execute:
+    """A cache policy: an opaque value that hints take."""
+    for level in ("evict_last", "evict_first", "evict_normal", "evict_unchanged"):
+        decoder.flag(f"L2::{level}")
+    decoder.expect("b64")
+    decoder.arity(1, 2)
+    write = decoder.write(0)
+    return lambda warp, mask: write(warp, np.zeros(LANES, np.uint64), mask)

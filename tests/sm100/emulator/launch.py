@@ -1,0 +1,228 @@
+"""Running a kernel: cluster after cluster, warps in turns, engines in between, deadlocks reported."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+
+import tests.sm100.emulator.instructions  # noqa: F401  registers the instruction families
+from tests.sm100.emulator.cluster import Cluster, Triple
+from tests.sm100.emulator.decoder import Execute, decode
+from tests.sm100.emulator.engines import Engines, Options
+from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
+from tests.sm100.emulator.ptx import Kernel
+from tests.sm100.emulator.statistics import Statistics
+from tests.sm100.emulator.warp import EXITED, Blocked, Mask, Warp
+
+IDLE_BEFORE_FORCE = 4
+"""Rounds without progress after which a pending engine must act (a starved one included)."""
+IDLE_BEFORE_DEADLOCK = 100
+"""Rounds without progress and without pending engines that make a deadlock: polling is allowed meanwhile."""
+
+
+def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], int]:
+    """Offset from the CTA's shared start of each symbol, and the bytes in all; dynamic memory comes last."""
+    offsets, end = {}, 0
+    for name, (align, size) in sorted(kernel.shared.items(), key=lambda item: item[1][1] == 0):
+        end = -(-(SHARED_BASE + end) // align) * align - SHARED_BASE
+        offsets[name] = end
+        end += size
+    return offsets, end + dynamic_bytes
+
+
+class Launch:
+    """One kernel launch.
+
+    Args:
+        kernel: parsed PTX.
+        grid, block, cluster: shapes, x first; the grid must be a multiple of the cluster.
+        dynamic_shared: bytes of dynamic shared memory.
+        parameters: the value of each parameter, in order.
+        memory: what global memory the kernel may touch.
+        options: engines' mode and limits.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: Triple,
+        block: Triple,
+        cluster: Triple,
+        dynamic_shared: int,
+        parameters: list[bytes],
+        memory: GlobalMemory,
+        options: Options,
+    ) -> None:
+        if any(extent % size for extent, size in zip(grid, cluster, strict=True)):
+            raise UnsupportedError(f"grid {grid} is no multiple of the cluster {cluster}")
+        if kernel.required_threads not in (None, block):
+            raise HazardError(f"block {block}: the kernel requires {kernel.required_threads}")
+        self.kernel, self.grid, self.block, self.cluster = kernel, grid, block, cluster
+        self.memory, self.options = memory, options
+        block_bytes = bytearray(kernel.parameter_bytes)
+        for parameter, value in zip(kernel.parameters, parameters, strict=True):
+            block_bytes[parameter.offset : parameter.offset + parameter.size] = value
+        self.parameters = ParameterMemory(bytes(block_bytes))
+        self.random = random.Random(options.seed)
+        self.engines = Engines(options, self.random)
+        self.statistics = Statistics()
+        self.events = 0
+        """Things that may let a waiting warp go on: progress, for the deadlock check."""
+        self.executed = 0
+        shared, self.shared_bytes = _shared_layout(kernel, dynamic_shared)
+        self.program: list[Execute | None] = [
+            None if instruction.opcode[0] in ("bra", "ret", "exit") else decode(kernel, instruction, shared)
+            for instruction in kernel.instructions
+        ]
+        for instruction in kernel.instructions:
+            if instruction.opcode not in (("bra",), ("bra", "uni"), ("ret",), ("exit",)) and self._is_flow(instruction):
+                raise UnsupportedError(f"line {instruction.line}: {instruction.text}")
+        self.counts: dict[int, np.ndarray] = {}
+
+    @staticmethod
+    def _is_flow(instruction: object) -> bool:
+        return instruction.opcode[0] in ("bra", "ret", "exit")  # type: ignore[attr-defined]
+
+    def run(self) -> Statistics:
+        """Run to the end.
+
+        Raises:
+            EmulatorError: with CTA, warp, lanes and the instruction's text.
+        """
+        with np.errstate(all="ignore"):
+            for z, y, x in itertools.product(*(range(0, self.grid[a], self.cluster[a]) for a in (2, 1, 0))):
+                self._run_cluster(Cluster(self, (x, y, z)))
+        for index, counts in self.counts.items():
+            for instruction, count in zip(self.kernel.instructions, counts, strict=True):
+                if count:
+                    self.statistics.instructions[index, ".".join(instruction.opcode)] += int(count)
+        return self.statistics
+
+    def _run_cluster(self, cluster: Cluster) -> None:
+        warps = [warp for cta in cluster.ctas for warp in cta.warps]
+        shuffled = self.options.mode != "immediate"
+        idle = 0
+        while live := [warp for warp in warps if not warp.done]:
+            before = self.events, self.engines.performed
+            if shuffled:
+                self.random.shuffle(live)
+            for warp in live:
+                self.turn(warp, self.random.randint(1, 60) if shuffled else 10_000)
+                if shuffled:
+                    self.engines.pump()
+            if (self.events, self.engines.performed) != before:
+                idle = 0
+                continue
+            idle += 1
+            if idle > IDLE_BEFORE_FORCE and self.engines.force():
+                idle = 0
+            elif idle > IDLE_BEFORE_DEADLOCK:
+                raise DeadlockError(self._report(cluster, live))
+        if any(engine == "tma_load" for engine, _ in self.engines.queues):
+            raise HazardError(f"{cluster.ctas[0]} and its cluster ended with loads into shared memory under way")
+        self.engines.drain()
+        for cta in cluster.ctas:
+            cta.tensor_memory.check_released(str(cta))
+
+    def turn(self, warp: Warp, budget: int) -> None:
+        """Let a warp execute up to ``budget`` instructions, until it waits for something."""
+        counts = self.counts.setdefault(warp.index, np.zeros(len(self.program), np.int64))
+        warp.waits.clear()
+        held: np.ndarray | None = None
+        while budget > 0 and not warp.done:
+            if warp.counters is None:
+                if held is not None:
+                    return
+                counter, mask = warp.counter, None
+            else:
+                ready = warp.counters != EXITED
+                if held is not None:
+                    ready &= ~held
+                if not ready.any():
+                    return
+                counter = int(warp.counters[ready].min())
+                here = ready & (warp.counters == counter)
+                mask = None if here.all() else here
+            budget -= 1
+            if not self._step(warp, counter, mask, counts):
+                stopped = np.ones(32, bool) if mask is None else mask
+                held = stopped if held is None else held | stopped
+        if held is None:
+            self.events += 1
+
+    def _step(self, warp: Warp, counter: int, mask: Mask, counts: np.ndarray) -> bool:
+        """Execute one instruction for a group of lanes; False if the group is to stop for this turn."""
+        instruction = self.kernel.instructions[counter]
+        lanes = mask
+        if instruction.guard is not None:
+            guard = warp.files["pred"][instruction.guard.index]
+            guard = ~guard if instruction.guard_negated else guard
+            lanes = guard.copy() if mask is None else guard & mask
+            if lanes.all():
+                lanes = None
+            elif not lanes.any():
+                warp.go(mask, counter + 1)
+                return True
+        self.executed += 1
+        if self.executed > self.options.max_instructions:
+            raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
+        execute = self.program[counter]
+        try:
+            if execute is None:
+                counts[counter] += 1
+                self._flow(warp, counter, mask, lanes)
+                return True
+            blocked = execute(warp, lanes)
+        except EmulatorError as error:
+            raise type(error)(f"{error}\n  {self._where(warp, counter, lanes)}") from error
+        if isinstance(blocked, Blocked):
+            warp.waits[counter] = blocked.reason
+            return False
+        counts[counter] += 1
+        warp.go(mask, counter + 1)
+        if warp.spinning is not None:
+            warp.waits[counter] = warp.spinning
+            warp.spinning = None
+            return False
+        return True
+
+    def _flow(self, warp: Warp, counter: int, mask: Mask, lanes: Mask) -> None:
+        instruction = self.kernel.instructions[counter]
+        if instruction.opcode[0] == "bra":
+            assert instruction.target is not None
+            if lanes is not None:
+                warp.go(mask, counter + 1)
+            warp.go(lanes, instruction.target)
+            return
+        self.events += 1
+        if lanes is not mask:
+            warp.go(mask, counter + 1)
+        warp.exit(lanes)
+        if warp.done:
+            for groups in (*warp.bulk_groups.values(), *warp.copy_groups.values()):
+                if groups[0].unread or any(group.unread for group in groups[1]):
+                    raise HazardError(
+                        f"exit while copies still read or write shared memory\n  {self._where(warp, counter, lanes)}"
+                    )
+
+    def _where(self, warp: Warp, counter: int, lanes: Mask) -> str:
+        which = "all lanes" if lanes is None else f"lanes {np.flatnonzero(lanes).tolist()}"
+        instruction = self.kernel.instructions[counter]
+        return f"at {warp.cta}, warp {warp.index}, {which}, line {instruction.line}: {instruction.text}"
+
+    def _report(self, cluster: Cluster, live: list[Warp]) -> str:
+        lines = ["deadlock; who waits for what:"]
+        for warp in sorted(live, key=lambda warp: (warp.cta.rank, warp.index)):
+            for counter, reason in warp.waits.items():
+                instruction = self.kernel.instructions[counter]
+                lines.append(
+                    f"  {warp.cta}, warp {warp.index}: {reason}\n    line {instruction.line}: {instruction.text}"
+                )
+            if not warp.waits:
+                lines.append(f"  {warp.cta}, warp {warp.index}: at {warp.groups()}, polling")
+        for (rank, offset), barrier in sorted(cluster.memory_barriers.items()):
+            lines.append(f"  mbarrier at offset {offset} of rank {rank}: {barrier}")
+        return "\n".join(lines)

@@ -1,0 +1,125 @@
+"""Address spaces: global memory with declared ranges, the parameter block, a CTA's shared memory.
+
+Addresses, all 64-bit values:
+
+* global: the host's own addresses, checked against the ranges the caller declared;
+* shared: ``rank << 24 | offset`` (fits 32 bits), in the shared::cluster window of the launching cluster;
+  offsets begin at ``SHARED_BASE``, so that a null pointer faults;
+* generic: global as is, shared plus ``SHARED_WINDOW``, parameters from ``PARAMETER_WINDOW`` on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.sm100.emulator.errors import HazardError, MemoryFaultError
+
+SHARED_BASE = 1024
+SHARED_CAPACITY = 232448
+"""Bytes of shared memory a block may have on sm_90 and sm_100 (227 KiB)."""
+RANK_SHIFT = 24
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+SHARED_WINDOW = 1 << 60
+PARAMETER_WINDOW = 1 << 61
+POISON = 0xCD
+
+
+@dataclass(frozen=True)
+class Range:
+    """A host buffer that a kernel may touch: [start, end)."""
+
+    start: int
+    end: int
+    writable: bool
+    name: str
+
+
+@dataclass
+class GlobalMemory:
+    """Host memory seen through declared ranges; every access must lie within one of them."""
+
+    ranges: list[Range] = field(default_factory=list)
+
+    def view(self, address: int, size: int, write: bool) -> np.ndarray:
+        """The bytes [address, address + size) as a u8 array that aliases host memory.
+
+        Raises:
+            MemoryFaultError: outside every range, or a write to a read-only one.
+        """
+        for known in self.ranges:
+            if known.start <= address and address + size <= known.end:
+                if write and not known.writable:
+                    raise MemoryFaultError(f"write of {size} B at {known.name}+{address - known.start}: read-only")
+                return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
+        near = [f"{r.name} [{r.start:#x}, {r.end:#x})" for r in self.ranges]
+        raise MemoryFaultError(f"global access at {address:#x}, {size} B: outside {', '.join(near) or 'every range'}")
+
+
+class ParameterMemory:
+    """The kernel's parameter block, read-only."""
+
+    def __init__(self, block: bytes) -> None:
+        self.bytes = np.frombuffer(block, np.uint8)
+
+    def view(self, address: int, size: int) -> np.ndarray:
+        offset = address - PARAMETER_WINDOW
+        if offset < 0 or offset + size > len(self.bytes):
+            raise MemoryFaultError(f"parameter access at offset {offset}, {size} B: block has {len(self.bytes)} B")
+        return self.bytes[offset : offset + size]
+
+
+class SharedMemory:
+    """One CTA's shared memory: bytes, and which of them were ever written.
+
+    ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size > SHARED_CAPACITY:
+            raise MemoryFaultError(f"{size} B of shared memory: a block may have {SHARED_CAPACITY}")
+        self.end = SHARED_BASE + size
+        self.bytes = np.full(self.end, POISON, np.uint8)
+        self.written = np.zeros(self.end, bool)
+
+    def _check(self, offset: int, size: int) -> slice:
+        if offset < SHARED_BASE or offset + size > self.end:
+            raise MemoryFaultError(f"shared access at {offset}, {size} B: valid is [{SHARED_BASE}, {self.end})")
+        return slice(offset, offset + size)
+
+    def read(self, offset: int, size: int) -> np.ndarray:
+        """A view of bytes that must all have been written before."""
+        where = self._check(offset, size)
+        if not self.written[where].all():
+            first = offset + int(np.argmin(self.written[where]))
+            raise HazardError(f"read of shared memory never written: byte {first} of [{offset}, {offset + size})")
+        return self.bytes[where]
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Store u8 ``data``."""
+        where = self._check(offset, len(data))
+        self.bytes[where] = data
+        self.written[where] = True
+
+    def _check_gather(self, offsets: np.ndarray) -> None:
+        if offsets.size and (int(offsets.min()) < SHARED_BASE or int(offsets.max()) >= self.end):
+            raise MemoryFaultError(
+                f"shared access over [{int(offsets.min())}, {int(offsets.max())}]: valid is [{SHARED_BASE}, {self.end})"
+            )
+
+    def gather(self, offsets: np.ndarray) -> np.ndarray:
+        """u8 at each offset (any shape), all written before."""
+        self._check_gather(offsets)
+        written = self.written[offsets]
+        if not written.all():
+            first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
+            raise HazardError(f"read of shared memory never written: byte {first}")
+        return self.bytes[offsets]
+
+    def scatter(self, offsets: np.ndarray, data: np.ndarray) -> None:
+        """Store u8 ``data`` at ``offsets``, of the same shape."""
+        self._check_gather(offsets)
+        self.bytes[offsets] = data
+        self.written[offsets] = True

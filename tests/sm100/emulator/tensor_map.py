@@ -1,0 +1,116 @@
+"""Tensor maps: the 128-byte descriptor of a tiled tensor, and the rows that a box touches.
+
+The format is not published. The fields below are what CuTeDSL's host code writes; every bit that is not one of them
+must have the value always seen, else the map is refused.
+
+Bytes: 0–7 global address; 8–11 flags (rank − 1 in bits 4–6, element type 7–10, swizzle 13–14); 12–27 strides of
+dimensions 1…4 over 16; 32–51 extents − 1; 52–54 element strides; 55–59 box − 1. Bytes 64–127 are left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
+
+MAP_BYTES = 128
+ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 10: 16, 11: 4}
+"""By element type: u8, u16, u32, s32, u64, s64, f16, f32, f64, bf16, packed fp4."""
+SPANS = (0, 32, 64, 128)
+_RANK, _TYPE, _SWIZZLE = 0x7 << 4, 0xF << 7, 0x3 << 13
+KNOWN_FLAGS = frozenset({0x40002, 0x240002})
+"""The other flag bits: the values seen. Bit 21 is set for tensors of at least 128 KiB, without effect here."""
+MAX_RANK = 5
+MAX_BOX = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of a box along dimension 0: where it begins in the box, and its part inside the tensor."""
+
+    box_offset: int
+    """Bytes from the box's begin to the part inside the tensor."""
+    address: int
+    """Global address of that part."""
+    size: int
+    """Its bytes."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tiled tensor: dimension 0 is contiguous. ``strides`` are in bytes, of dimensions 1 and up."""
+
+    address: int
+    bits: int
+    swizzle: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    @classmethod
+    def decode(cls, raw: bytes) -> TensorMap:
+        """Read a descriptor.
+
+        Raises:
+            UnsupportedError: a field that is not modelled.
+            MemoryFaultError: a field outside its documented range.
+        """
+        words = np.frombuffer(raw, np.uint32)
+        flags = int(words[2])
+        rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
+        rest = flags & ~(_RANK | _TYPE | _SWIZZLE)
+        if kind not in ELEMENT_BITS or rank > MAX_RANK or rest not in KNOWN_FLAGS:
+            raise UnsupportedError(f"tensor map flags {flags:#010x} (rank {rank}, type {kind}, others {rest:#x})")
+        address = int(words[0]) | int(words[1]) << 32
+        strides = tuple(int(words[3 + axis]) * 16 for axis in range(rank - 1))
+        unused = [int(words[i]) for i in (7, *range(3 + rank - 1, 7), *range(8 + rank, 13), 15)]
+        if any(unused) or any(raw[52:55]) or any(raw[55 + rank : 60]):
+            raise UnsupportedError(f"tensor map with further fields: {raw.hex()}")
+        box = tuple(raw[55 + axis] + 1 for axis in range(rank))
+        found = cls(
+            address, ELEMENT_BITS[kind], SPANS[flags >> 13 & 3],
+            tuple(int(words[8 + axis]) + 1 for axis in range(rank)), strides, box,
+        )  # fmt: skip
+        if address % 16:
+            raise MemoryFaultError(f"tensor map of address {address:#x}: expected a multiple of 16")
+        if found.row_bytes % 16 or (found.swizzle and found.row_bytes > found.swizzle):
+            raise MemoryFaultError(f"box row of {found.row_bytes} B with a {found.swizzle} B swizzle")
+        return found
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a box along dimension 0."""
+        return self.box[0] * self.bits // 8
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a whole box: what a load brings into shared memory and tells its mbarrier."""
+        return int(np.prod(self.box)) * self.bits // 8
+
+    def rows(self, coordinates: tuple[int, ...]) -> Iterator[Row]:
+        """The rows of the box at ``coordinates`` that lie at least partly inside the tensor.
+
+        Raises:
+            UnsupportedError: packed fp4 with an odd first coordinate.
+        """
+        if len(coordinates) != len(self.box):
+            raise UnsupportedError(f"{len(coordinates)} coordinates for a tensor of rank {len(self.box)}")
+        if coordinates[0] * self.bits % 8:
+            raise UnsupportedError(f"first coordinate {coordinates[0]} of {self.bits}-bit elements")
+        low = max(0, -coordinates[0])
+        high = min(self.box[0], self.extents[0] - coordinates[0])
+        if high <= low:
+            return
+        size = (high - low) * self.bits // 8
+        for number in range(int(np.prod(self.box[1:], dtype=int))):
+            rest, address, inside = number, self.address + (coordinates[0] + low) * self.bits // 8, True
+            for axis, stride in enumerate(self.strides, start=1):
+                rest, step = divmod(rest, self.box[axis])
+                position = coordinates[axis] + step
+                inside &= 0 <= position < self.extents[axis]
+                address += position * stride
+            if inside:
+                yield Row(number * self.row_bytes + low * self.bits // 8, address, size)

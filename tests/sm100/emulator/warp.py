@@ -1,0 +1,133 @@
+"""A warp: registers of 32 lanes, a program counter for each lane, what it waits for.
+
+Lanes that share a program counter run together, the lowest counter first, which makes diverged lanes meet again
+where the compiler lays out code in order. A group that cannot go on lets the other groups of its warp run
+(independent thread scheduling).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
+
+if TYPE_CHECKING:
+    from tests.sm100.emulator.cluster import Cta
+
+EXITED = -1
+REGISTER_DTYPES = {
+    "pred": np.dtype(bool),
+    "8": np.dtype("u1"),
+    "16": np.dtype("u2"),
+    "32": np.dtype("u4"),
+    "64": np.dtype("u8"),
+}
+Mask = np.ndarray | None
+"""Lanes that execute: a bool array, or None for all 32."""
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Returned by an instruction that cannot go on now and is to be tried again; says what it waits for."""
+
+    reason: str
+
+
+@dataclass
+class BulkGroup:
+    """A thread's bulk-copy group: how many operations have yet to read their source, and to finish."""
+
+    unread: int = 0
+    unfinished: int = 0
+
+
+class Warp:
+    """State of one warp; ``index`` is its place in the CTA."""
+
+    def __init__(self, cta: Cta, index: int, registers: Counter[str]) -> None:
+        self.cta = cta
+        self.index = index
+        self.files = {kind: np.zeros((registers[kind], LANES), dtype) for kind, dtype in REGISTER_DTYPES.items()}
+        for kind, poison in (("8", 0xAD), ("16", 0xDEAD), ("32", 0xDEADDEAD), ("64", 0xDEADDEADDEADDEAD)):
+            self.files[kind].fill(poison)
+        width, height, _ = cta.launch.block
+        thread = LANE_IDS + np.uint32(LANES * index)
+        self.special = {
+            "%tid.x": thread % width,
+            "%tid.y": thread // width % height,
+            "%tid.z": thread // (width * height),
+            "%laneid": LANE_IDS,
+            **{name: np.full(LANES, value, np.uint32) for name, value in cta.special.items()},
+            "%warpid": np.full(LANES, index, np.uint32),
+        }
+        self.special = {name: np.asarray(value, np.uint32) for name, value in self.special.items()}
+        self.exists = thread < cta.threads
+        self.counter = 0
+        self.counters: np.ndarray | None = None
+        if not self.exists.all():
+            self.counters = np.where(self.exists, 0, EXITED)
+        self.done = False
+        self.waits: dict[int, str] = {}
+        """What a group of lanes waits for, by its program counter."""
+        self.spinning: str | None = None
+        """Set by a failed ``try_wait``: the group gives up its turn."""
+        self.arrived: dict[tuple[int, str], int] = {}
+        """Barrier generations this warp has arrived for and waits on, by program counter and barrier."""
+        self.cluster_generation: int | None = None
+        self.bulk_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}
+        """Each lane's open group of bulk copies and its committed ones."""
+        self.copy_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}
+        """The same for cp.async of single elements."""
+
+    @property
+    def present(self) -> np.ndarray:
+        """Lanes that have not exited."""
+        return self.exists if self.counters is None else self.counters != EXITED
+
+    def groups(self) -> list[int]:
+        """Program counters at which lanes stand, lowest first."""
+        if self.counters is None:
+            return [self.counter]
+        return sorted({int(counter) for counter in self.counters if counter != EXITED})
+
+    def lanes_at(self, counter: int) -> Mask:
+        """Lanes at ``counter``; converges the warp when that is all of them."""
+        if self.counters is None:
+            return None
+        mask = self.counters == counter
+        if mask.all():
+            self.counters, self.counter = None, counter
+            return None
+        return mask
+
+    def go(self, mask: Mask, counter: int) -> None:
+        """Move the lanes of ``mask`` to ``counter``."""
+        if mask is None:
+            self.counters, self.counter = None, counter
+            return
+        if self.counters is None:
+            self.counters = np.full(LANES, self.counter)
+        self.counters[mask] = counter
+        if (self.counters == EXITED).all():
+            self.done = True
+
+    def exit(self, mask: Mask) -> None:
+        """End the lanes of ``mask``."""
+        if mask is None:
+            self.done = True
+        else:
+            self.go(mask, EXITED)
+
+
+def active(mask: Mask) -> np.ndarray:
+    """Lane numbers of a mask."""
+    return LANE_IDS if mask is None else np.flatnonzero(mask)
+
+
+def leader(mask: Mask) -> int:
+    """The lowest lane of a mask."""
+    return 0 if mask is None else int(np.argmax(mask))
