@@ -12,9 +12,14 @@ DEFAULT_SERVER = frozenset(
 )
 """Files that talk to the same server, started with default flags."""
 
+OWN_SERVERS = frozenset(f"tests/serving/test_{name}.py" for name in ("logprobs_variants", "process_failures"))
+"""Files of which every test starts a server of its own."""
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests on one worker, and the files of one server, so that a server or model is built once.
+
+    Tests that start their own servers, the longest of all, go to whichever worker is free.
 
     pytest-xdist's own groups (``--dist loadgroup``) have no effect with this pytest: 3.8.0 marks a test's group in
     its node id, which pytest 9.2 no longer takes from there.
@@ -24,6 +29,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
+            if file in OWN_SERVERS:
+                return nodeid
             return "default server" if file in DEFAULT_SERVER else file
 
     return ByServer(config, log)
