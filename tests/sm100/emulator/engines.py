@@ -35,7 +35,7 @@ class Options:
     mode: Mode = "immediate"
     seed: int = 0
     starve: str | None = None
-    max_instructions: int = 20_000_000
+    max_instructions: int = 5_000_000
 
     def __post_init__(self) -> None:
         if self.mode not in ("immediate", "random", "starved"):

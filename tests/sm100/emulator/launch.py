@@ -21,6 +21,8 @@ IDLE_BEFORE_FORCE = 4
 """Rounds without progress after which a pending engine must act (a starved one included)."""
 IDLE_BEFORE_DEADLOCK = 100
 """Rounds without progress and without pending engines that make a deadlock: polling is allowed meanwhile."""
+SHORTEST_TURN = 8
+"""Instructions of a shuffled turn, at least: more than a polling loop, so that a turn of polling makes no progress."""
 
 
 def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], int]:
@@ -110,7 +112,7 @@ class Launch:
             if shuffled:
                 self.random.shuffle(live)
             for warp in live:
-                self.turn(warp, self.random.randint(1, 60) if shuffled else 10_000)
+                self.turn(warp, self.random.randint(SHORTEST_TURN, 60) if shuffled else 10_000)
                 if shuffled:
                     self.engines.pump()
             if (self.events, self.engines.performed) != before:
