@@ -37,20 +37,24 @@ def inverse_frequencies(rope_dim: int, base: float, yarn: YarnConfig | None = No
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-_TURNS: MutableMapping[Tensor, dict[int, tuple[int, Tensor]]] = WeakTensorKeyDictionary()
+_TURNS: MutableMapping[Tensor, list[tuple[int, Tensor, Tensor]]] = WeakTensorKeyDictionary()
 
 
 def _turns(positions: Tensor, frequencies: Tensor) -> Tensor:
     """``cos + i sin`` of every angle, complex64 [T, rope_dim/2].
 
-    Kept as long as ``positions`` lives and is unchanged, since every layer of a pass asks for the same.
+    Kept as long as ``positions`` lives and is unchanged, since every layer of a pass asks for the same. Entries hold
+    their frequencies, so that another tensor at the same address is never taken for them. Inference tensors do not
+    tell whether they changed; nothing is kept for them.
     """
-    tables = _TURNS.setdefault(positions, {})
-    version, turns = tables.get(id(frequencies), (-1, positions))
-    if version != positions._version:
-        angles = positions.float()[:, None] * frequencies
-        turns = torch.complex(angles.cos(), angles.sin())
-        tables[id(frequencies)] = positions._version, turns
+    entries = [] if positions.is_inference() else _TURNS.setdefault(positions, [])
+    version = 0 if positions.is_inference() else positions._version
+    for known_version, known, turns in entries:
+        if known is frequencies and known_version == version:
+            return turns
+    angles = positions.float()[:, None] * frequencies
+    turns = torch.complex(angles.cos(), angles.sin())
+    entries.append((version, frequencies, turns))
     return turns
 
 
