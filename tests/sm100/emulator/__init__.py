@@ -17,9 +17,9 @@ Modelled
     * barriers: named barriers, mbarriers with arrival and transaction counts, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
       0, 32, 64, 128 bytes, ragged edges, multicast), bulk groups;
-    * tcgen05: alloc, dealloc, cp 32x128b.warpx4, mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands)
-      with fp32 accumulation, K-major operands in shared memory and 128 rows per CTA, for one CTA or a pair; commit,
-      also multicast; ld and st of shape 32x32b;
+    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands,
+      also MN-major or A in tensor memory) with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
+      commit, also multicast; ld and st of every shape, also packed;
     * clusters: any shape; shared memory of other CTAs by mapa;
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
@@ -28,8 +28,8 @@ Modelled
       copies under way at exit, and deadlocks with a report of who waits for what.
 
 Not modelled, refused
-    f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync; M = 64;
-    MN-major operands or A in tensor memory; sparsity; scale blocks of 32; other shapes of tcgen05.ld, st and cp;
+    f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync;
+    sparsity; scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp;
     im2col, reductions and gather of TMA; tensor maps changed on the device; mbarrier state tokens; grid-wide barriers.
 
 Not modelled, not noticed

@@ -1,7 +1,8 @@
 """tcgen05.mma: matrix and instruction descriptors, and the product.
 
-Source: PTX ISA, tcgen05 matrix descriptor, instruction descriptor, data-path layouts. Modelled: both operands in
-shared memory, K-major, M = 128 per CTA (one CTA, or M = 256 over a pair).
+Source: PTX ISA, tcgen05 matrix descriptor, instruction descriptor, data-path layouts. Modelled: B in shared memory, A
+there or (half precision, 128 rows per CTA) in tensor memory; K-major, and for half precision MN-major, too; 128 rows
+per CTA, or 64: of one CTA in half precision, of each CTA of a pair.
 
 Arithmetic: products are exact; one instruction's sum is taken in fp64 and rounded once to fp32 with the
 accumulator. The hardware's last bits may differ (it aligns and truncates).
@@ -17,6 +18,7 @@ import numpy as np
 from tests.sm100.emulator import formats
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.swizzle import swizzle
+from tests.sm100.emulator.tensor_layouts import Accumulator
 from tests.sm100.emulator.tensor_memory import TENSOR_LANES
 
 if TYPE_CHECKING:
@@ -53,6 +55,19 @@ class MatrixDescriptor:
             raise UnsupportedError(f"matrix descriptor {raw:#018x}")
         return cls(_bits(raw, 0, 14) << 4, _bits(raw, 16, 14) << 4, _bits(raw, 32, 14) << 4, LAYOUT_SPANS[layout])
 
+    def offsets_across(self, rows: int) -> np.ndarray:
+        """Shared offsets [rows, ROW_BYTES] of an MN-major operand of 16-bit elements (rows are contiguous)."""
+        row, depth = np.arange(rows)[:, None], np.arange(ROW_BYTES // 2)[None]
+        chunk, inside = row // 8, row % 8 * 2
+        if self.span == 0:
+            # Core matrices of 8 of K by 16 bytes of rows, each contiguous.
+            low = self.start + chunk * self.stride + depth % 8 * 16 + depth // 8 * self.leading + inside
+        else:
+            chunks = self.span // 16
+            low = self.start + chunk % chunks * 16 + chunk // chunks * self.leading + inside
+            low = swizzle(low + depth % 8 * self.span + depth // 8 * self.stride, self.span)
+        return np.stack((low, low + 1), axis=-1).reshape(rows, ROW_BYTES)
+
     def offsets(self, rows: int, row_bytes: int) -> np.ndarray:
         """Shared offsets [rows, row_bytes] of a K-major operand."""
         row, byte = np.arange(rows)[:, None], np.arange(row_bytes)[None]
@@ -72,13 +87,16 @@ class InstructionDescriptor:
     b_type: str
     scale_type: str
     negate: bool
+    a_across: bool = False
+    b_across: bool = False
+    """Whether an operand is MN-major."""
 
     @classmethod
     def decode(cls, raw: int, kind: str) -> InstructionDescriptor:
         """Read the 32-bit descriptor of kind ``mxf4nvf4`` or ``f16``.
 
         Raises:
-            UnsupportedError: sparsity, saturation, transposed operands, other types, scale-factor ids.
+            UnsupportedError: sparsity, saturation, other types, scale-factor ids.
         """
         n = _bits(raw, 17, 6) * 8
         negate = bool(_bits(raw, 13, 1) ^ _bits(raw, 14, 1))
@@ -88,11 +106,12 @@ class InstructionDescriptor:
                 raise UnsupportedError(f"instruction descriptor {raw:#010x} of kind {kind}")
             scale = "ue8m0" if _bits(raw, 23, 1) else "e4m3"
             return cls(_bits(raw, 27, 2) * 128, n, "e2m1", "e2m1", scale, negate)
-        used = 3 << 13 | 63 << 17 | 31 << 24 | 1 << 7 | 1 << 10 | 1 << 4
+        used = 15 << 13 | 63 << 17 | 31 << 24 | 1 << 7 | 1 << 10 | 1 << 4
         if raw & ~used or _bits(raw, 4, 2) != 1:
             raise UnsupportedError(f"instruction descriptor {raw:#010x} of kind {kind} (fp32 accumulation only)")
         types = "f16", "bf16"
-        return cls(_bits(raw, 24, 5) * 16, n, types[_bits(raw, 7, 3)], types[_bits(raw, 10, 3)], "", negate)
+        across = bool(_bits(raw, 15, 1)), bool(_bits(raw, 16, 1))
+        return cls(_bits(raw, 24, 5) * 16, n, types[_bits(raw, 7, 3)], types[_bits(raw, 10, 3)], "", negate, *across)
 
 
 def elements(raw: np.ndarray, kind: str) -> np.ndarray:
@@ -104,35 +123,50 @@ def elements(raw: np.ndarray, kind: str) -> np.ndarray:
     return (formats.from_bf16(halves) if kind == "bf16" else formats.from_f16(halves)).astype(np.float64)
 
 
-def block_scales(cta: Cta, address: int, rows: int, scale_type: str) -> np.ndarray:
+def block_scales(cta: Cta, address: int, rows: int, scale_type: str, halves: int = 1) -> np.ndarray:
     """fp64 [rows, 4]: scales of 16-element blocks from tensor memory (``scale_vec::4X``).
 
-    Row r is in lane r % 32, column r // 32, one byte per block. All four groups of 32 lanes must hold the same
-    (``tcgen05.cp … warpx4`` writes them so).
+    Row r is in lane r % 32, column r // 32, one byte per block. All four quarters of the lanes must hold the same
+    (``tcgen05.cp … warpx4`` writes them so); with ``halves`` = 2, the first two have the first half of the rows and the
+    others the second.
     """
     column = address & 0xFFFF
     if address >> 16:
         raise UnsupportedError(f"scale-factor address {address:#010x}: expected lane 0 and id 0")
-    count = -(-rows // 32)
-    cells = cta.tensor_memory.read(slice(0, TENSOR_LANES), slice(column, column + count)).reshape(4, 32, count)
-    if (cells != cells[0]).any():
-        raise HazardError(f"scale factors at column {column} differ between the four groups of lanes")
-    raw = np.ascontiguousarray(cells[0].T).view(np.uint8).reshape(-1, 4)[:rows]
-    return formats.__dict__[scale_type.upper()][raw].astype(np.float64)
+    share = rows // halves
+    count = -(-share // 32)
+    cells = cta.tensor_memory.read(slice(0, TENSOR_LANES), slice(column, column + count)).reshape(halves, -1, 32, count)
+    if (cells != cells[:, :1]).any():
+        raise HazardError(f"scale factors at column {column} differ between groups of lanes")
+    raw = [np.ascontiguousarray(half[0].T).view(np.uint8).reshape(-1, 4)[:share] for half in cells]
+    return formats.__dict__[scale_type.upper()][np.concatenate(raw)].astype(np.float64)
 
 
 def check_shape(descriptor: InstructionDescriptor, ctas: int) -> None:
-    """Raise unless M and N are those of ``ctas`` CTAs with 128 rows each."""
+    """Raise unless M and N are possible for ``ctas`` CTAs."""
     m, n = descriptor.m, descriptor.n
-    step = 16 if ctas == 2 or descriptor.a_type != "e2m1" else 8
-    if m != TENSOR_LANES * ctas or not step <= n <= 256 or n % step:
+    step = 8 * ctas
+    sizes = (64, 128) if ctas == 1 and descriptor.a_type != "e2m1" else (128, 128 * ctas)
+    if m not in sizes or not step <= n <= 256 or n % step:
         raise UnsupportedError(f"tcgen05.mma of M = {m}, N = {n} over {ctas} CTA(s)")
+
+
+def _operand(cta: Cta, source: MatrixDescriptor | int, rows: int, kind: str, across: bool) -> np.ndarray:
+    """fp64 [rows, K] of an operand in shared memory, or in tensor memory from an address on."""
+    if isinstance(source, MatrixDescriptor):
+        offsets = source.offsets_across(rows) if across else source.offsets(rows, ROW_BYTES)
+        return elements(cta.shared.gather(offsets), kind)
+    lane, column = source >> 16, source & 0xFFFF
+    if lane or across or rows != TENSOR_LANES or kind == "e2m1":
+        raise UnsupportedError(f"operand A of {rows} rows in tensor memory at {source:#010x}")
+    cells = cta.tensor_memory.read(slice(0, rows), slice(column, column + ROW_BYTES // 4))
+    return elements(np.ascontiguousarray(cells).view(np.uint8), kind)
 
 
 def multiply(
     ctas: list[Cta],
-    accumulator: int,
-    a: MatrixDescriptor,
+    address: int,
+    a: MatrixDescriptor | int,
     b: MatrixDescriptor,
     descriptor: InstructionDescriptor,
     scales: tuple[int, int] | None,
@@ -140,26 +174,25 @@ def multiply(
 ) -> int:
     """Execute one instruction over one CTA or a pair; returns the multiply-adds done.
 
-    Of a pair, each CTA holds its 128 rows of A and half of B's N rows; the accumulator rows stay where A's are.
+    Of a pair, each CTA holds its half of A's rows and half of B's N rows; the accumulator rows stay where A's are.
     """
     check_shape(descriptor, len(ctas))
-    share = descriptor.n // len(ctas)
-    weights = np.concatenate(
-        [elements(cta.shared.gather(b.offsets(share, ROW_BYTES)), descriptor.b_type) for cta in ctas]
-    )
-    columns = slice(accumulator & 0xFFFF, (accumulator & 0xFFFF) + descriptor.n)
-    lanes = slice(0, TENSOR_LANES)
+    m, n = descriptor.m, descriptor.n
+    share, rows_each = n // len(ctas), m // len(ctas)
+    weights = np.concatenate([_operand(cta, b, share, descriptor.b_type, descriptor.b_across) for cta in ctas])
+    accumulator = Accumulator.at(address, m, n, len(ctas))
+    halves = 2 if rows_each == 64 else 1
     for cta in ctas:
-        rows = elements(cta.shared.gather(a.offsets(TENSOR_LANES, ROW_BYTES)), descriptor.a_type)
+        rows = _operand(cta, a, rows_each, descriptor.a_type, descriptor.a_across)
         scaled = weights
         if scales is not None:
-            rows = rows * np.repeat(block_scales(cta, scales[0], TENSOR_LANES, descriptor.scale_type), 16, axis=1)
-            scaled = weights * np.repeat(block_scales(cta, scales[1], descriptor.n, descriptor.scale_type), 16, axis=1)
+            rows = rows * np.repeat(block_scales(cta, scales[0], rows_each, descriptor.scale_type), 16, axis=1)
+            scaled = weights * np.repeat(block_scales(cta, scales[1], n, descriptor.scale_type, halves), 16, axis=1)
         product = rows @ scaled.T
         if descriptor.negate:
             product = -product
         if accumulate:
-            before = np.ascontiguousarray(cta.tensor_memory.read(lanes, columns)).view(np.float32)
-            product = before.astype(np.float64) + product
-        cta.tensor_memory.write(lanes, columns, product.astype(np.float32).view(np.uint32))
-    return TENSOR_LANES * len(ctas) * descriptor.n * weights.shape[1]
+            before = np.ascontiguousarray(cta.tensor_memory.read(accumulator.lanes, accumulator.columns))
+            product = before.view(np.float32).astype(np.float64) + product
+        cta.tensor_memory.write(accumulator.lanes, accumulator.columns, product.astype(np.float32).view(np.uint32))
+    return m * n * weights.shape[1]

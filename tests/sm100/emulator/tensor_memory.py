@@ -1,6 +1,7 @@
 """Tensor memory of an SM: 128 lanes of 512 columns of 32 bits, allocated by columns.
 
-An address is ``lane << 16 | column``. Besides values it knows which cells were ever written and which columns an
+An address is ``lane << 16 | column``. A warp reaches a quarter of the lanes: 32; some operations use one half of each
+quarter only. Besides values it knows which cells were ever written and which columns an
 issued but not yet executed tensor-core operation will write.
 """
 
@@ -14,6 +15,21 @@ TENSOR_LANES = 128
 TENSOR_COLUMNS = 512
 POISON = 0x7FC0DEAD
 """A quiet NaN."""
+HALF_LANES = 16
+BOTH_HALVES = slice(0, 2)
+Index = slice | np.ndarray
+"""Lanes or columns; arrays of lanes and of columns broadcast to one shape."""
+
+
+def _extent(index: Index) -> tuple[int, int]:
+    """First and one past the last."""
+    if isinstance(index, slice):
+        return index.start, index.stop
+    return int(index.min()), int(index.max()) + 1
+
+
+def _array(index: Index) -> np.ndarray:
+    return np.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 
 class TensorMemory:
@@ -22,7 +38,8 @@ class TensorMemory:
     def __init__(self) -> None:
         self.cells = np.full((TENSOR_LANES, TENSOR_COLUMNS), POISON, np.uint32)
         self.written = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), bool)
-        self.pending = np.zeros(TENSOR_COLUMNS, np.int32)
+        self.pending = np.zeros((2, TENSOR_COLUMNS), np.int32)
+        """Issued operations that write a column, for lanes 0–15 and 16–31 of each quarter."""
         self.allocations: dict[int, int] = {}
         self.permit = True
 
@@ -56,7 +73,7 @@ class TensorMemory:
         """
         if self.allocations.get(start) != columns:
             raise HazardError(f"tcgen05.dealloc of {columns} columns at {start}: allocated are {self.allocations}")
-        if self.pending[start : start + columns].any():
+        if self.pending[:, start : start + columns].any():
             raise HazardError(f"tcgen05.dealloc at column {start} before its tensor-core operations were waited for")
         del self.allocations[start]
 
@@ -65,42 +82,42 @@ class TensorMemory:
         if self.allocations:
             raise HazardError(f"{owner} ended with tensor memory allocated: {self.allocations}")
 
-    def _check(self, lanes: slice, columns: slice) -> None:
-        if not 0 <= lanes.start <= lanes.stop <= TENSOR_LANES:
-            raise MemoryFaultError(f"tensor memory lanes {lanes.start} to {lanes.stop}")
+    def _check(self, lanes: Index, columns: Index) -> None:
+        (low, high), (first, end) = _extent(lanes), _extent(columns)
+        if not 0 <= low <= high <= TENSOR_LANES:
+            raise MemoryFaultError(f"tensor memory lanes {low} to {high}")
         for start, count in self.allocations.items():
-            if start <= columns.start and columns.stop <= start + count:
+            if start <= first and end <= start + count:
                 return
-        raise MemoryFaultError(
-            f"tensor memory columns {columns.start} to {columns.stop}: allocated are {self.allocations}"
-        )
+        raise MemoryFaultError(f"tensor memory columns {first} to {end}: allocated are {self.allocations}")
 
-    def read(self, lanes: slice, columns: slice) -> np.ndarray:
+    def read(self, lanes: Index, columns: Index) -> np.ndarray:
         """u32 cells, all written before."""
         self._check(lanes, columns)
         written = self.written[lanes, columns]
         if not written.all():
-            lane, column = np.argwhere(~written)[0]
-            raise HazardError(
-                f"read of tensor memory never written: lane {lanes.start + lane}, column {columns.start + column}"
-            )
+            if isinstance(lanes, slice) or isinstance(columns, slice):
+                lanes, columns = _array(lanes)[:, None], _array(columns)[None]
+            where = tuple(np.argwhere(~written)[0])
+            lane, column = (np.broadcast_to(index, written.shape)[where] for index in (lanes, columns))
+            raise HazardError(f"read of tensor memory never written: lane {lane}, column {column}")
         return self.cells[lanes, columns]
 
-    def write(self, lanes: slice, columns: slice, values: np.ndarray) -> None:
+    def write(self, lanes: Index, columns: Index, values: np.ndarray) -> None:
         """Store u32 ``values``."""
         self._check(lanes, columns)
         self.cells[lanes, columns] = values
         self.written[lanes, columns] = True
 
-    def check_settled(self, columns: slice, what: str) -> None:
-        """Raise if an issued operation has yet to write one of the columns."""
-        if self.pending[columns].any():
+    def check_settled(self, halves: slice, columns: slice, what: str) -> None:
+        """Raise if an issued operation has yet to write one of the columns, in these halves of the quarters."""
+        if self.pending[halves, columns].any():
             raise HazardError(
                 f"{what} of columns {columns.start} to {columns.stop}, which an issued tensor-core operation has "
                 "yet to write: wait for its commit first"
             )
 
-    def announce(self, columns: slice, change: int) -> None:
+    def announce(self, halves: slice, columns: slice, change: int) -> None:
         """Count issued operations (+1) and executed ones (−1) that write the columns."""
         self._check(slice(0, 0), columns)
-        self.pending[columns] += change
+        self.pending[halves, columns] += change

@@ -15,7 +15,18 @@ from tests.sm100.emulator.instructions.load_store import store
 from tests.sm100.emulator.mma import InstructionDescriptor, MatrixDescriptor, check_shape, multiply
 from tests.sm100.emulator.ptx import Memory, Vector
 from tests.sm100.emulator.scalar_types import LANES
+from tests.sm100.emulator.tensor_layouts import (
+    COPY_SHAPES,
+    MULTICASTS,
+    TRANSFER_SHAPES,
+    Accumulator,
+    copy_lanes,
+    transfer_cells,
+)
+from tests.sm100.emulator.tensor_memory import BOTH_HALVES, HALF_LANES, POISON
 from tests.sm100.emulator.warp import Blocked, Mask, Warp, active
+
+LOW = np.uint32(0xFFFF)
 
 
 def _group(decoder: Decoder) -> int:
@@ -94,29 +105,34 @@ def build_relinquish(decoder: Decoder) -> Execute:
 
 @instruction("tcgen05.cp")
 def build_copy(decoder: Decoder) -> Execute:
-    """32x128b.warpx4: 32 rows of 16 bytes from shared memory into four columns, for each of four lane groups."""
+    """Rows from shared memory into columns of tensor memory, some shapes into several groups of lanes."""
     group = _group(decoder)
-    decoder.expect("32x128b", "warpx4")
+    shape = decoder.one_of(*COPY_SHAPES)
+    multicast = decoder.one_of(*MULTICASTS[shape]) if shape in MULTICASTS else ""
+    rows, row_bytes = COPY_SHAPES[shape]
+    lanes = copy_lanes(shape, multicast)
     decoder.arity(2)
     address, descriptor = decoder.read_address_register(0), decoder.read(1, "u64")
 
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
             target = int(address(warp)[lane])
-            if target >> 16:
-                raise UnsupportedError(f"tcgen05.cp to lane {target >> 16}")
+            first, column = target >> 16, target & 0xFFFF
+            if first and (shape != "4x256b" or first >= LANES):
+                raise UnsupportedError(f"tcgen05.cp.{shape} to lane {first}")
             source = MatrixDescriptor.decode(int(descriptor(warp)[lane]))
-            columns = slice(target, target + 4)
+            columns = slice(column, column + row_bytes // 4)
             members = _members(warp.cta, group)
             for cta in members:
-                cta.tensor_memory.announce(columns, 1)
+                cta.tensor_memory.announce(BOTH_HALVES, columns, 1)
 
-            def copy(members=members, source=source, columns=columns):
+            def copy(members=members, source=source, columns=columns, first=first):
                 for cta in members:
-                    cta.tensor_memory.announce(columns, -1)
-                    rows = np.ascontiguousarray(cta.shared.gather(source.offsets(32, 16))).view(np.uint32)
-                    cta.tensor_memory.write(slice(0, 128), columns, np.tile(rows, (4, 1)))
-                    warp.cta.launch.statistics.engine_bytes["tensor_copy"] += rows.nbytes
+                    cta.tensor_memory.announce(BOTH_HALVES, columns, -1)
+                    cells = np.ascontiguousarray(cta.shared.gather(source.offsets(rows, row_bytes))).view(np.uint32)
+                    where = np.arange(columns.start, columns.stop)[None, None]
+                    cta.tensor_memory.write(first + lanes[:, :, None], where, cells[:, None])
+                    warp.cta.launch.statistics.engine_bytes["tensor_copy"] += cells.nbytes
 
             _issue(warp, group, copy, "tensor_copy")
 
@@ -134,7 +150,8 @@ def build_mma(decoder: Decoder) -> Execute:
     # How long the hardware may keep operand A in its collector: no effect on results.
     for hint in ("fill", "use", "lastuse", "discard"):
         decoder.flag(f"collector::a::{hint}")
-    if isinstance(decoder.operands[1], Memory):
+    a_in_tensor_memory = isinstance(decoder.operands[1], Memory)
+    if a_in_tensor_memory and scaled:
         raise UnsupportedError("operand A in tensor memory")
     if not scaled and len(decoder.operands) == 6 and isinstance(decoder.operands[4], Vector):
         lane_masks = [decoder.read(item, "u32") for item in decoder.vector(4)]
@@ -143,7 +160,8 @@ def build_mma(decoder: Decoder) -> Execute:
         lane_masks = []
     decoder.arity(7 if scaled else 5)
     accumulator = decoder.read_address_register(0)
-    a, b, shape = decoder.read(1, "u64"), decoder.read(2, "u64"), decoder.read(3, "u32")
+    a = decoder.read_address_register(1) if a_in_tensor_memory else decoder.read(1, "u64")
+    b, shape = decoder.read(2, "u64"), decoder.read(3, "u32")
     scale_a = decoder.read_address_register(4) if scaled else None
     scale_b = decoder.read_address_register(5) if scaled else None
     enable = decoder.read(6 if scaled else 4, "pred")
@@ -153,22 +171,21 @@ def build_mma(decoder: Decoder) -> Execute:
             if any(lane_mask(warp)[lane] for lane_mask in lane_masks):
                 raise UnsupportedError("disabled output lanes")
             target = int(accumulator(warp)[lane])
-            if target >> 16:
-                raise UnsupportedError(f"accumulator in lane {target >> 16}")
             descriptor = InstructionDescriptor.decode(int(shape(warp)[lane]), kind)
             check_shape(descriptor, group)
             scales = (int(scale_a(warp)[lane]), int(scale_b(warp)[lane])) if scale_a and scale_b else None
-            operands = MatrixDescriptor.decode(int(a(warp)[lane])), MatrixDescriptor.decode(int(b(warp)[lane]))
+            left, right = int(a(warp)[lane]), MatrixDescriptor.decode(int(b(warp)[lane]))
+            operands = left if a_in_tensor_memory else MatrixDescriptor.decode(left), right
             accumulate = bool(enable(warp)[lane])
             members = _members(warp.cta, group)
-            columns = slice(target, target + descriptor.n)
+            cells = Accumulator.at(target, descriptor.m, descriptor.n, group)
             for cta in members:
-                cta.tensor_memory.announce(columns, 1)
+                cta.tensor_memory.announce(cells.halves, cells.span, 1)
 
             def run(members=members, target=target, operands=operands, descriptor=descriptor, scales=scales,
-                    accumulate=accumulate, columns=columns):  # fmt: skip
+                    accumulate=accumulate, cells=cells):  # fmt: skip
                 for cta in members:
-                    cta.tensor_memory.announce(columns, -1)
+                    cta.tensor_memory.announce(cells.halves, cells.span, -1)
                 done = multiply(members, target, operands[0], operands[1], descriptor, scales, accumulate)
                 warp.cta.launch.statistics.engine_operations["multiply_adds"] += done
 
@@ -212,36 +229,50 @@ def build_commit(decoder: Decoder) -> Execute:
 
 @instruction("tcgen05.ld", "tcgen05.st")
 def build_transfer(decoder: Decoder) -> Execute:
-    """Shape 32x32b: lane l of the warp has lane l of its quarter of tensor memory, register j column j."""
+    """Between a warp's registers and its quarter of tensor memory."""
     loads = decoder.instruction.opcode[1] == "ld"
-    decoder.expect("sync", "aligned", "32x32b", "b32")
+    name = f"tcgen05.{'ld' if loads else 'st'}"
+    decoder.expect("sync", "aligned", "b32")
+    shape_name = decoder.one_of(*TRANSFER_SHAPES)
+    shape = TRANSFER_SHAPES[shape_name]
     count = int(decoder.one_of(*(f"x{1 << n}" for n in range(8)))[1:])
-    decoder.arity(2)
+    packed = decoder.flag("pack::16b" if loads else "unpack::16b")
+    halves = shape_name == "16x32bx2"
+    decoder.arity(3 if halves else 2)
+    split = decoder.literal(2 if loads else 1) if halves else 0
     address = decoder.read_address_register(1 if loads else 0)
-    items = decoder.vector(0 if loads else 1)
-    if len(items) != count:
-        raise UnsupportedError(f"{len(items)} registers for x{count}")
+    items = decoder.vector(0 if loads else 2 if halves else 1)
+    if len(items) != count * shape.registers or count > shape.largest:
+        raise UnsupportedError(f"{len(items)} registers for {shape_name}.x{count}")
     writes = [decoder.write(item) for item in items] if loads else []
     reads = [] if loads else [decoder.read(item, "b32") for item in items]
-    name = f"tcgen05.{'ld' if loads else 'st'}"
+    lanes, columns = transfer_cells(shape_name, count, 2 if packed else 1, split)
 
     def execute(warp: Warp, mask: Mask) -> None:
         _whole_warp(mask, name)
         where = uniform(address(warp), mask, "tensor-memory address")
         lane, column = where >> 16, where & 0xFFFF
-        if lane != warp.index % 4 * LANES:
-            raise HazardError(
-                f"{name} at lane {lane} by warp {warp.index}: it may reach lanes from {warp.index % 4 * LANES}"
-            )
-        memory, lanes, columns = warp.cta.tensor_memory, slice(lane, lane + LANES), slice(column, column + count)
-        memory.check_settled(columns, name)
-        warp.cta.launch.statistics.engine_bytes[name] += 4 * LANES * count
+        allowed = range(warp.index % 4 * LANES, warp.index % 4 * LANES + LANES, shape.lanes)
+        if lane not in allowed:
+            raise HazardError(f"{name} at lane {lane} by warp {warp.index}: it may reach lanes from {allowed.start}")
+        memory, rows, places = warp.cta.tensor_memory, lane + lanes, column + columns
+        first = lane % LANES // HALF_LANES
+        span = slice(column, column + int(columns.max()) + packed + 1)
+        memory.check_settled(slice(first, first + shape.lanes // HALF_LANES), span, name)
+        warp.cta.launch.statistics.engine_bytes[name] += 4 * LANES * len(items)
         if loads:
-            values = memory.read(lanes, columns)
+            values = memory.read(rows, places)
+            if packed:
+                values = values & LOW | memory.read(rows, places + 1) << np.uint32(16)
             for index, write in enumerate(writes):
                 write(warp, np.ascontiguousarray(values[:, index]), None)
-        else:
-            memory.write(lanes, columns, np.stack([read(warp) for read in reads], axis=1))
+            return
+        values = np.stack([read(warp) for read in reads], axis=1)
+        if packed:
+            # What the high halves become is not stated: a NaN for whoever reads them.
+            memory.write(rows, places + 1, values >> np.uint32(16) | np.uint32(POISON & ~0xFFFF))
+            values = values & LOW | np.uint32(POISON & ~0xFFFF)
+        memory.write(rows, places, values)
 
     return execute
 
