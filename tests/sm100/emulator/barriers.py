@@ -1,10 +1,14 @@
-"""Barriers: mbarrier objects in shared memory, named barriers of a CTA, the barrier of a cluster."""
+"""Barriers: mbarrier objects in shared memory, named barriers of a CTA, the barrier of a cluster.
+
+Besides counting, each carries what those who arrive know to those who wait (``ordering_clock``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
+from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
 
 MAX_COUNT = (1 << 20) - 1
 """Largest arrival count and transaction count of an mbarrier."""
@@ -16,16 +20,19 @@ class MemoryBarrier:
 
     count: int
     pending: int
+    handover: Handover
+    created: int
+    """The epoch of its initialisation."""
     transactions: int = 0
     phase: int = 0
     completed: int = 0
     """Phases completed so far: progress, for the deadlock check."""
 
     @classmethod
-    def create(cls, count: int) -> MemoryBarrier:
+    def create(cls, count: int, agents: Agents, created: int) -> MemoryBarrier:
         if not 1 <= count <= MAX_COUNT:
             raise HazardError(f"mbarrier.init with count {count}: expected 1 to {MAX_COUNT}")
-        return cls(count, count)
+        return cls(count, count, Handover.create(agents), created)
 
     def expect(self, nbytes: int) -> None:
         """Raise the transaction count."""
@@ -33,15 +40,17 @@ class MemoryBarrier:
         if abs(self.transactions) > MAX_COUNT:
             raise HazardError(f"mbarrier transaction count {self.transactions}: beyond ±{MAX_COUNT}")
 
-    def complete(self, nbytes: int) -> None:
+    def complete(self, nbytes: int, known: Clock) -> None:
         """Lower the transaction count: bytes have arrived (possibly before they were expected)."""
         self.expect(-nbytes)
+        self.handover.arriving.join(known)
         self._check()
 
-    def arrive(self, count: int = 1) -> None:
+    def arrive(self, known: Clock, count: int = 1) -> None:
         if count < 1 or count > self.pending:
             raise HazardError(f"mbarrier arrival of {count} where {self.pending} of {self.count} are pending")
         self.pending -= count
+        self.handover.arriving.join(known)
         self._check()
 
     def is_complete(self, parity: int) -> bool:
@@ -53,6 +62,7 @@ class MemoryBarrier:
             self.phase ^= 1
             self.pending = self.count
             self.completed += 1
+            self.handover.complete()
 
     def __str__(self) -> str:
         return (
@@ -65,11 +75,12 @@ class MemoryBarrier:
 class NamedBarrier:
     """One of a CTA's sixteen barriers (``bar.sync``, ``bar.arrive``): counts threads, whole warps at a time."""
 
+    handover: Handover
     expected: int = 0
     arrived: int = 0
     generation: int = 0
 
-    def arrive(self, threads: int, expected: int) -> int:
+    def arrive(self, threads: int, expected: int, known: Clock) -> int:
         """Register a warp; returns the generation to wait for.
 
         Raises:
@@ -84,9 +95,11 @@ class NamedBarrier:
         self.arrived += threads
         if self.arrived > expected:
             raise HazardError(f"named barrier: {self.arrived} threads arrived where {expected} are expected")
+        self.handover.arriving.join(known)
         if self.arrived == expected:
             self.arrived = 0
             self.generation += 1
+            self.handover.complete()
         return generation
 
 
@@ -94,12 +107,15 @@ class NamedBarrier:
 class NamedBarriers:
     """A CTA's barriers by number."""
 
+    agents: Agents
     barriers: dict[int, NamedBarrier] = field(default_factory=dict)
 
     def get(self, number: int) -> NamedBarrier:
         if not 0 <= number < 16:
             raise UnsupportedError(f"named barrier {number}: a CTA has 16")
-        return self.barriers.setdefault(number, NamedBarrier())
+        if number not in self.barriers:
+            self.barriers[number] = NamedBarrier(Handover.create(self.agents))
+        return self.barriers[number]
 
 
 @dataclass
@@ -107,14 +123,17 @@ class ClusterBarrier:
     """``barrier.cluster``: every warp of every CTA of the cluster arrives once per generation."""
 
     warps: int
+    handover: Handover
     arrived: int = 0
     generation: int = 0
 
-    def arrive(self) -> int:
+    def arrive(self, known: Clock) -> int:
         """Register a warp; returns the generation to wait for."""
         generation = self.generation
         self.arrived += 1
+        self.handover.arriving.join(known)
         if self.arrived == self.warps:
             self.arrived = 0
             self.generation += 1
+            self.handover.complete()
         return generation

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.barriers import ClusterBarrier, MemoryBarrier, NamedBarriers
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SharedMemory
+from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_memory import TensorMemory
 from tests.sm100.emulator.warp import Warp
@@ -27,10 +29,10 @@ class Cta:
         self.rank = rank
         self.index = index
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-        self.shared = SharedMemory(self.launch.shared_bytes)
+        self.shared = SharedMemory(self.launch.shared_bytes, str(self))
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory()
-        self.named_barriers = NamedBarriers()
+        self.named_barriers = NamedBarriers(cluster.agents)
         self.special = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
@@ -56,7 +58,7 @@ class Cta:
         return self.rank << RANK_SHIFT | offset
 
     def __str__(self) -> str:
-        return f"CTA {self.index}" + (f" (rank {self.rank})" if len(self.cluster.ctas) > 1 else "")
+        return f"CTA {self.index}" + (f" (rank {self.rank})" if self.cluster.size != (1, 1, 1) else "")
 
 
 class Cluster:
@@ -65,13 +67,15 @@ class Cluster:
     def __init__(self, launch: Launch, origin: Triple) -> None:
         self.launch = launch
         self.size = launch.cluster
+        self.agents = Agents(launch.kernel.instructions)
         width, height, depth = self.size
         self.ctas: list[Cta] = []
         for rank in range(width * height * depth):
             x, y, z = rank % width, rank // width % height, rank // (width * height)
             self.ctas.append(Cta(self, rank, (origin[0] + x, origin[1] + y, origin[2] + z)))
         self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
-        self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas))
+        self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas), Handover.create(self.agents))
+        self._flags: dict[int, Clock] = {}
 
     def locate(self, address: int) -> tuple[Cta, int]:
         """The CTA and the offset of a shared-memory address."""
@@ -80,10 +84,32 @@ class Cluster:
             raise MemoryFaultError(f"shared address {address:#x}: rank {rank} of {len(self.ctas)} CTAs")
         return self.ctas[rank], offset
 
-    def memory_barrier(self, address: int) -> MemoryBarrier:
-        """The mbarrier at a shared address."""
+    def hand_on(self, word: int, known: Clock) -> None:
+        """Add to what strong operations on a word tell those that acquire from it."""
+        earlier = self._flags.get(word)
+        if earlier is not None:
+            known = known.copy()
+            known.join(earlier)
+        self._flags[word] = known
+
+    def handed_on(self, word: int) -> Clock | None:
+        """What strong operations on a word told so far."""
+        return self._flags.get(word)
+
+    def memory_barrier(self, address: int, user: Actor, asynchronous: bool = False) -> MemoryBarrier:
+        """The mbarrier at a shared address, for an actor or (``asynchronous``) for an operation that it issues.
+
+        Raises:
+            HazardError: there is none, or its initialisation is not ordered before or visible to that use.
+        """
         cta, offset = self.locate(address)
         barrier = self.memory_barriers.get((cta.rank, offset))
         if barrier is None:
             raise HazardError(f"no mbarrier was initialised at shared offset {offset} of {cta}")
+        if not user.knows_barrier(barrier.created, asynchronous):
+            need = "fence.mbarrier_init or fence.proxy.async, and " if asynchronous or user.asynchronous else ""
+            raise HazardError(
+                f"mbarrier at shared offset {offset} of {cta} used before its initialisation is known: "
+                f"that takes {need}synchronisation\n  initialised by {self.agents.describe(barrier.created)}"
+            )
         return barrier

@@ -172,6 +172,7 @@ class Launch:
         if self.executed > self.options.max_instructions:
             raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
         execute = self.program[counter]
+        warp.actor.site = counter
         try:
             if execute is None:
                 counts[counter] += 1

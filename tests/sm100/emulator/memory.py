@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.sm100.emulator.access_history import AccessHistory
+from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 
 SHARED_BASE = 1024
@@ -72,34 +74,38 @@ class ParameterMemory:
 
 
 class SharedMemory:
-    """One CTA's shared memory: bytes, and which of them were ever written.
+    """One CTA's shared memory: bytes, which of them were ever written, and the accesses to them.
 
+    Every access names its actor and raises HazardError if it is not ordered with earlier ones (``AccessHistory``).
     ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, owner: str) -> None:
         if size > SHARED_CAPACITY:
             raise MemoryFaultError(f"{size} B of shared memory: a block may have {SHARED_CAPACITY}")
         self.end = SHARED_BASE + size
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
+        self.history = AccessHistory((self.end,), f"shared memory of {owner}")
 
     def _check(self, offset: int, size: int) -> slice:
         if offset < SHARED_BASE or offset + size > self.end:
             raise MemoryFaultError(f"shared access at {offset}, {size} B: valid is [{SHARED_BASE}, {self.end})")
         return slice(offset, offset + size)
 
-    def read(self, offset: int, size: int) -> np.ndarray:
+    def read(self, offset: int, size: int, by: Actor) -> np.ndarray:
         """A view of bytes that must all have been written before."""
         where = self._check(offset, size)
         if not self.written[where].all():
             first = offset + int(np.argmin(self.written[where]))
             raise HazardError(f"read of shared memory never written: byte {first} of [{offset}, {offset + size})")
+        self.history.read(where, by)
         return self.bytes[where]
 
-    def write(self, offset: int, data: np.ndarray) -> None:
+    def write(self, offset: int, data: np.ndarray, by: Actor) -> None:
         """Store u8 ``data``."""
         where = self._check(offset, len(data))
+        self.history.write(where, by)
         self.bytes[where] = data
         self.written[where] = True
 
@@ -109,17 +115,19 @@ class SharedMemory:
                 f"shared access over [{int(offsets.min())}, {int(offsets.max())}]: valid is [{SHARED_BASE}, {self.end})"
             )
 
-    def gather(self, offsets: np.ndarray) -> np.ndarray:
+    def gather(self, offsets: np.ndarray, by: Actor, strong: bool = False) -> np.ndarray:
         """u8 at each offset (any shape), all written before."""
         self._check_gather(offsets)
         written = self.written[offsets]
         if not written.all():
             first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
             raise HazardError(f"read of shared memory never written: byte {first}")
+        self.history.read(offsets, by, strong)
         return self.bytes[offsets]
 
-    def scatter(self, offsets: np.ndarray, data: np.ndarray) -> None:
+    def scatter(self, offsets: np.ndarray, data: np.ndarray, by: Actor, strong: bool = False) -> None:
         """Store u8 ``data`` at ``offsets``, of the same shape."""
         self._check_gather(offsets)
+        self.history.write(offsets, by, strong)
         self.bytes[offsets] = data
         self.written[offsets] = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.sm100.emulator import formats
+from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.swizzle import swizzle
 from tests.sm100.emulator.tensor_layouts import Accumulator
@@ -151,11 +152,11 @@ def check_shape(descriptor: InstructionDescriptor, ctas: int) -> None:
         raise UnsupportedError(f"tcgen05.mma of M = {m}, N = {n} over {ctas} CTA(s)")
 
 
-def _operand(cta: Cta, source: MatrixDescriptor | int, rows: int, kind: str, across: bool) -> np.ndarray:
+def _operand(cta: Cta, source: MatrixDescriptor | int, rows: int, kind: str, across: bool, actor: Actor) -> np.ndarray:
     """fp64 [rows, K] of an operand in shared memory, or in tensor memory from an address on."""
     if isinstance(source, MatrixDescriptor):
         offsets = source.offsets_across(rows) if across else source.offsets(rows, ROW_BYTES)
-        return elements(cta.shared.gather(offsets), kind)
+        return elements(cta.shared.gather(offsets, actor), kind)
     lane, column = source >> 16, source & 0xFFFF
     if lane or across or rows != TENSOR_LANES or kind == "e2m1":
         raise UnsupportedError(f"operand A of {rows} rows in tensor memory at {source:#010x}")
@@ -171,19 +172,20 @@ def multiply(
     descriptor: InstructionDescriptor,
     scales: tuple[int, int] | None,
     accumulate: bool,
+    actor: Actor,
 ) -> int:
-    """Execute one instruction over one CTA or a pair; returns the multiply-adds done.
+    """Execute one instruction of ``actor`` over one CTA or a pair; returns the multiply-adds done.
 
     Of a pair, each CTA holds its half of A's rows and half of B's N rows; the accumulator rows stay where A's are.
     """
     check_shape(descriptor, len(ctas))
     m, n = descriptor.m, descriptor.n
     share, rows_each = n // len(ctas), m // len(ctas)
-    weights = np.concatenate([_operand(cta, b, share, descriptor.b_type, descriptor.b_across) for cta in ctas])
+    weights = np.concatenate([_operand(cta, b, share, descriptor.b_type, descriptor.b_across, actor) for cta in ctas])
     accumulator = Accumulator.at(address, m, n, len(ctas))
     halves = 2 if rows_each == 64 else 1
     for cta in ctas:
-        rows = _operand(cta, a, rows_each, descriptor.a_type, descriptor.a_across)
+        rows = _operand(cta, a, rows_each, descriptor.a_type, descriptor.a_across, actor)
         scaled = weights
         if scales is not None:
             rows = rows * np.repeat(block_scales(cta, scales[0], rows_each, descriptor.scale_type), 16, axis=1)

@@ -8,11 +8,13 @@ where the compiler lays out code in order. A group that cannot go on lets the ot
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.sm100.emulator.actors import WarpActor
+from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 
 if TYPE_CHECKING:
@@ -39,10 +41,17 @@ class Blocked:
 
 @dataclass
 class BulkGroup:
-    """A thread's bulk-copy group: how many operations have yet to read their source, and to finish."""
+    """A thread's group of copies: how many have yet to read their source, and to finish; what their end tells."""
 
     unread: int = 0
     unfinished: int = 0
+    known: list[Clock] = field(default_factory=list)
+
+    def add(self, known: Clock) -> None:
+        """One more copy, with what is known once it is done."""
+        self.unread += 1
+        self.unfinished += 1
+        self.known.append(known)
 
 
 class Warp:
@@ -51,6 +60,7 @@ class Warp:
     def __init__(self, cta: Cta, index: int, registers: Counter[str]) -> None:
         self.cta = cta
         self.index = index
+        self.actor = WarpActor.create(cta.cluster.agents, f"{cta}, warp {index}")
         self.files = {kind: np.zeros((registers[kind], LANES), dtype) for kind, dtype in REGISTER_DTYPES.items()}
         for kind, poison in (("8", 0xAD), ("16", 0xDEAD), ("32", 0xDEADDEAD), ("64", 0xDEADDEADDEADDEAD)):
             self.files[kind].fill(poison)
@@ -82,6 +92,8 @@ class Warp:
         """Each lane's open group of bulk copies and its committed ones."""
         self.copy_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}
         """The same for cp.async of single elements."""
+        self.copies = Clock(cta.cluster.agents)
+        """What is known once all cp.async copies issued so far are done."""
 
     @property
     def present(self) -> np.ndarray:

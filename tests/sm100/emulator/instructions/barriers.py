@@ -46,7 +46,7 @@ def build_named_barrier(decoder: Decoder) -> Execute:
             expected = -(-warp.cta.threads // LANES) * LANES
             if threads is not None:
                 expected = uniform(threads(warp), mask, "thread count")
-            generation = barrier.arrive(LANES, expected)
+            generation = barrier.arrive(LANES, expected, warp.actor.release())
             warp.cta.launch.events += 1
             if arrive_only:
                 return None
@@ -54,6 +54,7 @@ def build_named_barrier(decoder: Decoder) -> Execute:
             warp.arrived[which, key] = generation
             return Blocked(f"named barrier {which}: {barrier.arrived} of {barrier.expected} threads arrived")
         warp.arrived.pop((which, key), None)
+        warp.actor.acquire(barrier.handover.released)
         return None
 
     return execute
@@ -76,8 +77,9 @@ def build_init(decoder: Decoder) -> Execute:
             cta, offset = warp.cta.cluster.locate(where)
             if offset % BARRIER_BYTES:
                 raise MemoryFaultError(f"mbarrier at {where:#x}: expected a multiple of {BARRIER_BYTES}")
-            cta.shared.write(offset, np.zeros(BARRIER_BYTES, np.uint8))
-            warp.cta.cluster.memory_barriers[cta.rank, offset] = MemoryBarrier.create(int(count(warp)[lane]))
+            cta.shared.write(offset, np.zeros(BARRIER_BYTES, np.uint8), warp.actor)
+            barrier = MemoryBarrier.create(int(count(warp)[lane]), warp.actor.agents, warp.actor.epoch())
+            warp.cta.cluster.memory_barriers[cta.rank, offset] = barrier
             warp.cta.launch.events += 1
 
     return execute
@@ -95,20 +97,23 @@ def build_inval(decoder: Decoder) -> Execute:
             cta, offset = warp.cta.cluster.locate(int(address(warp)[lane]))
             if warp.cta.cluster.memory_barriers.pop((cta.rank, offset), None) is None:
                 raise HazardError(f"mbarrier.inval at offset {offset}: no mbarrier")
+            cta.shared.write(offset, np.zeros(BARRIER_BYTES, np.uint8), warp.actor)
 
     return execute
 
 
-def _order(decoder: Decoder) -> None:
-    decoder.one_of("release", "relaxed", "acquire", default="")
+def _relaxed(decoder: Decoder) -> bool:
+    """Take order and scope. Scopes are not told apart: the default one, the CTA, serves clusters in practice."""
+    relaxed = decoder.one_of("release", "relaxed", "acquire", default="") == "relaxed"
     decoder.one_of("cta", "cluster", default="")
+    return relaxed
 
 
 @instruction("mbarrier.arrive")
 def build_arrive(decoder: Decoder) -> Execute:
     """arrive and arrive.expect_tx. The state token is not modelled: a destination other than ``_`` gets poison."""
     expect = decoder.flag("expect_tx")
-    _order(decoder)
+    relaxed = _relaxed(decoder)
     _space(decoder)
     decoder.expect("b64")
     has_state = not hasattr(decoder.operands[0], "base")
@@ -122,21 +127,22 @@ def build_arrive(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         addresses, counts = address(warp), count(warp) if count is not None else None
         for lane in active(mask):
-            barrier = warp.cta.cluster.memory_barrier(int(addresses[lane]))
+            barrier = warp.cta.cluster.memory_barrier(int(addresses[lane]), warp.actor)
+            known = warp.actor.release(relaxed)
             warp.cta.launch.events += 1
             if expect:
                 assert counts is not None
                 barrier.expect(int(counts[lane]))
-                barrier.arrive()
+                barrier.arrive(known)
             else:
-                barrier.arrive(1 if counts is None else int(counts[lane]))
+                barrier.arrive(known, 1 if counts is None else int(counts[lane]))
 
     return execute
 
 
 @instruction("mbarrier.expect_tx")
 def build_expect(decoder: Decoder) -> Execute:
-    _order(decoder)
+    _relaxed(decoder)  # it hands nothing on, whatever its order
     _space(decoder)
     decoder.expect("b64")
     decoder.arity(2)
@@ -144,7 +150,7 @@ def build_expect(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
-            warp.cta.cluster.memory_barrier(int(address(warp)[lane])).expect(int(nbytes(warp)[lane]))
+            warp.cta.cluster.memory_barrier(int(address(warp)[lane]), warp.actor).expect(int(nbytes(warp)[lane]))
             warp.cta.launch.events += 1
 
     return execute
@@ -152,7 +158,7 @@ def build_expect(decoder: Decoder) -> Execute:
 
 @instruction("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
 def build_wait(decoder: Decoder) -> Execute:
-    _order(decoder)
+    relaxed = _relaxed(decoder)
     decoder.one_of("shared", "shared::cta")
     decoder.expect("b64")
     decoder.arity(3, 4)  # the fourth is a time limit: try_wait answers at once here
@@ -166,9 +172,11 @@ def build_wait(decoder: Decoder) -> Execute:
             key = int(addresses[lane]), int(parities[lane])
             if key not in known:
                 _own(warp, key[0])
-                known[key] = warp.cta.cluster.memory_barrier(key[0]).is_complete(key[1])
-                if not known[key]:
-                    barrier = warp.cta.cluster.memory_barrier(key[0])
+                barrier = warp.cta.cluster.memory_barrier(key[0], warp.actor)
+                known[key] = barrier.is_complete(key[1])
+                if known[key]:
+                    warp.actor.acquire(barrier.handover.released, relaxed)
+                else:
                     warp.spinning = f"mbarrier at offset {key[0] & 0xFFFFFF} to end parity {key[1] & 1}: {barrier}"
             result[lane] = known[key]
         write(warp, result, mask)

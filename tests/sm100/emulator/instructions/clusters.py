@@ -47,7 +47,7 @@ def build_rank(decoder: Decoder) -> Execute:
 @instruction("barrier.cluster")
 def build_cluster_barrier(decoder: Decoder) -> Execute:
     wait = decoder.one_of("arrive", "wait") == "wait"
-    decoder.one_of("relaxed", "release", "acquire", default="")
+    relaxed = decoder.one_of("relaxed", "release", "acquire", default="") == "relaxed"
     decoder.flag("aligned")
     decoder.arity(0)
 
@@ -60,7 +60,7 @@ def build_cluster_barrier(decoder: Decoder) -> Execute:
         if not wait:
             if warp.cluster_generation is not None:
                 raise HazardError("barrier.cluster.arrive twice without a wait")
-            warp.cluster_generation = barrier.arrive()
+            warp.cluster_generation = barrier.arrive(warp.actor.release(relaxed))
             warp.cta.launch.events += 1
             return None
         if warp.cluster_generation is None:
@@ -68,6 +68,7 @@ def build_cluster_barrier(decoder: Decoder) -> Execute:
         if barrier.generation == warp.cluster_generation:
             return Blocked(f"cluster barrier: {barrier.arrived} of {barrier.warps} warps arrived")
         warp.cluster_generation = None
+        warp.actor.acquire(barrier.handover.released, relaxed)
         return None
 
     return execute

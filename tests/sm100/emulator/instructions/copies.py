@@ -15,6 +15,7 @@ from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
 from tests.sm100.emulator.instructions.load_store import load
 from tests.sm100.emulator.memory import SHARED_BASE
+from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.ptx import TensorAddress
 from tests.sm100.emulator.swizzle import swizzle
 from tests.sm100.emulator.tensor_map import MAP_BYTES, TensorMap
@@ -108,21 +109,22 @@ def _tensor_load(decoder: Decoder) -> Execute:
                 targets = [cta for cta in cluster.ctas if bits >> cta.rank & 1]
             reports = _barrier_addresses(cluster, targets, int(barrier(warp)[lane]), multicast, pair)
             for report in reports:
-                cluster.memory_barrier(report)
+                cluster.memory_barrier(report, warp.actor, asynchronous=True)
             rows = list(box.rows(corner))
+            writers = [warp.actor.issue() for _ in targets]
 
-            def arrive(warp=warp, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports, offset=offset):
+            def arrive(warp=warp, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports, offset=offset,
+                       writers=writers):  # fmt: skip
                 data = np.zeros(box.box_bytes, np.uint8)  # outside the tensor: zeros
                 for row in rows:
                     source = warp.cta.launch.memory.view(row.address, row.size, write=False)
                     data[row.box_offset : row.box_offset + row.size] = source
                 statistics = warp.cta.launch.statistics
                 statistics.engine_bytes["tma_load"] += sum(row.size for row in rows)
-                for cta in targets:
-                    cta.shared.scatter(_offsets(box, offset), data)
+                for cta, report, writer in zip(targets, reports, writers, strict=True):
+                    cta.shared.scatter(_offsets(box, offset), data, writer)
                     statistics.engine_bytes["tma_load_shared"] += box.box_bytes
-                for report in reports:
-                    cluster.memory_barrier(report).complete(box.box_bytes)
+                    cluster.memory_barrier(report, writer).complete(box.box_bytes, writer.clock)
 
             warp.cta.launch.statistics.engine_operations["tma_load"] += 1
             warp.cta.launch.engines.issue("tma_load", None, [arrive])
@@ -153,15 +155,15 @@ def _store_box(warp: Warp, box: TensorMap, origin: int, corner: tuple[int, ...],
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
     rows = list(box.rows(corner))
+    reader = warp.actor.issue()
     for group in groups:
-        group.unread += 1
-        group.unfinished += 1
+        group.add(reader.clock)
     held: list[np.ndarray] = []
 
     def read() -> None:
         # Only what lies inside the tensor is read: the rest of the box need not have been written.
         places = _offsets(box, offset)
-        held.extend(cta.shared.gather(places[row.box_offset : row.box_offset + row.size]) for row in rows)
+        held.extend(cta.shared.gather(places[row.box_offset : row.box_offset + row.size], reader) for row in rows)
         for group in groups:
             group.unread -= 1
 
@@ -190,14 +192,18 @@ def _commit(decoder: Decoder, bulk: bool) -> Execute:
 
 def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        learnt: dict[int, Clock] = {}  # lanes often share a copy
         for lane in active(mask):
             committed = _groups(warp, int(lane), bulk)[1]
             older = committed[: len(committed) - keep] if keep < len(committed) else []
             left = sum(group.unread if reading else group.unfinished for group in older)
             if left:
                 return Blocked(f"{left} copies of lane {lane} to {'read their source' if reading else 'finish'}")
-            if not reading:
+            learnt |= {id(known): known for group in older for known in group.known}
+            if not any(group.unfinished for group in older):
                 del committed[: len(older)]
+        for known in learnt.values():
+            warp.actor.acquire(known)
         return None
 
     return execute
@@ -255,6 +261,8 @@ def build_element_copy(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         steps = []
+        writer = warp.actor.issue(generic=True)
+        warp.copies.join(writer.clock)
         for lane in active(mask):
             target, address = int(destination(warp)[lane]), int(source(warp)[lane])
             nbytes = size if valid is None else int(valid(warp)[lane])
@@ -264,16 +272,15 @@ def build_element_copy(decoder: Decoder) -> Execute:
             if nbytes > size:
                 raise HazardError(f"cp.async of {nbytes} B where at most {size} fit")
             group = _groups(warp, int(lane), bulk=False)[0]
-            group.unread += 1
-            group.unfinished += 1
+            group.add(writer.clock)
             steps.append((cta, offset, address, nbytes, group))
 
-        def copy(warp=warp, steps=steps):
+        def copy(warp=warp, steps=steps, writer=writer):
             for cta, offset, address, nbytes, group in steps:
                 data = np.zeros(size, np.uint8)
                 if nbytes:
                     data[:nbytes] = warp.cta.launch.memory.view(address, nbytes, write=False)
-                cta.shared.write(offset, data)
+                cta.shared.write(offset, data, writer)
                 warp.cta.launch.statistics.engine_bytes["cp_async"] += nbytes
                 group.unread -= 1
                 group.unfinished -= 1
@@ -297,9 +304,9 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
 
-        def arrive(cluster=warp.cta.cluster, targets=targets):
+        def arrive(cluster=warp.cta.cluster, targets=targets, known=warp.copies.copy()):
             for target in targets:
-                cluster.memory_barrier(target).arrive()
+                cluster.memory_barrier(target, warp.actor).arrive(known)
 
         # Same queue as the copies, so that it comes after them.
         warp.cta.launch.engines.issue("cp_async", (id(warp), "copies"), [arrive])
@@ -336,12 +343,12 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
             if barrier is None:
                 cta, offset = cluster.locate(origin)
                 group = _groups(warp, int(lane), bulk=True)[0]
-                group.unread += 1
-                group.unfinished += 1
+                actor = warp.actor.issue()
+                group.add(actor.clock)
                 held: list[np.ndarray] = []
 
-                def read_source(cta=cta, offset=offset, nbytes=nbytes, group=group, held=held):
-                    held.append(cta.shared.read(offset, nbytes).copy())
+                def read_source(cta=cta, offset=offset, nbytes=nbytes, group=group, held=held, actor=actor):
+                    held.append(cta.shared.read(offset, nbytes, actor).copy())
                     group.unread -= 1
 
                 def write(launch=launch, target=target, nbytes=nbytes, group=group, held=held):
@@ -351,11 +358,13 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                 launch.engines.issue(name, None, [read_source, write])
                 continue
             report = int(barrier(warp)[lane])
+            actor = warp.actor.issue()
 
-            def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report):
+            def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report,
+                       actor=actor):  # fmt: skip
                 cta, offset = cluster.locate(target)
-                cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False))
-                cluster.memory_barrier(report).complete(nbytes)
+                cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False), actor)
+                cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
 
             launch.engines.issue(name, None, [arrive])
 

@@ -1,6 +1,8 @@
 """ld, st, atom, red on the parameter block, global and shared memory.
 
-Lanes are served in lane order. Each access must be aligned to its size.
+Lanes are served in lane order. Each access must be aligned to its size. Atomics and accesses with a memory order are
+strong: they may race with one another, and order other accesses as release and acquire say. Global memory is not
+checked for races.
 """
 
 from __future__ import annotations
@@ -10,48 +12,79 @@ from typing import Any
 
 import numpy as np
 
+from tests.sm100.emulator.cluster import Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
-from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_WINDOW
+from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.warp import Mask, Warp, active
 
 SPACES = ("param", "global", "shared", "shared::cta", "shared::cluster", "local", "const")
-ORDER = ("weak", "relaxed", "acquire", "release", "volatile")
-"""Memory orders need no action: warps act one instruction at a time on one memory."""
+ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
 
 
-def load(warp: Warp, space: str, address: int, size: int) -> np.ndarray:
-    """Bytes at an address of a space ("" is generic)."""
-    if address % size:
-        raise MemoryFaultError(f"load of {size} B at {address:#x}: misaligned")
-    if space == "" and SHARED_WINDOW <= address < PARAMETER_WINDOW:
-        space, address = "shared", address - SHARED_WINDOW
-    if space.startswith("shared"):
-        cta, offset = warp.cta.cluster.locate(address)
-        return cta.shared.read(offset, size)
+def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> tuple[Cta, np.ndarray] | None:
+    """The CTA and the offsets [n, size] that accesses touch if all are to one shared memory, else None."""
+    if space == "" and ((addresses >= SHARED_WINDOW) & (addresses < PARAMETER_WINDOW)).all():
+        space, addresses = "shared", addresses - np.uint64(SHARED_WINDOW)
+    ranks = addresses >> np.uint64(RANK_SHIFT)
+    if not space.startswith("shared") or (ranks != ranks[0]).any():
+        return None
+    cta, _ = warp.cta.cluster.locate(int(addresses[0]))
+    offsets = (addresses & np.uint64(OFFSET_MASK)).astype(np.int64)
+    return cta, offsets[:, None] + np.arange(size)
+
+
+def _check_aligned(addresses: np.ndarray, size: int, what: str) -> None:
+    wrong = addresses % np.uint64(size) != 0
+    if wrong.any():
+        raise MemoryFaultError(f"{what} of {size} B at {int(addresses[np.argmax(wrong)]):#x}: misaligned")
+
+
+def load_lanes(warp: Warp, space: str, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    """u8 [n, size] at u64 addresses of a space ("" is generic); ``strong`` accesses may race with one another."""
+    _check_aligned(addresses, size, "load")
+    shared = _shared_cells(warp, space, addresses, size)
+    if shared is not None:
+        cta, offsets = shared
+        return cta.shared.gather(offsets, warp.actor, strong)
+    if len(addresses) > 1:
+        return np.concatenate([load_lanes(warp, space, one[None], size, strong) for one in addresses])
+    address = int(addresses[0])
     if address >= PARAMETER_WINDOW and space in ("", "param"):
-        return warp.cta.launch.parameters.view(address, size)
+        return warp.cta.launch.parameters.view(address, size)[None]
     if space == "param":
         raise MemoryFaultError(f"parameter address {address:#x}")
-    return warp.cta.launch.memory.view(address, size, write=False)
+    return warp.cta.launch.memory.view(address, size, write=False)[None]
 
 
-def store(warp: Warp, space: str, address: int, data: np.ndarray) -> None:
-    """Store u8 ``data`` at an address of a space ("" is generic)."""
-    if address % len(data):
-        raise MemoryFaultError(f"store of {len(data)} B at {address:#x}: misaligned")
-    if space == "" and SHARED_WINDOW <= address < PARAMETER_WINDOW:
-        space, address = "shared", address - SHARED_WINDOW
-    if space.startswith("shared"):
-        cta, offset = warp.cta.cluster.locate(address)
-        cta.shared.write(offset, data)
+def store_lanes(warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray, strong: bool = False) -> None:
+    """Store u8 [n, size], in order, at u64 addresses of a space ("" is generic)."""
+    _check_aligned(addresses, data.shape[1], "store")
+    shared = _shared_cells(warp, space, addresses, data.shape[1])
+    if shared is not None:
+        cta, offsets = shared
+        cta.shared.scatter(offsets, data, warp.actor, strong)
         return
-    if address >= PARAMETER_WINDOW:
+    if len(addresses) > 1:
+        for address, row in zip(addresses, data, strict=True):
+            store_lanes(warp, space, address[None], row[None], strong)
+        return
+    if int(addresses[0]) >= PARAMETER_WINDOW:
         raise MemoryFaultError("store to the parameter block")
-    warp.cta.launch.memory.view(address, len(data), write=True)[:] = data
+    warp.cta.launch.memory.view(int(addresses[0]), data.shape[1], write=True)[:] = data[0]
+
+
+def load(warp: Warp, space: str, address: int, size: int, strong: bool = False) -> np.ndarray:
+    """Bytes at one address."""
+    return load_lanes(warp, space, np.array([address], np.uint64), size, strong)[0]
+
+
+def store(warp: Warp, space: str, address: int, data: np.ndarray, strong: bool = False) -> None:
+    """Store u8 ``data`` at one address."""
+    store_lanes(warp, space, np.array([address], np.uint64), data[None], strong)
 
 
 def _space(decoder: Decoder) -> str:
@@ -61,9 +94,9 @@ def _space(decoder: Decoder) -> str:
     return space
 
 
-def _qualifiers(decoder: Decoder) -> None:
-    """Take what changes neither values nor, here, order: orders, scopes, cache and prefetch hints."""
-    decoder.one_of(*ORDER, default="")
+def _qualifiers(decoder: Decoder) -> str:
+    """Take scope, cache and prefetch hints, which change nothing here; return the memory order, "weak" for none."""
+    order = decoder.one_of(*ORDERS, default="weak")
     decoder.one_of(*SCOPES, default="")
     decoder.one_of(*CACHE, default="")
     for level in ("L1", "L2"):
@@ -71,6 +104,28 @@ def _qualifiers(decoder: Decoder) -> None:
             decoder.flag(f"{level}::{policy}")
     for size in ("64B", "128B", "256B"):
         decoder.flag(f"L2::{size}")
+    return order
+
+
+def _words(space: str, addresses: np.ndarray) -> list[int]:
+    """A number for each word however it is addressed."""
+    window = SHARED_WINDOW if space.startswith("shared") else 0
+    return [int(address) + window for address in addresses]
+
+
+def _release(warp: Warp, space: str, addresses: np.ndarray, order: str) -> None:
+    """Hand on what strong stores or atomics release."""
+    known = warp.actor.release(relaxed=order not in ("release", "acq_rel"))
+    for word in _words(space, addresses):
+        warp.cta.cluster.hand_on(word, known)
+
+
+def _acquire(warp: Warp, space: str, addresses: np.ndarray, order: str) -> None:
+    """Learn what strong loads or atomics acquire."""
+    for word in _words(space, addresses):
+        known = warp.cta.cluster.handed_on(word)
+        if known is not None:
+            warp.actor.acquire(known, relaxed=order not in ("acquire", "acq_rel"))
 
 
 def _width(decoder: Decoder) -> int:
@@ -81,7 +136,7 @@ def _width(decoder: Decoder) -> int:
 def build_ld(decoder: Decoder) -> Execute:
     type_name = decoder.type()
     space, count = _space(decoder), _width(decoder)
-    _qualifiers(decoder)
+    order = _qualifiers(decoder)
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
     items = decoder.vector(0)
@@ -93,13 +148,16 @@ def build_ld(decoder: Decoder) -> Execute:
     size = count * dtype.itemsize
 
     def execute(warp: Warp, mask: Mask) -> None:
-        addresses = address(warp)
+        lanes = active(mask)
+        addresses = address(warp)[lanes]
         data = np.zeros((LANES, size), np.uint8)
         if space == "param":
-            data[:] = load(warp, space, int(addresses[int(active(mask)[0])]), size)
+            data[:] = load(warp, space, int(addresses[0]), size)
+        elif order == "weak":
+            data[lanes] = load_lanes(warp, space, addresses, size)
         else:
-            for lane in active(mask):
-                data[lane] = load(warp, space, int(addresses[lane]), size)
+            data[lanes] = load_lanes(warp, space, addresses, size, strong=True)
+            _acquire(warp, space, addresses, order)
         values = data.view(dtype)
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
@@ -111,7 +169,7 @@ def build_ld(decoder: Decoder) -> Execute:
 def build_st(decoder: Decoder) -> Execute:
     type_name = decoder.type()
     space, count = _space(decoder), _width(decoder)
-    _qualifiers(decoder)
+    order = _qualifiers(decoder)
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
     items = decoder.vector(1)
@@ -122,10 +180,12 @@ def build_st(decoder: Decoder) -> Execute:
     reads = [decoder.read(item, bits, wider=True) for item in items]
 
     def execute(warp: Warp, mask: Mask) -> None:
-        addresses = address(warp)
-        data = matrix([read(warp) for read in reads]).view(np.uint8)
-        for lane in active(mask):
-            store(warp, space, int(addresses[lane]), data[lane])
+        lanes = active(mask)
+        addresses = address(warp)[lanes]
+        data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
+        store_lanes(warp, space, addresses, data, strong=order != "weak")
+        if order != "weak":
+            _release(warp, space, addresses, order)
 
     return execute
 
@@ -143,11 +203,11 @@ UPDATES: dict[str, Callable[[Any, Any], Any]] = {
 
 @instruction("atom", "red")
 def build_atomic(decoder: Decoder) -> Execute:
-    """atom and red, one element, lanes in lane order (the hardware's order is unspecified)."""
+    """atom and red, one element, lanes in lane order (the hardware's order is unspecified); relaxed by default."""
     returns = decoder.instruction.opcode[0] == "atom"
     type_name = decoder.type()
     space = _space(decoder)
-    _qualifiers(decoder)
+    order = _qualifiers(decoder)
     name = decoder.one_of(*UPDATES, "cas")
     compare = name == "cas"
     decoder.arity(2 + returns + compare)
@@ -159,16 +219,19 @@ def build_atomic(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         addresses, operand = address(warp), first(warp)
+        if returns:
+            _acquire(warp, space, addresses[active(mask)], order)
         replacement = second(warp) if second is not None else operand
         old = np.zeros(LANES, dtype)
         for lane in active(mask):
             where = int(addresses[lane])
-            old[lane] = load(warp, space, where, dtype.itemsize).copy().view(dtype)[0]
+            old[lane] = load(warp, space, where, dtype.itemsize, strong=True).copy().view(dtype)[0]
             if compare:
                 new = replacement[lane] if old[lane] == operand[lane] else old[lane]
             else:
                 new = UPDATES[name](old[lane], operand[lane])
-            store(warp, space, where, np.array([new], dtype).view(np.uint8))
+            store(warp, space, where, np.array([new], dtype).view(np.uint8), strong=True)
+        _release(warp, space, addresses[active(mask)], order)
         warp.cta.launch.events += 1
         if write is not None:
             write(warp, old, mask)

@@ -1,7 +1,7 @@
 """Fences, prefetches and other instructions that change no value here.
 
-Warps act one instruction at a time on one memory, so fences between threads are satisfied by construction.
-Proxy fences are decoded, but a missing one is not found yet.
+Warps act one instruction at a time on one memory, so fences are needed for no value; they count for the check that
+accesses to shared memory are ordered (``actors``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,23 @@ def _nothing(warp, mask):
 
 @instruction("fence", "membar")
 def build_fence(decoder: Decoder) -> Execute:
-    for known in ("proxy", "tensormap::generic", "async", "acq_rel", "sc", "acquire", "release", "mbarrier_init",
-                  "alias", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
-                  "global", "shared::cta", "shared::cluster", "cta", "cluster", "gpu", "sys", "gl"):  # fmt: skip
-        decoder.flag(known)
+    """Memory fences. Scopes and state spaces are not told apart, except that a proxy fence may leave out shared."""
+    decoder.one_of("cta", "cluster", "gpu", "sys", "gl", default="")
+    if decoder.flag("mbarrier_init"):
+        decoder.expect("release")
+        return lambda warp, mask: warp.actor.fence_barrier_inits()
+    if decoder.flag("proxy"):
+        return _proxy_fence(decoder)
+    decoder.one_of("acq_rel", "sc", "acquire", "release", default="")
+    return lambda warp, mask: warp.actor.fence()
+
+
+def _proxy_fence(decoder: Decoder) -> Execute:
+    kind = decoder.one_of("async", "alias", "tensormap::generic")
+    place = decoder.one_of("global", "shared::cta", "shared::cluster", default="")
+    if kind == "async" and place != "global":
+        return lambda warp, mask: warp.actor.fence_proxy()
+    decoder.one_of("acquire", "release", default="")
     return _nothing
 
 

@@ -125,11 +125,13 @@ def build_copy(decoder: Decoder) -> Execute:
             members = _members(warp.cta, group)
             for cta in members:
                 cta.tensor_memory.announce(BOTH_HALVES, columns, 1)
+            actor = warp.actor.issue_tensor(int(lane))
 
-            def copy(members=members, source=source, columns=columns, first=first):
+            def copy(members=members, source=source, columns=columns, first=first, actor=actor):
                 for cta in members:
                     cta.tensor_memory.announce(BOTH_HALVES, columns, -1)
-                    cells = np.ascontiguousarray(cta.shared.gather(source.offsets(rows, row_bytes))).view(np.uint32)
+                    raw = cta.shared.gather(source.offsets(rows, row_bytes), actor)
+                    cells = np.ascontiguousarray(raw).view(np.uint32)
                     where = np.arange(columns.start, columns.stop)[None, None]
                     cta.tensor_memory.write(first + lanes[:, :, None], where, cells[:, None])
                     warp.cta.launch.statistics.engine_bytes["tensor_copy"] += cells.nbytes
@@ -181,12 +183,13 @@ def build_mma(decoder: Decoder) -> Execute:
             cells = Accumulator.at(target, descriptor.m, descriptor.n, group)
             for cta in members:
                 cta.tensor_memory.announce(cells.halves, cells.span, 1)
+            actor = warp.actor.issue_tensor(int(lane))
 
             def run(members=members, target=target, operands=operands, descriptor=descriptor, scales=scales,
-                    accumulate=accumulate, cells=cells):  # fmt: skip
+                    accumulate=accumulate, cells=cells, actor=actor):  # fmt: skip
                 for cta in members:
                     cta.tensor_memory.announce(cells.halves, cells.span, -1)
-                done = multiply(members, target, operands[0], operands[1], descriptor, scales, accumulate)
+                done = multiply(members, target, operands[0], operands[1], descriptor, scales, accumulate, actor)
                 warp.cta.launch.statistics.engine_operations["multiply_adds"] += done
 
             _issue(warp, group, run, "mma")
@@ -218,9 +221,12 @@ def build_commit(decoder: Decoder) -> Execute:
                     raise HazardError(f"commit to ranks {ranks} of {len(cluster.ctas)} CTAs")
             targets = [cluster.ctas[rank].shared_address(offset) for rank in ranks]
 
-            def arrive(cluster=cluster, targets=targets):
+            for target in targets:
+                cluster.memory_barrier(target, warp.actor, asynchronous=True)
+
+            def arrive(cluster=cluster, targets=targets, known=warp.actor.committed(int(lane))):
                 for target in targets:
-                    cluster.memory_barrier(target).arrive()
+                    cluster.memory_barrier(target, warp.actor).arrive(known)
 
             _issue(warp, group, arrive, "commit")
 

@@ -1,0 +1,92 @@
+"""The accesses that matter to later ones: for each cell of a memory its last write and the reads since.
+
+Two accesses to a cell, one of them a write, must be ordered (see ``ordering_clock``), unless both are strong. This is
+checked whenever the later one is recorded, so the report does not depend on the schedule that led to the race.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.sm100.emulator.actors import Actor
+from tests.sm100.emulator.errors import HazardError
+from tests.sm100.emulator.ordering_clock import AGENT_MASK, ORDER, STRONG
+
+Where = np.ndarray | slice | tuple[slice, slice]
+"""Cells of an array: indices, or a part of it."""
+
+
+class AccessHistory:
+    """Accesses to the cells of one memory; ``name`` and ``cell`` are for reports.
+
+    Concurrent reads of a cell are kept in layers, as many as ever read a cell at once without order.
+    """
+
+    def __init__(self, shape: tuple[int, ...], name: str) -> None:
+        self.name = name
+        self._writes = np.zeros(shape, np.int64)
+        self._reads = [np.zeros(shape, np.int64)]
+
+    def read(self, where: Where, actor: Actor, strong: bool = False) -> None:
+        """Record a read.
+
+        Raises:
+            HazardError: the last write of a cell is not ordered before, or not visible to the actor's proxy.
+        """
+        self._check(self._writes[where], where, actor, actor.visible(), strong, "read", "write")
+        epoch, ordered = actor.epoch(strong), actor.ordered()
+        remaining: np.ndarray | None = None
+        for layer in self._reads:
+            earlier = layer[where]
+            replaced = ordered[earlier & AGENT_MASK] >= earlier
+            if remaining is not None:
+                replaced &= remaining
+            if remaining is None and replaced.all():
+                layer[where] = epoch
+                return
+            layer[where] = np.where(replaced, epoch, earlier)
+            remaining = ~replaced if remaining is None else remaining & ~replaced
+            if not remaining.any():
+                return
+        self._reads.append(np.zeros_like(self._writes))
+        self._reads[-1][where] = np.where(remaining, epoch, 0)
+
+    def write(self, where: Where, actor: Actor, strong: bool = False) -> None:
+        """Record a write.
+
+        Raises:
+            HazardError: as for reads, or an earlier read of a cell is not ordered before.
+        """
+        self._check(self._writes[where], where, actor, actor.visible(), strong, "write", "write")
+        ordered = actor.ordered()
+        for layer in self._reads:
+            reads = layer[where]
+            self._check(reads, where, actor, ordered, strong, "write", "read")
+            layer[where] = np.where(ordered[reads & AGENT_MASK] >= reads, 0, reads) if strong else 0
+        self._writes[where] = actor.epoch(strong)
+
+    def _check(
+        self, earlier: np.ndarray, where: Where, actor: Actor, limits: np.ndarray, strong: bool, now: str, before: str
+    ) -> None:
+        unordered = limits[earlier & AGENT_MASK] < earlier
+        if strong:
+            unordered &= earlier & STRONG == 0
+        if not unordered.any():
+            return
+        first = np.unravel_index(int(np.argmax(unordered)), unordered.shape)
+        epoch = int(earlier[first])
+        missing = "without being ordered after"
+        if actor.clock.covers(epoch, ORDER):
+            missing = "without fence.proxy.async since"
+        agents = actor.agents
+        raise HazardError(
+            f"{now} of {self.name} at {self._place(where, first)} {missing} its {before}\n"
+            f"  by {agents.describe(actor.epoch())}\n"
+            f"  {before} by {agents.describe(epoch)}"
+        )
+
+    def _place(self, where: Where, index: tuple[np.intp, ...]) -> str:
+        if isinstance(where, np.ndarray):
+            return str(int(where[index]))
+        parts = where if isinstance(where, tuple) else (where,)
+        return ", ".join(str((part.start or 0) + int(step)) for part, step in zip(parts, index, strict=True))

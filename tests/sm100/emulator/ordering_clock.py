@@ -1,0 +1,111 @@
+"""Vector clocks: which accesses are known to have happened before a point of the program.
+
+An *agent* is a warp or one asynchronous operation. Each has a time of its own, which advances whenever it hands its
+knowledge to another agent. An access is stamped with an *epoch* (time, instruction, agent), one integer. A clock
+holds for each agent the *limit* up to which its epochs are covered; several views differ in what covering means:
+
+* ORDER: happened before (base causality order of the PTX memory model);
+* PROXY: happened before, and a proxy fence on the way has made writes of the generic proxy visible to the
+  asynchronous one;
+* INIT: an mbarrier initialised before a ``fence.mbarrier_init`` that happened before.
+
+Clocks are joined by maximum, so what a barrier carries is the union of what its participants knew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.ptx import Instruction
+
+AGENT_BITS, SITE_BITS = 12, 19
+AGENTS = 1 << AGENT_BITS
+AGENT_MASK = AGENTS - 1
+SITE_MASK = (1 << SITE_BITS) - 1
+STRONG = 1 << AGENT_BITS + SITE_BITS
+"""Set in the epoch of an access that may race with others of its kind: atomics, relaxed, release, acquire."""
+TICK = STRONG << 1
+"""One unit of time in an epoch or a limit."""
+NOTHING = TICK - 1
+"""The limit that covers no access: times begin at 1, and 0 as an epoch stands for no access."""
+
+ORDER, PROXY, INIT = range(3)
+VIEWS = 3
+
+
+@dataclass
+class Agents:
+    """The agents of a cluster, by number. Their instructions name the sites of accesses."""
+
+    instructions: list[Instruction]
+    names: list[str] = field(default_factory=list)
+    generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
+    """By agent: whether it accesses memory through the generic proxy."""
+
+    def add(self, name: str, generic: bool) -> int:
+        """A new agent's number."""
+        number = len(self.names)
+        if number == AGENTS or len(self.instructions) > SITE_MASK:
+            raise UnsupportedError(f"more than {AGENTS} operations at once, or {SITE_MASK} instructions")
+        self.names.append(name)
+        if number >= self.capacity:
+            self.generic = np.concatenate((self.generic, np.ones(self.capacity, bool)))
+        self.generic[number] = generic
+        return number
+
+    @property
+    def capacity(self) -> int:
+        """Length of the clocks' views: at least the number of agents."""
+        return len(self.generic)
+
+    def describe(self, epoch: int) -> str:
+        """Who made the access, and by which instruction."""
+        instruction = self.instructions[epoch >> AGENT_BITS & SITE_MASK]
+        return f"{self.names[epoch & AGENT_MASK]}, line {instruction.line}: {instruction.text}"
+
+
+class Clock:
+    """Limits by view and agent; see the module."""
+
+    def __init__(self, agents: Agents, limits: np.ndarray | None = None) -> None:
+        self.agents = agents
+        self._limits = np.full((VIEWS, agents.capacity), NOTHING, np.int64) if limits is None else limits
+
+    @property
+    def limits(self) -> np.ndarray:
+        """i64 [VIEWS, capacity], to be changed in place."""
+        lacking = self.agents.capacity - self._limits.shape[1]
+        if lacking:
+            self._limits = np.pad(self._limits, ((0, 0), (0, lacking)), constant_values=NOTHING)
+        return self._limits
+
+    def join(self, other: Clock) -> None:
+        """Learn what ``other`` knows."""
+        limits = self.limits
+        np.maximum(limits, other.limits, out=limits)
+
+    def copy(self) -> Clock:
+        return Clock(self.agents, self.limits.copy())
+
+    def covers(self, epoch: int, *views: int) -> bool:
+        """Whether the access is covered in one of the views."""
+        return any(int(self.limits[view, epoch & AGENT_MASK]) >= epoch for view in views)
+
+
+@dataclass
+class Handover:
+    """The clocks of a barrier: what arrived for the open phase, and what completed phases hand to those who wait."""
+
+    arriving: Clock
+    released: Clock
+
+    @classmethod
+    def create(cls, agents: Agents) -> Handover:
+        return cls(Clock(agents), Clock(agents))
+
+    def complete(self) -> None:
+        """The phase is over."""
+        self.released = self.arriving.copy()
