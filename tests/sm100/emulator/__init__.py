@@ -22,6 +22,9 @@ Modelled
       commit, also multicast; ld and st of every shape, also packed;
     * clusters: any shape; shared memory of other CTAs by mapa;
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
+    * order of accesses to shared memory, byte by byte and whatever the timing: two that conflict must be ordered by
+      barriers, mbarriers, groups of copies, or release and acquire, and a generic write that an asynchronous operation
+      reads or overwrites needs a proxy fence on the way (``ordering_clock``, ``actors``, ``access_history``);
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
       reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
       capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,
@@ -33,9 +36,9 @@ Not modelled, refused
     im2col, reductions and gather of TMA; tensor maps changed on the device; mbarrier state tokens; grid-wide barriers.
 
 Not modelled, not noticed
-    Missing proxy fences, ``tcgen05.fence`` and ``tcgen05.wait``; races on shared memory that change no value in the
-    modes run; generic memory ordering (warps act one instruction at a time on one memory); programmatic dependent
-    launch (launches run one after the other); register budgets. No time is modelled. Approximate functions (ex2,
+    Missing ``tcgen05.fence`` and ``tcgen05.wait``; races on global memory, and those among the lanes of one warp; too
+    narrow a scope of a fence or a synchronisation; programmatic dependent launch (launches run one after the other);
+    register budgets. No time is modelled. Approximate functions (ex2,
     rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
     Lanes that issue the same bulk store together count as one store. No result here was compared with hardware yet.
 """

@@ -35,17 +35,15 @@ class AccessHistory:
         """
         self._check(self._writes[where], where, actor, actor.visible(), strong, "read", "write")
         epoch, ordered = actor.epoch(strong), actor.ordered()
-        remaining: np.ndarray | None = None
+        remaining = np.array(True)
         for layer in self._reads:
             earlier = layer[where]
-            replaced = ordered[earlier & AGENT_MASK] >= earlier
-            if remaining is not None:
-                replaced &= remaining
-            if remaining is None and replaced.all():
+            replaced = remaining & (ordered[earlier & AGENT_MASK] >= earlier)
+            if replaced.all():
                 layer[where] = epoch
                 return
             layer[where] = np.where(replaced, epoch, earlier)
-            remaining = ~replaced if remaining is None else remaining & ~replaced
+            remaining = remaining & ~replaced
             if not remaining.any():
                 return
         self._reads.append(np.zeros_like(self._writes))

@@ -33,7 +33,7 @@ class Cta:
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory()
         self.named_barriers = NamedBarriers(cluster.agents)
-        self.special = self._special()
+        self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
 

@@ -237,7 +237,7 @@ def build_wait_all(decoder: Decoder) -> Execute:
     commit, wait = _commit(decoder, bulk=False), _wait(decoder, bulk=False, keep=0, reading=False)
 
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
-        if any(_groups(warp, int(lane), bulk=False)[0].unfinished for lane in active(mask)):
+        if any(_groups(warp, int(lane), bulk=False)[0].known for lane in active(mask)):
             commit(warp, mask)
         return wait(warp, mask)
 
@@ -303,8 +303,9 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
+        known = warp.copies.copy()
 
-        def arrive(cluster=warp.cta.cluster, targets=targets, known=warp.copies.copy()):
+        def arrive(cluster=warp.cta.cluster, targets=targets, known=known):
             for target in targets:
                 cluster.memory_barrier(target, warp.actor).arrive(known)
 

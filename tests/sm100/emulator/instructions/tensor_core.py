@@ -223,8 +223,9 @@ def build_commit(decoder: Decoder) -> Execute:
 
             for target in targets:
                 cluster.memory_barrier(target, warp.actor, asynchronous=True)
+            known = warp.actor.committed(int(lane))
 
-            def arrive(cluster=cluster, targets=targets, known=warp.actor.committed(int(lane))):
+            def arrive(cluster=cluster, targets=targets, known=known):
                 for target in targets:
                     cluster.memory_barrier(target, warp.actor).arrive(known)
 
