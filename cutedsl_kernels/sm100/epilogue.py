@@ -1,0 +1,144 @@
+"""From accumulators to outputs: factors, SwiGLU, rounding, re-quantisation, and how the result reaches memory.
+
+A thread of the epilogue owns one feature (its lane of tensor memory) and sees a chunk of tokens at a time. An epilogue
+is a chain: *factors* turn accumulators into dequantised fp32, *gating* (if any) joins two of them, *store* rounds and
+writes. Order of operations, all single fp32 roundings: ``(acc * row_scale) * alpha``, then ``* row_weight``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .fixed import Fixed
+from .shape import LANES, KernelShape
+from .store import EPILOGUE_THREADS, PlainStore, QuantizedStore, synchronise_epilogue
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Epilogue(Fixed):
+    """What happens to a tile.
+
+    Attributes:
+        limit: the SwiGLU clamp of a gated kernel, else None.
+        weighted: whether each row has a further factor (the routing weight).
+        row_scale_constant: for NVFP4 output, the constant row scale that the output is quantised with.
+    """
+
+    limit: float | None = None
+    weighted: bool = False
+    row_scale_constant: float | None = None
+
+    def host(self, shape: KernelShape, pointers: Any, sizes: Any, features: Any, rows: Any, groups: Any) -> Any:
+        """Tensors and tensor maps for the kernel.
+
+        Args:
+            pointers: (out, out_scales or None, row_scale, row_weight or None, alpha).
+            sizes: (out row stride, out group stride in elements; row_scale strides of rows and groups;
+                alpha strides of features and matrices; row stride of out_scales' atoms in bytes).
+        """
+        out, out_scales, row_scale, row_weight, alpha = pointers
+        out_row, out_group, scale_row, scale_group, alpha_feature, alpha_matrix, atom_row = sizes
+        matrices = groups * shape.halves
+        store = PlainStore if shape.output != "nvfp4" else QuantizedStore
+        target = store.host(shape, out, out_scales, features, rows, groups, out_row, out_group, atom_row)
+        scales = cute.make_tensor(row_scale, cute.make_layout((rows, groups), stride=(scale_row, scale_group)))
+        weights = None
+        if cutlass.const_expr(self.weighted):
+            weights = cute.make_tensor(row_weight, cute.make_layout(rows))
+        alphas = cute.make_tensor(alpha, cute.make_layout((features, matrices), stride=(alpha_feature, alpha_matrix)))
+        return target, scales, weights, alphas
+
+    def device(self, shape: KernelShape, storage: Any, outputs: Any, thread: Any, warp: Any) -> Any:
+        """The epilogue inside the kernel."""
+        target, scales, weights, alphas = outputs
+        make = PlainStore if shape.output != "nvfp4" else QuantizedStore
+        store = make.create(shape, storage, target, thread, warp, self.row_scale_constant)
+        factors = storage.row_factors.get_tensor(cute.make_layout((shape.token_tile, 2)))
+        return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, thread)
+
+
+@dataclass(frozen=True)
+class DeviceEpilogue(Fixed):
+    """The chain for one CTA; ``begin`` each tile, then ``chunk`` after chunk."""
+
+    shape: KernelShape
+    epilogue: Epilogue
+    scales: Any
+    weights: Any
+    alphas: Any
+    row_factors: Any
+    """fp32 shared tensor [token_tile, 2]: row scale, row weight."""
+    store: Any
+    thread: Any
+
+    @cute.jit
+    def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
+        """Stage the tile's row factors in shared memory; the returned alphas are this thread's, one per half."""
+        shape = self.shape
+        synchronise_epilogue()  # the last tile's factors have been read
+        for i in cutlass.range_constexpr((shape.token_tile + EPILOGUE_THREADS - 1) // EPILOGUE_THREADS):
+            token = self.thread + i * EPILOGUE_THREADS
+            if token < shape.token_tile:
+                row = token_tile * shape.token_tile + token
+                factor, weight = Float32(0.0), Float32(0.0)
+                if row < self.scales.shape[0]:
+                    factor = self.scales[row, token_group]
+                    if cutlass.const_expr(self.weights is not None):
+                        weight = self.weights[row]
+                self.row_factors[token, 0] = factor
+                if cutlass.const_expr(self.weights is not None):
+                    self.row_factors[token, 1] = weight
+        synchronise_epilogue()
+        feature = cutlass.min(feature_tile * LANES + self.thread, self.alphas.shape[0] - 1)
+        alphas = []
+        for half in cutlass.range_constexpr(shape.halves):
+            alphas.append(self.alphas[feature, weight_group * shape.halves + half])
+        return tuple(alphas)
+
+    def chunk(
+        self, values: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any
+    ) -> None:  # fmt: skip
+        """Finish one chunk: ``values`` holds one register tensor per half."""
+        count = self.shape.chunk
+        rows = self._row_factors(chunk, 0)
+        for j in range(count):
+            scaled = [(values[half][j] * rows[j]) * alphas[half] for half in range(self.shape.halves)]
+            if self.epilogue.limit is not None:
+                values[0][j] = clamped_swiglu(scaled[0], scaled[1], self.epilogue.limit)
+            else:
+                values[0][j] = scaled[0]
+        if self.weights is not None:
+            weights = self._row_factors(chunk, 1)
+            for j in range(count):
+                values[0][j] = values[0][j] * weights[j]
+        self.store.put(values[0], slot, chunk, feature_tile, token_tile, token_group)
+
+    def finish(self) -> None:
+        """After the last tile."""
+        self.store.finish()
+
+    def _row_factors(self, chunk: Any, which: int) -> Any:
+        count = self.shape.chunk
+        registers = cute.make_rmem_tensor((count,), Float32)
+        pointer = self.row_factors.iterator + which * self.shape.token_tile + chunk * count
+        cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(count)), registers)
+        return registers
+
+
+def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; +0 where that would be NaN (spec section 6.2).
+
+    The sigmoid takes the hardware's ex2.approx and rcp.approx: relative error below 2^-21.
+    """
+    gate = cute.arch.fmin(gate, limit)
+    up = cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
+    sigmoid = cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(gate * Float32(-LOG2_E)))
+    hidden = (gate * sigmoid) * up
+    return cutlass.select_(hidden == hidden, hidden, Float32(0.0))

@@ -1,0 +1,500 @@
+"""NVFP4 x NVFP4 products on SM100's block-scaled tensor cores: one kernel for every shape, schedule and epilogue.
+
+Computes, for each group (or expert) g, token row t and feature f::
+
+    acc      = sum over k of (code * block_scale)(tokens[t, k]) * (code * block_scale)(weights[g, f, k])     fp32
+    out[t,f] = epilogue(acc)                                                          see epilogue.py
+
+Operands: E2M1 codes, two a byte, low nibble first, K contiguous; E4M3 block scales for each 16 of K in the 128x4
+swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA), any number of features and
+tokens. Weights are the A operand, tokens the B operand (shape.py says why).
+
+Warps: 0-3 epilogue (each reads its quarter of tensor memory), 4 issues the MMAs, 5 the TMA loads. The roles meet in
+two rings of mbarriers: operand stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are
+persistent; the epilogue of one tile runs beside the main loop of the next.
+
+Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
+with one rounding to the output type. The result does not depend on timing. With split_k the partial sums are added in
+the order of their slices.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100_utils
+import cutlass.utils.blockscaled_layout as blockscaled
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from .barriers import Ring, fence_after_wait, fence_before_signal
+from .schedule import BatchedSchedule, GroupedSchedule
+from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+
+EPILOGUE_WARPS = 4
+MMA_WARP, LOAD_WARP = 4, 5
+THREADS = 192
+K_MAJOR = cute.nvgpu.OperandMajorMode.K
+
+
+def scale_layout(rows: Any, k: Any, groups: Any, row_stride: Any, group_stride: Any) -> cute.Layout:
+    """Block scales as ((32, 4, row atoms), (16, 4, K atoms), groups) in bytes; strides of atoms and groups given."""
+    return cute.make_layout(
+        (((32, 4), cute.ceil_div(rows, SCALE_ATOM_ROWS)), ((BLOCK, 4), cute.ceil_div(k, 4 * BLOCK)), groups),
+        stride=(((16, 4), row_stride), ((0, 1), SCALE_ATOM_BYTES), group_stride),
+    )
+
+
+class NvFp4Gemm:
+    """A kernel of one :class:`KernelShape`; call it inside ``cute.compile``."""
+
+    def __init__(self, shape: KernelShape, epilogue: Any) -> None:
+        self.shape, self.epilogue = shape, epilogue
+        self.group = tcgen05.CtaGroup.TWO if shape.pair else tcgen05.CtaGroup.ONE
+        self.ctas = 2 if shape.pair else 1
+        self.tiler = (shape.tile_features, shape.token_tile, TILE_K)
+        self.scale_tiler = (LANES, max(shape.token_tile, SCALE_ATOM_ROWS), TILE_K)
+        """Of the tokens' block scales: whole atoms, and all of them in each CTA of a pair."""
+
+    # Host side, traced once per compilation.
+
+    def _mma(self, group: Any, tiler: Any) -> cute.TiledMma:
+        return sm100_utils.make_blockscaled_trivial_tiled_mma(
+            cutlass.Float4E2M1FN, cutlass.Float4E2M1FN, K_MAJOR, K_MAJOR, cutlass.Float8E4M3FN, BLOCK, group, tiler[:2]
+        )
+
+    def _shared_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
+        """Of the staged operands in shared memory: weights, tokens, their block scales (static, so made anywhere)."""
+        stages, halves, fp4 = self.shape.stages, self.shape.halves, cutlass.Float4E2M1FN
+        return (
+            sm100_utils.make_smem_layout_a(mma, self.tiler, fp4, stages * halves),
+            sm100_utils.make_smem_layout_b(mma, self.tiler, fp4, stages),
+            blockscaled.make_smem_layout_sfa(mma, self.tiler, BLOCK, stages * halves),
+            blockscaled.make_smem_layout_sfb(mma, self.tiler, BLOCK, stages),
+        )
+
+    def _shared_operands(self, storage: Any, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
+        """The staged operands: weights, tokens, their block scales."""
+        a, b, sfa, sfb = self._shared_layouts(mma)
+        return (
+            storage.a.get_tensor(a.outer, swizzle=a.inner),
+            storage.b.get_tensor(b.outer, swizzle=b.inner),
+            storage.sfa.get_tensor(sfa),
+            storage.sfb.get_tensor(sfb),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        weights: cute.Pointer,
+        weight_scales: cute.Pointer,
+        tokens: cute.Pointer,
+        token_scales: cute.Pointer,
+        epilogue_pointers: Any,
+        offsets: Any,
+        counts: Any,
+        features: Int32,
+        k: Int32,
+        rows: Int32,
+        groups: Int32,
+        token_strides: Any,
+        scale_strides: Any,
+        epilogue_sizes: Any,
+        clusters: Int32,
+        stream: Any,
+        use_pdl: cutlass.Constexpr = False,
+    ):
+        """Launch.
+
+        Args:
+            weights: E2M1 codes [groups * halves, features, k]; gated kernels have a gate and an up matrix per group.
+            weight_scales: their block scales, swizzled, one padded matrix after the other.
+            tokens: E2M1 codes, row r of group g at ``r * token_strides[0] + g * token_strides[1]`` elements.
+            token_scales: their block scales in atoms of 128 rows (of one token tile, if that is smaller) by 64 of K;
+                atoms of 64 of K adjacent, of rows and groups at ``scale_strides`` bytes.
+            epilogue_pointers, epilogue_sizes: see the epilogue.
+            offsets, counts: of the grouped schedule, else None.
+            rows: token rows in all.
+            clusters: persistent clusters to launch.
+        """
+        shape = self.shape
+        halves = shape.halves
+        mma, scale_mma = self._mma(self.group, self.tiler), self._mma(tcgen05.CtaGroup.ONE, self.scale_tiler)
+        ctas = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (mma.thr_id.shape,))
+        scale_ctas = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (scale_mma.thr_id.shape,))
+        a_layout, b_layout, sfa_layout, sfb_layout = self._shared_layouts(mma)
+        matrices = groups * halves
+        a = cute.make_tensor(
+            weights, cute.make_layout((features, k, matrices), stride=(Int64(k), 1, Int64(features) * k))
+        )
+        b = cute.make_tensor(
+            tokens, cute.make_layout((rows, k, groups), stride=(token_strides[0], 1, token_strides[1]))
+        )
+        k_atoms = cute.ceil_div(k, 4 * BLOCK)
+        atom_row = Int64(k_atoms) * SCALE_ATOM_BYTES
+        sfa = cute.make_tensor(
+            weight_scales,
+            scale_layout(features, k, matrices, atom_row, atom_row * cute.ceil_div(features, SCALE_ATOM_ROWS)),
+        )
+        token_tiles = cute.ceil_div(rows, shape.token_tile)
+        # A narrow token tile has atoms of its own; the second atom of a wide one may lie beyond the last row.
+        scale_rows = token_tiles * SCALE_ATOM_ROWS if shape.token_tile < SCALE_ATOM_ROWS else rows
+        sfb = cute.make_tensor(token_scales, scale_layout(scale_rows, k, groups, scale_strides[0], scale_strides[1]))
+
+        def one(layout: Any) -> Any:
+            return cute.slice_(layout, (None, None, None, 0))
+
+        cluster_mn = (self.ctas, 1)
+        load_a = sm100_utils.cluster_shape_to_tma_atom_A(cluster_mn, mma.thr_id)
+        load_b = sm100_utils.cluster_shape_to_tma_atom_B(cluster_mn, mma.thr_id)
+        load_sfb = sm100_utils.cluster_shape_to_tma_atom_SFB(cluster_mn, mma.thr_id)
+        make_a, make_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
+        tma_a = make_a(load_a, a, one(a_layout), self.tiler, mma, ctas.shape)
+        tma_b = make_b(load_b, b, one(b_layout), self.tiler, mma, ctas.shape)
+        tma_sfa = make_a(load_a, sfa, one(sfa_layout), self.tiler, mma, ctas.shape, internal_type=cutlass.Int16)
+        tma_sfb = make_b(
+            load_sfb, sfb, one(sfb_layout), self.scale_tiler, scale_mma, scale_ctas.shape,
+            internal_type=cutlass.Int16,
+        )  # fmt: skip
+        feature_tiles = cute.ceil_div(features, shape.tile_features)
+        outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
+        self.storage = self._storage(a_layout, b_layout, sfa_layout, sfb_layout)
+        self.kernel(
+            mma, scale_mma, *tma_a, *tma_b, *tma_sfa, *tma_sfb, outputs, offsets, counts,
+            feature_tiles, token_tiles, groups, cute.ceil_div(k, TILE_K), ctas, scale_ctas,
+        ).launch(
+            grid=(clusters * shape.cluster, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(shape.cluster, 1, 1),
+            smem=self.storage.size_in_bytes(),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=use_pdl,
+        )  # fmt: skip
+
+    def _storage(self, a_layout: Any, b_layout: Any, sfa_layout: Any, sfb_layout: Any) -> Any:
+        shape = self.shape
+
+        @cute.struct
+        class Storage:
+            operand_full: cute.struct.MemRange[Int64, shape.stages]
+            operand_empty: cute.struct.MemRange[Int64, shape.stages]
+            accumulator_full: cute.struct.MemRange[Int64, 2]
+            accumulator_empty: cute.struct.MemRange[Int64, 2]
+            partials_full: Int64
+            tensor_memory: Int32
+            expert_ends: cute.struct.MemRange[Int32, MAX_EXPERTS if shape.grouped else 1]
+            row_factors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * shape.token_tile], 16]
+            partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
+            scale_bytes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 8 * shape.chunk], 16]
+            transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
+            output: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, shape.output_stages * shape.output_stage_bytes], ALIGNMENT
+            ]
+            a: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(a_layout.outer)], ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(b_layout.outer)], ALIGNMENT]
+            sfa: cute.struct.Align[cute.struct.MemRange[cutlass.Float8E4M3FN, cute.cosize(sfa_layout)], ALIGNMENT]
+            sfb: cute.struct.Align[cute.struct.MemRange[cutlass.Float8E4M3FN, cute.cosize(sfb_layout)], ALIGNMENT]
+
+        return Storage
+
+    # Device side.
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        scale_mma: cute.TiledMma,
+        atom_a: cute.CopyAtom,
+        a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        b: cute.Tensor,
+        atom_sfa: cute.CopyAtom,
+        sfa: cute.Tensor,
+        atom_sfb: cute.CopyAtom,
+        sfb: cute.Tensor,
+        outputs: Any,
+        offsets: Any,
+        counts: Any,
+        feature_tiles: Int32,
+        token_tiles: Int32,
+        groups: Int32,
+        k_tiles: Int32,
+        ctas: cute.Layout,
+        scale_ctas: cute.Layout,
+    ):
+        shape = self.shape
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        rank = Int32(0)
+        if cutlass.const_expr(shape.cluster > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        first, step = block // shape.cluster, grid // shape.cluster
+        k_begin, k_end = Int32(0), k_tiles
+        if cutlass.const_expr(shape.split_k > 1):
+            k_begin = rank * k_tiles // shape.split_k
+            k_end = (rank + 1) * k_tiles // shape.split_k
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        operands = Ring(storage.operand_full.data_ptr(), storage.operand_empty.data_ptr(), shape.stages)
+        buffers = 1 if shape.overlap else 2
+        accumulators = Ring(storage.accumulator_full.data_ptr(), storage.accumulator_empty.data_ptr(), buffers)
+        if warp == LOAD_WARP:
+            for atom in (atom_a, atom_b, atom_sfa, atom_sfb):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                operands.initialise(1, 1)
+                accumulators.initialise(1, EPILOGUE_WARPS * self.ctas)
+                if cutlass.const_expr(shape.split_k > 1):
+                    cute.arch.mbarrier_init(storage.partials_full.ptr, (shape.split_k - 1) * EPILOGUE_WARPS)
+                cute.arch.mbarrier_init_fence()
+        if warp == MMA_WARP:
+            cute.arch.alloc_tmem(shape.tensor_columns, storage.tensor_memory.ptr, is_two_cta=shape.pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=shape.pair)
+            fence_before_signal()
+        # The previous kernel of the stream may still be running up to here.
+        cute.arch.griddepcontrol_wait()
+        schedule: Any
+        if cutlass.const_expr(shape.grouped):
+            per_expert = cute.make_layout(groups)
+            schedule = GroupedSchedule(
+                feature_tiles, shape.token_tile, groups,
+                cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
+                storage.expert_ends.get_tensor(cute.make_layout(MAX_EXPERTS)),
+            )  # fmt: skip
+            if warp == 0:
+                schedule.prepare(thread)
+        else:
+            schedule = BatchedSchedule(feature_tiles, token_tiles, groups)
+        self._synchronise()
+        total = schedule.total()
+        fence_after_wait()
+        tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
+
+        if warp == LOAD_WARP:
+            self._load(
+                storage, operands, schedule, total, mma, scale_mma, atom_a, a, atom_b, b, atom_sfa, sfa, atom_sfb, sfb,
+                ctas, scale_ctas, rank, first, step, k_begin, k_end,
+            )  # fmt: skip
+        if warp == MMA_WARP:
+            self._multiply(
+                storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_end - k_begin
+            )
+        if warp < EPILOGUE_WARPS:
+            self._drain(storage, accumulators, schedule, total, outputs, tensor_memory, thread, warp, rank, first, step)
+        cute.arch.griddepcontrol_launch_dependents()
+        fence_before_signal()
+        self._synchronise()
+        if warp == MMA_WARP:
+            fence_after_wait()
+            cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
+
+    def _synchronise(self) -> None:
+        """All threads of the cluster."""
+        if self.shape.cluster > 1:
+            cute.arch.cluster_arrive(aligned=True)
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _load(
+        self, storage, operands, schedule, total, mma, scale_mma, atom_a, a, atom_b, b, atom_sfa, sfa, atom_sfb, sfb,
+        ctas, scale_ctas, rank, first, step, k_begin, k_end,
+    ):  # fmt: skip
+        """The TMA warp: keep the ring of operand stages full."""
+        shape = self.shape
+        s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
+        member = rank if cutlass.const_expr(shape.pair) else Int32(0)
+        coordinates, scale_coordinates = ctas.get_flat_coord(member), scale_ctas.get_flat_coord(member)
+        part, scale_part = mma.get_slice(member), scale_mma.get_slice(0)
+        tiler, scale_tiler = self.tiler, self.scale_tiler
+
+        def partition(atom, coordinate, layout, shared, tiles):
+            source, target = cute.group_modes(tiles, 0, 3), cute.group_modes(shared, 0, 3)
+            to, of = cpasync.tma_partition(atom, coordinate, cute.make_layout(layout.shape), target, source)
+            return cute.filter_zeros(to), cute.filter_zeros(of)
+
+        def tiles(tensor, tile):
+            return cute.local_tile(tensor, tile, (None, None, None))
+
+        m_ctas, n_ctas = cute.slice_(ctas, (0, 0, None, 0)), cute.slice_(ctas, (0, None, 0, 0))
+        scale_n_ctas = cute.slice_(scale_ctas, (0, None, 0, 0))
+        m_tile, n_tile = (tiler[0], tiler[2]), (tiler[1], tiler[2])
+        to_a, of_a = partition(atom_a, coordinates[2], m_ctas, s_a, part.partition_A(tiles(a, m_tile)))
+        to_b, of_b = partition(atom_b, coordinates[1], n_ctas, s_b, part.partition_B(tiles(b, n_tile)))
+        to_sfa, of_sfa = partition(atom_sfa, coordinates[2], m_ctas, s_sfa, part.partition_A(tiles(sfa, m_tile)))
+        to_sfb, of_sfb = partition(
+            atom_sfb, scale_coordinates[1], scale_n_ctas, s_sfb,
+            scale_part.partition_B(tiles(sfb, (scale_tiler[1], scale_tiler[2]))),
+        )  # fmt: skip
+        mask_a = mask_b = mask_sfb = None
+        if cutlass.const_expr(shape.pair):
+            mask_a = cpasync.create_tma_multicast_mask(ctas, coordinates, mcast_mode=2)
+            mask_b = cpasync.create_tma_multicast_mask(ctas, coordinates, mcast_mode=1)
+            mask_sfb = cpasync.create_tma_multicast_mask(scale_ctas, scale_coordinates, mcast_mode=1)
+
+        position = operands.producer()
+        tile = first
+        while tile < total:
+            feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
+                operands.wait_empty(position)
+                barrier = operands.full + position.index
+                if rank == 0 or cutlass.const_expr(not shape.pair):
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
+                for half in cutlass.range_constexpr(shape.halves):
+                    matrix, slot = weight_group * shape.halves + half, position.index * shape.halves + half
+                    cute.copy(
+                        atom_a, of_a[None, feature_tile, k_tile, matrix], to_a[None, slot],
+                        tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    )  # fmt: skip
+                    cute.copy(
+                        atom_sfa, of_sfa[None, feature_tile, k_tile, matrix], to_sfa[None, slot],
+                        tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    )  # fmt: skip
+                cute.copy(
+                    atom_b, of_b[None, token_tile, k_tile, token_group], to_b[None, position.index],
+                    tma_bar_ptr=barrier, mcast_mask=mask_b,
+                )  # fmt: skip
+                cute.copy(
+                    atom_sfb, of_sfb[None, token_tile, k_tile, token_group], to_sfb[None, position.index],
+                    tma_bar_ptr=barrier, mcast_mask=mask_sfb,
+                )  # fmt: skip
+                position.advance()
+            tile += step
+        # A CTA must not leave while loads into it, or commits to its barriers, are under way.
+        for _ in cutlass.range(shape.stages, unroll=1):
+            operands.wait_empty(position)
+            position.advance()
+
+    @cute.jit
+    def _multiply(self, storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_tiles):
+        """The MMA warp: block scales to tensor memory, then four MMAs (or eight, gated) per stage."""
+        shape = self.shape
+        s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
+        r_a, r_b = mma.make_fragment_A(s_a), mma.make_fragment_B(s_b)
+        accumulator_layout = mma.make_fragment_C(mma.partition_shape_C(self.tiler[:2])).layout
+
+        def one(layout: Any) -> Any:
+            return cute.slice_(layout, (None, None, None, 0))
+
+        def scales(column: int, layout: Any) -> Any:
+            return cute.make_tensor(cute.recast_ptr(tensor_memory + column, dtype=cutlass.Float8E4M3FN), layout)
+
+        sfa_layout = blockscaled.make_tmem_layout_sfa(mma, self.tiler, BLOCK, one(s_sfa.layout))
+        sfb_layout = blockscaled.make_tmem_layout_sfb(mma, self.tiler, BLOCK, one(s_sfb.layout))
+        half_columns = shape.weight_scale_columns // shape.halves
+        t_sfa = [scales(shape.scales_column + half * half_columns, sfa_layout) for half in range(shape.halves)]
+        t_sfb = scales(shape.scales_column + shape.weight_scale_columns, sfb_layout)
+        copies_a = [self._scale_copy(s_sfa, target) for target in t_sfa]
+        copy_b = self._scale_copy(s_sfb, t_sfb)
+
+        operand = operands.consumer()
+        accumulator = accumulators.producer()
+        buffer = Int32(0)
+        if rank == 0 or cutlass.const_expr(not shape.pair):
+            tile = first
+            while tile < total:
+                accumulators.wait_empty(accumulator)
+                fence_after_wait()
+                column = buffer * shape.second_accumulator
+                targets = [
+                    cute.make_tensor(tensor_memory + column + half * shape.token_tile, accumulator_layout)
+                    for half in range(shape.halves)
+                ]
+                mma.set(tcgen05.Field.ACCUMULATE, False)
+                for _ in cutlass.range(k_tiles, unroll=1):
+                    operands.wait_full(operand)
+                    fence_after_wait()
+                    for half in cutlass.range_constexpr(shape.halves):
+                        copy, source, target = copies_a[half]
+                        slot = operand.index * shape.halves + half
+                        cute.copy(copy, source[None, None, None, None, slot], target)
+                    cute.copy(copy_b[0], copy_b[1][None, None, None, None, operand.index], copy_b[2])
+                    for phase in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
+                        for half in cutlass.range_constexpr(shape.halves):
+                            slot = operand.index * shape.halves + half
+                            mma.set(tcgen05.Field.SFA, t_sfa[half][None, None, phase].iterator)
+                            mma.set(tcgen05.Field.SFB, t_sfb[None, None, phase].iterator)
+                            cute.gemm(
+                                mma, targets[half], r_a[None, None, phase, slot],
+                                r_b[None, None, phase, operand.index], targets[half],
+                            )  # fmt: skip
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    self._commit(operands.empty + operand.index)
+                    operand.advance()
+                self._commit(accumulators.full + accumulator.index)
+                accumulator.advance()
+                buffer = buffer ^ 1
+                tile += step
+
+    def _commit(self, barrier: Any) -> None:
+        """Arrive at ``barrier`` (of both CTAs of a pair) once all MMAs and copies issued so far are done."""
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier, 3 if self.shape.pair else None, self.group)
+
+    def _scale_copy(self, shared: cute.Tensor, target: cute.Tensor) -> tuple[Any, Any, Any]:
+        """The copy of block scales from shared to tensor memory: (copy, source by stage, target)."""
+        shared, target = cute.filter_zeros(shared), cute.filter_zeros(target)
+        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), cutlass.Float8E4M3FN)
+        copy = tcgen05.make_s2t_copy(atom, target)
+        part = copy.get_slice(0)
+        source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(shared))
+        return copy, source, part.partition_D(target)
+
+    @cute.jit
+    def _drain(self, storage, accumulators, schedule, total, outputs, tensor_memory, thread, warp, rank, first, step):
+        """The epilogue warps: accumulators to factors, activation, rounding, global memory."""
+        shape = self.shape
+        epilogue = self.epilogue.device(shape, storage, outputs, thread, warp)
+        position = accumulators.consumer()
+        buffer = Int32(0)
+        tile = first
+        while tile < total:
+            feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+            if cutlass.const_expr(shape.pair):
+                feature_tile = feature_tile * 2 + rank
+            alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
+            accumulators.wait_full(position)
+            fence_after_wait()
+            column = buffer * shape.second_accumulator
+            for turn in cutlass.range(shape.chunks, unroll=1):
+                chunk = turn
+                if cutlass.const_expr(shape.overlap > 0):
+                    # The columns shared with the other buffer first: the last ones of the first buffer.
+                    chunk = cutlass.select_(buffer == 0, shape.chunks - 1 - turn, turn)
+                values = self._read_chunk(tensor_memory + column, chunk, thread)
+                if turn == shape.release_after - 1:
+                    fence_before_signal()
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        if cutlass.const_expr(shape.pair):
+                            cute.arch.mbarrier_arrive(accumulators.empty + position.index, 0)
+                        else:
+                            cute.arch.mbarrier_arrive(accumulators.empty + position.index)
+                slot = turn % shape.output_stages
+                epilogue.chunk(values, alphas, slot, chunk, feature_tile, token_tile, token_group)
+            position.advance()
+            buffer = buffer ^ 1
+            tile += step
+        epilogue.finish()
+
+    def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any) -> list[Any]:
+        """This thread's feature of a chunk of tokens, fp32 registers, one tensor for each half."""
+        shape = self.shape
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(shape.chunk)), Float32)
+        values = []
+        for half in range(shape.halves):
+            pointer = accumulator + half * shape.token_tile + chunk * shape.chunk
+            source = cute.make_tensor(pointer, cute.make_layout((LANES, shape.chunk), stride=(1 << 16, 1)))
+            part = tcgen05.make_tmem_copy(atom, source).get_slice(thread)
+            target = part.partition_D(cute.make_identity_tensor((LANES, shape.chunk)))
+            registers = cute.make_rmem_tensor(target.shape, Float32)
+            cute.copy(tcgen05.make_tmem_copy(atom, source), part.partition_S(source), registers)
+            values.append(registers)
+        cute.arch.fence_view_async_tmem_load()
+        return values

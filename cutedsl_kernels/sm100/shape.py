@@ -1,0 +1,221 @@
+"""The shape of one NVFP4 GEMM kernel and what it costs in shared and tensor memory; plain Python, no CuTeDSL.
+
+Orientation. A product is ``out[t, f] = sum_k tokens[t, k] * weights[f, k]``. The weights are the MMA's A operand, the
+tokens its B operand: features lie on the 128 lanes of tensor memory and tokens in its columns. A decode step with
+eight tokens then wastes nothing (N = 8), a prefill uses N = 256, and both are the same kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK = 16
+"""Elements that share a block scale."""
+TILE_K = 256
+"""Elements of K in a pipeline stage: 128 bytes of FP4, one row of the 128-byte swizzle."""
+MMA_K = 64
+"""Elements of K of one MMA instruction of kind mxf4nvf4."""
+LANES = 128
+"""Features of a CTA's tile: the lanes of tensor memory."""
+TOKEN_TILES = (8, 16, 32, 64, 128, 256)
+SCALE_ATOM_ROWS, SCALE_ATOM_BYTES = 128, 512
+"""Block scales travel in atoms of 128 rows by 4 blocks."""
+TENSOR_COLUMNS = 512
+SHARED_CAPACITY = 232448
+"""Bytes a block may have on SM100 (227 KiB)."""
+ALIGNMENT = 1024
+"""Of the swizzled operand buffers."""
+MAX_STAGES = 12
+"""More than covers any latency; barriers stay few."""
+SPLIT_CHUNK = 8
+"""Tokens of a unit of work of the split-K reduction."""
+
+
+Output = Literal["bf16", "fp32", "nvfp4"]
+"""What the epilogue writes. "nvfp4" is codes and swizzled block scales with a constant global scale."""
+ROW_BYTES: dict[str, int] = {"bf16": 256, "fp32": 512, "nvfp4": 64}
+"""Bytes of one token's 128 features."""
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+        token_tile: N of the MMA: tokens of a tile.
+        pair: two CTAs of a cluster work on 256 features as one tensor core (cta_group::2), each holding half of the
+            tokens' codes.
+        gated: every tile has 128 (or 256) gate and as many up features, in two accumulators, joined by SwiGLU.
+        grouped: experts with device-side offsets instead of a batch of equal products.
+        split_k: CTAs of a cluster that share the K of one tile and reduce over distributed shared memory.
+        output: what is written.
+
+    Raises:
+        ValueError: a combination that does not exist.
+    """
+
+    token_tile: int
+    pair: bool = False
+    gated: bool = False
+    grouped: bool = False
+    split_k: int = 1
+    output: Output = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.token_tile not in TOKEN_TILES:
+            raise ValueError(f"token_tile {self.token_tile}: expected one of {TOKEN_TILES}")
+        if self.gated and self.token_tile > 128:
+            raise ValueError(f"token_tile {self.token_tile}: a gated kernel has two accumulators, expected at most 128")
+        if self.pair and self.token_tile < 128:
+            raise ValueError(f"token_tile {self.token_tile} for a CTA pair: expected 128 or 256")
+        if self.output not in ROW_BYTES:
+            raise ValueError(f"output {self.output!r}: expected one of {tuple(ROW_BYTES)}")
+        if self.split_k not in (1, 2, 4, 8):
+            raise ValueError(f"split_k {self.split_k}: expected 1, 2, 4 or 8")
+        if self.split_k > 1 and (self.pair or self.grouped or self.gated or self.token_tile > 64):
+            raise ValueError("split_k is for plain single-CTA kernels with token_tile up to 64")
+        if self.output == "nvfp4" and not self.gated:
+            raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.pair else self.split_k
+
+    @property
+    def halves(self) -> int:
+        """Accumulators of a tile: gate and up, or one."""
+        return 2 if self.gated else 1
+
+    @property
+    def tile_features(self) -> int:
+        """Output features of a tile over its cluster."""
+        return LANES * (2 if self.pair else 1)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that the epilogue takes from tensor memory at a time."""
+        return SPLIT_CHUNK if self.split_k > 1 else min(self.token_tile, 32)
+
+    @property
+    def chunks(self) -> int:
+        return self.token_tile // self.chunk
+
+    # Tensor memory, in columns.
+
+    @property
+    def accumulator_columns(self) -> int:
+        """Of one tile."""
+        return self.token_tile * self.halves
+
+    @property
+    def weight_scale_columns(self) -> int:
+        """Of one stage: 128 rows by 4 blocks take 4 columns."""
+        return self.halves * 4 * (TILE_K // MMA_K)
+
+    @property
+    def token_scale_columns(self) -> int:
+        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * 4 * (TILE_K // MMA_K)
+
+    @property
+    def overlap(self) -> int:
+        """Columns that the two accumulator buffers share.
+
+        Zero unless two buffers and the scales exceed tensor memory (token_tile 256, or gated 128). Then the epilogue
+        drains the shared columns first and releases them early, so the next tile's main loop starts while the rest
+        is still being drained.
+        """
+        scales = self.weight_scale_columns + self.token_scale_columns
+        return max(0, 2 * self.accumulator_columns + scales - TENSOR_COLUMNS)
+
+    @property
+    def second_accumulator(self) -> int:
+        """First column of the second accumulator buffer."""
+        return self.accumulator_columns - self.overlap
+
+    @property
+    def scales_column(self) -> int:
+        """First column of the block scales."""
+        return 2 * self.accumulator_columns - self.overlap
+
+    @property
+    def tensor_columns(self) -> int:
+        """Columns to allocate: a power of two of at least 32, no more than needed."""
+        needed = self.scales_column + self.weight_scale_columns + self.token_scale_columns
+        return max(32, 1 << (needed - 1).bit_length())
+
+    @property
+    def release_after(self) -> int:
+        """Chunks after which the epilogue lets the next tile's MMAs start (all of them without overlap)."""
+        return -(-self.overlap // self.chunk) if self.overlap else self.chunks
+
+    # Shared memory, in bytes.
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes of the weights in a stage, per CTA."""
+        return self.halves * LANES * TILE_K // 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Codes of the tokens in a stage, per CTA."""
+        return self.token_tile // (2 if self.pair else 1) * TILE_K // 2
+
+    @property
+    def weight_scale_bytes(self) -> int:
+        return self.halves * SCALE_ATOM_BYTES * (TILE_K // MMA_K)
+
+    @property
+    def token_scale_bytes(self) -> int:
+        """Block scales of all of the tile's tokens: each CTA of a pair needs them all."""
+        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * SCALE_ATOM_BYTES * (TILE_K // MMA_K)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.weight_bytes + self.token_bytes + self.weight_scale_bytes + self.token_scale_bytes
+
+    @property
+    def output_stages(self) -> int:
+        """Staging buffers for the output: the store of one chunk overlaps the making of the next."""
+        return min(2, self.chunks) if self.split_k == 1 else 1
+
+    @property
+    def output_stage_bytes(self) -> int:
+        return max(self.chunk * ROW_BYTES[self.output], ALIGNMENT)
+
+    @property
+    def transpose_bytes(self) -> int:
+        """fp32 values between their feature-per-lane and their block-per-lane form; NVFP4 output only."""
+        return 4 * self.chunk * TRANSPOSE_PITCH * 4 if self.output == "nvfp4" else 0
+
+    @property
+    def partial_bytes(self) -> int:
+        """Other CTAs' sums of the chunks that this CTA of a split-K cluster owns."""
+        if self.split_k == 1:
+            return 0
+        return (self.split_k - 1) * self.owned_chunks * SPLIT_CHUNK * LANES * 4
+
+    @property
+    def owned_chunks(self) -> int:
+        """Chunks whose sum one CTA of a split-K cluster finishes, at most."""
+        return -(-self.chunks // self.split_k)
+
+    @property
+    def small_bytes(self) -> int:
+        """Row factors, barriers, expert offsets and alignment; a bound."""
+        experts = MAX_EXPERTS * 4 if self.grouped else 0
+        return 2 * self.token_tile * 4 + 1024 + experts + 8 * ALIGNMENT // 2
+
+    @property
+    def stages(self) -> int:
+        """TMA stages: what fits."""
+        fixed = self.small_bytes + self.transpose_bytes + self.partial_bytes
+        free = SHARED_CAPACITY - fixed - self.output_stages * self.output_stage_bytes
+        return min(MAX_STAGES, free // self.stage_bytes)
+
+
+MAX_EXPERTS = 512
+TRANSPOSE_PITCH = 36
+"""fp32 words between two tokens' 32 features of a warp: 4 more than the features, so that 16-byte reads of eight
+consecutive lanes touch all 32 banks."""

@@ -1,0 +1,254 @@
+"""How an epilogue's fp32 values reach global memory: rounded and by TMA, or re-quantised to NVFP4.
+
+The values of a chunk arrive with a feature per thread and a token per register; memory wants a token's features next
+to each other. Writing them to shared memory token by token is that transposition: the 32 lanes of a warp write 32
+neighbours, so no swizzle is needed to avoid bank conflicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from .fixed import Fixed
+from .shape import BLOCK, LANES, SCALE_ATOM_BYTES, TRANSPOSE_PITCH, KernelShape
+
+EPILOGUE_BARRIER = 1
+"""Named barrier of the four epilogue warps."""
+EPILOGUE_THREADS = 128
+INVERSE_E2M1_MAX = 0x3E2AAAAB
+"""Bits of fp32(1/6), the constant of the activation recipe (spec section 9.3)."""
+
+
+def synchronise_epilogue() -> None:
+    """The 128 threads of the epilogue."""
+    cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=EPILOGUE_THREADS)
+
+
+@dataclass(frozen=True)
+class Staging(Fixed):
+    """Buffers of shared memory that TMA stores read, one chunk each, used in turn.
+
+    Attributes:
+        buffers: shared tensor (width, tokens, buffers); ``width`` elements are a token's 128 features.
+        source, destination: the buffers, and the output by feature tile, chunk and group, as the TMA atom sees them.
+    """
+
+    shape: KernelShape
+    atom: Any
+    buffers: Any
+    source: Any
+    destination: Any
+    warp: Any
+
+    @classmethod
+    def create(cls, shape: KernelShape, storage: Any, dtype: Any, width: int, target: Any, warp: Any) -> Staging:
+        atom, tensor = target
+        layout = cute.make_layout(
+            (width, shape.chunk, shape.output_stages), stride=(1, width, shape.output_stage_bytes * 8 // dtype.width)
+        )
+        buffers = cute.make_tensor(cute.recast_ptr(storage.output.data_ptr(), dtype=dtype), layout)
+        tiles = cute.local_tile(tensor, (width, shape.chunk), (None, None, None))
+        source, destination = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        return cls(shape, atom, buffers, source, destination, warp)
+
+    @staticmethod
+    def host(shape: KernelShape, tensor: cute.Tensor, width: int) -> Any:
+        """The TMA store of a chunk of ``tensor`` (width-major), and its coordinate tensor."""
+        layout = cute.make_layout((width, shape.chunk))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (width, shape.chunk))
+
+    @cute.jit
+    def acquire(self):
+        """Wait until the buffer to be written next is no longer read."""
+        if self.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(self.shape.output_stages - 1, read=True)
+        synchronise_epilogue()
+
+    @cute.jit
+    def store(self, slot: Int32, feature_tile: Int32, chunk_row: Int32, group: Int32):
+        """Send a buffer that all threads have written."""
+        cute.arch.fence_view_async_shared()
+        synchronise_epilogue()
+        if self.warp == 0:
+            cute.copy(self.atom, self.source[None, slot], self.destination[None, feature_tile, chunk_row, group])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish(self):
+        """Before the CTA ends: its shared memory must stay while stores read it."""
+        if self.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@dataclass(frozen=True)
+class PlainStore(Fixed):
+    """Round to bf16 (or keep fp32) and store."""
+
+    shape: KernelShape
+    staging: Staging
+    thread: Any
+
+    @classmethod
+    def create(
+        cls, shape: KernelShape, storage: Any, target: Any, thread: Any, warp: Any, constant: float | None
+    ) -> PlainStore:
+        return cls(shape, Staging.create(shape, storage, cls._dtype(shape), LANES, target, warp), thread)
+
+    @staticmethod
+    def _dtype(shape: KernelShape) -> Any:
+        return cutlass.BFloat16 if shape.output == "bf16" else Float32
+
+    @staticmethod
+    def host(
+        shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
+        group_stride: Any, atom_row: Any,
+    ) -> Any:  # fmt: skip
+        tensor = cute.make_tensor(out, cute.make_layout((features, rows, groups), stride=(1, row_stride, group_stride)))
+        return Staging.host(shape, tensor, LANES)
+
+    def put(self, values: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any) -> None:
+        """Store fp32 ``values`` [chunk] of this thread's feature."""
+        self.staging.acquire()
+        for j in range(self.shape.chunk):
+            self.staging.buffers[self.thread, j, slot] = values[j].to(self._dtype(self.shape))
+        self.staging.store(slot, feature_tile, token_tile * self.shape.chunks + chunk, token_group)
+
+    def finish(self) -> None:
+        self.staging.finish()
+
+
+@dataclass(frozen=True)
+class QuantizedStore(Fixed):
+    """Quantise to NVFP4 with a constant row scale and store codes (by TMA) and swizzled block scales.
+
+    The recipe of spec section 9.3, step by step: ``s = e4m3((amax * (1/g)) * fp32(1/6))``,
+    ``code = e2m1(x * (1 / (fp32(s) * g)))``, divisions correctly rounded, codes 0 where s is 0. The values are finite
+    and bounded by the SwiGLU clamp, so its first step (NaN and infinity) has nothing to do.
+
+    Attributes:
+        constant: the row scale g.
+        scales: uint8 global pointer of the swizzled block scales.
+        scale_columns: 4-block columns of atoms in a row of atoms; ``atom_row``: bytes between rows of atoms.
+        transpose: fp32 shared pointer, a region for each warp.
+        scale_bytes: uint8 shared pointer [chunk, 8], the block scales of a chunk.
+    """
+
+    shape: KernelShape
+    staging: Staging
+    thread: Any
+    warp: Any
+    lane: Any
+    constant: float
+    scales: Any
+    scale_columns: Any
+    atom_row: Any
+    transpose: Any
+    scale_bytes: Any
+
+    @classmethod
+    def create(
+        cls, shape: KernelShape, storage: Any, target: Any, thread: Any, warp: Any, constant: float | None
+    ) -> QuantizedStore:
+        assert constant is not None
+        codes, scales, scale_columns, atom_row = target
+        return cls(
+            shape, Staging.create(shape, storage, Uint8, LANES // 2, codes, warp), thread, warp, thread % 32, constant,
+            scales, scale_columns, atom_row, storage.transpose.data_ptr(), storage.scale_bytes.data_ptr(),
+        )  # fmt: skip
+
+    @staticmethod
+    def host(
+        shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
+        group_stride: Any, atom_row: Any,
+    ) -> Any:  # fmt: skip
+        codes = cute.make_tensor(
+            out, cute.make_layout((features // 2, rows, groups), stride=(1, row_stride, group_stride))
+        )
+        return Staging.host(shape, codes, LANES // 2), out_scales, cute.ceil_div(features, 4 * BLOCK), atom_row
+
+    @cute.jit
+    def put(
+        self, values: cute.Tensor, slot: Int32, chunk: Int32, feature_tile: Int32, token_tile: Int32,
+        token_group: Int32,
+    ):  # fmt: skip
+        """Quantise and store fp32 ``values`` [chunk] of this thread's feature."""
+        shape = self.shape
+        count = shape.chunk
+        mine = self.transpose + self.warp * (count * TRANSPOSE_PITCH)
+        for j in cutlass.range_constexpr(count):
+            (mine + (j * TRANSPOSE_PITCH + self.lane)).store(values[j])
+        cute.arch.sync_warp()
+        self.staging.acquire()
+        # A warp's 32 features are two blocks of each token: 2 * count blocks for 32 lanes.
+        for turn in cutlass.range_constexpr((2 * count + 31) // 32):
+            item = self.lane + 32 * turn
+            if item < 2 * count:
+                token, half = item // 2, item % 2
+                block = cute.make_rmem_tensor((BLOCK,), Float32)
+                source = (mine + (token * TRANSPOSE_PITCH + half * BLOCK)).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(BLOCK)), block)
+                scale, low, high = quantize_block(block, self.constant)
+                column = self.warp * 2 + half
+                codes = cute.recast_ptr(self.staging.buffers[None, None, slot].iterator, dtype=Uint32)
+                words = codes + (token * (LANES // 8) + column * 2)
+                words.store(low)
+                (words + 1).store(high)
+                (self.scale_bytes + (token * 8 + column)).store(scale.to(Uint8))
+        self.staging.store(slot, feature_tile, token_tile * shape.chunks + chunk, token_group)
+        if self.thread < 2 * count:
+            token, word = self.thread // 2, self.thread % 2
+            column = feature_tile * 2 + word
+            row = chunk * count + token
+            if column < self.scale_columns:
+                source = cute.recast_ptr(self.scale_bytes, dtype=Uint32) + self.thread
+                offset = column * SCALE_ATOM_BYTES + row % 32 * 16 + row // 32 * 4
+                place = self.scales + (token_tile * self.atom_row + offset)
+                cute.recast_ptr(place.align(4), dtype=Uint32).store(source.load())
+        cute.arch.sync_warp()
+
+    def finish(self) -> None:
+        self.staging.finish()
+
+
+def quantize_block(block: cute.Tensor, row_scale: float) -> tuple[Any, Any, Any]:
+    """``(E4M3 scale, codes of elements 0-7, codes of 8-15)`` of 16 finite fp32 values, as integers of 32 bits."""
+    amax = cute.arch.fmax(block[0], -block[0])
+    for i in range(1, BLOCK):
+        amax = cute.arch.fmax(amax, cute.arch.fmax(block[i], -block[i]))
+    g = Float32(row_scale)
+    reciprocal = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[g])
+    sixth = cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Uint32(INVERSE_E2M1_MAX)]
+    )
+    wanted = (amax * reciprocal) * sixth
+    scale, value = cute.arch.inline_ptx(
+        "{ .reg .b16 s, h; .reg .b32 p, z; mov.b32 z, 0;"
+        " cvt.rn.satfinite.e4m3x2.f32 s, z, {$r0}; cvt.rn.f16x2.e4m3x2 p, s; mov.b32 {h, _}, p;"
+        " cvt.f32.f16 {$w1}, h; cvt.u32.u16 {$w0}, s; }",
+        write_only_types=[Uint32, Float32],
+        read_only_args=[wanted],
+    )
+    inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value * g])
+    # A scale of 0 makes the reciprocal infinite; the codes of such a block are 0.
+    inverse = cutlass.select_(scale == 0, Float32(0.0), inverse)
+    return scale, encode_e2m1(block, 0, inverse, scale), encode_e2m1(block, 8, inverse, scale)
+
+
+def encode_e2m1(block: cute.Tensor, first: int, inverse: Any, scale: Any) -> Any:
+    """Eight codes, element ``first`` in the low nibble of the low byte."""
+    scaled = [block[first + i] * inverse for i in range(8)]
+    pairs = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4))
+    codes = cute.arch.inline_ptx(
+        f"{{ .reg .b8 b0, b1, b2, b3; {pairs} mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}",
+        write_only_types=[Uint32],
+        read_only_args=scaled,
+    )
+    return cutlass.select_(scale == 0, Uint32(0), codes)
