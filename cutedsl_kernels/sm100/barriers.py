@@ -14,6 +14,9 @@ import cutlass.pipeline as pipeline
 
 from .fixed import Fixed
 
+WARPS_OF_EPILOGUE = 4
+"""One for each 32 lanes of tensor memory."""
+
 
 @dataclass(frozen=True)
 class Ring(Fixed):

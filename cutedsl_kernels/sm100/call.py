@@ -67,9 +67,7 @@ class Call:
         return -(-self.features // self.shape.tile_features) * token_tiles
 
     def clusters(self, multiprocessors: int) -> int:
-        """Persistent clusters for a GPU: one CTA an SM, no more than tiles; split-K clusters take one tile each."""
-        if self.shape.split_k > 1:
-            return self.tiles
+        """Persistent clusters for a GPU: one CTA an SM, no more than tiles."""
         return max(1, min(self.tiles, multiprocessors // self.shape.cluster))
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -27,11 +27,11 @@ import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .barriers import Ring, fence_after_wait, fence_before_signal
+from .barriers import WARPS_OF_EPILOGUE, Ring, fence_after_wait, fence_before_signal
 from .schedule import BatchedSchedule, GroupedSchedule
 from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+from .split import ClusterReduction
 
-EPILOGUE_WARPS = 4
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
@@ -115,7 +115,7 @@ class NvFp4Gemm:
             epilogue_pointers, epilogue_sizes: see the epilogue.
             offsets, counts: of the grouped schedule, else None.
             rows: token rows in all.
-            clusters: persistent clusters to launch.
+            clusters: persistent clusters to launch; a split-K kernel launches one for each tile instead.
         """
         shape = self.shape
         halves = shape.halves
@@ -157,6 +157,8 @@ class NvFp4Gemm:
             internal_type=cutlass.Int16,
         )  # fmt: skip
         feature_tiles = cute.ceil_div(features, shape.tile_features)
+        if cutlass.const_expr(shape.split_k > 1):
+            clusters = feature_tiles * token_tiles * groups
         outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
         self.storage = self._storage(a_layout, b_layout, sfa_layout, sfb_layout)
         self.kernel(
@@ -241,14 +243,15 @@ class NvFp4Gemm:
         operands = Ring(storage.operand_full.data_ptr(), storage.operand_empty.data_ptr(), shape.stages)
         buffers = 1 if shape.overlap else 2
         accumulators = Ring(storage.accumulator_full.data_ptr(), storage.accumulator_empty.data_ptr(), buffers)
+        reduction = ClusterReduction(shape, rank, storage.partials.data_ptr(), storage.partials_full.ptr, thread)
         if warp == LOAD_WARP:
             for atom in (atom_a, atom_b, atom_sfa, atom_sfb):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 operands.initialise(1, 1)
-                accumulators.initialise(1, EPILOGUE_WARPS * self.ctas)
+                accumulators.initialise(1, WARPS_OF_EPILOGUE * self.ctas)
                 if cutlass.const_expr(shape.split_k > 1):
-                    cute.arch.mbarrier_init(storage.partials_full.ptr, (shape.split_k - 1) * EPILOGUE_WARPS)
+                    reduction.initialise()
                 cute.arch.mbarrier_init_fence()
         if warp == MMA_WARP:
             cute.arch.alloc_tmem(shape.tensor_columns, storage.tensor_memory.ptr, is_two_cta=shape.pair)
@@ -282,8 +285,13 @@ class NvFp4Gemm:
             self._multiply(
                 storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_end - k_begin
             )
-        if warp < EPILOGUE_WARPS:
-            self._drain(storage, accumulators, schedule, total, outputs, tensor_memory, thread, warp, rank, first, step)
+        if warp < WARPS_OF_EPILOGUE:
+            epilogue = self.epilogue.device(shape, storage, outputs, thread, warp)
+            if cutlass.const_expr(shape.split_k > 1):
+                self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, thread, first)
+            else:
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step)
+            epilogue.finish()
         cute.arch.griddepcontrol_launch_dependents()
         fence_before_signal()
         self._synchronise()
@@ -447,10 +455,9 @@ class NvFp4Gemm:
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, storage, accumulators, schedule, total, outputs, tensor_memory, thread, warp, rank, first, step):
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step):
         """The epilogue warps: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
-        epilogue = self.epilogue.device(shape, storage, outputs, thread, warp)
         position = accumulators.consumer()
         buffer = Int32(0)
         tile = first
@@ -481,7 +488,26 @@ class NvFp4Gemm:
             position.advance()
             buffer = buffer ^ 1
             tile += step
-        epilogue.finish()
+
+    @cute.jit
+    def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, thread, tile):
+        """The epilogue warps of a split-K cluster, which has a single tile: exchange sums, finish the owned chunks."""
+        shape = self.shape
+        feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+        alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
+        accumulators.wait_full(accumulators.consumer())
+        fence_after_wait()
+        for chunk in cutlass.range(shape.chunks, unroll=1):
+            if chunk % shape.split_k != reduction.rank:
+                reduction.send(self._read_chunk(tensor_memory, chunk, thread)[0], chunk)
+        reduction.signal()
+        reduction.wait()
+        for owned in cutlass.range(shape.owned_chunks, unroll=1):
+            chunk = owned * shape.split_k + reduction.rank
+            if chunk < shape.chunks:
+                values = self._read_chunk(tensor_memory, chunk, thread)
+                reduction.add(values[0], owned)
+                epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group)
 
     def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any) -> list[Any]:
         """This thread's feature of a chunk of tokens, fp32 registers, one tensor for each half."""
