@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 from tests.sm100.emulator.swizzle import swizzle
 from tests.sm100.emulator.tensor_map import TensorMap
+from tests.sm100.support.raw_tensor_map import raw_map
 
 
 @pytest.mark.parametrize("span", [128, 64, 32])
@@ -20,19 +19,6 @@ def test_swizzle_exchanges_16_byte_units_by_row(span: int) -> None:
             units = span // 16
             expected = row * 128 + (unit // units * units + (unit % units ^ row % units)) * 16
             assert swizzle(np.array([row * 128 + unit * 16 + 5]), span)[0] == expected + 5
-
-
-def raw_map(kind: int, extents: list[int], strides: list[int], box: list[int], flags: int = 0x40002) -> bytes:
-    rank = len(extents)
-    words = [0] * 16
-    words[0] = 1 << 16
-    words[2] = flags | (rank - 1) << 4 | kind << 7
-    words[3 : 3 + rank - 1] = [stride // 16 for stride in strides]
-    words[8 : 8 + rank] = [extent - 1 for extent in extents]
-    raw = bytearray(struct.pack("<16I", *words)) + bytearray(64)
-    for axis, size in enumerate(box):
-        raw[55 + axis] = size - 1
-    return bytes(raw)
 
 
 @pytest.mark.parametrize("corner", [(0, 0, 0), (16, 3, 1), (-16, -2, -1), (48, 4, 2), (-64, 0, 0), (0, 9, 0)])

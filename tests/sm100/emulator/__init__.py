@@ -16,7 +16,8 @@ Modelled
     * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
     * barriers: named barriers, mbarriers with arrival and transaction counts, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
-      0, 32, 64, 128 bytes, ragged edges, multicast), bulk groups;
+      0, 32, 64, 128 bytes, ragged edges, multicast), bulk groups; tensor maps changed on the device, with the order
+      that their proxy asks for (``tensor_map_order``);
     * tcgen05: alloc, dealloc; cp of every shape; mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands,
       also MN-major or A in tensor memory) with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
       commit, also multicast; ld and st of every shape, also packed;
@@ -33,7 +34,7 @@ Modelled
 Not modelled, refused
     f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync;
     sparsity; scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp;
-    im2col, reductions and gather of TMA; tensor maps changed on the device; mbarrier state tokens; grid-wide barriers.
+    im2col, reductions and gather of TMA; mbarrier state tokens; grid-wide barriers.
 
 Not modelled, not noticed
     Missing ``tcgen05.fence`` and ``tcgen05.wait``; races on global memory, and those among the lanes of one warp; too

@@ -15,6 +15,7 @@ from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardErro
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
 from tests.sm100.emulator.ptx import Kernel
 from tests.sm100.emulator.statistics import Statistics
+from tests.sm100.emulator.tensor_map_order import TensorMapOrder
 from tests.sm100.emulator.warp import EXITED, Blocked, Mask, Warp
 
 IDLE_BEFORE_FORCE = 4
@@ -70,6 +71,7 @@ class Launch:
         self.parameters = ParameterMemory(bytes(block_bytes))
         self.random = random.Random(options.seed)
         self.engines = Engines(options, self.random)
+        self.map_order = TensorMapOrder()
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""

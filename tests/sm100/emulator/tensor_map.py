@@ -4,7 +4,7 @@ The format is not published. The fields below are what CuTeDSL's host code write
 must have the value always seen, else the map is refused.
 
 Bytes: 0–7 global address; 8–11 flags (rank − 1 in bits 4–6, element type 7–10, swizzle 13–14); 12–27 strides of
-dimensions 1…4 over 16; 32–51 extents − 1; 52–54 element strides; 55–59 box − 1. Bytes 64–127 are left as they were.
+dimensions 1…4 over 16; 32–51 extents − 1; 52–54 element strides; 55–59 box − 1. Bytes 64–127 hold nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import numpy as np
 
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 
-MAP_BYTES = 128
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 10: 16, 11: 4}
 """By element type: u8, u16, u32, s32, u64, s64, f16, f32, f64, bf16, packed fp4."""
 SPANS = (0, 32, 64, 128)
 _RANK, _TYPE, _SWIZZLE = 0x7 << 4, 0xF << 7, 0x3 << 13
 KNOWN_FLAGS = frozenset({0x40002, 0x240002})
 """The other flag bits: the values seen. Bit 21 is set for tensors of at least 128 KiB, without effect here."""
+FIELD_BYTES = 64
+"""Bytes that hold fields, of the 128 that a map takes."""
 MAX_RANK = 5
 MAX_BOX = 256
 
@@ -114,3 +115,44 @@ class TensorMap:
                 address += position * stride
             if inside:
                 yield Row(number * self.row_bytes + low * self.bits // 8, address, size)
+
+
+def replace_field(raw: bytes, name: str, position: int, value: int) -> bytes:
+    """The map with one field replaced (``tensormap.replace``).
+
+    Args:
+        raw: the map.
+        name: as PTX names it; a ``rank`` is given less one, strides in bytes, others as they are.
+        position: the dimension, for fields that have one; ``global_stride`` 0 is that of dimension 1.
+        value: the new value.
+
+    Raises:
+        MemoryFaultError: a value or a dimension outside its range.
+        UnsupportedError: an element stride other than 1.
+    """
+    if not 0 <= position < MAX_RANK - (name == "global_stride"):
+        raise MemoryFaultError(f"tensormap.replace of {name} {position}")
+    words, small = bytearray(raw), name in ("box_dim", "rank", "element_stride")
+    if name == "global_address":
+        words[0:8] = value.to_bytes(8, "little")
+        return bytes(words)
+    if name == "global_stride":
+        if value % 16 or value >> 36:
+            raise MemoryFaultError(f"tensormap.replace of stride {value}: expected a multiple of 16 below 2^36")
+        start, stored = 12 + 4 * position, value // 16
+    elif name == "global_dim":
+        start, stored = 32 + 4 * position, (value - 1) & 0xFFFFFFFF
+    elif name == "rank":
+        if value >= MAX_RANK:
+            raise MemoryFaultError(f"tensormap.replace of rank {value} + 1")
+        start, stored = 8, int.from_bytes(raw[8:9], "little") & ~_RANK | value << 4
+    elif name == "box_dim":
+        if not 1 <= value <= MAX_BOX:
+            raise MemoryFaultError(f"tensormap.replace of box {value}")
+        start, stored = 55 + position, value - 1
+    else:
+        if value != 1:
+            raise UnsupportedError(f"element stride {value}")
+        return raw
+    words[start : start + (1 if small else 4)] = stored.to_bytes(1 if small else 4, "little")
+    return bytes(words)

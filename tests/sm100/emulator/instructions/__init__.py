@@ -11,6 +11,7 @@ from tests.sm100.emulator.instructions import (
     move,
     ordering,
     tensor_core,
+    tensor_maps,
     warp_wide,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "move",
     "ordering",
     "tensor_core",
+    "tensor_maps",
     "warp_wide",
 ]

@@ -13,12 +13,12 @@ import numpy as np
 from tests.sm100.emulator.cluster import Cluster, Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
-from tests.sm100.emulator.instructions.load_store import load
-from tests.sm100.emulator.memory import SHARED_BASE
+from tests.sm100.emulator.instructions.tensor_maps import read_map
+from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_BASE, SHARED_WINDOW
 from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.ptx import TensorAddress
 from tests.sm100.emulator.swizzle import swizzle
-from tests.sm100.emulator.tensor_map import MAP_BYTES, TensorMap
+from tests.sm100.emulator.tensor_map import TensorMap
 from tests.sm100.emulator.warp import Blocked, BulkGroup, Mask, Warp, active
 
 TMA_ALIGNMENT = 128
@@ -39,11 +39,13 @@ def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]
     return decoder.read(found.base, "u64"), [decoder.read(item, "s32") for item in found.coordinates]
 
 
-def _decode_map(warp: Warp, address: int) -> TensorMap:
-    if address % 64:
-        raise MemoryFaultError(f"tensor map at {address:#x}: expected a multiple of 64")
-    parts = [load(warp, "", address + step, 16) for step in range(0, MAP_BYTES, 16)]
-    return TensorMap.decode(b"".join(part.tobytes() for part in parts))
+def _begin_with_map(warp: Warp, address: int) -> TensorMap:
+    """The map for a copy that begins: in the parameter block or in global memory."""
+    if SHARED_WINDOW <= address < PARAMETER_WINDOW:
+        raise MemoryFaultError(f"tensor map at {address:#x}: copies take no map from shared memory")
+    found = TensorMap.decode(read_map(warp, "", address))
+    warp.cta.launch.map_order.begin(warp.cta.index, address)
+    return found
 
 
 def _check_aligned(offset: int) -> None:
@@ -96,7 +98,8 @@ def _tensor_load(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
-            box = _decode_map(warp, int(map_address(warp)[lane]))
+            where = int(map_address(warp)[lane])
+            box = _begin_with_map(warp, where)
             corner = tuple(int(read(warp)[lane]) for read in coordinates)
             cluster = warp.cta.cluster
             owner, offset = cluster.locate(int(destination(warp)[lane]))
@@ -113,8 +116,9 @@ def _tensor_load(decoder: Decoder) -> Execute:
             rows = list(box.rows(corner))
             writers = [warp.actor.issue() for _ in targets]
 
-            def arrive(warp=warp, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports, offset=offset,
-                       writers=writers):  # fmt: skip
+            def arrive(warp=warp, where=where, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports,
+                       offset=offset, writers=writers):  # fmt: skip
+                warp.cta.launch.map_order.end(where)
                 data = np.zeros(box.box_bytes, np.uint8)  # outside the tensor: zeros
                 for row in rows:
                     source = warp.cta.launch.memory.view(row.address, row.size, write=False)
@@ -145,13 +149,14 @@ def _tensor_store(decoder: Decoder) -> Execute:
             values = (int(read(warp)[lane]) for read in (map_address, source, *coordinates))
             issued.setdefault(tuple(values), []).append(_groups(warp, int(lane), bulk=True)[0])
         for (where, origin, *corner), groups in issued.items():
-            _store_box(warp, _decode_map(warp, where), origin, tuple(corner), groups)
+            _store_box(warp, where, origin, tuple(corner), groups)
 
     return execute
 
 
-def _store_box(warp: Warp, box: TensorMap, origin: int, corner: tuple[int, ...], groups: list[BulkGroup]) -> None:
+def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup]) -> None:
     """Issue one store for all lanes that ask for the same one: storing the same bytes again changes nothing."""
+    box = _begin_with_map(warp, where)
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
     rows = list(box.rows(corner))
@@ -161,6 +166,7 @@ def _store_box(warp: Warp, box: TensorMap, origin: int, corner: tuple[int, ...],
     held: list[np.ndarray] = []
 
     def read() -> None:
+        warp.cta.launch.map_order.end(where)
         # Only what lies inside the tensor is read: the rest of the box need not have been written.
         places = _offsets(box, offset)
         held.extend(cta.shared.gather(places[row.box_offset : row.box_offset + row.size], reader) for row in rows)

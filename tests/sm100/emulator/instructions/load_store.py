@@ -17,12 +17,18 @@ from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
+from tests.sm100.emulator.tensor_map_order import Agent
 from tests.sm100.emulator.warp import Mask, Warp, active
 
 SPACES = ("param", "global", "shared", "shared::cta", "shared::cluster", "local", "const")
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
+
+
+def agent(warp: Warp) -> Agent:
+    """The name of a warp in a launch."""
+    return warp.cta.index, warp.index
 
 
 def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> tuple[Cta, np.ndarray] | None:
@@ -74,6 +80,7 @@ def store_lanes(warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray,
         return
     if int(addresses[0]) >= PARAMETER_WINDOW:
         raise MemoryFaultError("store to the parameter block")
+    warp.cta.launch.map_order.write(int(addresses[0]), data.shape[1], agent(warp))
     warp.cta.launch.memory.view(int(addresses[0]), data.shape[1], write=True)[:] = data[0]
 
 
