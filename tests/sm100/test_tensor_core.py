@@ -92,7 +92,7 @@ def test_two_accumulators_of_64_rows_share_columns() -> None:
 
 
 def test_an_accumulator_may_be_read_while_the_other_of_its_columns_is_written() -> None:
-    memory = TensorMemory()
+    memory = TensorMemory("a CTA")
     memory.allocate(32)
     second = Accumulator.at(16 << 16, 64, 16, 1)
     memory.announce(second.halves, second.span, 1)

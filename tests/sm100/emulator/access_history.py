@@ -1,10 +1,13 @@
 """The accesses that matter to later ones: for each cell of a memory its last write and the reads since.
 
-Two accesses to a cell, one of them a write, must be ordered (see ``ordering_clock``), unless both are strong. This is
+Two accesses to a cell, one of them a write, must be ordered by the memory's rule, unless both are strong. This is
 checked whenever the later one is recorded, so the report does not depend on the schedule that led to the race.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,18 +15,35 @@ from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.errors import HazardError
 from tests.sm100.emulator.ordering_clock import AGENT_MASK, ORDER, STRONG
 
-Where = np.ndarray | slice | tuple[slice, slice]
-"""Cells of an array: indices, or a part of it."""
+Index = np.ndarray | slice
+Where = Index | tuple[Index, Index]
+"""Cells of a memory of one or two dimensions."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What orders accesses: the limits, by agent, of the writes and of the reads that an actor comes after."""
+
+    writes: Callable[[Actor], np.ndarray]
+    reads: Callable[[Actor], np.ndarray]
+    hint: str
+    """What is missing where an access happened before without being covered."""
+
+
+SHARED_RULE = Rule(Actor.visible, Actor.ordered, "without fence.proxy.async since")
+TENSOR_RULE = Rule(
+    Actor.tensor_ordered, Actor.tensor_ordered, "without tcgen05.fence on both sides since"
+)
 
 
 class AccessHistory:
-    """Accesses to the cells of one memory; ``name`` and ``cell`` are for reports.
+    """Accesses to the cells of one memory; ``name`` and ``scale``, the size of a cell, are for reports.
 
     Concurrent reads of a cell are kept in layers, as many as ever read a cell at once without order.
     """
 
-    def __init__(self, shape: tuple[int, ...], name: str) -> None:
-        self.name = name
+    def __init__(self, shape: tuple[int, ...], name: str, rule: Rule, scale: tuple[int, ...] = (1,)) -> None:
+        self.name, self.rule, self.scale = name, rule, scale
         self._writes = np.zeros(shape, np.int64)
         self._reads = [np.zeros(shape, np.int64)]
 
@@ -33,8 +53,8 @@ class AccessHistory:
         Raises:
             HazardError: the last write of a cell is not ordered before, or not visible to the actor's proxy.
         """
-        self._check(self._writes[where], where, actor, actor.visible(), strong, "read", "write")
-        epoch, ordered = actor.epoch(strong), actor.ordered()
+        self._check(self._writes[where], where, actor, self.rule.writes(actor), strong, "read", "write")
+        epoch, ordered = actor.epoch(strong), self.rule.reads(actor)
         remaining = np.array(True)
         for layer in self._reads:
             earlier = layer[where]
@@ -55,13 +75,23 @@ class AccessHistory:
         Raises:
             HazardError: as for reads, or an earlier read of a cell is not ordered before.
         """
-        self._check(self._writes[where], where, actor, actor.visible(), strong, "write", "write")
-        ordered = actor.ordered()
+        self._check(self._writes[where], where, actor, self.rule.writes(actor), strong, "write", "write")
+        ordered = self.rule.reads(actor)
         for layer in self._reads:
             reads = layer[where]
             self._check(reads, where, actor, ordered, strong, "write", "read")
             layer[where] = np.where(ordered[reads & AGENT_MASK] >= reads, 0, reads) if strong else 0
         self._writes[where] = actor.epoch(strong)
+
+    def retire(self, where: Where, actor: Actor) -> None:
+        """Cells are given back: nothing before is remembered.
+
+        Raises:
+            HazardError: an access has not happened before.
+        """
+        for epochs, before in ((self._writes, "write"), *((layer, "read") for layer in self._reads)):
+            self._check(epochs[where], where, actor, actor.finished(), False, "release", before)
+            epochs[where] = 0
 
     def _check(
         self, earlier: np.ndarray, where: Where, actor: Actor, limits: np.ndarray, strong: bool, now: str, before: str
@@ -75,7 +105,7 @@ class AccessHistory:
         epoch = int(earlier[first])
         missing = "without being ordered after"
         if actor.clock.covers(epoch, ORDER):
-            missing = "without fence.proxy.async since"
+            missing = self.rule.hint
         agents = actor.agents
         raise HazardError(
             f"{now} of {self.name} at {self._place(where, first)} {missing} its {before}\n"
@@ -84,7 +114,9 @@ class AccessHistory:
         )
 
     def _place(self, where: Where, index: tuple[np.intp, ...]) -> str:
-        if isinstance(where, np.ndarray):
-            return str(int(where[index]))
         parts = where if isinstance(where, tuple) else (where,)
-        return ", ".join(str((part.start or 0) + int(step)) for part, step in zip(parts, index, strict=True))
+        if all(isinstance(part, slice) for part in parts):
+            places = [(part.start or 0) + int(step) for part, step in zip(parts, index, strict=True)]
+        else:
+            places = [int(part[index]) for part in np.broadcast_arrays(*parts)]
+        return ", ".join(str(place * size) for place, size in zip(places, self.scale, strict=True))

@@ -13,11 +13,13 @@ import numpy as np
 
 from tests.sm100.emulator.ordering_clock import (
     AGENT_BITS,
+    FENCED,
     INIT,
     NOTHING,
     ORDER,
     PROXY,
     STRONG,
+    TENSOR,
     TICK,
     Agents,
     Clock,
@@ -54,12 +56,29 @@ class Actor:
             return np.where(self.agents.generic, limits[PROXY], limits[ORDER])
         return limits[ORDER]
 
+    def finished(self) -> np.ndarray:
+        """By agent: the limit of what happened before, however that is known."""
+        return np.maximum(self.clock.limits[ORDER], self.clock.limits[TENSOR])
+
+    def tensor_ordered(self) -> np.ndarray:
+        """By agent: the limit of tcgen05 operations that are ordered before one of this actor."""
+        return self.clock.limits[TENSOR] if self.agents.strict else self.finished()
+
     def knows_barrier(self, epoch: int, asynchronous: bool) -> bool:
         """Whether an mbarrier initialised at ``epoch`` may be used, by an asynchronous operation if so."""
         return self.clock.covers(epoch, PROXY if asynchronous or self.asynchronous else ORDER, INIT)
 
     def _tick(self) -> None:
         self.clock.limits[ORDER, self.number] += TICK
+
+    def _operate(self, issuer: Actor) -> Actor:
+        """This agent's next tcgen05 operation, in its order, with what the issuer knows by now."""
+        self.clock.follow(issuer.clock)
+        self._tick()
+        limits = self.clock.limits
+        limits[TENSOR, self.number] = limits[ORDER, self.number]
+        issuer._tick()
+        return Actor(self.agents, self.number, self.clock.copy(), issuer.site)
 
 
 @dataclass
@@ -73,8 +92,8 @@ class WarpActor(Actor):
     """What relaxed operations found: the next fence acquires it."""
     _operations: dict[bool, dict[int, int]] = field(default_factory=lambda: {True: {}, False: {}})
     """By proxy (generic or not): the agents of issued operations, each with the limit of its latest one."""
-    _pipes: dict[int, Actor] = field(default_factory=dict)
-    """By lane: the tcgen05 operations that it issued, which take effect in order."""
+    _tensor: dict[tuple[str, int], Actor] = field(default_factory=dict)
+    """Agents of tcgen05 operations, each of which take effect in order: of mma and cp by lane, of ld and of st."""
 
     def __post_init__(self) -> None:
         self.fenced, self.acquirable = Clock(self.agents), Clock(self.agents)
@@ -89,8 +108,7 @@ class WarpActor(Actor):
         """What an arrival or a store hands on."""
         if relaxed:
             handed = self.fenced.copy()
-            limits = handed.limits
-            np.maximum(limits[INIT], self.clock.limits[INIT], out=limits[INIT])
+            handed.join_relaxed(self.clock)
             return handed
         handed = self.clock.copy()
         self._tick()
@@ -98,7 +116,11 @@ class WarpActor(Actor):
 
     def acquire(self, found: Clock, relaxed: bool = False) -> None:
         """Learn from a completed wait or a load."""
-        (self.acquirable if relaxed else self.clock).join(found)
+        if relaxed:
+            self.acquirable.join(found)
+            self.clock.join_relaxed(found)
+        else:
+            self.clock.join(found)
 
     def fence(self) -> None:
         """fence.acq_rel, fence.sc, membar: relaxed operations before and after become ordering ones."""
@@ -132,17 +154,41 @@ class WarpActor(Actor):
         self._tick()
         return Actor(self.agents, number, clock, self.site)
 
+    def fence_tensor(self, before: bool) -> None:
+        """tcgen05.fence: hand tcgen05 operations on with what follows, or order later ones after what was handed on."""
+        limits = self.clock.limits
+        known = self.tensor_ordered() if before else limits[FENCED]
+        view = FENCED if before else TENSOR
+        np.maximum(limits[view], known, out=limits[view])
+
     def issue_tensor(self, lane: int) -> Actor:
         """A new tcgen05.mma or cp of a lane: it comes after the earlier ones of that lane."""
-        if lane not in self._pipes:
-            number = self.agents.add(f"tensor core for lane {lane} of {self.name}", generic=False)
-            self._pipes[lane] = Actor(self.agents, number, Clock(self.agents))
-        pipe = self._pipes[lane]
-        pipe.clock.join(self.clock)
-        pipe._tick()
-        self._tick()
-        return Actor(self.agents, pipe.number, pipe.clock.copy(), self.site)
+        return self._agent("mma and cp", lane)._operate(self)
 
     def committed(self, lane: int) -> Clock:
-        """What tcgen05.commit hands on: the lane's earlier operations, not its own accesses after them."""
-        return self._pipes[lane].clock.copy() if lane in self._pipes else Clock(self.agents)
+        """What tcgen05.commit hands on: the lane's mma and cp so far, not its own accesses since."""
+        handed = self._agent("mma and cp", lane).clock.copy()
+        limits = handed.limits
+        np.maximum(limits[FENCED], limits[TENSOR], out=limits[FENCED])
+        return handed
+
+    def transfer(self, kind: str) -> Actor:
+        """A new tcgen05.ld or st of the warp, done once waited for.
+
+        Unless strictness is asked for, ld counts as done at once: its registers are used, sooner or later.
+        """
+        operation = self._agent(kind, 0)._operate(self)
+        if kind == "ld" and not self.agents.strict:
+            self.wait_transfers(kind)
+        return operation
+
+    def wait_transfers(self, kind: str) -> None:
+        """tcgen05.wait: the warp's loads or stores of tensor memory are done."""
+        agent, limits = self._agent(kind, 0), self.clock.limits
+        limits[[ORDER, TENSOR], agent.number] = agent.clock.limits[ORDER, agent.number]
+
+    def _agent(self, kind: str, lane: int) -> Actor:
+        if (kind, lane) not in self._tensor:
+            number = self.agents.add(f"tcgen05 {kind} of {self.name}, lane {lane}", generic=False)
+            self._tensor[kind, lane] = Actor(self.agents, number, Clock(self.agents))
+        return self._tensor[kind, lane]

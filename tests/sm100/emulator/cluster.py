@@ -31,7 +31,7 @@ class Cta:
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
         self.shared = SharedMemory(self.launch.shared_bytes, str(self))
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
-        self.tensor_memory = TensorMemory()
+        self.tensor_memory = TensorMemory(str(self))
         self.named_barriers = NamedBarriers(cluster.agents)
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
@@ -67,7 +67,7 @@ class Cluster:
     def __init__(self, launch: Launch, origin: Triple) -> None:
         self.launch = launch
         self.size = launch.cluster
-        self.agents = Agents(launch.kernel.instructions)
+        self.agents = Agents(launch.kernel.instructions, launch.options.strict_tensor_waits)
         width, height, depth = self.size
         self.ctas: list[Cta] = []
         for rank in range(width * height * depth):

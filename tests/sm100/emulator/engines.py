@@ -29,6 +29,10 @@ class Options:
         mode: when engines act.
         seed: of the random and starved modes, for engines and for the order of warps.
         starve: the engine held back in starved mode.
+        strict_tensor_waits: demand, beyond what hardware is known to need, what the PTX ISA says of tensor memory:
+            ``tcgen05.wait::ld`` before a cell that was loaded may be overwritten (a use of the loaded registers does
+            not count), and ``tcgen05.fence`` before and after a synchronisation that orders tcgen05 operations of
+            different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out.
         max_instructions: warp instructions of a launch before it counts as endless.
     """
 
@@ -36,6 +40,7 @@ class Options:
     seed: int = 0
     starve: str | None = None
     max_instructions: int = 5_000_000
+    strict_tensor_waits: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("immediate", "random", "starved"):

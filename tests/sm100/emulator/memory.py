@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.sm100.emulator.access_history import AccessHistory
+from tests.sm100.emulator.access_history import SHARED_RULE, AccessHistory
 from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 
@@ -86,7 +86,7 @@ class SharedMemory:
         self.end = SHARED_BASE + size
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
-        self.history = AccessHistory((self.end,), f"shared memory of {owner}")
+        self.history = AccessHistory((self.end,), f"shared memory of {owner}", SHARED_RULE)
 
     def _check(self, offset: int, size: int) -> slice:
         if offset < SHARED_BASE or offset + size > self.end:

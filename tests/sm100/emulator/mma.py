@@ -124,7 +124,7 @@ def elements(raw: np.ndarray, kind: str) -> np.ndarray:
     return (formats.from_bf16(halves) if kind == "bf16" else formats.from_f16(halves)).astype(np.float64)
 
 
-def block_scales(cta: Cta, address: int, rows: int, scale_type: str, halves: int = 1) -> np.ndarray:
+def block_scales(cta: Cta, address: int, rows: int, scale_type: str, actor: Actor, halves: int = 1) -> np.ndarray:
     """fp64 [rows, 4]: scales of 16-element blocks from tensor memory (``scale_vec::4X``).
 
     Row r is in lane r % 32, column r // 32, one byte per block. All four quarters of the lanes must hold the same
@@ -136,7 +136,8 @@ def block_scales(cta: Cta, address: int, rows: int, scale_type: str, halves: int
         raise UnsupportedError(f"scale-factor address {address:#010x}: expected lane 0 and id 0")
     share = rows // halves
     count = -(-share // 32)
-    cells = cta.tensor_memory.read(slice(0, TENSOR_LANES), slice(column, column + count)).reshape(halves, -1, 32, count)
+    cells = cta.tensor_memory.read(slice(0, TENSOR_LANES), slice(column, column + count), actor)
+    cells = cells.reshape(halves, -1, 32, count)
     if (cells != cells[:, :1]).any():
         raise HazardError(f"scale factors at column {column} differ between groups of lanes")
     raw = [np.ascontiguousarray(half[0].T).view(np.uint8).reshape(-1, 4)[:share] for half in cells]
@@ -160,7 +161,7 @@ def _operand(cta: Cta, source: MatrixDescriptor | int, rows: int, kind: str, acr
     lane, column = source >> 16, source & 0xFFFF
     if lane or across or rows != TENSOR_LANES or kind == "e2m1":
         raise UnsupportedError(f"operand A of {rows} rows in tensor memory at {source:#010x}")
-    cells = cta.tensor_memory.read(slice(0, rows), slice(column, column + ROW_BYTES // 4))
+    cells = cta.tensor_memory.read(slice(0, rows), slice(column, column + ROW_BYTES // 4), actor)
     return elements(np.ascontiguousarray(cells).view(np.uint8), kind)
 
 
@@ -188,13 +189,15 @@ def multiply(
         rows = _operand(cta, a, rows_each, descriptor.a_type, descriptor.a_across, actor)
         scaled = weights
         if scales is not None:
-            rows = rows * np.repeat(block_scales(cta, scales[0], rows_each, descriptor.scale_type), 16, axis=1)
-            scaled = weights * np.repeat(block_scales(cta, scales[1], n, descriptor.scale_type, halves), 16, axis=1)
+            rows = rows * np.repeat(block_scales(cta, scales[0], rows_each, descriptor.scale_type, actor), 16, axis=1)
+            factors = block_scales(cta, scales[1], n, descriptor.scale_type, actor, halves)
+            scaled = weights * np.repeat(factors, 16, axis=1)
         product = rows @ scaled.T
         if descriptor.negate:
             product = -product
         if accumulate:
-            before = np.ascontiguousarray(cta.tensor_memory.read(accumulator.lanes, accumulator.columns))
+            before = np.ascontiguousarray(cta.tensor_memory.read(accumulator.lanes, accumulator.columns, actor))
             product = before.view(np.float32).astype(np.float64) + product
-        cta.tensor_memory.write(accumulator.lanes, accumulator.columns, product.astype(np.float32).view(np.uint32))
+        rounded = product.astype(np.float32).view(np.uint32)
+        cta.tensor_memory.write(accumulator.lanes, accumulator.columns, rounded, actor)
     return m * n * weights.shape[1]

@@ -7,9 +7,12 @@ holds for each agent the *limit* up to which its epochs are covered; several vie
 * ORDER: happened before (base causality order of the PTX memory model);
 * PROXY: happened before, and a proxy fence on the way has made writes of the generic proxy visible to the
   asynchronous one;
-* INIT: an mbarrier initialised before a ``fence.mbarrier_init`` that happened before.
+* INIT: an mbarrier initialised before a ``fence.mbarrier_init`` that happened before;
+* FENCED: tcgen05 operations before a ``tcgen05.fence::before_thread_sync`` (or a commit) that happened before;
+* TENSOR: of those, what a ``tcgen05.fence::after_thread_sync`` has ordered before tcgen05 operations from now on.
 
-Clocks are joined by maximum, so what a barrier carries is the union of what its participants knew.
+Relaxed synchronisation carries INIT and FENCED only, whose fences are made for it. Clocks are joined by maximum, so
+what a barrier carries is the union of what its participants knew.
 """
 
 from __future__ import annotations
@@ -32,15 +35,21 @@ TICK = STRONG << 1
 NOTHING = TICK - 1
 """The limit that covers no access: times begin at 1, and 0 as an epoch stands for no access."""
 
-ORDER, PROXY, INIT = range(3)
-VIEWS = 3
+ORDER, PROXY, INIT, FENCED, TENSOR = range(5)
+VIEWS = 5
+RELAXED = [INIT, FENCED]
+"""Views that relaxed synchronisation carries."""
 
 
 @dataclass
 class Agents:
-    """The agents of a cluster, by number. Their instructions name the sites of accesses."""
+    """The agents of a cluster, by number. Their instructions name the sites of accesses.
+
+    ``strict`` demands ``tcgen05.wait::ld`` and ``tcgen05.fence``; see ``Options.strict_tensor_waits``.
+    """
 
     instructions: list[Instruction]
+    strict: bool = False
     names: list[str] = field(default_factory=list)
     generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
     """By agent: whether it accesses memory through the generic proxy."""
@@ -83,9 +92,19 @@ class Clock:
         return self._limits
 
     def join(self, other: Clock) -> None:
-        """Learn what ``other`` knows."""
+        """Learn what synchronisation carries: all but TENSOR, which each agent's own fences make."""
+        limits = self.limits
+        np.maximum(limits[:TENSOR], other.limits[:TENSOR], out=limits[:TENSOR])
+
+    def follow(self, other: Clock) -> None:
+        """Learn all that the agent of ``other`` knows, as what it issues does."""
         limits = self.limits
         np.maximum(limits, other.limits, out=limits)
+
+    def join_relaxed(self, other: Clock) -> None:
+        """Learn what relaxed synchronisation carries."""
+        limits = self.limits
+        limits[RELAXED] = np.maximum(limits[RELAXED], other.limits[RELAXED])
 
     def copy(self) -> Clock:
         return Clock(self.agents, self.limits.copy())

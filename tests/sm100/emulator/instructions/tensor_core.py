@@ -85,7 +85,7 @@ def build_dealloc(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         _whole_warp(mask, "tcgen05.dealloc")
-        warp.cta.tensor_memory.release(int(address(warp)[0]), uniform(count(warp), mask, "column count"))
+        warp.cta.tensor_memory.release(int(address(warp)[0]), uniform(count(warp), mask, "column count"), warp.actor)
         warp.cta.launch.events += 1
 
     return execute
@@ -133,7 +133,7 @@ def build_copy(decoder: Decoder) -> Execute:
                     raw = cta.shared.gather(source.offsets(rows, row_bytes), actor)
                     cells = np.ascontiguousarray(raw).view(np.uint32)
                     where = np.arange(columns.start, columns.stop)[None, None]
-                    cta.tensor_memory.write(first + lanes[:, :, None], where, cells[:, None])
+                    cta.tensor_memory.write(first + lanes[:, :, None], where, cells[:, None], actor)
                     warp.cta.launch.statistics.engine_bytes["tensor_copy"] += cells.nbytes
 
             _issue(warp, group, copy, "tensor_copy")
@@ -267,33 +267,36 @@ def build_transfer(decoder: Decoder) -> Execute:
         span = slice(column, column + int(columns.max()) + packed + 1)
         memory.check_settled(slice(first, first + shape.lanes // HALF_LANES), span, name)
         warp.cta.launch.statistics.engine_bytes[name] += 4 * LANES * len(items)
+        actor = warp.actor.transfer("ld" if loads else "st")
         if loads:
-            values = memory.read(rows, places)
+            values = memory.read(rows, places, actor)
             if packed:
-                values = values & LOW | memory.read(rows, places + 1) << np.uint32(16)
+                values = values & LOW | memory.read(rows, places + 1, actor) << np.uint32(16)
             for index, write in enumerate(writes):
                 write(warp, np.ascontiguousarray(values[:, index]), None)
             return
         values = np.stack([read(warp) for read in reads], axis=1)
         if packed:
             # What the high halves become is not stated: a NaN for whoever reads them.
-            memory.write(rows, places + 1, values >> np.uint32(16) | np.uint32(POISON & ~0xFFFF))
+            memory.write(rows, places + 1, values >> np.uint32(16) | np.uint32(POISON & ~0xFFFF), actor)
             values = values & LOW | np.uint32(POISON & ~0xFFFF)
-        memory.write(rows, places, values)
+        memory.write(rows, places, values, actor)
 
     return execute
 
 
 @instruction("tcgen05.wait::ld", "tcgen05.wait::st")
 def build_wait(decoder: Decoder) -> Execute:
-    """Loads and stores of tensor memory are complete at once here."""
+    """Values move at once here; what is kept track of is what the program may count on."""
+    kind = decoder.instruction.opcode[1].removeprefix("wait::")
     decoder.expect("sync", "aligned")
     decoder.arity(0)
-    return lambda warp, mask: None
+    return lambda warp, mask: warp.actor.wait_transfers(kind)
 
 
 @instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def build_fence(decoder: Decoder) -> Execute:
-    """Order is kept by construction; a missing fence is not found yet."""
+    """Orders tcgen05 operations across a synchronisation of threads."""
+    before = decoder.instruction.opcode[1] == "fence::before_thread_sync"
     decoder.arity(0)
-    return lambda warp, mask: None
+    return lambda warp, mask: warp.actor.fence_tensor(before)
