@@ -23,9 +23,11 @@ Modelled
       commit, also multicast; ld and st of every shape, also packed;
     * clusters: any shape; shared memory of other CTAs by mapa;
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
-    * order of accesses to shared memory, byte by byte and whatever the timing: two that conflict must be ordered by
-      barriers, mbarriers, groups of copies, or release and acquire, and a generic write that an asynchronous operation
-      reads or overwrites needs a proxy fence on the way (``ordering_clock``, ``actors``, ``access_history``);
+    * order of accesses to shared and tensor memory, whatever the timing: two that conflict must be ordered by barriers,
+      mbarriers, commits, waits for groups of copies or for stores of tensor memory, or release and acquire; a generic
+      write that an asynchronous operation reads or overwrites needs a proxy fence on the way (``ordering_clock``,
+      ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld`` and
+      ``tcgen05.fence``;
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
       reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
       capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,
@@ -34,14 +36,15 @@ Modelled
 Not modelled, refused
     f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync;
     sparsity; scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp;
-    im2col, reductions and gather of TMA; mbarrier state tokens; grid-wide barriers.
+    im2col, reductions and gather of TMA; mbarrier state tokens; grid-wide barriers;
+    tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
-    Missing ``tcgen05.fence`` and ``tcgen05.wait``; races on global memory, and those among the lanes of one warp; too
-    narrow a scope of a fence or a synchronisation; programmatic dependent launch (launches run one after the other);
-    register budgets. No time is modelled. Approximate functions (ex2,
-    rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
-    Lanes that issue the same bulk store together count as one store. No result here was compared with hardware yet.
+    Races on global memory, and those among the lanes of one warp; too narrow a scope of a fence or a synchronisation;
+    programmatic dependent launch (launches run one after the other); register budgets. No time is modelled. Approximate
+    functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from
+    hardware. Lanes that issue the same bulk store together count as one store. No result here was compared with
+    hardware yet.
 """
 
 from tests.sm100.emulator.engines import ENGINES, Options

@@ -31,9 +31,7 @@ class Rule:
 
 
 SHARED_RULE = Rule(Actor.visible, Actor.ordered, "without fence.proxy.async since")
-TENSOR_RULE = Rule(
-    Actor.tensor_ordered, Actor.tensor_ordered, "without tcgen05.fence on both sides since"
-)
+TENSOR_RULE = Rule(Actor.tensor_ordered, Actor.tensor_ordered, "without tcgen05.fence on both sides since")
 
 
 class AccessHistory:
