@@ -11,7 +11,8 @@ tokens. Weights are the A operand, tokens the B operand (shape.py says why).
 
 Warps: 0-3 epilogue (each reads its quarter of tensor memory), 4 issues the MMAs, 5 the TMA loads. The roles meet in
 two rings of mbarriers: operand stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are
-persistent; the epilogue of one tile runs beside the main loop of the next.
+persistent; the epilogue of one tile runs beside the main loop of the next. Programmatic dependent launch: weights of
+the first stages are on their way before the previous kernel has ended.
 
 Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
 with one rounding to the output type. The result does not depend on timing. With split_k the partial sums are added in
@@ -28,6 +29,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from .barriers import WARPS_OF_EPILOGUE, Ring, fence_after_wait, fence_before_signal
+from .load import EVICT_FIRST, EVICT_LAST, OperandLoad
 from .schedule import BatchedSchedule, GroupedSchedule
 from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 from .split import ClusterReduction
@@ -257,11 +259,11 @@ class NvFp4Gemm:
             cute.arch.alloc_tmem(shape.tensor_columns, storage.tensor_memory.ptr, is_two_cta=shape.pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=shape.pair)
             fence_before_signal()
-        # The previous kernel of the stream may still be running up to here.
-        cute.arch.griddepcontrol_wait()
         schedule: Any
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
+            # The previous kernel of the stream may still be running up to here; it wrote the counts.
+            cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
                 feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
@@ -274,25 +276,27 @@ class NvFp4Gemm:
         self._synchronise()
         total = schedule.total()
         fence_after_wait()
+        # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
+        cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
 
         if warp == LOAD_WARP:
-            self._load(
-                storage, operands, schedule, total, mma, scale_mma, atom_a, a, atom_b, b, atom_sfa, sfa, atom_sfb, sfb,
-                ctas, scale_ctas, rank, first, step, k_begin, k_end,
-            )  # fmt: skip
+            atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
+            member = rank if cutlass.const_expr(shape.pair) else Int32(0)
+            loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member)
+            self._load(loads, operands, schedule, total, member, first, step, k_begin, k_end)
         if warp == MMA_WARP:
             self._multiply(
                 storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_end - k_begin
             )
         if warp < WARPS_OF_EPILOGUE:
+            cute.arch.griddepcontrol_wait()
             epilogue = self.epilogue.device(shape, storage, outputs, thread, warp)
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, thread, first)
             else:
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step)
             epilogue.finish()
-        cute.arch.griddepcontrol_launch_dependents()
         fence_before_signal()
         self._synchronise()
         if warp == MMA_WARP:
@@ -307,71 +311,62 @@ class NvFp4Gemm:
         else:
             cute.arch.sync_threads()
 
+    def _loads(self, storage: Any, mma: Any, scale_mma: Any, atoms: Any, ctas: Any, scale_ctas: Any, rank: Any) -> Any:
+        """The loads of (weights, their scales, tokens, their scales)."""
+        (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb) = atoms
+        s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
+        part, scale_part = mma.get_slice(rank), scale_mma.get_slice(0)
+        features, tokens, k = self.tiler
+        # With few tokens, weights pass through L2 once while every CTA reads the tokens.
+        narrow = self.shape.token_tile < LANES
+        once, often = (Int64(EVICT_FIRST), Int64(EVICT_LAST)) if narrow else (None, None)
+        make = OperandLoad.create
+        return (
+            make(atom_a, part.partition_A, a, (features, k), s_a, ctas, 2, rank, once),
+            make(atom_sfa, part.partition_A, sfa, (features, k), s_sfa, ctas, 2, rank, once),
+            make(atom_b, part.partition_B, b, (tokens, k), s_b, ctas, 1, rank, often),
+            make(
+                atom_sfb, scale_part.partition_B, sfb, (self.scale_tiler[1], k), s_sfb, scale_ctas, 1, rank, often
+            ),
+        )  # fmt: skip
+
     @cute.jit
-    def _load(
-        self, storage, operands, schedule, total, mma, scale_mma, atom_a, a, atom_b, b, atom_sfa, sfa, atom_sfb, sfb,
-        ctas, scale_ctas, rank, first, step, k_begin, k_end,
-    ):  # fmt: skip
+    def _load_weights(self, loads, operands, position, rank, feature_tile, k_tile, group):
+        """Announce a stage's bytes and load its weights."""
+        shape = self.shape
+        barrier = operands.full + position.index
+        if rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
+        for half in cutlass.range_constexpr(shape.halves):
+            for load in loads[:2]:
+                matrix, slot = group * shape.halves + half, position.index * shape.halves + half
+                load.load(feature_tile, k_tile, matrix, slot, barrier)
+
+    @cute.jit
+    def _load(self, loads, operands, schedule, total, rank, first, step, k_begin, k_end):
         """The TMA warp: keep the ring of operand stages full."""
         shape = self.shape
-        s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
-        member = rank if cutlass.const_expr(shape.pair) else Int32(0)
-        coordinates, scale_coordinates = ctas.get_flat_coord(member), scale_ctas.get_flat_coord(member)
-        part, scale_part = mma.get_slice(member), scale_mma.get_slice(0)
-        tiler, scale_tiler = self.tiler, self.scale_tiler
-
-        def partition(atom, coordinate, layout, shared, tiles):
-            source, target = cute.group_modes(tiles, 0, 3), cute.group_modes(shared, 0, 3)
-            to, of = cpasync.tma_partition(atom, coordinate, cute.make_layout(layout.shape), target, source)
-            return cute.filter_zeros(to), cute.filter_zeros(of)
-
-        def tiles(tensor, tile):
-            return cute.local_tile(tensor, tile, (None, None, None))
-
-        m_ctas, n_ctas = cute.slice_(ctas, (0, 0, None, 0)), cute.slice_(ctas, (0, None, 0, 0))
-        scale_n_ctas = cute.slice_(scale_ctas, (0, None, 0, 0))
-        m_tile, n_tile = (tiler[0], tiler[2]), (tiler[1], tiler[2])
-        to_a, of_a = partition(atom_a, coordinates[2], m_ctas, s_a, part.partition_A(tiles(a, m_tile)))
-        to_b, of_b = partition(atom_b, coordinates[1], n_ctas, s_b, part.partition_B(tiles(b, n_tile)))
-        to_sfa, of_sfa = partition(atom_sfa, coordinates[2], m_ctas, s_sfa, part.partition_A(tiles(sfa, m_tile)))
-        to_sfb, of_sfb = partition(
-            atom_sfb, scale_coordinates[1], scale_n_ctas, s_sfb,
-            scale_part.partition_B(tiles(sfb, (scale_tiler[1], scale_tiler[2]))),
-        )  # fmt: skip
-        mask_a = mask_b = mask_sfb = None
-        if cutlass.const_expr(shape.pair):
-            mask_a = cpasync.create_tma_multicast_mask(ctas, coordinates, mcast_mode=2)
-            mask_b = cpasync.create_tma_multicast_mask(ctas, coordinates, mcast_mode=1)
-            mask_sfb = cpasync.create_tma_multicast_mask(scale_ctas, scale_coordinates, mcast_mode=1)
-
+        early = Int32(0)
+        if cutlass.const_expr(not shape.grouped):
+            # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
+            early = cutlass.min(Int32(shape.stages), k_end - k_begin)
+            first_feature_tile, _, first_group, _ = schedule.locate(first)
+            ahead = operands.producer()
+            for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
+                self._load_weights(loads, operands, ahead, rank, first_feature_tile, k_tile, first_group)
+                ahead.advance()
+            cute.arch.griddepcontrol_wait()
         position = operands.producer()
         tile = first
         while tile < total:
             feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
             for k_tile in cutlass.range(k_begin, k_end, unroll=1):
-                operands.wait_empty(position)
-                barrier = operands.full + position.index
-                if rank == 0 or cutlass.const_expr(not shape.pair):
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
-                for half in cutlass.range_constexpr(shape.halves):
-                    matrix, slot = weight_group * shape.halves + half, position.index * shape.halves + half
-                    cute.copy(
-                        atom_a, of_a[None, feature_tile, k_tile, matrix], to_a[None, slot],
-                        tma_bar_ptr=barrier, mcast_mask=mask_a,
-                    )  # fmt: skip
-                    cute.copy(
-                        atom_sfa, of_sfa[None, feature_tile, k_tile, matrix], to_sfa[None, slot],
-                        tma_bar_ptr=barrier, mcast_mask=mask_a,
-                    )  # fmt: skip
-                cute.copy(
-                    atom_b, of_b[None, token_tile, k_tile, token_group], to_b[None, position.index],
-                    tma_bar_ptr=barrier, mcast_mask=mask_b,
-                )  # fmt: skip
-                cute.copy(
-                    atom_sfb, of_sfb[None, token_tile, k_tile, token_group], to_sfb[None, position.index],
-                    tma_bar_ptr=barrier, mcast_mask=mask_sfb,
-                )  # fmt: skip
+                if tile != first or k_tile - k_begin >= early:
+                    operands.wait_empty(position)
+                    self._load_weights(loads, operands, position, rank, feature_tile, k_tile, weight_group)
+                for load in loads[2:]:
+                    load.load(token_tile, k_tile, token_group, position.index, operands.full + position.index)
                 position.advance()
             tile += step
         # A CTA must not leave while loads into it, or commits to its barriers, are under way.

@@ -1,0 +1,68 @@
+"""One operand's TMA loads, from tiles of global memory to slots of shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from .fixed import Fixed
+
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+"""L2 cache policies as ``createpolicy.fractional`` encodes them for a fraction of 1."""
+
+
+@dataclass(frozen=True)
+class OperandLoad(Fixed):
+    """Loads of one operand.
+
+    Attributes:
+        slots: shared tensor (values, slot), ``tiles``: global tensor (values, tile, K tile, matrix).
+        mask: CTAs of the cluster that receive the data, or None.
+        policy: L2 cache policy, or None.
+    """
+
+    atom: Any
+    slots: Any
+    tiles: Any
+    mask: Any
+    policy: Any
+
+    @classmethod
+    def create(
+        cls,
+        atom: Any,
+        partition: Any,
+        tensor: Any,
+        tile: Any,
+        shared: Any,
+        ctas: Any,
+        mode: int,
+        rank: Any,
+        policy: Any,
+    ) -> OperandLoad:  # fmt: skip
+        """Partition ``tensor`` by ``tile`` and MMA slice, for CTA ``rank`` of a cluster laid out as ``ctas``.
+
+        ``mode`` is the cluster's dimension along which CTAs share this operand: 2 for A, 1 for B. A CTA of a pair
+        loads its part and, where both need all of it (block scales of B), sends it to both.
+        """
+        coordinates = ctas.get_flat_coord(rank)
+        sharing = [0, None, 0, 0] if mode == 1 else [0, 0, None, 0]
+        pieces = cute.make_layout(cute.slice_(ctas, tuple(sharing)).shape)
+        parts = partition(cute.local_tile(tensor, tile, (None, None, None)))
+        slots, tiles = cpasync.tma_partition(
+            atom, coordinates[mode], pieces, cute.group_modes(shared, 0, 3), cute.group_modes(parts, 0, 3)
+        )
+        mask = None
+        if cute.size(ctas) > 1:
+            mask = cpasync.create_tma_multicast_mask(ctas, coordinates, mcast_mode=mode)
+        return cls(atom, cute.filter_zeros(slots), cute.filter_zeros(tiles), mask, policy)
+
+    def load(self, tile: Any, k_tile: Any, matrix: Any, slot: Any, barrier: Any) -> None:
+        """Fill ``slot``; ``barrier`` counts the bytes."""
+        cute.copy(
+            self.atom, self.tiles[None, tile, k_tile, matrix], self.slots[None, slot],
+            tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=self.policy,
+        )  # fmt: skip
