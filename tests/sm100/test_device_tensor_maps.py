@@ -107,12 +107,13 @@ def test_map_changed_in_shared_memory() -> None:
 @pytest.mark.parametrize(("steps", "message"), [
     ((ONE, REPLACE, ACQUIRE, COPY, ONCE), "did not release"),
     ((ONE, RELEASE, REPLACE, ACQUIRE, COPY, ONCE), "did not release"),
+    ((ONE, REPLACE, RELEASE, ACQUIRE, REPLACE, COPY, ONCE), "did not release"),
     ((ONE, REPLACE, RELEASE, COPY, ONCE), "not acquired"),
     ((ONE, REPLACE, ACQUIRE, RELEASE, COPY, ONCE), "not acquired"),
     ((ONE, ACQUIRE, ONCE, IN_SHARED, ONE.replace("LATER", "THEN"), COPY, ONCE.replace("LATER", "THEN")),
      "not acquired"),
     ((ONE, REPLACE, RELEASE, ACQUIRE.replace("q0]", "q0+64]"), COPY, ONCE), "not acquired"),
-], ids=["no release", "early release", "no acquire", "early acquire", "before the copy", "another map"])  # fmt: skip
+], ids=["no release", "early release", "rewritten", "no acquire", "late release", "early", "elsewhere"])  # fmt: skip
 def test_missing_fences_are_reported(steps: tuple[str, ...], message: str) -> None:
     with pytest.raises(HazardError, match=message):
         load_through(*steps)

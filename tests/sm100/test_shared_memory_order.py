@@ -5,11 +5,14 @@ Source of the rules: PTX ISA, memory consistency model (causality order, proxies
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.sm100.emulator import HazardError, Options
 from tests.sm100.support.snippets import launch
+from tests.sm100.support.tensor_snippets import matrix_descriptor
 
 MODES = [Options(), Options("random", 1), Options("random", 2)]
 pytestmark = pytest.mark.parametrize("options", MODES, ids=["immediate", "random 1", "random 2"])
@@ -222,6 +225,24 @@ def test_copies_of_elements_are_generic_writes(options: Options) -> None:
     end = f"{BULK_STORE}\ncp.async.bulk.wait_group 0;"
     check(f"{copy}\n{end}", "", options, PROXY)
     check(f"{copy}\n{FENCE}\n{end}", "", options, None)
+
+
+TENSOR_COPY = f"""tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+768], 32;
+    ld.shared.b32 %r20, [%r2+768];
+    mov.b64 %q5, {matrix_descriptor(0, 64, 128)};
+    @!%p1 tcgen05.cp.cta_group::1.4x256b [%r20], %q5;
+    @!%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%r2+512];
+    {WAIT("%r2+512", 0)}
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"""
+
+
+def test_tensor_copies_of_copied_elements(options: Options) -> None:
+    copy = f"{ELEMENT_COPY}\ncp.async.wait_all;"
+    check(f"{copy}\n{TENSOR_COPY}", "", options, None)
+    check(f"st.shared.b32 [%r3], %r0;\n{TENSOR_COPY}", "", options, PROXY)
+    strict = replace(options, strict_tensor_waits=True)
+    check(f"{copy}\n{TENSOR_COPY}", "", strict, PROXY)
+    check(f"{copy}\n{FENCE}\n{TENSOR_COPY}", "", strict, None)
 
 
 INITS = {

@@ -26,8 +26,8 @@ Modelled
     * order of accesses to shared and tensor memory, whatever the timing: two that conflict must be ordered by barriers,
       mbarriers, commits, waits for groups of copies or for stores of tensor memory, or release and acquire; a generic
       write that an asynchronous operation reads or overwrites needs a proxy fence on the way (``ordering_clock``,
-      ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld`` and
-      ``tcgen05.fence``;
+      ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
+      ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05;
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
       reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
       capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,

@@ -34,6 +34,8 @@ class Actor:
     number: int
     clock: Clock
     site: int = 0
+    tensor: bool = False
+    """Whether it is a tcgen05 operation."""
 
     def epoch(self, strong: bool = False) -> int:
         """The stamp of an access made now."""
@@ -52,9 +54,13 @@ class Actor:
     def visible(self) -> np.ndarray:
         """By agent: the limit of the writes that are ordered before and visible to the proxy of this actor."""
         limits = self.clock.limits
-        if self.asynchronous:
-            return np.where(self.agents.generic, limits[PROXY], limits[ORDER])
-        return limits[ORDER]
+        if not self.asynchronous:
+            return limits[ORDER]
+        found = np.where(self.agents.generic, limits[PROXY], limits[ORDER])
+        if self.tensor and not self.agents.strict:
+            copies = list(self.agents.copies)
+            found[copies] = limits[ORDER, copies]
+        return found
 
     def finished(self) -> np.ndarray:
         """By agent: the limit of what happened before, however that is known."""
@@ -78,7 +84,7 @@ class Actor:
         limits = self.clock.limits
         limits[TENSOR, self.number] = limits[ORDER, self.number]
         issuer._tick()
-        return Actor(self.agents, self.number, self.clock.copy(), issuer.site)
+        return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True)
 
 
 @dataclass
@@ -139,7 +145,7 @@ class WarpActor(Actor):
         self._tick()
 
     def issue(self, generic: bool = False) -> Actor:
-        """A new asynchronous operation that begins now.
+        """A new asynchronous operation that begins now; a generic one is a cp.async copy.
 
         Its agent is that of an earlier operation whose completion this warp knows, if there is one: what covers
         the new operation then covers the old one, too.
@@ -148,6 +154,8 @@ class WarpActor(Actor):
         number = next((number for number, latest in known.items() if limits[number] >= latest), None)
         if number is None:
             number = self.agents.add(f"asynchronous operation of {self.name}", generic)
+            if generic:
+                self.agents.copies.add(number)
         known[number] = known.get(number, NOTHING) + TICK
         clock = self.clock.copy()
         clock.limits[ORDER, number] = known[number]

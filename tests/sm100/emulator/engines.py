@@ -32,7 +32,9 @@ class Options:
         strict_tensor_waits: demand, beyond what hardware is known to need, what the PTX ISA says of tensor memory:
             ``tcgen05.wait::ld`` before a cell that was loaded may be overwritten (a use of the loaded registers does
             not count), and ``tcgen05.fence`` before and after a synchronisation that orders tcgen05 operations of
-            different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out.
+            different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out. Also
+            ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
+            that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
         max_instructions: warp instructions of a launch before it counts as endless.
     """
 

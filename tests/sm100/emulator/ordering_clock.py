@@ -45,7 +45,7 @@ RELAXED = [INIT, FENCED]
 class Agents:
     """The agents of a cluster, by number. Their instructions name the sites of accesses.
 
-    ``strict`` demands ``tcgen05.wait::ld`` and ``tcgen05.fence``; see ``Options.strict_tensor_waits``.
+    ``strict`` demands fences and waits that tcgen05 can do without; see ``Options.strict_tensor_waits``.
     """
 
     instructions: list[Instruction]
@@ -53,6 +53,8 @@ class Agents:
     names: list[str] = field(default_factory=list)
     generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
     """By agent: whether it accesses memory through the generic proxy."""
+    copies: set[int] = field(default_factory=set)
+    """Agents of cp.async copies."""
 
     def add(self, name: str, generic: bool) -> int:
         """A new agent's number."""

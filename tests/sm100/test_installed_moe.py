@@ -1,0 +1,25 @@
+"""A fused MoE GEMM that others wrote for SM100 hardware gives the right codes and scales in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sm100.emulator import Options
+from tests.sm100.support.fused_moe_gemm import run_fused_moe
+
+pytest.importorskip("flashinfer")
+
+EXPERTS = [70, 150, 0, 5]
+"""Tokens of each: one expert without any, one with more than a tile."""
+
+
+@pytest.mark.parametrize(("tile", "cluster", "options"), [
+    ((128, 128), (1, 1), Options()),
+    ((128, 128), (1, 1), Options("random", 1)),
+    ((256, 128), (2, 1), Options("random", 2)),
+], ids=["one CTA", "random", "pair, random"])  # fmt: skip
+def test_codes_and_scales_are_right(tile: tuple[int, int], cluster: tuple[int, int], options: Options) -> None:
+    right, statistics = run_fused_moe(tile, cluster, EXPERTS, 128, 256, options)
+    assert right
+    counts = statistics.by_opcode()
+    assert counts["cp.async.cg.shared.global"] and counts["cvt.rn.satfinite.e2m1x2.f32"]
