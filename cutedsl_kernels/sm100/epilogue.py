@@ -82,7 +82,7 @@ class DeviceEpilogue(Fixed):
     def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
         """Stage the tile's row factors in shared memory; the returned alphas are this thread's, one per half."""
         shape = self.shape
-        synchronise_epilogue()  # the last tile's factors have been read
+        # Every store ends with a barrier after the factors were read, so the last tile's may be overwritten.
         for i in cutlass.range_constexpr((shape.token_tile + EPILOGUE_THREADS - 1) // EPILOGUE_THREADS):
             token = self.thread + i * EPILOGUE_THREADS
             if token < shape.token_tile:

@@ -258,7 +258,6 @@ class NvFp4Gemm:
         if warp == MMA_WARP:
             cute.arch.alloc_tmem(shape.tensor_columns, storage.tensor_memory.ptr, is_two_cta=shape.pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=shape.pair)
-            fence_before_signal()
         schedule: Any
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
@@ -275,7 +274,6 @@ class NvFp4Gemm:
             schedule = BatchedSchedule(feature_tiles, token_tiles, groups)
         self._synchronise()
         total = schedule.total()
-        fence_after_wait()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
         cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
@@ -297,10 +295,10 @@ class NvFp4Gemm:
             else:
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step)
             epilogue.finish()
-        fence_before_signal()
+        # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
+        # cluster may leave, and no warp reads tensor memory any more.
         self._synchronise()
         if warp == MMA_WARP:
-            fence_after_wait()
             cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
 
     def _synchronise(self) -> None:
@@ -369,10 +367,6 @@ class NvFp4Gemm:
                     load.load(token_tile, k_tile, token_group, position.index, operands.full + position.index)
                 position.advance()
             tile += step
-        # A CTA must not leave while loads into it, or commits to its barriers, are under way.
-        for _ in cutlass.range(shape.stages, unroll=1):
-            operands.wait_empty(position)
-            position.advance()
 
     @cute.jit
     def _multiply(self, storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_tiles):
@@ -412,7 +406,6 @@ class NvFp4Gemm:
                 mma.set(tcgen05.Field.ACCUMULATE, False)
                 for _ in cutlass.range(k_tiles, unroll=1):
                     operands.wait_full(operand)
-                    fence_after_wait()
                     for half in cutlass.range_constexpr(shape.halves):
                         copy, source, target = copies_a[half]
                         slot = operand.index * shape.halves + half

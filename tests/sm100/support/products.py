@@ -1,4 +1,4 @@
-"""Random NVFP4 products in the layouts that the SM100 kernels take, and their fp64 references."""
+"""Random NVFP4 products in the layouts that the SM100 kernels take, run in the emulator, and their fp64 references."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call, scale_rows
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
-from nvfp4_sgl.numerics.scale_layout import swizzle_128x4
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.numerics.scale_layout import swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.support.numpy_nvfp4 import dequantize
+
+LIMIT = 10.0
+"""The SwiGLU clamp."""
+NAN_SCALE = 0x7F
+"""E4M3's NaN: what block scales that no result may depend on are filled with."""
+UNIT = 2.0**-24
+"""Half an ulp of fp32, relative."""
 
 _COMPILED: dict[Any, Compiled] = {}
 
 
 def compile_call(call: Call, epilogue: Epilogue, architecture: str = "sm_100a") -> Compiled:
-    """The kernel that a call needs, compiled once a process."""
+    """The kernel that a call needs, compiled once a process. Values of arguments do not matter."""
     from cutlass.cute.runtime import make_fake_stream
 
     key = call.shape, epilogue, architecture
     if key not in _COMPILED:
-        _COMPILED[key] = compile_for(
-            architecture, NvFp4Gemm(call.shape, epilogue), *call.arguments(1), make_fake_stream()
-        )
+        kernel = NvFp4Gemm(call.shape, epilogue)
+        _COMPILED[key] = compile_for(architecture, kernel, *call.arguments(1), make_fake_stream())
     return _COMPILED[key]
 
 
@@ -52,7 +59,7 @@ class RandomOperand:
 
     @classmethod
     def make(cls, groups: int, rows: int, k: int, seed: int) -> RandomOperand:
-        """Every code, and scales over E4M3's whole finite range, zero included; a twentieth of the blocks vanish."""
+        """All codes, and scales over E4M3's whole finite range; a twentieth of the blocks have the scale 0."""
         random = np.random.default_rng(seed)
         packed = random.integers(0, 256, (groups, rows, k // 2), dtype=np.uint8)
         scales = random.integers(0, 127, (groups, rows, k // 16), dtype=np.uint8)
@@ -64,21 +71,227 @@ class RandomOperand:
         return dequantize(self.packed[group].numpy(), self.scales[group].numpy())
 
     def swizzled(self) -> Tensor:
-        """Scales of each matrix, padded and swizzled, one after the other."""
-        return swizzle_128x4(self.scales)
+        """Block scales of each matrix swizzled, one matrix after the other; NaN in the padding."""
+        return torch.stack([swizzle_rows(scales, 128) for scales in self.scales])
 
 
 def swizzle_rows(scales: Tensor, token_tile: int) -> Tensor:
-    """Block scales of token rows [rows, kb] as a kernel of that token tile takes them."""
+    """Block scales [rows, kb] as a kernel of that token tile takes them; NaN in the padding."""
     rows, kb = scales.shape
-    if token_tile >= 128:
-        return swizzle_128x4(scales)
-    tiles = -(-rows // token_tile)
-    spread = torch.zeros(tiles, 128, kb, dtype=torch.uint8)
-    padded = torch.zeros(tiles * token_tile, kb, dtype=torch.uint8)
+    tile = min(token_tile, 128)
+    tiles = -(-rows // tile)
+    padded = torch.full((tiles * tile, kb), NAN_SCALE, dtype=torch.uint8)
     padded[:rows] = scales.view(torch.uint8)
-    spread[:, :token_tile] = padded.view(tiles, token_tile, kb)
+    spread = torch.full((tiles, 128, kb), NAN_SCALE, dtype=torch.uint8)
+    spread[:, :tile] = padded.view(tiles, tile, kb)
     return swizzle_128x4(spread.view(-1, kb))
 
 
-__all__ = ["RandomOperand", "compile_call", "run", "scale_rows", "swizzle_rows"]
+def unswizzle_rows(scales: Tensor, rows: int, kb: int, token_tile: int) -> Tensor:
+    """Inverse of :func:`swizzle_rows`."""
+    tile = min(token_tile, 128)
+    spread = unswizzle_128x4(scales, scale_rows(rows, token_tile), kb)
+    return spread.view(-1, 128, kb)[:, :tile].reshape(-1, kb)[:rows]
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """fp64 values and a bound on how far fp32 sums in any order may be from them."""
+
+    values: np.ndarray
+    slack: np.ndarray
+
+    def scaled(self, factors: np.ndarray) -> Bounded:
+        """Multiplied in fp32: one rounding."""
+        values = self.values * factors
+        return Bounded(values, self.slack * np.abs(factors) + UNIT * np.abs(values))
+
+    def allows(self, found: Tensor) -> np.ndarray:
+        """Which elements of a bf16 or fp32 result equal the rounding of a value within the slack."""
+        low = torch.from_numpy(self.values - self.slack).to(found.dtype)
+        high = torch.from_numpy(self.values + self.slack).to(found.dtype)
+        return ((low <= found) & (found <= high)).numpy()
+
+    def decided(self, dtype: torch.dtype) -> float:
+        """Share of the elements that have a single right answer in ``dtype``."""
+        low, high = (torch.from_numpy(self.values + sign * self.slack).to(dtype) for sign in (-1, 1))
+        return float((low == high).double().mean())
+
+
+def product(tokens: np.ndarray, weights: np.ndarray) -> Bounded:
+    """``tokens @ weights.T`` where every 64 of K may round once."""
+    magnitude = np.abs(tokens) @ np.abs(weights).T
+    return Bounded(tokens @ weights.T, (tokens.shape[1] / 64 + 1) * UNIT * magnitude)
+
+
+def swiglu(gate: Bounded, up: Bounded, limit: float = LIMIT) -> Bounded:
+    """Clamped SwiGLU of values known up to a slack; 2^-20 relative for the approximate exponential and reciprocal."""
+    g = np.minimum(gate.values, limit)
+    u = np.clip(up.values, -limit, limit)
+    with np.errstate(over="ignore"):
+        silu = g / (1 + np.exp(-g))
+    values = silu * u
+    slope = 1.1  # |d silu / d g| stays below it
+    return Bounded(values, slope * gate.slack * np.abs(u) + np.abs(silu) * up.slack + 2.0**-20 * np.abs(values) + 1e-30)
+
+
+def poisoned(*shape: int, output: str) -> Tensor:
+    """An output that no kernel has written."""
+    if output == "nvfp4":
+        return torch.full(shape, 0xCC, dtype=torch.uint8)
+    return torch.full(shape, float("nan"), dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[output])
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """A batch of plain products: ``groups`` times [tokens, k] by [features, k]."""
+
+    shape: KernelShape
+    tokens: int
+    features: int
+    k: int
+    groups: int = 1
+    seed: int = 1
+
+    def check(self, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None) -> Statistics:
+        """Run it and compare every element. Tokens and outputs of the groups are interleaved, as attention has them.
+
+        Raises:
+            AssertionError: an element is wrong.
+        """
+        weights = RandomOperand.make(self.groups, self.features, self.k, self.seed)
+        tokens = RandomOperand.make(self.groups, self.tokens, self.k, self.seed + 1)
+        random = torch.Generator().manual_seed(self.seed)
+        row_scale = torch.exp2(torch.rand(self.tokens, self.groups, generator=random) * 12 - 20)
+        alpha = torch.exp2(torch.randint(-12, 0, (self.groups, self.features), generator=random).float())
+        columns = torch.cat(list(tokens.scales), dim=1)
+        call = Call(
+            self.shape,
+            weights.packed,
+            weights.swizzled(),
+            tokens.packed.transpose(0, 1).contiguous(),
+            swizzle_rows(columns, self.shape.token_tile),
+            poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
+            row_scale,
+            alpha,
+        )
+        statistics = run(call, Epilogue(), options, clusters, compiled)
+        for group in range(self.groups):
+            expected = product(tokens.values(group), weights.values(group))
+            expected = expected.scaled(row_scale[:, group, None].double().numpy()).scaled(alpha[group].double().numpy())
+            wrong = ~expected.allows(call.out[:, group])
+            assert not wrong.any(), f"group {group}: {wrong.sum()} of {wrong.size} wrong, first {np.argwhere(wrong)[0]}"
+            if self.shape.output == "bf16":
+                assert expected.decided(torch.bfloat16) > 0.95, "operands leave too many outputs undecided"
+        return statistics
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """Experts with given token counts; gated or with a weight for each row, as ``shape.gated`` says."""
+
+    shape: KernelShape
+    counts: tuple[int, ...]
+    features: int
+    k: int
+    seed: int = 1
+
+    @property
+    def limit(self) -> float | None:
+        return LIMIT if self.shape.gated else None
+
+    def epilogue(self, output: str) -> Epilogue:
+        from nvfp4_sgl.numerics.nvfp4 import swiglu_row_scale
+
+        constant = swiglu_row_scale(LIMIT) if output == "nvfp4" else None
+        return Epilogue(self.limit, weighted=not self.shape.gated, row_scale_constant=constant)
+
+    def build(self) -> tuple[Call, RandomOperand, RandomOperand, np.ndarray]:
+        """(call, weights, tokens, rows that hold a token)."""
+        shape, tile = self.shape, self.shape.token_tile
+        counts = torch.tensor(self.counts, dtype=torch.int32)
+        padded = (counts + tile - 1) // tile * tile
+        offsets = (padded.cumsum(0) - padded).to(torch.int32)
+        rows = max(int(padded.sum()), tile)
+        weights = RandomOperand.make(len(counts) * shape.halves, self.features, self.k, self.seed)
+        tokens = RandomOperand.make(1, rows, self.k, self.seed + 1)
+        used = np.concatenate([np.arange(o, o + n) for o, n in zip(offsets, counts, strict=True)]).astype(int)
+        scales = torch.full_like(tokens.scales[0], NAN_SCALE)
+        scales[used] = tokens.scales[0][used]
+        random = torch.Generator().manual_seed(self.seed)
+        # Products of full-range scales are near 2^16 * sqrt(k): factors that put SwiGLU's inputs around its limit.
+        row_scale = torch.full((rows,), float("nan"))
+        row_scale[used] = torch.exp2(torch.rand(len(used), generator=random) * 4 - 11)
+        alpha = torch.exp2(torch.rand(len(counts), shape.halves, generator=random) * 2 - 9)
+        codes = self.features // 2 if shape.output == "nvfp4" else self.features
+        out_scales = None
+        if shape.output == "nvfp4":
+            out_scales = poisoned(scale_rows(rows, tile) * (-(-self.features // 64) * 4), output="nvfp4")
+        call = Call(
+            shape,
+            weights.packed,
+            weights.swizzled(),
+            tokens.packed[0],
+            swizzle_rows(scales, tile),
+            poisoned(rows, codes, output=shape.output),
+            row_scale,
+            alpha,
+            out_scales=out_scales,
+            row_weight=None if shape.gated else torch.rand(rows, generator=random),
+            offsets=offsets,
+            counts=counts,
+        )
+        return call, weights, tokens, used
+
+    def expected(self, call: Call, weights: RandomOperand, tokens: RandomOperand) -> list[tuple[slice, Bounded]]:
+        """For each expert with tokens: its rows and what they should be."""
+        assert call.offsets is not None
+        found = []
+        values = tokens.values(0)
+        for expert, count in enumerate(self.counts):
+            rows = slice(int(call.offsets[expert]), int(call.offsets[expert]) + count)
+            if not count:
+                continue
+            factors = call.row_scale[rows, None].double().numpy()
+            parts = [
+                product(values[rows], weights.values(expert * self.shape.halves + half))
+                .scaled(factors)
+                .scaled(np.array(float(call.alpha[expert, half])))
+                for half in range(self.shape.halves)
+            ]
+            if self.shape.gated:
+                found.append((rows, swiglu(parts[0], parts[1])))
+            else:
+                assert call.row_weight is not None
+                found.append((rows, parts[0].scaled(call.row_weight[rows, None].double().numpy())))
+        return found
+
+    def check(self, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None) -> Statistics:
+        """Run it and compare every row that holds a token.
+
+        NVFP4 output must equal the reference recipe applied to the fp32 output of the same kernel, bit for bit.
+
+        Raises:
+            AssertionError: an element is wrong.
+        """
+        from dataclasses import replace
+
+        from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
+
+        call, weights, tokens, used = self.build()
+        statistics = run(call, self.epilogue(self.shape.output), options, clusters, compiled)
+        if self.shape.output == "nvfp4":
+            assert call.out_scales is not None
+            plain = replace(self, shape=replace(self.shape, output="fp32"))
+            plain.check()
+            hidden, *_ = plain.build()
+            run(hidden, self.epilogue("fp32"))
+            quantised = quantize_rows(hidden.out[used], swiglu_row_scale(LIMIT))
+            assert torch.equal(call.out[used], quantised.packed)
+            scales = unswizzle_rows(call.out_scales, call.rows, self.features // 16, self.shape.token_tile)
+            assert torch.equal(scales[used], quantised.block_scale.view(torch.uint8))
+            return statistics
+        for rows, expected in self.expected(call, weights, tokens):
+            wrong = ~expected.allows(call.out[rows])
+            assert not wrong.any(), f"{rows}: {wrong.sum()} of {wrong.size} wrong, first {np.argwhere(wrong)[0]}"
+        return statistics

@@ -1,0 +1,74 @@
+"""Grouped products with fused SwiGLU and re-quantisation on the SM100 kernel, executed in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from tests.sm100.emulator import Options
+from tests.sm100.support.products import ExpertCase
+
+STRICT = Options(strict_tensor_waits=True)
+
+
+def gate_up(token_tile: int, pair: bool = False, output: str = "nvfp4") -> KernelShape:
+    return KernelShape(token_tile, pair=pair, gated=True, grouped=True, output=output)
+
+
+def down(token_tile: int, pair: bool = False, output: str = "bf16") -> KernelShape:
+    return KernelShape(token_tile, pair=pair, grouped=True, output=output)
+
+
+CASES = [
+    # Few tokens: an empty expert first, in the middle and last, one tile and more.
+    ExpertCase(gate_up(8), (0, 1, 9, 0, 8, 0), features=128, k=320),
+    ExpertCase(gate_up(8, output="bf16"), (3, 0, 17), features=192, k=128),
+    ExpertCase(gate_up(16, output="fp32"), (1, 15), features=64, k=256),
+    ExpertCase(gate_up(32), (40, 1), features=128, k=192),
+    ExpertCase(gate_up(64), (64, 0, 3), features=128, k=256),
+    # Many: one expert has nearly all.
+    ExpertCase(gate_up(128), (1, 150, 0), features=128, k=320),
+    ExpertCase(gate_up(128, pair=True), (130, 2), features=256, k=320),
+    ExpertCase(gate_up(128, pair=True, output="bf16"), (5, 0, 129), features=320, k=128),
+    ExpertCase(down(8), (0, 2, 11, 0), features=200, k=192),
+    ExpertCase(down(32, output="fp32"), (33, 4), features=136, k=384),
+    ExpertCase(down(128, pair=True), (3, 0, 131), features=264, k=128),
+    ExpertCase(down(256, pair=True), (257, 0, 1), features=256, k=128),
+]
+
+
+def name(case: ExpertCase) -> str:
+    kind = ("gate up" if case.shape.gated else "down") + " pair" * case.shape.pair
+    return f"{kind} {case.shape.token_tile} {case.shape.output} {case.counts} {case.features}x{case.k}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_equals_the_reference(case: ExpertCase) -> None:
+    case.check(STRICT)
+
+
+def test_no_expert_has_a_token() -> None:
+    statistics = ExpertCase(down(8), (0, 0, 0), features=128, k=128).check(STRICT)
+    assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0
+
+
+def test_a_shared_expert_is_one_group() -> None:
+    ExpertCase(gate_up(8), (6,), features=128, k=256).check(STRICT)
+
+
+def test_only_experts_with_tokens_are_read() -> None:
+    k, features = 256, 128
+    case = ExpertCase(down(8), (0, 5, 0, 0, 1), features, k)
+    statistics = case.check(STRICT)
+    weights = features * k // 2 + features * k // 16
+    tokens = 8 * k // 2 + 128 * k // 16
+    assert statistics.engine_bytes["tma_load"] == 2 * (weights + tokens)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 5])
+def test_most_experts_there_can_be(clusters: int) -> None:
+    """512 experts, tokens at both ends and in the middle: the search for a tile's expert meets every boundary."""
+    counts = [0] * 512
+    for expert in (0, 15, 16, 31, 255, 256, 510, 511):
+        counts[expert] = 1 + expert % 9
+    ExpertCase(down(8), tuple(counts), features=8, k=64).check(STRICT, clusters)
