@@ -28,6 +28,8 @@ Modelled
       write that an asynchronous operation reads or overwrites needs a proxy fence on the way (``ordering_clock``,
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05;
+    * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
+      it leaves out);
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
       reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
       capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,
@@ -41,7 +43,7 @@ Not modelled, refused
 
 Not modelled, not noticed
     Races on global memory, and those among the lanes of one warp; too narrow a scope of a fence or a synchronisation;
-    programmatic dependent launch (launches run one after the other); register budgets. No time is modelled. Approximate
+    programmatic dependent launch (launches run one after the other); register budgets. Approximate
     functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from
     hardware. Lanes that issue the same bulk store together count as one store. No result here was compared with
     hardware yet.
@@ -57,6 +59,8 @@ from tests.sm100.emulator.errors import (
 )
 from tests.sm100.emulator.host import Compiled, Emulator, compile_for, emulated
 from tests.sm100.emulator.statistics import Statistics
+from tests.sm100.emulator.timing import Timeline
+from tests.sm100.emulator.timing_model import TimingModel
 
 __all__ = [
     "ENGINES",
@@ -68,6 +72,8 @@ __all__ = [
     "MemoryFaultError",
     "Options",
     "Statistics",
+    "Timeline",
+    "TimingModel",
     "UnsupportedError",
     "compile_for",
     "emulated",

@@ -11,6 +11,7 @@ from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, Sh
 from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_memory import TensorMemory
+from tests.sm100.emulator.timing import ClusterTiming
 from tests.sm100.emulator.warp import Warp
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Cluster:
         self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
         self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas), Handover.create(self.agents))
         self._flags: dict[int, Clock] = {}
+        model = launch.options.timing
+        self.timing = None if model is None else ClusterTiming(model)
 
     def locate(self, address: int) -> tuple[Cta, int]:
         """The CTA and the offset of a shared-memory address."""

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tests.sm100.emulator.timing_model import TimingModel
+
 Mode = Literal["immediate", "random", "starved"]
 ENGINES = ("tma_load", "tma_store", "tensor", "cp_async")
 """tensor: tcgen05.mma, cp, commit (one queue per CTA or CTA pair); cp_async: non-bulk copies of a thread."""
@@ -36,6 +38,7 @@ class Options:
             ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
         max_instructions: warp instructions of a launch before it counts as endless.
+        timing: what to model time by; None leaves it out.
     """
 
     mode: Mode = "immediate"
@@ -43,6 +46,7 @@ class Options:
     starve: str | None = None
     max_instructions: int = 5_000_000
     strict_tensor_waits: bool = False
+    timing: TimingModel | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("immediate", "random", "starved"):

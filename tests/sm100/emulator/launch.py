@@ -16,6 +16,7 @@ from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemo
 from tests.sm100.emulator.ptx import Kernel
 from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.tensor_map_order import TensorMapOrder
+from tests.sm100.emulator.timing_issue import timed
 from tests.sm100.emulator.warp import EXITED, Blocked, Mask, Warp
 
 IDLE_BEFORE_FORCE = 4
@@ -81,6 +82,8 @@ class Launch:
             None if instruction.opcode[0] in ("bra", "ret", "exit") else decode(kernel, instruction, shared)
             for instruction in kernel.instructions
         ]
+        if options.timing is not None:
+            self.program = timed(kernel, self.program, shared, options.timing)
         for instruction in kernel.instructions:
             if instruction.opcode not in (("bra",), ("bra", "uni"), ("ret",), ("exit",)) and self._is_flow(instruction):
                 raise UnsupportedError(f"line {instruction.line}: {instruction.text}")
@@ -130,6 +133,9 @@ class Launch:
         self.engines.drain()
         for cta in cluster.ctas:
             cta.tensor_memory.check_released(str(cta))
+        if cluster.timing is not None:
+            ends = [(cluster.timing.warp(warp.cta.rank, warp.index), warp.actor.clock) for warp in warps]
+            self.statistics.timelines.append(cluster.timing.timeline(ends))
 
     def turn(self, warp: Warp, budget: int) -> None:
         """Let a warp execute up to ``budget`` instructions, until it waits for something."""

@@ -84,6 +84,8 @@ class Clock:
     def __init__(self, agents: Agents, limits: np.ndarray | None = None) -> None:
         self.agents = agents
         self._limits = np.full((VIEWS, agents.capacity), NOTHING, np.int64) if limits is None else limits
+        self.time = 0.0
+        """Cycle at which all of this is known, if time is modelled (``timing``)."""
 
     @property
     def limits(self) -> np.ndarray:
@@ -97,19 +99,24 @@ class Clock:
         """Learn what synchronisation carries: all but TENSOR, which each agent's own fences make."""
         limits = self.limits
         np.maximum(limits[:TENSOR], other.limits[:TENSOR], out=limits[:TENSOR])
+        self.time = max(self.time, other.time)
 
     def follow(self, other: Clock) -> None:
         """Learn all that the agent of ``other`` knows, as what it issues does."""
         limits = self.limits
         np.maximum(limits, other.limits, out=limits)
+        self.time = max(self.time, other.time)
 
     def join_relaxed(self, other: Clock) -> None:
         """Learn what relaxed synchronisation carries."""
         limits = self.limits
         limits[RELAXED] = np.maximum(limits[RELAXED], other.limits[RELAXED])
+        self.time = max(self.time, other.time)
 
     def copy(self) -> Clock:
-        return Clock(self.agents, self.limits.copy())
+        copied = Clock(self.agents, self.limits.copy())
+        copied.time = self.time
+        return copied
 
     def covers(self, epoch: int, *views: int) -> bool:
         """Whether the access is covered in one of the views."""

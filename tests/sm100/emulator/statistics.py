@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tests.sm100.emulator.timing import Timeline
+
 
 @dataclass
 class Statistics:
@@ -13,12 +15,14 @@ class Statistics:
 
     ``instructions`` counts warp instructions by (warp index in its CTA, opcode), guarded-off ones excluded.
     ``engine_bytes`` counts by engine name; ``engine_operations`` likewise. A multicast load counts its global
-    bytes once and its shared bytes once per destination (``tma_load`` and ``tma_load_shared``).
+    bytes once and its shared bytes once per destination (``tma_load`` and ``tma_load_shared``). ``timelines`` has one
+    entry for each cluster where time is modelled.
     """
 
     instructions: Counter[tuple[int, str]] = field(default_factory=Counter)
     engine_bytes: Counter[str] = field(default_factory=Counter)
     engine_operations: Counter[str] = field(default_factory=Counter)
+    timelines: list[Timeline] = field(default_factory=list)
 
     @property
     def total(self) -> int:

@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 
+from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.cluster import Cluster, Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
@@ -80,6 +81,24 @@ def _barrier_addresses(cluster: Cluster, targets: list[Cta], barrier: int, multi
     return [cluster.ctas[rank].shared_address(offset) for rank in ranks]
 
 
+def _time_load(warp: Warp, nbytes: int, reports: list[int], writers: list[Actor]) -> None:
+    """Give the operations of a load the time of its end."""
+    cluster = warp.cta.cluster
+    assert cluster.timing is not None
+    places = [(cta.rank, offset) for cta, offset in map(cluster.locate, reports)]
+    phases = [(place, cluster.memory_barriers[place].completed) for place in places]
+    end = cluster.timing.load(warp.cta.rank, warp.actor.clock.time, nbytes, len(writers), phases)
+    for writer in writers:
+        writer.clock.time = end
+
+
+def _time_store(warp: Warp, nbytes: int, reader: Actor) -> None:
+    """Give a store the time at which its source has been read."""
+    timing = warp.cta.cluster.timing
+    if timing is not None:
+        reader.clock.time = timing.store(warp.cta.rank, warp.actor.clock.time, nbytes)
+
+
 def _tensor_load(decoder: Decoder) -> Execute:
     parts = decoder.modifiers
     # The source and destination spaces may be spelled alike, so they are taken by place.
@@ -115,6 +134,8 @@ def _tensor_load(decoder: Decoder) -> Execute:
                 cluster.memory_barrier(report, warp.actor, asynchronous=True)
             rows = list(box.rows(corner))
             writers = [warp.actor.issue() for _ in targets]
+            if cluster.timing is not None:
+                _time_load(warp, sum(row.size for row in rows), reports, writers)
 
             def arrive(warp=warp, where=where, box=box, rows=rows, cluster=cluster, targets=targets, reports=reports,
                        offset=offset, writers=writers):  # fmt: skip
@@ -161,6 +182,7 @@ def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], gro
     _check_aligned(offset)
     rows = list(box.rows(corner))
     reader = warp.actor.issue()
+    _time_store(warp, sum(row.size for row in rows), reader)
     for group in groups:
         group.add(reader.clock)
     held: list[np.ndarray] = []
@@ -351,6 +373,7 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                 cta, offset = cluster.locate(origin)
                 group = _groups(warp, int(lane), bulk=True)[0]
                 actor = warp.actor.issue()
+                _time_store(warp, nbytes, actor)
                 group.add(actor.clock)
                 held: list[np.ndarray] = []
 
@@ -366,6 +389,8 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                 continue
             report = int(barrier(warp)[lane])
             actor = warp.actor.issue()
+            if cluster.timing is not None:
+                _time_load(warp, nbytes, [report], [actor])
 
             def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report,
                        actor=actor):  # fmt: skip

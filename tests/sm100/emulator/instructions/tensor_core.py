@@ -126,6 +126,10 @@ def build_copy(decoder: Decoder) -> Execute:
             for cta in members:
                 cta.tensor_memory.announce(BOTH_HALVES, columns, 1)
             actor = warp.actor.issue_tensor(int(lane))
+            timing = warp.cta.cluster.timing
+            if timing is not None:
+                state = timing.warp(warp.cta.rank, warp.index)
+                timing.copy(members[0].rank, state, warp.actor.clock.time, rows * row_bytes)
 
             def copy(members=members, source=source, columns=columns, first=first, actor=actor):
                 for cta in members:
@@ -184,6 +188,11 @@ def build_mma(decoder: Decoder) -> Execute:
             for cta in members:
                 cta.tensor_memory.announce(cells.halves, cells.span, 1)
             actor = warp.actor.issue_tensor(int(lane))
+            timing = warp.cta.cluster.timing
+            if timing is not None:
+                state = timing.warp(warp.cta.rank, warp.index)
+                time = warp.actor.clock.time
+                timing.multiply(members[0].rank, state, time, descriptor.m, descriptor.n, group, scaled)
 
             def run(members=members, target=target, operands=operands, descriptor=descriptor, scales=scales,
                     accumulate=accumulate, cells=cells, actor=actor):  # fmt: skip
@@ -224,6 +233,10 @@ def build_commit(decoder: Decoder) -> Execute:
             for target in targets:
                 cluster.memory_barrier(target, warp.actor, asynchronous=True)
             known = warp.actor.committed(int(lane))
+            if cluster.timing is not None:
+                places = [(target.rank, offset) for target, offset in map(cluster.locate, targets)]
+                leader = _members(warp.cta, group)[0].rank
+                known.time = cluster.timing.commit(leader, warp.actor.clock.time, places)
 
             def arrive(cluster=cluster, targets=targets, known=known):
                 for target in targets:

@@ -1,0 +1,173 @@
+"""How instructions advance a warp's time: in-order issue of one a cycle, with a scoreboard for loads.
+
+PTX stands in for SASS: plain moves and branches cost nothing, all else a cycle or what ``TimingModel`` says of its
+kind. A result of a load is waited for by the first instruction that takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.sm100.emulator.decoder import Decoder, Execute, Reader
+from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from tests.sm100.emulator.ptx import (
+    Instruction,
+    Kernel,
+    Memory,
+    Negated,
+    Operand,
+    Pair,
+    Register,
+    TensorAddress,
+    Vector,
+)
+from tests.sm100.emulator.scalar_types import LANES, dtype_of
+from tests.sm100.emulator.timing import ClusterTiming, WarpTiming
+from tests.sm100.emulator.timing_model import TimingModel
+from tests.sm100.emulator.warp import Blocked, Mask, Warp, active
+
+FUNCTIONS = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "div")
+ROUNDED_FUNCTION_INSTRUCTIONS = 8
+"""Instructions beside the function unit's own of a correctly rounded reciprocal, root or quotient."""
+BANKS, BANK_BYTES = 32, 4
+Key = tuple[str, int]
+
+
+def _registers(operand: Operand) -> list[Key]:
+    if isinstance(operand, Register):
+        return [(operand.kind, operand.index)]
+    if isinstance(operand, Negated):
+        return _registers(operand.register)
+    if isinstance(operand, Memory):
+        return _registers(operand.base)
+    inner: tuple[Operand, ...] = ()
+    if isinstance(operand, Vector):
+        inner = operand.items
+    elif isinstance(operand, Pair):
+        inner = operand.first, operand.second
+    elif isinstance(operand, TensorAddress):
+        inner = operand.base, *operand.coordinates
+    return [key for item in inner for key in _registers(item)]
+
+
+def _is_load(instruction: Instruction) -> bool:
+    return instruction.opcode[0] in ("ld", "atom") or instruction.opcode[:2] == ("tcgen05", "ld")
+
+
+def timed(
+    kernel: Kernel, program: list[Execute | None], shared: dict[str, int], model: TimingModel
+) -> list[Execute | None]:
+    """The program with time."""
+    loaded = {key for one in kernel.instructions if _is_load(one) for key in _registers(one.operands[0])}
+    return [
+        None if execute is None else _timed(kernel, instruction, execute, shared, model, loaded)
+        for instruction, execute in zip(kernel.instructions, program, strict=True)
+    ]
+
+
+def _timed(
+    kernel: Kernel, instruction: Instruction, execute: Execute, shared: dict[str, int], model: TimingModel,
+    loaded: set[Key],
+) -> Execute:  # fmt: skip
+    operands = list(instruction.operands) + ([instruction.guard] if instruction.guard else [])
+    needs = tuple({key for operand in operands for key in _registers(operand)} & loaded)
+    kind = instruction.opcode[0]
+    if instruction.opcode[:2] == ("mbarrier", "try_wait") or instruction.opcode[:2] == ("mbarrier", "test_wait"):
+        return _timed_wait(execute, Decoder(kernel, instruction, shared).address(1), model)
+    results = tuple(_registers(instruction.operands[0])) if _is_load(instruction) else ()
+    is_transfer = instruction.opcode[:2] == ("tcgen05", "ld")
+    is_transfer_wait = instruction.opcode[:2] == ("tcgen05", "wait::ld")
+    accesses = kind in ("ld", "st", "atom", "red")
+    access = _access_cost(kernel, instruction, shared, model) if accesses else None
+    fixed = _fixed_cost(instruction, model)
+
+    def run(warp: Warp, mask: Mask) -> Blocked | None:
+        state, clock = _state(warp)[1], warp.actor.clock
+        for key in needs:
+            clock.time = max(clock.time, state.ready.get(key, 0.0))
+        if is_transfer_wait:
+            clock.time = max(clock.time, state.transferred)
+        issue, latency = (fixed, 0.0) if access is None else access(warp, mask)
+        blocked = execute(warp, mask)
+        if blocked is not None or state.polling:
+            return blocked
+        clock.time += issue
+        if is_transfer:
+            state.reads_accumulators = True
+            moved = len(results) * LANES * 4 / model.tensor_memory_bytes_per_cycle
+            state.transferred = max(state.transferred, clock.time) + moved
+            latency = state.transferred + model.tensor_memory_latency - clock.time
+        for key in results:
+            state.ready[key] = clock.time + latency
+        return None
+
+    return run
+
+
+def _state(warp: Warp) -> tuple[ClusterTiming, WarpTiming]:
+    timing = warp.cta.cluster.timing
+    assert timing is not None
+    return timing, timing.warp(warp.cta.rank, warp.index)
+
+
+def _timed_wait(execute: Execute, address: Reader, model: TimingModel) -> Execute:
+    def run(warp: Warp, mask: Mask) -> Blocked | None:
+        (timing, state), clock = _state(warp), warp.actor.clock
+        begin = clock.time
+        blocked = execute(warp, mask)
+        state.polling = warp.spinning is not None
+        if blocked is None and not state.polling:
+            where = int(address(warp)[active(mask)[0]])
+            timing.waited(state, (where >> RANK_SHIFT, where & OFFSET_MASK), begin, clock.time)
+            clock.time += model.wait_latency
+        return blocked
+
+    return run
+
+
+def _fixed_cost(instruction: Instruction, model: TimingModel) -> float:
+    """Cycles until the warp's next instruction."""
+    kind, modifiers = instruction.opcode[0], instruction.opcode[1:]
+    if kind in FUNCTIONS:
+        return model.function_cycles + (0 if "approx" in modifiers else ROUNDED_FUNCTION_INSTRUCTIONS)
+    if kind == "cvt":
+        floating = any(part[0] in "fbe" and part[1:2].isdigit() for part in modifiers)
+        return model.conversion_cycles if floating else 1.0
+    if kind == "mov":
+        return float(any(isinstance(operand, Vector) for operand in instruction.operands))
+    if kind in ("bar", "barrier") and "sync" in modifiers and modifiers[:1] != ("warp",):
+        return model.barrier_latency
+    if instruction.opcode[:2] == ("barrier", "cluster") and "wait" in modifiers:
+        return model.cluster_latency
+    return 1.0
+
+
+def _access_cost(
+    kernel: Kernel, instruction: Instruction, shared: dict[str, int], model: TimingModel
+) -> Callable[[Warp, Mask], tuple[float, float]]:
+    """(cycles of issue, latency) of a load, store or atomic."""
+    modifiers = instruction.opcode[1:]
+    if "param" in modifiers or "const" in modifiers:
+        return lambda warp, mask: (0.0, 0.0)  # SASS takes constants as operands
+    place = 0 if instruction.opcode[0] in ("st", "red") else 1
+    address = Decoder(kernel, instruction, shared).address(place)
+    count = next((int(part[1:]) for part in modifiers if part in ("v2", "v4", "v8")), 1)
+    size = count * dtype_of(modifiers[-1]).itemsize
+    is_shared = any(part.startswith("shared") for part in modifiers)
+
+    def cost(warp: Warp, mask: Mask) -> tuple[float, float]:
+        where = address(warp)[active(mask)]
+        generic = not is_shared and "global" not in modifiers
+        if is_shared or (generic and (where >= SHARED_WINDOW).all() and (where < PARAMETER_WINDOW).all()):
+            return wavefronts(where, size) * model.warps_sharing, model.shared_latency
+        return float(max(1, size * len(where) // 128)), model.global_latency
+
+    return cost
+
+
+def wavefronts(addresses: np.ndarray, size: int) -> int:
+    """Passes over the banks of shared memory that one access of each lane takes at least: a word of each at a time."""
+    words = np.unique((addresses.astype(np.int64)[:, None] + np.arange(0, size, BANK_BYTES)) // BANK_BYTES)
+    return int(np.bincount(words % BANKS).max())
