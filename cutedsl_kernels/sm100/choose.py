@@ -1,40 +1,80 @@
-"""Which kernel shape serves a problem: a documented heuristic, plain Python.
+"""Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
-A narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); many tokens take a CTA pair
-with 256 tokens. Where the tiles of a plain product leave most SMs idle, K is split over a cluster.
+What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where the
+tiles of a plain product leave most SMs idle, K is split over a cluster; many tokens take a CTA pair with 256 tokens.
+Nothing here was measured on a GPU: the ranking is as good as the model.
 """
 
 from __future__ import annotations
 
-from .shape import LANES, TILE_K, TOKEN_TILES, KernelShape, Output
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
-MULTIPROCESSORS = 148
-"""Of a B200."""
+from .cost import B200, Machine, Problem, cost
+from .shape import SCALE_ATOM_ROWS, TILE_K, TOKEN_TILES, KernelShape, Output
+
+MULTIPROCESSORS = B200.multiprocessors
+LEAST_STAGES = 3
+"""Fewer leave no stage in flight while one is multiplied and one is waited for."""
+WIDEST_EXPERT_TILE = 128
+"""Of gated kernels, and so of both expert kernels: they share the layout of the rows."""
 
 
-def _narrowest(tokens: int, widest: int) -> int:
-    """The smallest token tile that holds ``tokens``, at most ``widest``."""
-    return next((tile for tile in TOKEN_TILES if tile >= tokens and tile <= widest), widest)
-
-
+@lru_cache(maxsize=4096)
 def choose_product(
     features: int, k: int, tokens: int, groups: int = 1, output: Output = "bf16", multiprocessors: int = MULTIPROCESSORS
 ) -> KernelShape:
     """For ``groups`` products of [tokens, k] by [features, k]."""
-    tile = _narrowest(tokens, 256)
-    if tokens > 128:
-        pair_tiles = -(-features // 256) * -(-tokens // 256) * groups
-        return KernelShape(256 if pair_tiles >= multiprocessors // 2 else 128, pair=pair_tiles >= 16, output=output)
-    tiles = -(-features // LANES) * groups
-    split = 1
-    while tile <= 64 and split < 8 and tiles * split * 2 <= multiprocessors and k // (split * 2) >= 2 * TILE_K:
-        split *= 2
-    return KernelShape(tile, split_k=split, output=output)
+    problem = Problem(features, k, tokens, groups, output=output)
+    return _best(_product_shapes(k, tokens, output), problem, replace(B200, multiprocessors=multiprocessors))
 
 
+@lru_cache(maxsize=4096)
 def choose_experts(
     features: int, k: int, pairs: int, experts: int, gated: bool, output: Output = "bf16"
 ) -> KernelShape:
-    """For experts that share ``pairs`` token-expert pairs; the tile follows the mean, since counts stay on the GPU."""
-    tile = _narrowest(-(-pairs // experts), 128 if gated else 256)
-    return KernelShape(tile, pair=tile >= 128, gated=gated, grouped=True, output=output)
+    """For experts that share ``pairs`` token-expert pairs.
+
+    Counts stay on the GPU, so the choice goes by their mean. The token tile is a matter of pairs and experts alone:
+    the gate/up and the down kernel of a layer get the same.
+    """
+    tile = expert_tile(pairs, experts)
+    problem = Problem(features, k, pairs, experts, gated, True, output)
+    shapes = (KernelShape(tile, pair, gated, True, output=output) for pair in (False, True) if tile >= 128 or not pair)
+    return _best(shapes, problem, B200)
+
+
+@lru_cache(maxsize=4096)
+def expert_tile(pairs: int, experts: int) -> int:
+    """Tokens of an expert's tile: the best for a gate/up kernel of 2048 features and K = 4096."""
+    problem = Problem(2048, 4096, pairs, experts, gated=True, grouped=True)
+    shapes = (KernelShape(tile, tile >= 128, True, True) for tile in TOKEN_TILES if tile <= WIDEST_EXPERT_TILE)
+    return _best(shapes, problem, B200).token_tile
+
+
+def product_tiles(tokens: int) -> tuple[int, ...]:
+    """Token tiles to choose from.
+
+    Tiles below 128 tokens demand a layout of the tokens' block scales of their own. Several products read the same
+    quantised tokens, so the layout must follow from their number alone: up to 64 the narrowest tile that holds them,
+    beyond that tiles with the common layout.
+    """
+    return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
+
+
+def _product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape]:
+    for tile in product_tiles(tokens):
+        yield KernelShape(tile, output=output)
+        if tile >= 128:
+            yield KernelShape(tile, pair=True, output=output)
+        if tile <= 64:
+            # A slice of K has two stages at least: less is all latency.
+            splits = (split for split in (2, 4, 8) if k // split >= 2 * TILE_K)
+            yield from (KernelShape(tile, split_k=split, output=output) for split in splits)
+
+
+def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> KernelShape:
+    """The least time; of equals the first, that is the narrowest and simplest."""
+    fitting = [shape for shape in shapes if shape.stages >= LEAST_STAGES]
+    return min(fitting, key=lambda shape: cost(shape, problem, machine).seconds)

@@ -1,0 +1,69 @@
+"""The matrix products of one decoder layer as a rank computes them: sizes only, for planning kernels.
+
+Sizes follow from the checkpoint's tensors (``checkpoint.names``) and from what is merged and split over ranks
+(``model.attention``, ``model.moe``, ``model.parallel``). Plain matrices (router, index weights, head) are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.model.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class LayerProduct:
+    """``groups`` products of [tokens, k] by [features, k]; with ``gated`` a gate and an up matrix each.
+
+    Attributes:
+        name: the checkpoint's names of what is merged.
+        experts_per_token: 0 for products of all tokens; else how many of the groups each token goes through.
+    """
+
+    name: str
+    features: int
+    k: int
+    groups: int = 1
+    gated: bool = False
+    experts_per_token: int = 0
+
+
+def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
+    """Every distinct product of the decoder's layers on one of ``ranks``; each kind of layer has its own merges.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    TensorParallel(size=ranks).check(config)
+    found = [product for kind in LayerKind if kind in config.layer_kinds for product in _attention(config, kind, ranks)]
+    d, inner = config.hidden_size, config.moe_intermediate_size // ranks
+    for name, experts, chosen in (
+        ("shared_experts", 1, 1),
+        ("experts", config.n_routed_experts, config.num_experts_per_tok),
+    ):
+        found.append(LayerProduct(f"{name}.w1 + w3", inner, d, experts, True, chosen))
+        found.append(LayerProduct(f"{name}.w2", d, inner, experts, False, chosen))
+    return list(dict.fromkeys(found))
+
+
+def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerProduct]:
+    layer = config.layer_kinds.index(kind)
+    stem = f"layers.{layer}.attn."
+    linear = {
+        name.removeprefix(stem): spec.shape
+        for name, spec in tensor_specs(config).items()
+        if name.startswith(stem) and spec.role is Role.LINEAR
+    }
+    from_x = [name for name in linear if name in ("wq_a", "wkv") or "compressor" in name]
+    products = [LayerProduct(" + ".join(from_x), sum(linear[name][0] for name in from_x), config.hidden_size)]
+    heads, index = linear["wq_b"][0] // ranks, linear.get("indexer.wq_b")
+    if index is None:
+        products.append(LayerProduct("wq_b", heads, config.q_lora_rank))
+    else:
+        products.append(LayerProduct("wq_b + indexer.wq_b", heads + index[0], config.q_lora_rank))
+    groups = config.o_groups // ranks
+    products.append(LayerProduct("wo_a", config.o_lora_rank, linear["wo_a"][1], groups))
+    products.append(LayerProduct("wo_b", config.hidden_size, linear["wo_b"][1] // ranks))
+    return products

@@ -1,0 +1,54 @@
+"""The list of a layer's products against the released models' tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.model.products import layer_products
+from tests.support.released import FLASH, PRO, config_json
+
+
+@pytest.mark.parametrize(("base", "kinds"), [(FLASH, 3), (PRO, 2)], ids=["flash", "pro"])
+def test_products_cover_every_parameter_of_a_layer_once(base: dict, kinds: int) -> None:
+    config = ModelConfig.from_dict(config_json(base))
+    specs = [spec for spec in tensor_specs(config).values() if spec.role.is_matrix]
+    assert len(set(config.layer_kinds)) == kinds
+    experts = config.n_routed_experts
+    for layer in (config.layer_kinds.index(kind) for kind in set(config.layer_kinds)):
+        here = [spec for spec in specs if spec.name.startswith(f"layers.{layer}.")]
+        wanted = sum(spec.shape[0] * spec.shape[1] for spec in here if spec.role is Role.LINEAR)
+        wanted += sum(spec.shape[0] * spec.shape[1] for spec in here if spec.role is Role.EXPERT_LINEAR)
+        compressed = config.kind(layer) is not LayerKind.SWA
+        indexed = config.kind(layer) is LayerKind.CSA
+        mine = [
+            product
+            for product in layer_products(config)
+            if (("compressor" in product.name) == compressed or "wq_a" not in product.name)
+            and (("indexer" in product.name) == indexed or "wq_" not in product.name)
+        ]
+        found = sum(one.features * one.k * one.groups * (2 if one.gated else 1) for one in mine)
+        assert found == wanted
+        assert max(one.groups for one in mine) == experts
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_heads_groups_and_experts(ranks: int) -> None:
+    config = ModelConfig.from_dict(config_json(PRO))
+    whole, part = layer_products(config), layer_products(config, ranks)
+    for one, share in zip(whole, part, strict=True):
+        assert one.name == share.name
+        size = one.features * one.k * one.groups
+        if one.name.startswith("wq_a"):
+            assert share == one
+        elif one.name == "wq_b + indexer.wq_b":
+            assert (one.features - share.features) * ranks == (one.features - 64 * 128) * (ranks - 1)
+        else:
+            assert share.features * share.k * share.groups * ranks == size
+
+
+def test_a_model_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--tp-size 3"):
+        layer_products(ModelConfig.from_dict(config_json(FLASH)), 3)
