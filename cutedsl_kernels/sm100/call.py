@@ -59,16 +59,16 @@ class Call:
         return self.weights.shape[0] // self.shape.halves
 
     @property
-    def tiles(self) -> int:
-        """Tiles of a batched kernel; of a grouped one the most there can be."""
-        token_tiles = -(-self.rows // self.shape.token_tile)
-        if not self.shape.grouped:
-            token_tiles *= self.groups
-        return -(-self.features // self.shape.tile_features) * token_tiles
+    def blocks(self) -> int:
+        """Blocks of tiles, one for a cluster at a time, of a batched kernel; of a grouped one the most there can be."""
+        shape = self.shape
+        across = -(-self.features // (shape.tile_features * shape.shared_tokens))
+        down = -(-self.rows // (shape.token_tile * (1 if shape.grouped else shape.shared_weights)))
+        return across * down * (1 if shape.grouped else self.groups)
 
     def clusters(self, multiprocessors: int) -> int:
-        """Persistent clusters for a GPU: one CTA an SM, no more than tiles."""
-        return max(1, min(self.tiles, multiprocessors // self.shape.cluster))
+        """Persistent clusters for a GPU: one CTA an SM, no more than there is work for."""
+        return max(1, min(self.blocks, multiprocessors // self.shape.cluster))
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """(read, written) by the kernel."""

@@ -103,7 +103,8 @@ class DeviceEpilogue(Fixed):
         return tuple(alphas)
 
     def chunk(
-        self, values: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any
+        self, values: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,
+        inside: Any,
     ) -> None:  # fmt: skip
         """Finish one chunk: ``values`` holds one register tensor per half."""
         count = self.shape.chunk
@@ -118,7 +119,7 @@ class DeviceEpilogue(Fixed):
             weights = self._row_factors(chunk, 1)
             for j in range(count):
                 values[0][j] = values[0][j] * weights[j]
-        self.store.put(values[0], slot, chunk, feature_tile, token_tile, token_group)
+        self.store.put(values[0], slot, chunk, feature_tile, token_tile, token_group, inside)
 
     def finish(self) -> None:
         """After the last tile."""

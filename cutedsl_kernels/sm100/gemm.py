@@ -25,12 +25,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100_utils
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from .barriers import WARPS_OF_EPILOGUE, Ring, fence_after_wait, fence_before_signal
 from .load import EVICT_FIRST, EVICT_LAST, OperandLoad
-from .schedule import BatchedSchedule, GroupedSchedule
+from .schedule import BatchedSchedule, GroupedSchedule, Place
 from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 from .split import ClusterReduction
 
@@ -54,6 +54,8 @@ class NvFp4Gemm:
         self.shape, self.epilogue = shape, epilogue
         self.group = tcgen05.CtaGroup.TWO if shape.pair else tcgen05.CtaGroup.ONE
         self.ctas = 2 if shape.pair else 1
+        self.sharing = (self.ctas * shape.shared_tokens, shape.shared_weights)
+        """CTAs of a cluster that share operands, along features and along tokens."""
         self.tiler = (shape.tile_features, shape.token_tile, TILE_K)
         self.scale_tiler = (LANES, max(shape.token_tile, SCALE_ATOM_ROWS), TILE_K)
         """Of the tokens' block scales: whole atoms, and all of them in each CTA of a pair."""
@@ -122,8 +124,8 @@ class NvFp4Gemm:
         shape = self.shape
         halves = shape.halves
         mma, scale_mma = self._mma(self.group, self.tiler), self._mma(tcgen05.CtaGroup.ONE, self.scale_tiler)
-        ctas = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (mma.thr_id.shape,))
-        scale_ctas = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (scale_mma.thr_id.shape,))
+        ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (mma.thr_id.shape,))
+        scale_ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (scale_mma.thr_id.shape,))
         a_layout, b_layout, sfa_layout, sfb_layout = self._shared_layouts(mma)
         matrices = groups * halves
         a = cute.make_tensor(
@@ -146,10 +148,9 @@ class NvFp4Gemm:
         def one(layout: Any) -> Any:
             return cute.slice_(layout, (None, None, None, 0))
 
-        cluster_mn = (self.ctas, 1)
-        load_a = sm100_utils.cluster_shape_to_tma_atom_A(cluster_mn, mma.thr_id)
-        load_b = sm100_utils.cluster_shape_to_tma_atom_B(cluster_mn, mma.thr_id)
-        load_sfb = sm100_utils.cluster_shape_to_tma_atom_SFB(cluster_mn, mma.thr_id)
+        load_a = sm100_utils.cluster_shape_to_tma_atom_A(self.sharing, mma.thr_id)
+        load_b = sm100_utils.cluster_shape_to_tma_atom_B(self.sharing, mma.thr_id)
+        load_sfb = sm100_utils.cluster_shape_to_tma_atom_SFB(self.sharing, mma.thr_id)
         make_a, make_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
         tma_a = make_a(load_a, a, one(a_layout), self.tiler, mma, ctas.shape)
         tma_b = make_b(load_b, b, one(b_layout), self.tiler, mma, ctas.shape)
@@ -233,6 +234,12 @@ class NvFp4Gemm:
         rank = Int32(0)
         if cutlass.const_expr(shape.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        # In a pair, the CTA of even rank issues the MMAs of both.
+        peer = rank % 2 if cutlass.const_expr(shape.pair) else Int32(0)
+        along_features, along_tokens = Int32(0), Int32(0)
+        if cutlass.const_expr(shape.pair):
+            along_features, along_tokens = rank % self.sharing[0] // 2, rank // self.sharing[0]
+        place = Place(shape.shared_tokens, shape.shared_weights, along_features, along_tokens)
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         first, step = block // shape.cluster, grid // shape.cluster
@@ -250,7 +257,8 @@ class NvFp4Gemm:
             for atom in (atom_a, atom_b, atom_sfa, atom_sfb):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                operands.initialise(1, 1)
+                # A stage is free once every MMA that reads what this CTA loads is done with it.
+                operands.initialise(1, shape.shared_tokens + shape.shared_weights - 1)
                 accumulators.initialise(1, WARPS_OF_EPILOGUE * self.ctas)
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
@@ -264,6 +272,7 @@ class NvFp4Gemm:
             # The previous kernel of the stream may still be running up to here; it wrote the counts.
             cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
+                place,
                 feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
                 storage.expert_ends.get_tensor(cute.make_layout(MAX_EXPERTS)),
@@ -271,7 +280,7 @@ class NvFp4Gemm:
             if warp == 0:
                 schedule.prepare(thread)
         else:
-            schedule = BatchedSchedule(feature_tiles, token_tiles, groups)
+            schedule = BatchedSchedule(place, feature_tiles, token_tiles, groups)
         self._synchronise()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
@@ -282,10 +291,21 @@ class NvFp4Gemm:
             atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
             member = rank if cutlass.const_expr(shape.pair) else Int32(0)
             loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member)
-            self._load(loads, operands, schedule, total, member, first, step, k_begin, k_end)
+            self._load(loads, operands, schedule, total, peer, first, step, k_begin, k_end)
         if warp == MMA_WARP:
             self._multiply(
-                storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_end - k_begin
+                storage,
+                operands,
+                accumulators,
+                total,
+                mma,
+                tensor_memory,
+                ctas,
+                rank,
+                peer,
+                first,
+                step,
+                k_end - k_begin,
             )
         if warp < WARPS_OF_EPILOGUE:
             cute.arch.griddepcontrol_wait()
@@ -293,7 +313,7 @@ class NvFp4Gemm:
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, thread, first)
             else:
-                self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step)
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, peer, first, step)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
         # cluster may leave, and no warp reads tensor memory any more.
@@ -313,7 +333,7 @@ class NvFp4Gemm:
         """The loads of (weights, their scales, tokens, their scales)."""
         (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb) = atoms
         s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
-        part, scale_part = mma.get_slice(rank), scale_mma.get_slice(0)
+        part, scale_part = mma.get_slice(rank % self.ctas), scale_mma.get_slice(0)
         features, tokens, k = self.tiler
         # With few tokens, weights pass through L2 once while every CTA reads the tokens.
         narrow = self.shape.token_tile < LANES
@@ -329,11 +349,11 @@ class NvFp4Gemm:
         )  # fmt: skip
 
     @cute.jit
-    def _load_weights(self, loads, operands, position, rank, feature_tile, k_tile, group):
+    def _load_weights(self, loads, operands, position, peer, feature_tile, k_tile, group):
         """Announce a stage's bytes and load its weights."""
         shape = self.shape
         barrier = operands.full + position.index
-        if rank == 0:
+        if peer == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
         for half in cutlass.range_constexpr(shape.halves):
@@ -342,34 +362,36 @@ class NvFp4Gemm:
                 load.load(feature_tile, k_tile, matrix, slot, barrier)
 
     @cute.jit
-    def _load(self, loads, operands, schedule, total, rank, first, step, k_begin, k_end):
+    def _load(self, loads, operands, schedule, total, peer, first, step, k_begin, k_end):
         """The TMA warp: keep the ring of operand stages full."""
         shape = self.shape
         early = Int32(0)
         if cutlass.const_expr(not shape.grouped):
             # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
             early = cutlass.min(Int32(shape.stages), k_end - k_begin)
-            first_feature_tile, _, first_group, _ = schedule.locate(first)
+            first_feature_tile, _, first_group, _, _ = schedule.locate(first)
             ahead = operands.producer()
             for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
-                self._load_weights(loads, operands, ahead, rank, first_feature_tile, k_tile, first_group)
+                self._load_weights(loads, operands, ahead, peer, first_feature_tile, k_tile, first_group)
                 ahead.advance()
             cute.arch.griddepcontrol_wait()
         position = operands.producer()
         tile = first
         while tile < total:
-            feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+            feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
             for k_tile in cutlass.range(k_begin, k_end, unroll=1):
                 if tile != first or k_tile - k_begin >= early:
                     operands.wait_empty(position)
-                    self._load_weights(loads, operands, position, rank, feature_tile, k_tile, weight_group)
+                    self._load_weights(loads, operands, position, peer, feature_tile, k_tile, weight_group)
                 for load in loads[2:]:
                     load.load(token_tile, k_tile, token_group, position.index, operands.full + position.index)
                 position.advance()
             tile += step
 
     @cute.jit
-    def _multiply(self, storage, operands, accumulators, total, mma, tensor_memory, rank, first, step, k_tiles):
+    def _multiply(
+        self, storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, first, step, k_tiles
+    ):  # fmt: skip
         """The MMA warp: block scales to tensor memory, then four MMAs (or eight, gated) per stage."""
         shape = self.shape
         s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
@@ -393,7 +415,11 @@ class NvFp4Gemm:
         operand = operands.consumer()
         accumulator = accumulators.producer()
         buffer = Int32(0)
-        if rank == 0 or cutlass.const_expr(not shape.pair):
+        stage_mask = buffer_mask = None
+        if cutlass.const_expr(shape.pair):
+            stage_mask = self._readers(ctas, rank)
+            buffer_mask = Int16(3) << Int16(rank)
+        if peer == 0:
             tile = first
             while tile < total:
                 accumulators.wait_empty(accumulator)
@@ -421,17 +447,27 @@ class NvFp4Gemm:
                                 r_b[None, None, phase, operand.index], targets[half],
                             )  # fmt: skip
                         mma.set(tcgen05.Field.ACCUMULATE, True)
-                    self._commit(operands.empty + operand.index)
+                    self._commit(operands.empty + operand.index, stage_mask)
                     operand.advance()
-                self._commit(accumulators.full + accumulator.index)
+                self._commit(accumulators.full + accumulator.index, buffer_mask)
                 accumulator.advance()
                 buffer = buffer ^ 1
                 tile += step
 
-    def _commit(self, barrier: Any) -> None:
-        """Arrive at ``barrier`` (of both CTAs of a pair) once all MMAs and copies issued so far are done."""
+    def _readers(self, ctas: cute.Layout, rank: Any) -> Any:
+        """Mask of the CTAs whose loads fill this pair's stages: its row and its column of the cluster."""
+        pair, *place = ctas.get_flat_coord(rank)
+        masks = [
+            cpasync.create_tma_multicast_mask(ctas, (member, *place), mcast_mode=mode)
+            for member in (pair, pair ^ 1)
+            for mode in (1, 2)
+        ]
+        return masks[0] | masks[1] | masks[2] | masks[3]
+
+    def _commit(self, barrier: Any, mask: Any) -> None:
+        """Arrive at ``barrier`` (of the CTAs of ``mask``) once all MMAs and copies issued so far are done."""
         with cute.arch.elect_one():
-            tcgen05.commit(barrier, 3 if self.shape.pair else None, self.group)
+            tcgen05.commit(barrier, mask, self.group)
 
     def _scale_copy(self, shared: cute.Tensor, target: cute.Tensor) -> tuple[Any, Any, Any]:
         """The copy of block scales from shared to tensor memory: (copy, source by stage, target)."""
@@ -443,16 +479,16 @@ class NvFp4Gemm:
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, thread, rank, first, step):
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, thread, rank, peer, first, step):
         """The epilogue warps: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
         position = accumulators.consumer()
         buffer = Int32(0)
         tile = first
         while tile < total:
-            feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+            feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
             if cutlass.const_expr(shape.pair):
-                feature_tile = feature_tile * 2 + rank
+                feature_tile = feature_tile * 2 + peer
             alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
             accumulators.wait_full(position)
             fence_after_wait()
@@ -468,11 +504,11 @@ class NvFp4Gemm:
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         if cutlass.const_expr(shape.pair):
-                            cute.arch.mbarrier_arrive(accumulators.empty + position.index, 0)
+                            cute.arch.mbarrier_arrive(accumulators.empty + position.index, rank - peer)
                         else:
                             cute.arch.mbarrier_arrive(accumulators.empty + position.index)
                 slot = turn % shape.output_stages
-                epilogue.chunk(values, alphas, slot, chunk, feature_tile, token_tile, token_group)
+                epilogue.chunk(values, alphas, slot, chunk, feature_tile, token_tile, token_group, inside)
             position.advance()
             buffer = buffer ^ 1
             tile += step
@@ -481,7 +517,7 @@ class NvFp4Gemm:
     def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, thread, tile):
         """The epilogue warps of a split-K cluster, which has a single tile: exchange sums, finish the owned chunks."""
         shape = self.shape
-        feature_tile, token_tile, weight_group, token_group = schedule.locate(tile)
+        feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
         alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
         accumulators.wait_full(accumulators.consumer())
         fence_after_wait()
@@ -495,7 +531,7 @@ class NvFp4Gemm:
             if chunk < shape.chunks:
                 values = self._read_chunk(tensor_memory, chunk, thread)
                 reduction.add(values[0], owned)
-                epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group)
+                epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group, inside)
 
     def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any) -> list[Any]:
         """This thread's feature of a chunk of tokens, fp32 registers, one tensor for each half."""

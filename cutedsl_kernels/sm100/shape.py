@@ -28,6 +28,8 @@ ALIGNMENT = 1024
 """Of the swizzled operand buffers."""
 MAX_STAGES = 12
 """More than covers any latency; barriers stay few."""
+MAX_CLUSTER = 8
+"""CTAs of a cluster on any GPU (the portable size)."""
 SPLIT_CHUNK = 8
 """Tokens of a unit of work of the split-K reduction."""
 
@@ -50,6 +52,9 @@ class KernelShape:
         grouped: experts with device-side offsets instead of a batch of equal products.
         split_k: CTAs of a cluster that share the K of one tile and reduce over distributed shared memory.
         output: what is written.
+        shared_tokens: pairs of a cluster along the features, which receive the tokens by one multicast.
+        shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
+            reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -61,6 +66,8 @@ class KernelShape:
     grouped: bool = False
     split_k: int = 1
     output: Output = "bf16"
+    shared_tokens: int = 1
+    shared_weights: int = 1
 
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
@@ -75,13 +82,20 @@ class KernelShape:
             raise ValueError(f"split_k {self.split_k}: expected 1, 2, 4 or 8")
         if self.split_k > 1 and (self.pair or self.grouped or self.gated or self.token_tile > 64):
             raise ValueError("split_k is for plain single-CTA kernels with token_tile up to 64")
+        if (self.shared_tokens, self.shared_weights) != (1, 1) and not self.pair:
+            raise ValueError("shared_tokens and shared_weights are for CTA pairs")
+        if self.shared_tokens not in (1, 2, 4) or self.shared_weights not in (1, 2, 4) or self.cluster > MAX_CLUSTER:
+            raise ValueError(
+                f"shared_tokens {self.shared_tokens}, shared_weights {self.shared_weights}: expected 1, 2 or 4, and"
+                f" at most {MAX_CLUSTER} CTAs in a cluster"
+            )
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
 
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return 2 if self.pair else self.split_k
+        return 2 * self.shared_tokens * self.shared_weights if self.pair else self.split_k
 
     @property
     def halves(self) -> int:
@@ -90,7 +104,7 @@ class KernelShape:
 
     @property
     def tile_features(self) -> int:
-        """Output features of a tile over its cluster."""
+        """Output features of a tile: of a CTA or a pair."""
         return LANES * (2 if self.pair else 1)
 
     @property

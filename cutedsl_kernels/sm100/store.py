@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, Uint32
+from cutlass import Boolean, Float32, Int32, Uint8, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .fixed import Fixed
@@ -73,12 +73,14 @@ class Staging(Fixed):
         synchronise_epilogue()
 
     @cute.jit
-    def store(self, slot: Int32, feature_tile: Int32, chunk_row: Int32, group: Int32):
-        """Send a buffer that all threads have written."""
+    def store(self, slot: Int32, feature_tile: Int32, chunk_row: Int32, group: Int32, inside: Boolean):
+        """Send a buffer that all threads have written, if the tile is ``inside`` the output."""
         cute.arch.fence_view_async_shared()
         synchronise_epilogue()
         if self.warp == 0:
-            cute.copy(self.atom, self.source[None, slot], self.destination[None, feature_tile, chunk_row, group])
+            if inside:
+                cute.copy(self.atom, self.source[None, slot], self.destination[None, feature_tile, chunk_row, group])
+            # An empty group, too: acquire() counts one for each buffer.
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -114,12 +116,15 @@ class PlainStore(Fixed):
         tensor = cute.make_tensor(out, cute.make_layout((features, rows, groups), stride=(1, row_stride, group_stride)))
         return Staging.host(shape, tensor, LANES)
 
-    def put(self, values: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any) -> None:
+    def put(
+        self, values: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,
+        inside: Any,
+    ) -> None:  # fmt: skip
         """Store fp32 ``values`` [chunk] of this thread's feature."""
         self.staging.acquire()
         for j in range(self.shape.chunk):
             self.staging.buffers[self.thread, j, slot] = values[j].to(self._dtype(self.shape))
-        self.staging.store(slot, feature_tile, token_tile * self.shape.chunks + chunk, token_group)
+        self.staging.store(slot, feature_tile, token_tile * self.shape.chunks + chunk, token_group, inside)
 
     def finish(self) -> None:
         self.staging.finish()
@@ -177,7 +182,7 @@ class QuantizedStore(Fixed):
     @cute.jit
     def put(
         self, values: cute.Tensor, slot: Int32, chunk: Int32, feature_tile: Int32, token_tile: Int32,
-        token_group: Int32,
+        token_group: Int32, inside: Boolean,
     ):  # fmt: skip
         """Quantise and store fp32 ``values`` [chunk] of this thread's feature."""
         shape = self.shape
@@ -202,12 +207,12 @@ class QuantizedStore(Fixed):
                 words.store(low)
                 (words + 1).store(high)
                 (self.scale_bytes + (token * 8 + column)).store(scale.to(Uint8))
-        self.staging.store(slot, feature_tile, token_tile * shape.chunks + chunk, token_group)
+        self.staging.store(slot, feature_tile, token_tile * shape.chunks + chunk, token_group, inside)
         if self.thread < 2 * count:
             token, word = self.thread // 2, self.thread % 2
             column = feature_tile * 2 + word
             row = chunk * count + token
-            if column < self.scale_columns:
+            if column < self.scale_columns and inside:
                 source = cute.recast_ptr(self.scale_bytes, dtype=Uint32) + self.thread
                 offset = column * SCALE_ATOM_BYTES + row % 32 * 16 + row // 32 * 4
                 place = self.scales + (token_tile * self.atom_row + offset)

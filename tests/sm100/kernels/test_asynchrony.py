@@ -25,6 +25,9 @@ CASES: dict[str, ProductCase | ExpertCase] = {
     "split": ProductCase(KernelShape(16, split_k=2), tokens=16, features=256, k=576),
     "one CTA": ProductCase(KernelShape(128), tokens=129, features=256, k=320),
     "pair, overlapping accumulators": ProductCase(KernelShape(256, pair=True), tokens=256, features=520, k=320),
+    "pairs, multicast": ProductCase(
+        KernelShape(128, pair=True, shared_tokens=2, shared_weights=2), tokens=129, features=264, k=320
+    ),
     "experts, re-quantised": ExpertCase(
         KernelShape(16, gated=True, grouped=True, output="nvfp4"), (17, 0, 5), features=64, k=320
     ),

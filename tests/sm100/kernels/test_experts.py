@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -30,6 +32,15 @@ CASES = [
     ExpertCase(gate_up(128), (1, 150, 0), features=128, k=320),
     ExpertCase(gate_up(128, pair=True), (130, 2), features=256, k=320),
     ExpertCase(gate_up(128, pair=True, output="bf16"), (5, 0, 129), features=320, k=128),
+    # Pairs that share operands; a block's second token tile lies beyond an expert's rows.
+    ExpertCase(replace(gate_up(128, pair=True), shared_tokens=2), (3, 130), features=320, k=64),
+    ExpertCase(replace(down(128, pair=True), shared_weights=2), (3, 130, 0, 128, 257), features=136, k=64),
+    ExpertCase(
+        replace(gate_up(128, pair=True), shared_weights=2),
+        (1, 256, 0, 2),
+        features=128,
+        k=64,
+    ),
     ExpertCase(down(8), (0, 2, 11, 0), features=200, k=192),
     ExpertCase(down(32, output="fp32"), (33, 4), features=136, k=384),
     ExpertCase(down(128, pair=True), (3, 0, 131), features=264, k=128),
@@ -38,7 +49,9 @@ CASES = [
 
 
 def name(case: ExpertCase) -> str:
-    kind = ("gate up" if case.shape.gated else "down") + " pair" * case.shape.pair
+    kind = "gate up" if case.shape.gated else "down"
+    if case.shape.pair:
+        kind += f" {case.shape.shared_tokens}x{case.shape.shared_weights} pairs"
     return f"{kind} {case.shape.token_tile} {case.shape.output} {case.counts} {case.features}x{case.k}"
 
 

@@ -23,6 +23,11 @@ DENSE = [
     ProductCase(KernelShape(256), tokens=300, features=136, k=320),
     ProductCase(KernelShape(256, pair=True), tokens=270, features=264, k=320),
     ProductCase(KernelShape(256, pair=True, output="fp32"), tokens=257, features=520, k=256),
+    # Pairs that share operands by multicast; blocks of tiles that reach beyond the output.
+    ProductCase(KernelShape(128, pair=True, shared_tokens=2), tokens=131, features=600, k=192),
+    ProductCase(KernelShape(128, pair=True, shared_weights=2), tokens=131, features=264, k=320),
+    ProductCase(KernelShape(256, pair=True, shared_tokens=2, shared_weights=2), tokens=300, features=520, k=128),
+    ProductCase(KernelShape(128, pair=True, shared_tokens=4), tokens=128, features=1032, k=64),
 ]
 SPLIT = [
     ProductCase(KernelShape(8, split_k=2), tokens=3, features=136, k=576),
@@ -38,7 +43,8 @@ BATCHED = [
 
 
 def name(case: ProductCase) -> str:
-    kind = "pair " * case.shape.pair + f"split {case.shape.split_k} " * (case.shape.split_k > 1)
+    kind = f"{case.shape.shared_tokens}x{case.shape.shared_weights} pairs " * case.shape.pair
+    kind += f"split {case.shape.split_k} " * (case.shape.split_k > 1)
     groups = f" x{case.groups}" * (case.groups > 1)
     return f"{kind}{case.shape.token_tile} {case.shape.output} {case.tokens}x{case.features}x{case.k}{groups}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call, scale_rows
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.numerics.scale_layout import swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.support.numpy_nvfp4 import dequantize
@@ -201,8 +202,6 @@ class ExpertCase:
         return LIMIT if self.shape.gated else None
 
     def epilogue(self, output: str) -> Epilogue:
-        from nvfp4_sgl.numerics.nvfp4 import swiglu_row_scale
-
         constant = swiglu_row_scale(LIMIT) if output == "nvfp4" else None
         return Epilogue(self.limit, weighted=not self.shape.gated, row_scale_constant=constant)
 
@@ -274,24 +273,24 @@ class ExpertCase:
         Raises:
             AssertionError: an element is wrong.
         """
-        from dataclasses import replace
-
-        from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
-
         call, weights, tokens, used = self.build()
         statistics = run(call, self.epilogue(self.shape.output), options, clusters, compiled)
         if self.shape.output == "nvfp4":
             assert call.out_scales is not None
             plain = replace(self, shape=replace(self.shape, output="fp32"))
-            plain.check()
             hidden, *_ = plain.build()
-            run(hidden, self.epilogue("fp32"))
+            run(hidden, plain.epilogue("fp32"))
+            plain.compare(hidden, weights, tokens)
             quantised = quantize_rows(hidden.out[used], swiglu_row_scale(LIMIT))
             assert torch.equal(call.out[used], quantised.packed)
             scales = unswizzle_rows(call.out_scales, call.rows, self.features // 16, self.shape.token_tile)
             assert torch.equal(scales[used], quantised.block_scale.view(torch.uint8))
-            return statistics
+        else:
+            self.compare(call, weights, tokens)
+        return statistics
+
+    def compare(self, call: Call, weights: RandomOperand, tokens: RandomOperand) -> None:
+        """Raise ``AssertionError`` where an element of a row that holds a token is wrong."""
         for rows, expected in self.expected(call, weights, tokens):
             wrong = ~expected.allows(call.out[rows])
             assert not wrong.any(), f"{rows}: {wrong.sum()} of {wrong.size} wrong, first {np.argwhere(wrong)[0]}"
-        return statistics
