@@ -28,6 +28,8 @@ Modelled
       write that an asynchronous operation reads or overwrites needs a proxy fence on the way (``ordering_clock``,
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05;
+    * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
+      conflicting accesses to global memory (``stream``);
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
       it leaves out);
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
@@ -42,11 +44,10 @@ Not modelled, refused
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
-    Races on global memory, and those among the lanes of one warp; too narrow a scope of a fence or a synchronisation;
-    programmatic dependent launch (launches run one after the other); register budgets. Approximate
-    functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from
-    hardware. Lanes that issue the same bulk store together count as one store. No result here was compared with
-    hardware yet.
+    Races on global memory within a launch, and those among the lanes of one warp; too narrow a scope of a fence or a
+    synchronisation; register budgets. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum
+    is taken in fp64, so last bits may differ from hardware. Lanes that issue the same bulk store together count as one
+    store. No result here was compared with hardware yet.
 """
 
 from tests.sm100.emulator.engines import ENGINES, Options

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.barriers import ClusterBarrier, MemoryBarrier, NamedBarriers
+from tests.sm100.emulator.engines import Engines
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SharedMemory
 from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
@@ -34,6 +35,8 @@ class Cta:
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory(str(self))
         self.named_barriers = NamedBarriers(cluster.agents)
+        self.triggered = False
+        """Whether it has executed griddepcontrol.launch_dependents."""
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
@@ -68,6 +71,7 @@ class Cluster:
     def __init__(self, launch: Launch, origin: Triple) -> None:
         self.launch = launch
         self.size = launch.cluster
+        self.engines = Engines(launch.options, launch.random)
         self.agents = Agents(launch.kernel.instructions, launch.options.strict_tensor_waits)
         width, height, depth = self.size
         self.ctas: list[Cta] = []

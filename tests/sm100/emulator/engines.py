@@ -37,6 +37,7 @@ class Options:
             different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out. Also
             ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
+        overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         timing: what to model time by; None leaves it out.
     """
@@ -46,6 +47,7 @@ class Options:
     starve: str | None = None
     max_instructions: int = 5_000_000
     strict_tensor_waits: bool = False
+    overlap: bool = False
     timing: TimingModel | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class Options:
 
 @dataclass
 class Engines:
-    """The queues of one launch."""
+    """The queues of one cluster."""
 
     options: Options
     random: random.Random

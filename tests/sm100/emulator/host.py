@@ -26,10 +26,10 @@ from tests.sm100.emulator.launch import Launch
 from tests.sm100.emulator.memory import GlobalMemory, Range
 from tests.sm100.emulator.ptx import Kernel, parse
 from tests.sm100.emulator.statistics import Statistics
+from tests.sm100.emulator.stream import Stream
 
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_LAUNCH = 2, 4, 6
-"""Launch attributes (CUDA runtime API, cudaLaunchAttributeID). Programmatic launch has no effect here, as launches
-run one after the other; a cooperative launch would need all CTAs at once."""
+"""Launch attributes (CUDA runtime API, cudaLaunchAttributeID). A cooperative launch would need all CTAs at once."""
 FAILED = 999
 
 
@@ -122,11 +122,18 @@ def compile_for(architecture: str, function: Any, *arguments: Any, options: str 
 
 @dataclass
 class Emulator:
-    """Runs launches; ``statistics`` has one entry for each."""
+    """Runs launches; ``statistics`` has one entry for each.
+
+    With ``Options.overlap`` results are complete after ``stream.synchronize`` or the end of ``emulated`` only.
+    """
 
     options: Options
     memory: GlobalMemory
     statistics: list[Statistics] = field(default_factory=list)
+    stream: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = Stream(self.options)
 
     def __call__(self, compiled: Compiled, *arguments: Any, **keywords: Any) -> None:
         """Call a compiled function.
@@ -158,17 +165,20 @@ class Emulator:
             raise failures[0]
 
     def _launch(self, kernel: Kernel, config: _Config, parameters: Any) -> None:
-        cluster = (1, 1, 1)
+        cluster, programmatic = (1, 1, 1), False
         for attribute in config.attributes[: config.count]:
             if attribute.id == CLUSTER_DIMENSION:
                 cluster = tuple(attribute.value[:3])
-            elif attribute.id != PROGRAMMATIC_LAUNCH and (attribute.id != COOPERATIVE or attribute.value[0]):
+            elif attribute.id == PROGRAMMATIC_LAUNCH:
+                programmatic = bool(attribute.value[0])
+            elif attribute.id != COOPERATIVE or attribute.value[0]:
                 raise UnsupportedError(f"launch attribute {attribute.id} = {list(attribute.value[:4])}")
         values = [ctypes.string_at(parameters[i], known.size) for i, known in enumerate(kernel.parameters)]
         grid, block = ((extent.x, extent.y, extent.z) for extent in (config.grid, config.block))
-        launch = Launch(kernel, grid, block, cluster, config.shared_bytes, values, self.memory, self.options)
+        memory = self.stream.memory(self.memory)
+        launch = Launch(kernel, grid, block, cluster, config.shared_bytes, values, memory, self.options)
         self.statistics.append(launch.statistics)
-        launch.run()
+        self.stream.submit(launch, programmatic)
 
 
 def _range(buffer: Any, writable: bool, name: str) -> Range:
@@ -188,4 +198,6 @@ def emulated(
     """
     ranges = [_range(buffer, False, f"reads[{i}]") for i, buffer in enumerate(reads)]
     ranges += [_range(buffer, True, f"writes[{i}]") for i, buffer in enumerate(writes)]
-    yield Emulator(options or Options(), GlobalMemory(ranges))
+    emulator = Emulator(options or Options(), GlobalMemory(ranges))
+    yield emulator
+    emulator.stream.synchronize()

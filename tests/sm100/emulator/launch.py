@@ -1,16 +1,18 @@
-"""Running a kernel: cluster after cluster, warps in turns, engines in between, deadlocks reported."""
+"""A kernel launch: its clusters, and the turns of their warps."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 import tests.sm100.emulator.instructions  # noqa: F401  registers the instruction families
-from tests.sm100.emulator.cluster import Cluster, Triple
+from tests.sm100.emulator.cluster import Triple
+from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
-from tests.sm100.emulator.engines import Engines, Options
+from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
 from tests.sm100.emulator.ptx import Kernel
@@ -18,13 +20,6 @@ from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.tensor_map_order import TensorMapOrder
 from tests.sm100.emulator.timing_issue import timed
 from tests.sm100.emulator.warp import EXITED, Blocked, Mask, Warp
-
-IDLE_BEFORE_FORCE = 4
-"""Rounds without progress after which a pending engine must act (a starved one included)."""
-IDLE_BEFORE_DEADLOCK = 100
-"""Rounds without progress and without pending engines that make a deadlock: polling is allowed meanwhile."""
-SHORTEST_TURN = 8
-"""Instructions of a shuffled turn, at least: more than a polling loop, so that a turn of polling makes no progress."""
 
 
 def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], int]:
@@ -71,7 +66,10 @@ class Launch:
             block_bytes[parameter.offset : parameter.offset + parameter.size] = value
         self.parameters = ParameterMemory(bytes(block_bytes))
         self.random = random.Random(options.seed)
-        self.engines = Engines(options, self.random)
+        self.runs: list[ClusterRun] = []
+        """Clusters that have begun."""
+        self.before: Launch | None = None
+        """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
         self.statistics = Statistics()
         self.events = 0
@@ -93,49 +91,79 @@ class Launch:
     def _is_flow(instruction: object) -> bool:
         return instruction.opcode[0] in ("bra", "ret", "exit")  # type: ignore[attr-defined]
 
+    @property
+    def _origins(self) -> Iterator[Triple]:
+        """Where each cluster's block indices begin."""
+        for z, y, x in itertools.product(*(range(0, self.grid[a], self.cluster[a]) for a in (2, 1, 0))):
+            yield x, y, z
+
     def run(self) -> Statistics:
-        """Run to the end.
+        """Run to the end, cluster after cluster.
 
         Raises:
             EmulatorError: with CTA, warp, lanes and the instruction's text.
         """
         with np.errstate(all="ignore"):
-            for z, y, x in itertools.product(*(range(0, self.grid[a], self.cluster[a]) for a in (2, 1, 0))):
-                self._run_cluster(Cluster(self, (x, y, z)))
+            for origin in self._origins:
+                self.runs = [ClusterRun(self, origin)]
+                while not self.runs[0].done:
+                    self.runs[0].advance()
+                    if self.runs[0].stuck:
+                        raise DeadlockError(self.report())
+        self._count()
+        return self.statistics
+
+    def begin(self, on_waited: Callable[[Launch, Launch], None]) -> None:
+        """Make all clusters ready for ``advance``; ``on_waited`` is told what this launch has waited for."""
+        self.runs = [ClusterRun(self, origin) for origin in self._origins]
+        self._on_waited = on_waited
+
+    def advance(self) -> bool:
+        """A turn of each warp of each cluster; whether anything went on."""
+        with np.errstate(all="ignore"):
+            went_on = [run.advance() for run in self.runs if not run.done]
+        if went_on and self.done:
+            self._count()
+        return any(went_on)
+
+    @property
+    def done(self) -> bool:
+        """Whether all clusters have ended, their stores included."""
+        return all(run.done for run in self.runs)
+
+    @property
+    def triggered(self) -> bool:
+        """Whether a dependent launch may begin."""
+        return all(run.done or run.triggered for run in self.runs)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it cannot go on by itself."""
+        return all(run.done or run.stuck for run in self.runs)
+
+    def retry(self) -> None:
+        """What it waited for may have come."""
+        for run in self.runs:
+            run.idle = 0
+
+    def wait_for_launch_before(self) -> Blocked | None:
+        """griddepcontrol.wait"""
+        if self.before is None:
+            return None
+        if not self.before.done:
+            return Blocked("the launch before to end")
+        self._on_waited(self, self.before)
+        return None
+
+    def report(self) -> str:
+        """Who waits for what."""
+        return "\n".join(["deadlock; who waits for what:", *(run.report() for run in self.runs if not run.done)])
+
+    def _count(self) -> None:
         for index, counts in self.counts.items():
             for instruction, count in zip(self.kernel.instructions, counts, strict=True):
                 if count:
                     self.statistics.instructions[index, ".".join(instruction.opcode)] += int(count)
-        return self.statistics
-
-    def _run_cluster(self, cluster: Cluster) -> None:
-        warps = [warp for cta in cluster.ctas for warp in cta.warps]
-        shuffled = self.options.mode != "immediate"
-        idle = 0
-        while live := [warp for warp in warps if not warp.done]:
-            before = self.events, self.engines.performed
-            if shuffled:
-                self.random.shuffle(live)
-            for warp in live:
-                self.turn(warp, self.random.randint(SHORTEST_TURN, 60) if shuffled else 10_000)
-                if shuffled:
-                    self.engines.pump()
-            if (self.events, self.engines.performed) != before:
-                idle = 0
-                continue
-            idle += 1
-            if idle > IDLE_BEFORE_FORCE and self.engines.force():
-                idle = 0
-            elif idle > IDLE_BEFORE_DEADLOCK:
-                raise DeadlockError(self._report(cluster, live))
-        if any(engine == "tma_load" for engine, _ in self.engines.queues):
-            raise HazardError(f"{cluster.ctas[0]} and its cluster ended with loads into shared memory under way")
-        self.engines.drain()
-        for cta in cluster.ctas:
-            cta.tensor_memory.check_released(str(cta))
-        if cluster.timing is not None:
-            ends = [(cluster.timing.warp(warp.cta.rank, warp.index), warp.actor.clock) for warp in warps]
-            self.statistics.timelines.append(cluster.timing.timeline(ends))
 
     def turn(self, warp: Warp, budget: int) -> None:
         """Let a warp execute up to ``budget`` instructions, until it waits for something."""
@@ -223,17 +251,3 @@ class Launch:
         which = "all lanes" if lanes is None else f"lanes {np.flatnonzero(lanes).tolist()}"
         instruction = self.kernel.instructions[counter]
         return f"at {warp.cta}, warp {warp.index}, {which}, line {instruction.line}: {instruction.text}"
-
-    def _report(self, cluster: Cluster, live: list[Warp]) -> str:
-        lines = ["deadlock; who waits for what:"]
-        for warp in sorted(live, key=lambda warp: (warp.cta.rank, warp.index)):
-            for counter, reason in warp.waits.items():
-                instruction = self.kernel.instructions[counter]
-                lines.append(
-                    f"  {warp.cta}, warp {warp.index}: {reason}\n    line {instruction.line}: {instruction.text}"
-                )
-            if not warp.waits:
-                lines.append(f"  {warp.cta}, warp {warp.index}: at {warp.groups()}, polling")
-        for (rank, offset), barrier in sorted(cluster.memory_barriers.items()):
-            lines.append(f"  mbarrier at offset {offset} of rank {rank}: {barrier}")
-        return "\n".join(lines)

@@ -46,16 +46,21 @@ class GlobalMemory:
     ranges: list[Range] = field(default_factory=list)
 
     def view(self, address: int, size: int, write: bool) -> np.ndarray:
-        """The bytes [address, address + size) as a u8 array that aliases host memory.
+        """The bytes [address, address + size) as a u8 array that aliases host memory."""
+        self.find(address, size, write)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
+
+    def find(self, address: int, size: int, write: bool) -> Range:
+        """The range that holds [address, address + size).
 
         Raises:
-            MemoryFaultError: outside every range, or a write to a read-only one.
+            MemoryFaultError: none does, or a write to a read-only one.
         """
         for known in self.ranges:
             if known.start <= address and address + size <= known.end:
                 if write and not known.writable:
                     raise MemoryFaultError(f"write of {size} B at {known.name}+{address - known.start}: read-only")
-                return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
+                return known
         near = [f"{r.name} [{r.start:#x}, {r.end:#x})" for r in self.ranges]
         raise MemoryFaultError(f"global access at {address:#x}, {size} B: outside {', '.join(near) or 'every range'}")
 

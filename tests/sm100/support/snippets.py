@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.launch import Launch
 from tests.sm100.emulator.memory import GlobalMemory, Range
 from tests.sm100.emulator.ptx import parse
+from tests.sm100.emulator.stream import Stream
 
 LANES = 32
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 dynamic[];\n"
@@ -24,7 +26,7 @@ def kernel_text(body: str, parameters: int) -> str:
     return f"{HEADER}.visible .entry kernel({declared})\n{{\n{registers}{body}\n}}\n"
 
 
-def launch(
+def make_launch(
     body: str,
     buffers: list[np.ndarray],
     *,
@@ -33,16 +35,24 @@ def launch(
     grid: int = 1,
     cluster: int = 1,
     shared: int = 0,
+    stream: Stream | None = None,
 ) -> Launch:
-    """Run ``body``; parameter i is the address of ``buffers[i]``, all of them writable."""
+    """A launch of ``body``; parameter i is the address of ``buffers[i]``, all of them writable."""
     ranges = [Range(b.ctypes.data, b.ctypes.data + b.nbytes, True, f"p{i}") for i, b in enumerate(buffers)]
     values = [bytes(ctypes.c_uint64(b.ctypes.data)) for b in buffers]
     kernel = parse(kernel_text(body, len(buffers))).kernels["kernel"]
-    run = Launch(
-        kernel, (grid, 1, 1), (block, 1, 1), (cluster, 1, 1), shared, values, GlobalMemory(ranges), options or Options()
-    )
-    run.run()
-    return run
+    memory = GlobalMemory(ranges)
+    if stream is not None:
+        memory = stream.memory(memory)
+    shapes = (grid, 1, 1), (block, 1, 1), (cluster, 1, 1)
+    return Launch(kernel, *shapes, shared, values, memory, options or Options())
+
+
+def launch(body: str, buffers: list[np.ndarray], **keywords: Any) -> Launch:
+    """Run ``make_launch`` to the end."""
+    made = make_launch(body, buffers, **keywords)
+    made.run()
+    return made
 
 
 WIDTHS = {8: "h", 16: "h", 32: "r", 64: "q"}

@@ -76,10 +76,18 @@ def build_cluster_barrier(decoder: Decoder) -> Execute:
 
 @instruction("griddepcontrol")
 def build_dependent_launch(decoder: Decoder) -> Execute:
-    """Launches run one after the other, so a dependent launch has nothing to wait for."""
-    decoder.one_of("wait", "launch_dependents")
+    waits = decoder.one_of("wait", "launch_dependents") == "wait"
     decoder.arity(0)
-    return lambda warp, mask: None
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if waits:
+            return warp.cta.launch.wait_for_launch_before()
+        warp.cta.triggered = True
+        warp.cta.launch.events += 1
+        warp.spinning = "its next turn, so that a dependent launch may begin"
+        return None
+
+    return execute
 
 
 @instruction("setmaxnreg")

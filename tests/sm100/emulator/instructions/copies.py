@@ -152,7 +152,7 @@ def _tensor_load(decoder: Decoder) -> Execute:
                     cluster.memory_barrier(report, writer).complete(box.box_bytes, writer.clock)
 
             warp.cta.launch.statistics.engine_operations["tma_load"] += 1
-            warp.cta.launch.engines.issue("tma_load", None, [arrive])
+            warp.cta.cluster.engines.issue("tma_load", None, [arrive])
 
     return execute
 
@@ -203,7 +203,7 @@ def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], gro
             group.unfinished -= 1
 
     warp.cta.launch.statistics.engine_operations["tma_store"] += 1
-    warp.cta.launch.engines.issue("tma_store", None, [read, write])
+    warp.cta.cluster.engines.issue("tma_store", None, [read, write])
 
 
 def _commit(decoder: Decoder, bulk: bool) -> Execute:
@@ -314,7 +314,7 @@ def build_element_copy(decoder: Decoder) -> Execute:
                 group.unfinished -= 1
 
         warp.cta.launch.statistics.engine_operations["cp_async"] += len(steps)
-        warp.cta.launch.engines.issue("cp_async", (id(warp), "copies"), [copy])
+        warp.cta.cluster.engines.issue("cp_async", (id(warp), "copies"), [copy])
 
     return execute
 
@@ -338,7 +338,7 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
                 cluster.memory_barrier(target, warp.actor).arrive(known)
 
         # Same queue as the copies, so that it comes after them.
-        warp.cta.launch.engines.issue("cp_async", (id(warp), "copies"), [arrive])
+        warp.cta.cluster.engines.issue("cp_async", (id(warp), "copies"), [arrive])
 
     return execute
 
@@ -385,7 +385,7 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                     launch.memory.view(target, nbytes, write=True)[:] = held[0]
                     group.unfinished -= 1
 
-                launch.engines.issue(name, None, [read_source, write])
+                cluster.engines.issue(name, None, [read_source, write])
                 continue
             report = int(barrier(warp)[lane])
             actor = warp.actor.issue()
@@ -398,6 +398,6 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                 cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False), actor)
                 cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
 
-            launch.engines.issue(name, None, [arrive])
+            cluster.engines.issue(name, None, [arrive])
 
     return execute

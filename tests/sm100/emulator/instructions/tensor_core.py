@@ -47,7 +47,7 @@ def _members(cta: Cta, group: int) -> list[Cta]:
 def _issue(warp: Warp, group: int, action, operation: str) -> None:
     leader = _members(warp.cta, group)[0]
     warp.cta.launch.statistics.engine_operations[operation] += 1
-    warp.cta.launch.engines.issue("tensor", (id(warp.cta.cluster), leader.rank), [action])
+    warp.cta.cluster.engines.issue("tensor", (id(warp.cta.cluster), leader.rank), [action])
 
 
 def _whole_warp(mask, what: str) -> None:
