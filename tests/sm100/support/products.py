@@ -154,29 +154,39 @@ class ProductCase:
     groups: int = 1
     seed: int = 1
 
-    def check(self, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None) -> Statistics:
-        """Run it and compare every element. Tokens and outputs of the groups are interleaved, as attention has them.
-
-        Raises:
-            AssertionError: an element is wrong.
-        """
+    def operands(self) -> tuple[RandomOperand, RandomOperand]:
+        """(weights, tokens)"""
         weights = RandomOperand.make(self.groups, self.features, self.k, self.seed)
-        tokens = RandomOperand.make(self.groups, self.tokens, self.k, self.seed + 1)
+        return weights, RandomOperand.make(self.groups, self.tokens, self.k, self.seed + 1)
+
+    def build(self) -> tuple[Call, Epilogue]:
+        """Tokens and outputs of the groups are interleaved, as attention has them."""
+        weights, tokens = self.operands()
         random = torch.Generator().manual_seed(self.seed)
         row_scale = torch.exp2(torch.rand(self.tokens, self.groups, generator=random) * 12 - 20)
         alpha = torch.exp2(torch.randint(-12, 0, (self.groups, self.features), generator=random).float())
-        columns = torch.cat(list(tokens.scales), dim=1)
         call = Call(
             self.shape,
             weights.packed,
             weights.swizzled(),
             tokens.packed.transpose(0, 1).contiguous(),
-            swizzle_rows(columns, self.shape.token_tile),
+            swizzle_rows(torch.cat(list(tokens.scales), dim=1), self.shape.token_tile),
             poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
             row_scale,
             alpha,
         )
-        statistics = run(call, Epilogue(), options, clusters, compiled)
+        return call, Epilogue()
+
+    def check(self, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None) -> Statistics:
+        """Run it and compare every element.
+
+        Raises:
+            AssertionError: an element is wrong.
+        """
+        call, epilogue = self.build()
+        weights, tokens = self.operands()
+        row_scale, alpha = call.row_scale, call.alpha
+        statistics = run(call, epilogue, options, clusters, compiled)
         for group in range(self.groups):
             expected = product(tokens.values(group), weights.values(group))
             expected = expected.scaled(row_scale[:, group, None].double().numpy()).scaled(alpha[group].double().numpy())

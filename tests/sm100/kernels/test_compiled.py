@@ -1,0 +1,106 @@
+"""The SM100 kernels as compiled for sm_100a and sm_103a: tensor-core instructions, registers, spills, memory.
+
+Known by compiling alone; nothing here runs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import SHARED_CAPACITY, TENSOR_COLUMNS, TILE_K, TOKEN_TILES, KernelShape
+from tests.sm100.support.products import ExpertCase, ProductCase
+from tests.sm100.support.sass import Binary, compile_binary
+
+REGISTER_BUDGET = 168
+"""Registers a thread; 192 threads could have 255 each. The gated re-quantising epilogue has the most (154)."""
+
+SHAPES = [
+    KernelShape(8),
+    KernelShape(64, split_k=4),
+    KernelShape(128, output="fp32"),
+    KernelShape(256, pair=True, shared_tokens=2, shared_weights=2),
+    KernelShape(8, gated=True, grouped=True, output="nvfp4"),
+    KernelShape(64, grouped=True),
+    KernelShape(128, pair=True, gated=True, grouped=True, output="nvfp4"),
+]
+
+
+def name(shape: KernelShape) -> str:
+    kinds = "grouped " * shape.grouped + "gated " * shape.gated + "pair " * shape.pair
+    return f"{kinds}{shape.token_tile} {shape.output}" + f" split {shape.split_k}" * (shape.split_k > 1)
+
+
+def compiled(shape: KernelShape, architecture: str) -> Binary:
+    from cutlass.cute.runtime import make_fake_stream
+
+    if shape.grouped:
+        case = ExpertCase(shape, (1,), features=64, k=64)
+        call, epilogue = case.build()[0], case.epilogue(shape.output)
+    else:
+        call, epilogue = ProductCase(shape, tokens=1, features=64, k=64).build()
+    return compile_binary(architecture, NvFp4Gemm(shape, epilogue), *call.arguments(1), make_fake_stream())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_sass_for_sm_100a(shape: KernelShape) -> None:
+    binary = compiled(shape, "sm_100a")
+    stage = TILE_K // 64 * shape.halves
+    mma = "UTCOMMA.2CTA.4X" if shape.pair else "UTCOMMA.4X"
+    assert binary.opcodes[mma] == binary.count("UTCOMMA") == stage, "block-scaled MMAs of one stage"
+    atoms = 4 * (shape.halves + max(shape.token_tile // 128, 1))
+    assert binary.count("UTCCP") == atoms, "block scales to tensor memory, an instruction for each 128 rows by 64 of K"
+    assert binary.count("UTMALDG") > 0
+    assert binary.count("UTMASTG") == 1
+    assert binary.count("LDTM") == shape.halves * (2 if shape.split_k > 1 else 1)
+    assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
+    assert binary.registers <= REGISTER_BUDGET
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-1]], ids=name)
+def test_sass_for_sm_103a(shape: KernelShape) -> None:
+    binary = compiled(shape, "sm_103a")
+    assert binary.count("UTCOMMA") == TILE_K // 64 * shape.halves
+    assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0
+
+
+def every_shape() -> list[KernelShape]:
+    shapes = []
+    for tile in TOKEN_TILES:
+        for pair in (False, True):
+            for gated in (False, True):
+                for split in (1, 2, 4, 8):
+                    for output in ("bf16", "fp32", "nvfp4"):
+                        try:
+                            shapes.append(KernelShape(tile, pair, gated, gated, split, output))
+                        except ValueError:
+                            continue
+    return shapes
+
+
+@pytest.mark.parametrize("shape", every_shape(), ids=name)
+def test_memory_budgets(shape: KernelShape) -> None:
+    """Shared memory as the kernel lays it out fits and leaves stages; tensor memory holds what it must."""
+    assert shape.stages >= (4 if shape.token_tile <= 64 else 3)
+    fixed = shape.small_bytes + shape.transpose_bytes + shape.partial_bytes
+    assert shape.stages * shape.stage_bytes + shape.output_stages * shape.output_stage_bytes + fixed <= SHARED_CAPACITY
+    end = shape.scales_column + shape.weight_scale_columns + shape.token_scale_columns
+    assert end <= shape.tensor_columns <= TENSOR_COLUMNS
+    assert shape.second_accumulator + shape.accumulator_columns <= shape.scales_column
+    assert (shape.release_after - 1) * shape.chunk < max(shape.overlap, shape.token_tile) <= TENSOR_COLUMNS
+
+
+def test_impossible_shapes_are_refused() -> None:
+    for arguments in (
+        {"token_tile": 24},
+        {"token_tile": 256, "gated": True},
+        {"token_tile": 64, "pair": True},
+        {"token_tile": 8, "split_k": 3},
+        {"token_tile": 128, "split_k": 2},
+        {"token_tile": 8, "output": "nvfp4"},
+        {"token_tile": 8, "output": "fp16"},
+        {"token_tile": 128, "shared_tokens": 2},
+        {"token_tile": 128, "pair": True, "shared_tokens": 4, "shared_weights": 2},
+    ):
+        with pytest.raises(ValueError, match=r"expected|is for|are for|needs"):
+            KernelShape(**arguments)
