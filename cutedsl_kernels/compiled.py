@@ -1,0 +1,123 @@
+"""Kernels by what distinguishes them, compiled once a process or taken from a library built ahead of time.
+
+A kernel's key holds all that its code depends on. Sizes, strides and addresses are arguments, so other sizes never
+compile anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .errors import LibraryError, OperandValueError
+from .sm100.native import NativeKernel
+from .sm100.shape import KernelShape
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+LIMIT_MIN = 0.27846454276107376
+"""-min silu(x): with a smaller clamp, limit² would not bound the SwiGLU's output."""
+FULL_SCALE = 6.0 * 448.0
+"""The largest E2M1 code times the largest E4M3 block scale."""
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What a kernel is compiled for.
+
+    Attributes:
+        architecture: one of ARCHITECTURES.
+        limit: the SwiGLU clamp of a gated kernel, else None.
+        weighted: whether rows have a weight of their own.
+        programmatic_launch: whether the kernel may start while its predecessor in the stream is ending (PDL).
+    """
+
+    architecture: str
+    shape: KernelShape
+    limit: float | None = None
+    weighted: bool = False
+    programmatic_launch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise OperandValueError(f"architecture: expected one of {ARCHITECTURES}, found {self.architecture!r}")
+        if self.shape.gated != (self.limit is not None):
+            raise OperandValueError(f"limit: expected one for gated kernels only, found {self.limit} for {self.shape}")
+
+    @property
+    def row_scale_constant(self) -> float | None:
+        """What NVFP4 output is quantised with."""
+        return swiglu_row_scale(self.limit) if self.limit is not None and self.shape.output == "nvfp4" else None
+
+    @property
+    def name(self) -> str:
+        """A C identifier, one for each key."""
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        return f"nvfp4_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
+
+
+def swiglu_row_scale(limit: float) -> float:
+    """The constant row scale of clamped SwiGLU outputs, fp32(limit² / 2688), which they cannot exceed."""
+    if not (math.isfinite(limit) and LIMIT_MIN <= limit <= 2.0**60):
+        raise OperandValueError(f"limit: expected a finite value from {LIMIT_MIN:.4f} to 2^60, found {limit!r}")
+    return struct.unpack("<f", struct.pack("<f", limit * limit / FULL_SCALE))[0]
+
+
+def compile_kernel(key: KernelKey, options: str = "") -> Any:
+    """``cute.compile`` for a key; needs no GPU. ``options`` are added to the compiler's."""
+    import cutlass.cute as cute
+
+    from .sm100.entry import Entry
+    from .sm100.epilogue import Epilogue
+
+    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
+    entry = Entry(key.shape, epilogue, key.programmatic_launch)
+    return cute.compile(entry, *Entry.example(key.shape), options=f"--gpu-arch {key.architecture} {options}".rstrip())
+
+
+class KernelSource(Protocol):
+    """A library built ahead of time (library.py)."""
+
+    def kernel(self, key: KernelKey) -> NativeKernel | None:
+        """The kernel, or None if the library does not have it."""
+
+
+class KernelCache:
+    """Kernels ready to launch; safe to use from several threads.
+
+    Args:
+        library: asked before anything is compiled.
+        compile_missing: compile what the library lacks (about a second a kernel), or refuse.
+    """
+
+    def __init__(self, library: KernelSource | None = None, compile_missing: bool = True) -> None:
+        self._library, self._compile_missing = library, compile_missing
+        self._kernels: dict[KernelKey, NativeKernel] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: KernelKey) -> NativeKernel:
+        """The kernel of a key.
+
+        Raises:
+            LibraryError: it would have to be compiled, and must not be.
+        """
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            with self._lock:
+                kernel = self._kernels.get(key) or self._make(key)
+                self._kernels[key] = kernel
+        return kernel
+
+    def _make(self, key: KernelKey) -> NativeKernel:
+        found = self._library.kernel(key) if self._library is not None else None
+        if found is not None:
+            return found
+        if not self._compile_missing:
+            raise LibraryError(
+                f"{key}: not in the library of compiled kernels, and compiling is switched off; rebuild the library"
+                " for this model and this many tokens, or allow compiling"
+            )
+        return NativeKernel.of(key.name, compile_kernel(key))

@@ -1,0 +1,402 @@
+"""The products as PyTorch custom operators, ``torch.ops.nvfp4_sgl``: flat tensors in, results into given tensors.
+
+Every call is checked from the tensors' metadata before anything is launched; the same checks run on fake tensors, so
+that ``torch.compile`` sees a mistake while tracing. Nothing is allocated, copied or synchronised, so calls may be
+captured in CUDA graphs (each kernel must have run once before: see warm_up.py). ``operations.py`` is what to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import launcher, plan
+from .checks import (
+    require_aligned,
+    require_contiguous,
+    require_device,
+    require_dimensions,
+    require_dtype,
+    require_extent,
+    require_multiple,
+    require_rows,
+    require_shape,
+)
+from .compiled import KernelKey, swiglu_row_scale
+from .errors import OperandTypeError, OperandValueError
+from .operand import K_MULTIPLE
+from .sm100.call import Call
+from .sm100.scale_layout import scale_bytes
+from .sm100.shape import MAX_EXPERTS, TOKEN_TILES, Output
+
+OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+QUANTIZED_FEATURES = 32
+"""NVFP4 outputs come in rows of whole 16 bytes."""
+
+
+def _check_tokens(op: str, tokens: Tensor, token_scales: Tensor, row_scale: Tensor, token_tile: int) -> int:
+    """Activations [T, K/2] or [T, G, K/2]; returns K."""
+    require_dtype(f"{op}: tokens", tokens, torch.uint8)
+    require_dtype(f"{op}: token_scales", token_scales, torch.float8_e4m3fn)
+    require_dtype(f"{op}: row_scale", row_scale, torch.float32)
+    if token_tile not in TOKEN_TILES:
+        raise OperandValueError(f"{op}: token_tile: expected one of {TOKEN_TILES}, found {token_tile}")
+    rows, k = tokens.shape[0], tokens.shape[-1] * 2
+    require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole groups of four block scales")
+    require_rows(f"{op}: tokens", tokens)
+    require_extent(f"{op}: tokens", "rows", rows)
+    columns = k * (tokens.shape[1] if tokens.dim() == 3 else 1)
+    require_contiguous(f"{op}: token_scales", token_scales)
+    expected = scale_bytes(rows, columns, token_tile)
+    if token_scales.numel() != expected:
+        raise OperandValueError(
+            f"{op}: token_scales: expected {expected} bytes for {rows} rows of {columns} in token tiles of"
+            f" {token_tile}, found {token_scales.numel()}; ask token_tile_for before quantising"
+        )
+    if row_scale.numel() != 1:
+        require_shape(f"{op}: row_scale", row_scale, tokens.shape[:-1], "[rows] or [rows, groups], or [1]")
+    return k
+
+
+def _check_weights(op: str, weights: Tensor, weight_scales: Tensor, k: int) -> None:
+    """Weights [..., features, K/2]."""
+    require_dtype(f"{op}: weights", weights, torch.uint8)
+    require_dtype(f"{op}: weight_scales", weight_scales, torch.float8_e4m3fn)
+    require_shape(f"{op}: weights", weights, (*weights.shape[:-1], k // 2), "[..., features, K/2], K that of tokens")
+    require_contiguous(f"{op}: weights", weights)
+    features = weights.shape[-2]
+    if features == 0:
+        raise OperandValueError(f"{op}: weights: expected at least one feature, found shape {tuple(weights.shape)}")
+    require_extent(f"{op}: weights", "features", features)
+    require_contiguous(f"{op}: weight_scales", weight_scales)
+    matrices = weights.numel() // (features * (k // 2))
+    expected = matrices * scale_bytes(features, k)
+    if weight_scales.numel() != expected:
+        raise OperandValueError(
+            f"{op}: weight_scales: expected {expected} bytes for {matrices} swizzled matrices of {features} by {k},"
+            f" found {weight_scales.numel()}"
+        )
+
+
+def _check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    require_dtype(f"{op}: alpha", alpha, torch.float32)
+    require_shape(f"{op}: alpha", alpha, shape, meaning)
+    require_contiguous(f"{op}: alpha", alpha)
+
+
+def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
+    require_dtype(f"{op}: out", out, *OUTPUTS)
+    require_shape(f"{op}: out", out, shape, meaning)
+    require_rows(f"{op}: out", out)
+    return OUTPUTS[out.dtype]
+
+
+def _check_experts(op: str, offsets: Tensor | None, counts: Tensor | None, experts: int) -> None:
+    """Offsets and counts, or neither and one expert."""
+    if (offsets is None) != (counts is None):
+        absent = "offsets" if offsets is None else "counts"
+        raise OperandTypeError(f"{op}: {absent}: expected offsets and counts or neither, found None")
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise OperandValueError(f"{op}: weights: expected 1 to {MAX_EXPERTS} experts, found {experts}")
+    if offsets is None or counts is None:
+        if experts != 1:
+            raise OperandTypeError(f"{op}: offsets: expected a tensor, since there are {experts} experts, found None")
+        return
+    for name, tensor in (("offsets", offsets), ("counts", counts)):
+        require_dtype(f"{op}: {name}", tensor, torch.int32)
+        require_shape(f"{op}: {name}", tensor, (experts,), "[experts]")
+        require_contiguous(f"{op}: {name}", tensor)
+
+
+def _check_devices(op: str, out: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_device(f"{op}: {name}", tensor, out.device, "out")
+
+
+def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
+    """Check the addresses, which only real tensors have, and run."""
+    through_tma = {
+        "weights": call.weights,
+        "weight_scales": call.weight_scales,
+        "tokens": call.tokens,
+        "token_scales": call.token_scales,
+        "out": call.out,
+        "out_scales": call.out_scales,
+    }
+    for name, tensor in through_tma.items():
+        if tensor is not None:
+            require_aligned(f"{op}: {name}", tensor)
+    if call.rows == 0:
+        return
+    runner = launcher.current()
+    key = KernelKey(architecture, call.shape, limit, call.row_weight is not None, runner.programmatic_launch)
+    runner.launch(key, call, call.clusters(runner.multiprocessors(call.out.device)))
+
+
+def _check_product(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> Output:
+    op = "product"
+    _check_devices(
+        op, out, tokens=tokens, token_scales=token_scales, row_scale=row_scale, weights=weights,
+        weight_scales=weight_scales, alpha=alpha,
+    )  # fmt: skip
+    require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K/2]")
+    require_dimensions(f"{op}: weights", weights, 2, "[features, K/2]")
+    k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
+    _check_weights(op, weights, weight_scales, k)
+    _check_alpha(op, alpha, (weights.shape[0],), "[features]")
+    return _check_out(op, out, (tokens.shape[0], weights.shape[0]), "[rows, features]")
+
+
+def _product(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> None:
+    output = _check_product(tokens, token_scales, row_scale, token_tile, weights, weight_scales, alpha, out)
+    architecture, multiprocessors = _target(out)
+    rows, features = out.shape
+    shape = plan.plan_product(features, tokens.shape[1] * 2, max(rows, 1), 1, token_tile, output, multiprocessors)
+    call = Call(shape, weights.unsqueeze(0), weight_scales, tokens, token_scales, out, row_scale, alpha)
+    _launch("product", architecture, call)
+
+
+def _check_grouped_product(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> Output:
+    op = "grouped_product"
+    _check_devices(
+        op, out, tokens=tokens, token_scales=token_scales, row_scale=row_scale, weights=weights,
+        weight_scales=weight_scales, alpha=alpha,
+    )  # fmt: skip
+    require_dimensions(f"{op}: tokens", tokens, 3, "[rows, groups, K/2]")
+    require_dimensions(f"{op}: weights", weights, 3, "[groups, features, K/2]")
+    k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
+    rows, groups, features = tokens.shape[0], tokens.shape[1], weights.shape[1]
+    require_shape(f"{op}: weights", weights, (groups, features, k // 2), "[groups, features, K/2], groups of tokens")
+    if groups == 0:
+        raise OperandValueError(f"{op}: tokens: expected at least one group, found shape {tuple(tokens.shape)}")
+    _check_weights(op, weights, weight_scales, k)
+    _check_alpha(op, alpha, (groups, features), "[groups, features]")
+    return _check_out(op, out, (rows, groups, features), "[rows, groups, features]")
+
+
+def _grouped_product(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> None:
+    output = _check_grouped_product(tokens, token_scales, row_scale, token_tile, weights, weight_scales, alpha, out)
+    architecture, multiprocessors = _target(out)
+    rows, groups, features = out.shape
+    k = tokens.shape[2] * 2
+    shape = plan.plan_product(features, k, max(rows, 1), groups, token_tile, output, multiprocessors)
+    call = Call(shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha)
+    _launch("grouped_product", architecture, call)
+
+
+def _check_expert_gate_up(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    offsets: Tensor | None,
+    counts: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    limit: float,
+    out: Tensor,
+    out_scales: Tensor | None,
+) -> Output:
+    op = "expert_gate_up"
+    _check_devices(
+        op, out, tokens=tokens, token_scales=token_scales, row_scale=row_scale, weights=weights,
+        weight_scales=weight_scales, alpha=alpha,
+        offsets=offsets, counts=counts, out_scales=out_scales,
+    )  # fmt: skip
+    require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K/2]")
+    require_dimensions(f"{op}: weights", weights, 4, "[experts, 2, features, K/2]")
+    swiglu_row_scale(limit)
+    k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
+    rows, experts, features = tokens.shape[0], weights.shape[0], weights.shape[2]
+    _check_experts(op, offsets, counts, experts)
+    require_shape(f"{op}: weights", weights, (experts, 2, features, k // 2), "[experts, gate and up, features, K/2]")
+    _check_weights(op, weights, weight_scales, k)
+    _check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
+    if out_scales is None:
+        return _check_out(op, out, (rows, features), "[rows, features]")
+    require_dtype(f"{op}: out (with out_scales: NVFP4 codes)", out, torch.uint8)
+    require_multiple(f"{op}: weights", "features", features, QUANTIZED_FEATURES, "16 bytes of NVFP4 output")
+    require_shape(f"{op}: out", out, (rows, features // 2), "[rows, features/2]")
+    require_rows(f"{op}: out", out)
+    require_dtype(f"{op}: out_scales", out_scales, torch.float8_e4m3fn)
+    require_contiguous(f"{op}: out_scales", out_scales)
+    expected = scale_bytes(rows, features, token_tile)
+    if out_scales.numel() != expected:
+        raise OperandValueError(
+            f"{op}: out_scales: expected {expected} bytes for {rows} rows of {features} in token tiles of"
+            f" {token_tile}, found {out_scales.numel()}"
+        )
+    return "nvfp4"
+
+
+def _expert_gate_up(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    offsets: Tensor | None,
+    counts: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    limit: float,
+    out: Tensor,
+    out_scales: Tensor | None,
+) -> None:
+    output = _check_expert_gate_up(
+        tokens, token_scales, row_scale, token_tile, offsets, counts, weights, weight_scales, alpha, limit, out,
+        out_scales,
+    )  # fmt: skip
+    architecture, _ = _target(out)
+    experts, _, features, bytes_of_k = weights.shape
+    k, rows = bytes_of_k * 2, max(tokens.shape[0], 1)
+    if offsets is None:
+        shape = plan.plan_gated(features, k, rows, token_tile, output)
+    else:
+        shape = plan.plan_experts(features, k, experts, True, token_tile, output)
+    matrices = weights.view(2 * experts, features, bytes_of_k)
+    call = Call(
+        shape, matrices, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
+    )
+    _launch("expert_gate_up", architecture, call, limit)
+
+
+def _check_expert_down(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    row_weight: Tensor | None,
+    offsets: Tensor | None,
+    counts: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> Output:
+    op = "expert_down"
+    _check_devices(
+        op, out, tokens=tokens, token_scales=token_scales, row_scale=row_scale, weights=weights,
+        weight_scales=weight_scales, alpha=alpha,
+        row_weight=row_weight, offsets=offsets, counts=counts,
+    )  # fmt: skip
+    require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K/2]")
+    require_dimensions(f"{op}: weights", weights, 3, "[experts, features, K/2]")
+    k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
+    rows, experts, features = tokens.shape[0], weights.shape[0], weights.shape[1]
+    _check_experts(op, offsets, counts, experts)
+    _check_weights(op, weights, weight_scales, k)
+    _check_alpha(op, alpha, (experts,), "[experts]")
+    if row_weight is not None:
+        require_dtype(f"{op}: row_weight", row_weight, torch.float32)
+        require_shape(f"{op}: row_weight", row_weight, (rows,), "[rows]")
+        require_contiguous(f"{op}: row_weight", row_weight)
+    return _check_out(op, out, (rows, features), "[rows, features]")
+
+
+def _expert_down(
+    tokens: Tensor,
+    token_scales: Tensor,
+    row_scale: Tensor,
+    token_tile: int,
+    row_weight: Tensor | None,
+    offsets: Tensor | None,
+    counts: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    out: Tensor,
+) -> None:
+    output = _check_expert_down(
+        tokens, token_scales, row_scale, token_tile, row_weight, offsets, counts, weights, weight_scales, alpha, out
+    )
+    architecture, multiprocessors = _target(out)
+    experts, features, bytes_of_k = weights.shape
+    k = bytes_of_k * 2
+    if offsets is None:
+        shape = plan.plan_product(features, k, max(tokens.shape[0], 1), 1, token_tile, output, multiprocessors)
+        alpha = alpha.expand(features)
+    else:
+        shape = plan.plan_experts(features, k, experts, False, token_tile, output)
+    call = Call(
+        shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, None, row_weight, offsets, counts
+    )
+    _launch("expert_down", architecture, call)
+
+
+def _target(out: Tensor) -> tuple[str, int]:
+    """Architecture and number of multiprocessors of a tensor's device."""
+    runner = launcher.current()
+    return runner.architecture(out.device), runner.multiprocessors(out.device)
+
+
+_LIBRARY = torch.library.Library("nvfp4_sgl", "FRAGMENT")
+_ROWS = "Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile"
+_EXPERTS = "Tensor? offsets, Tensor? counts"
+_WEIGHTS = "Tensor weights, Tensor weight_scales, Tensor alpha"
+
+
+def _register(schema: str, run: Callable[..., None], check: Callable[..., object]) -> None:
+    """An operator for every device, so that a wrong one gets our error; ``check`` is its fake implementation."""
+
+    def trace(*arguments: object) -> None:
+        check(*arguments)
+
+    name = schema.partition("(")[0]
+    _LIBRARY.define(f"{schema} -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nvfp4_sgl::{name}", trace, lib=_LIBRARY)
+
+
+_register(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _product, _check_product)
+_register(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _grouped_product, _check_grouped_product)
+_register(
+    f"expert_gate_up({_ROWS}, {_EXPERTS}, {_WEIGHTS}, float limit, Tensor(a!) out, Tensor(b!)? out_scales)",
+    _expert_gate_up,
+    _check_expert_gate_up,
+)
+_register(
+    f"expert_down({_ROWS}, Tensor? row_weight, {_EXPERTS}, {_WEIGHTS}, Tensor(a!) out)",
+    _expert_down,
+    _check_expert_down,
+)

@@ -1,0 +1,114 @@
+"""The seam between operations and devices: who compiles a kernel, and what runs it.
+
+Operations ask the current launcher for the architecture and size of a device and hand it checked calls. The usual one
+launches on CUDA; tests put an emulator in its place with :func:`use`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from .compiled import KernelCache, KernelKey
+from .errors import ArchitectureError
+from .sm100.arguments import arguments_of
+from .sm100.call import Call
+
+ARCHITECTURE_OF = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
+"""By compute capability."""
+
+
+class Launcher(Protocol):
+    """Where calls run."""
+
+    programmatic_launch: bool
+    """For the kernels' keys."""
+
+    def architecture(self, device: torch.device) -> str:
+        """One of ``compiled.ARCHITECTURES``; :class:`ArchitectureError` if the device has another."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Of the device."""
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        """Run a checked call on the current stream of its tensors' device."""
+
+
+class CudaLauncher:
+    """Launches on CUDA devices, from a cache of kernels.
+
+    Args:
+        kernels: where they come from.
+        programmatic_launch: let kernels start while their predecessor is ending. They wait for its results before they
+            read anything; its successors see theirs as usual.
+    """
+
+    def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = False) -> None:
+        self.kernels = kernels or KernelCache()
+        self.programmatic_launch = programmatic_launch
+
+    def architecture(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            raise ArchitectureError(
+                f"device {device}: these kernels are CUDA code for {' and '.join(ARCHITECTURE_OF.values())}; move the"
+                " tensors to a B200, GB200 or B300, or use the torch reference"
+            )
+        capability, name = _describe(device.index)
+        if capability not in ARCHITECTURE_OF:
+            raise ArchitectureError(
+                f"device {device}: expected {' or '.join(ARCHITECTURE_OF.values())}, found sm_{capability[0]}"
+                f"{capability[1]} ({name}), which has no block-scaled tensor cores of that kind; use the kernels made"
+                " for it, or the torch reference"
+            )
+        return ARCHITECTURE_OF[capability]
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return _multiprocessors(device.index)
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        device = call.out.device
+        kernel, arguments = self.kernels.get(key), arguments_of(call, clusters)
+        if device.index == torch.cuda.current_device():
+            kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
+            return
+        with torch.cuda.device(device):
+            kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _describe(index: int) -> tuple[tuple[int, int], str]:
+    return torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+_current: Launcher = CudaLauncher()
+
+
+def current() -> Launcher:
+    """The launcher that operations use."""
+    return _current
+
+
+def install(launcher: Launcher) -> None:
+    """Use ``launcher`` from now on, in all threads."""
+    global _current
+    _current = launcher
+
+
+@contextmanager
+def use(launcher: Launcher) -> Iterator[None]:
+    """Use ``launcher`` inside the block."""
+    before = current()
+    install(launcher)
+    try:
+        yield
+    finally:
+        install(before)

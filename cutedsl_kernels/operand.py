@@ -1,0 +1,154 @@
+"""Operands of the block-scaled products: codes, swizzled block scales and what multiplies their products.
+
+value[r, k] = e2m1(codes[r, k]) · block_scale[r, k // 16] · scale, with E2M1 codes two a byte, the even k in the low
+nibble, and E4M3 block scales in the layout of ``sm100/scale_layout.py``.
+
+Constructors of weights take plain block scales and arrange them, once, at load time. Activations are quantised right
+into the layout, so theirs take it as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import require_contiguous, require_dimensions, require_dtype, require_multiple, require_shape
+from .errors import OperandValueError
+from .sm100.scale_layout import swizzle_scales
+from .sm100.shape import BLOCK, TOKEN_TILES
+
+K_MULTIPLE = 64
+"""Of K: 32 bytes of codes and whole groups of four block scales."""
+
+
+@dataclass(frozen=True)
+class BlockScaledOperand:
+    """One side of a product.
+
+    Attributes:
+        codes: uint8 [..., k/2].
+        block_scales: float8_e4m3fn, flat, swizzled.
+        scale: fp32; of a weight its *alpha*, of activations their row scale.
+    """
+
+    codes: Tensor
+    block_scales: Tensor
+    scale: Tensor
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[-1] * 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape [..., k]."""
+        return (*self.codes.shape[:-1], self.k)
+
+
+@dataclass(frozen=True)
+class Weights(BlockScaledOperand):
+    """A weight, or a stack of them; ``codes`` are contiguous [..., features, k/2].
+
+    Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
+    experts: [E, 2, I, K/2], gate before up, alpha [E, 2].
+    """
+
+    @classmethod
+    def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
+        """A weight [F, K].
+
+        Args:
+            codes: uint8 [F, K/2].
+            block_scales: E4M3 [F, K/16].
+            alpha: the global scale, fp32 0-d, [1] or, for a weight merged of several, [F].
+        """
+        require_dimensions("codes", codes, 2, "[F, K/2]")
+        return cls._make(codes, block_scales, _spread("alpha", alpha, codes.shape[:1]))
+
+    @classmethod
+    def grouped(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
+        """Weights [G, F, K] that meet a group of the tokens' columns each; alpha fp32 [G] or [G, F]."""
+        require_dimensions("codes", codes, 3, "[G, F, K/2]")
+        if alpha.dim() == 1:
+            require_shape("alpha", alpha, codes.shape[:1], "[G]")
+            alpha = alpha[:, None]
+        return cls._make(codes, block_scales, _spread("alpha", alpha, codes.shape[:2]))
+
+    @classmethod
+    def experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
+        """The down projections [E, F, K] of experts, alpha fp32 [E]."""
+        require_dimensions("codes", codes, 3, "[E, F, K/2]")
+        require_shape("alpha", alpha, codes.shape[:1], "[E]")
+        return cls._make(codes, block_scales, alpha.contiguous())
+
+    @classmethod
+    def gated_experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
+        """Gate and up projections [E, 2, I, K] of experts, the gate first, alpha fp32 [E, 2]."""
+        require_dimensions("codes", codes, 4, "[E, 2, I, K/2]")
+        require_shape("codes", codes, (codes.shape[0], 2, *codes.shape[2:]), "[E, 2, I, K/2]")
+        require_shape("alpha", alpha, codes.shape[:2], "[E, 2]")
+        return cls._make(codes, block_scales, alpha.contiguous())
+
+    @classmethod
+    def _make(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
+        require_dtype("codes", codes, torch.uint8)
+        require_dtype("block_scales", block_scales, torch.float8_e4m3fn)
+        require_dtype("alpha", alpha, torch.float32)
+        k = codes.shape[-1] * 2
+        require_multiple("codes", "K", k, K_MULTIPLE, "whole groups of four block scales")
+        require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
+        require_contiguous("codes", codes)
+        return cls(codes, swizzle_scales(block_scales).flatten(), alpha)
+
+
+@dataclass(frozen=True)
+class Rows(BlockScaledOperand):
+    """Activations: ``codes`` [T, K/2], or [T, G, K/2] for a grouped product, the last dimension contiguous.
+
+    Attributes:
+        block_scales: as a kernel of ``token_tile`` reads them; [T, G·K] as one matrix where there are groups.
+        scale: row scales, [T], [T, G], or [1] for a constant.
+        token_tile: what ``operations.token_tile_for`` (or ``expert_token_tile_for``) said before the quantisation.
+    """
+
+    token_tile: int
+
+    def __post_init__(self) -> None:
+        if self.token_tile not in TOKEN_TILES:
+            raise OperandValueError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
+
+    @property
+    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
+        return None, None
+
+
+@dataclass(frozen=True)
+class ExpertRows(Rows):
+    """Activations sorted by expert: expert e owns ``counts[e]`` rows from ``offsets[e]`` on.
+
+    Every offset must be a multiple of ``token_tile``, and the buffer must hold each expert's last tile whole: rows
+    between an expert's last and the end of its tile are computed too and their results are without meaning. Offsets
+    live on the device, where only the kernel sees them: a wrong one is not noticed.
+
+    Attributes:
+        offsets, counts: int32 [E]; E at most 512.
+    """
+
+    offsets: Tensor
+    counts: Tensor
+
+    @property
+    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.offsets, self.counts
+
+
+def _spread(name: str, alpha: Tensor, shape: torch.Size) -> Tensor:
+    """One value for each feature."""
+    try:
+        return alpha.expand(shape).contiguous()
+    except RuntimeError:
+        raise OperandValueError(
+            f"{name}: expected one value, or one for each of {tuple(shape)}, found shape {tuple(alpha.shape)}"
+        ) from None

@@ -1,0 +1,137 @@
+"""NVFP4 products on SM100's tensor cores: what to call.
+
+Each takes :class:`Rows` (quantised activations) and :class:`Weights`, writes into ``out`` where given, and else
+allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation if any, the row weight if any, and one
+rounding to the output type.
+
+Limits: K a multiple of 64; the address of every operand and every stride of codes and outputs a multiple of 16 bytes
+(so allocated bf16 outputs need features in multiples of 8, fp32 of 4, NVFP4 of 32); at most 512 experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
+from .compiled import swiglu_row_scale
+from .operand import Rows, Weights
+from .plan import expert_token_tile_for, token_tile_for
+from .sm100.scale_layout import scale_bytes
+
+__all__ = [
+    "expert_down",
+    "expert_gate_up",
+    "expert_gate_up_quantized",
+    "expert_token_tile_for",
+    "grouped_product",
+    "hidden_rows",
+    "product",
+    "token_tile_for",
+]
+
+
+def product(rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``rows @ weights.T``.
+
+    Args:
+        rows: [T, K].
+        weights: ``Weights.dense`` [F, K].
+        out: bf16 or fp32 [T, F], rows contiguous.
+        dtype: of the result where ``out`` is not given.
+    """
+    if out is None:
+        out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[0]), dtype=dtype)
+    torch.ops.nvfp4_sgl.product(*_rows(rows), *_weights(weights), out)
+    return out
+
+
+def grouped_product(
+    rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """``out[t, g] = weights[g] @ rows[t, g]``: the attention output's block-diagonal product.
+
+    Args:
+        rows: [T, G, K], as attention leaves it: rows and groups may have any stride of a multiple of 16 bytes.
+        weights: ``Weights.grouped`` [G, F, K].
+        out: bf16 or fp32 [T, G, F], the last dimension contiguous.
+    """
+    if out is None:
+        out = rows.codes.new_empty((*rows.codes.shape[:2], weights.codes.shape[1]), dtype=dtype)
+    torch.ops.nvfp4_sgl.grouped_product(*_rows(rows), *_weights(weights), out)
+    return out
+
+
+def expert_gate_up(
+    rows: Rows, weights: Weights, limit: float, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Clamped SwiGLU of each row's gate and up projections, from fp32, rounded to bf16 or fp32.
+
+    Args:
+        rows: [R, K]. :class:`ExpertRows`, or plain :class:`Rows` that all belong to a single (shared) expert.
+        weights: ``Weights.gated_experts`` [E, 2, I, K].
+        limit: the clamp; part of the kernel's code.
+        out: [R, I]. Rows that belong to no expert's tiles are left alone.
+    """
+    if out is None:
+        out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[2]), dtype=dtype)
+    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out, None)
+    return out
+
+
+def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out: Rows | None = None) -> Rows:
+    """The same, re-quantised to NVFP4 with the constant row scale fp32(limit² / 2688): what :func:`expert_down` takes.
+
+    Args:
+        out: what :func:`hidden_rows` made, to be written again.
+    """
+    if out is None:
+        out = hidden_rows(rows, weights.codes.shape[2], limit)
+    torch.ops.nvfp4_sgl.expert_gate_up(
+        *_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out.codes, out.block_scales
+    )
+    return out
+
+
+def hidden_rows(rows: Rows, features: int, limit: float) -> Rows:
+    """Buffers for the NVFP4 hidden activations [R, features] of ``rows``, with the row scale set.
+
+    Block scales that no kernel writes are zero, so that all of it is valid NVFP4.
+    """
+    count, device = rows.codes.shape[0], rows.codes.device
+    codes = torch.empty(count, features // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros(scale_bytes(count, features, rows.token_tile), dtype=torch.uint8, device=device)
+    scale = torch.full((1,), swiglu_row_scale(limit), dtype=torch.float32, device=device)
+    return replace(rows, codes=codes, block_scales=scales.view(torch.float8_e4m3fn), scale=scale)
+
+
+def expert_down(
+    rows: Rows,
+    weights: Weights,
+    row_weight: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Each row times its expert's matrix, times the row's weight.
+
+    Args:
+        rows: [R, K]; with :class:`Rows` a single expert, as for :func:`expert_gate_up`.
+        weights: ``Weights.experts`` [E, F, K].
+        row_weight: fp32 [R], the routing weights in the rows' order.
+        out: bf16 or fp32 [R, F]. Rows that belong to no expert's tiles are left alone.
+    """
+    if out is None:
+        out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1]), dtype=dtype)
+    torch.ops.nvfp4_sgl.expert_down(*_rows(rows), row_weight, *rows.offsets_and_counts, *_weights(weights), out)
+    return out
+
+
+def _rows(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
+    return rows.codes, rows.block_scales, rows.scale, rows.token_tile
+
+
+def _weights(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    return weights.codes, weights.block_scales, weights.scale

@@ -1,0 +1,82 @@
+"""The operations' launcher, in the emulator: calls on CPU tensors run the kernels of an SM100 GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments, arguments_of
+from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
+from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
+from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
+from tests.sm100.emulator import Compiled, Options, compile_for, emulated
+
+_COMPILED: dict[KernelKey, Compiled] = {}
+
+
+class _Native:
+    """A compiled function behind its C interface; loaded when first called, which is inside the emulator."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._kernel: NativeKernel | None = None
+
+    def __call__(self, arguments: Arguments, stream: int) -> None:
+        self._kernel = self._kernel or NativeKernel.of("kernel", self._function)
+        self._kernel(arguments, stream)
+
+
+def compile_key(key: KernelKey) -> Compiled:
+    """A kernel, compiled once a process; it takes a call's arguments and a stream."""
+    if key not in _COMPILED:
+        epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
+        entry = Entry(key.shape, epilogue, key.programmatic_launch)
+        compiled = compile_for(key.architecture, entry, *Entry.example(key.shape))
+        compiled.function = _Native(compiled.function)
+        _COMPILED[key] = compiled
+    return _COMPILED[key]
+
+
+@dataclass
+class EmulatedLauncher:
+    """Runs each call at once; ``keys`` are the kernels that ran, in order."""
+
+    name: str = "sm_100a"
+    count: int = 2
+    options: Options = field(default_factory=Options)
+    programmatic_launch: bool = False
+    keys: list[KernelKey] = field(default_factory=list)
+
+    def architecture(self, device: torch.device) -> str:
+        return self.name
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return self.count
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        read, written = ([_span(tensor) for tensor in tensors] for tensors in call.tensors())
+        with emulated(self.options, reads=read, writes=written) as emulator:
+            emulator(compile_key(key), arguments_of(call, clusters), 0)
+        self.keys.append(key)
+
+
+@contextmanager
+def emulated_operations(**settings: object) -> Iterator[EmulatedLauncher]:
+    """Operations inside run in the emulator."""
+    runner = EmulatedLauncher(**settings)  # type: ignore[arg-type]
+    with launcher.use(runner):
+        yield runner
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """All memory from the first to the last element, as a flat tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
