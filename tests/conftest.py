@@ -1,4 +1,4 @@
-"""What holds for every test: which of them share a pytest-xdist worker."""
+"""What holds for every test: which of them share a pytest-xdist worker, and which run only when asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ DEFAULT_SERVER = frozenset(
 
 OWN_SERVERS = frozenset(f"tests/serving/test_{name}.py" for name in ("logprobs_variants", "process_failures"))
 """Files of which every test starts a server of its own."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the exhaustive matrices, too (hours)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked ``full`` out unless asked for."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

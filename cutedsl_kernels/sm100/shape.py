@@ -72,6 +72,8 @@ class KernelShape:
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
             raise ValueError(f"token_tile {self.token_tile}: expected one of {TOKEN_TILES}")
+        if self.gated and not self.grouped:
+            raise ValueError("gated is for grouped kernels: a shared expert is one group, best beside the routed ones")
         if self.gated and self.token_tile > 128:
             raise ValueError(f"token_tile {self.token_tile}: a gated kernel has two accumulators, expected at most 128")
         if self.pair and self.token_tile < 128:
@@ -81,7 +83,7 @@ class KernelShape:
         if self.split_k not in (1, 2, 4, 8):
             raise ValueError(f"split_k {self.split_k}: expected 1, 2, 4 or 8")
         if self.split_k > 1 and (self.pair or self.grouped or self.gated or self.token_tile > 64):
-            raise ValueError("split_k is for plain single-CTA kernels with token_tile up to 64")
+            raise ValueError("split_k is for batched single-CTA kernels with token_tile up to 64")
         if (self.shared_tokens, self.shared_weights) != (1, 1) and not self.pair:
             raise ValueError("shared_tokens and shared_weights are for CTA pairs")
         if self.shared_tokens not in (1, 2, 4) or self.shared_weights not in (1, 2, 4) or self.cluster > MAX_CLUSTER:
