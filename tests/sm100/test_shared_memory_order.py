@@ -128,6 +128,13 @@ def test_every_reader_counts(options: Options) -> None:
     check(f"{LOAD}\n{STORE}", LOAD, options, RACE)
 
 
+def test_every_one_of_several_readers_counts(options: Options) -> None:
+    """Volatile flags make warp 1 read after warp 0 and before its store, without ordering anything."""
+    told = "{{ AGAIN: ld.volatile.shared.b32 %r8, [%r2+256];\nsetp.ne.u32 %p3, %r8, {0};\n@%p3 bra AGAIN; }}".format
+    tell = "st.volatile.shared.b32 [%r2+256], {0};".format
+    check(f"{LOAD}\n{tell(1)}\n{told(2)}\n{STORE}", f"{told(1)}\n{LOAD}\n{tell(2)}", options, RACE)
+
+
 def test_neighbouring_bytes_do_not_race(options: Options) -> None:
     check("st.shared.b8 [%r2+16], %r0;", "st.shared.b8 [%r2+17], %r0;", options, None)
 
@@ -194,6 +201,20 @@ def test_what_a_copy_brings_is_there_once_its_mbarrier_completes(options: Option
     check(f"{load}\n{LOAD}", "", options, None)
     check(load, f"{END}\n{LOAD}", options, None)
     check(load, LOAD, options, RACE)
+
+
+def test_each_of_two_copies_is_waited_for(options: Options) -> None:
+    other = BULK_LOAD.replace("[%r2],", "[%r2+768],").replace("LOADED", "OTHER").replace("+512", "+528")
+    made = "@%p1 bra MADE;\nmbarrier.init.shared.b64 [%r2+528], 1;\nMADE:\nfence.proxy.async;"
+    issue, waits = f"{made}\n{BULK_LOAD}\n{other}", (END, END.replace("+512", "+528"))
+    check(f"{issue}\n{waits[0]}\n{waits[1]}\n{LOAD}", "", options, None)
+    check(f"{issue}\n{waits[1]}\n{LOAD}\n{waits[0]}", "", options, RACE)
+
+
+def test_a_copy_tells_nothing_of_what_its_issuer_did_since(options: Options) -> None:
+    write, read = "st.shared.b32 [%r2+900], %r0;", "ld.shared.b32 %r9, [%r2+900];"
+    check(f"{FENCE}\n{write}\n{BULK_LOAD}", f"{END}\n{read}", options, None)
+    check(f"{FENCE}\n{BULK_LOAD}\n{write}", f"{END}\n{read}", options, f"{RACE}|never written")
 
 
 def test_a_copy_may_overwrite_only_what_was_read_and_written_before(options: Options) -> None:
@@ -282,3 +303,33 @@ def test_shared_memory_of_another_cta(handover: str, options: Options) -> None:
     join = "barrier.cluster.arrive;\nbarrier.cluster.wait.acquire;"
     end = f"{arrive}\nbarrier.cluster.wait.acquire;"
     check(f"{join}\n{REMOTE}\nst.shared::cluster.b32 [%r12], %r0;\n{end}\n{LOAD}", f"{join}\n{end}", options, error, 2)
+
+
+REMOTE_BARRIER = REMOTE.replace("%r3, %r11", "%r2, %r11")
+SCOPES = {"": None, ".release.cluster": None, ".release.cta": RACE}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_arrival_on_an_mbarrier_of_another_cta(scope: str, options: Options) -> None:
+    join = "barrier.cluster.arrive;\nbarrier.cluster.wait.acquire;"
+    check(
+        f"{join}\n{REMOTE_BARRIER}\nadd.s32 %r13, %r12, 520;\n"
+        "add.s32 %r12, %r12, %r0;\nst.shared::cluster.b8 [%r12], %r0;\n"
+        f"mbarrier.arrive{scope}.shared::cluster.b64 _, [%r13];\n{WAIT('%r2+520', 0)}\n"
+        "add.s32 %r12, %r2, %r0;\nld.shared.b8 %r9, [%r12];",
+        join,
+        options,
+        SCOPES[scope],
+        2,
+    )
+
+
+def test_a_cta_ends_after_what_happens_in_its_memory(options: Options) -> None:
+    store = BULK_STORE.replace("bra DONE", "bra ISSUED") + "\nISSUED:"
+    check(f"{FENCE}\n{store}\ncp.async.bulk.wait_group.read 0;", "", options, None)
+    check(f"{FENCE}\n{store}", "", options, "release of shared memory|exit while copies")
+    check(f"{FENCE}\n{BULK_LOAD}", "", options, "release of shared memory|loads into shared memory under way")
+    join = "barrier.cluster.arrive;\nbarrier.cluster.wait.acquire;"
+    arrive = f"{join}\n{REMOTE_BARRIER}\nadd.s32 %r13, %r12, 520;\nmbarrier.arrive.shared::cluster.b64 _, [%r13];"
+    check(f"{arrive}\n{WAIT('%r2+520', 0)}", join, options, None, 2)
+    check(arrive, join, options, "ended without waiting for an arrival of CTA", 2)

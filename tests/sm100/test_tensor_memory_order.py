@@ -115,6 +115,12 @@ def test_a_commit_tells_of_its_own_lane_only(plain: Options) -> None:
     check([COPY, "setp.eq.u32 %p5, %r3, 1;", other], CONSUME, False, plain)
 
 
+def test_a_commit_tells_nothing_of_what_its_issuer_did_since_the_copy(plain: Options) -> None:
+    write, read = "st.shared.b32 [%r2+600], %r0;", "ld.shared.b32 %r9, [%r2+600];"
+    check([write, *PRODUCE], [DONE, read], True, plain)
+    check([COPY, write, COMMIT], [DONE, read], False, plain)
+
+
 def test_same_warp_waits_for_its_own_copies_too(plain: Options) -> None:
     check([*PRODUCE, *CONSUME], [], True, plain)
     check([*PRODUCE, *without(CONSUME, 0)], [], False, plain)
@@ -158,6 +164,16 @@ def test_strict_fences_after_waits(plain: Options, strict: Options) -> None:
     check(without(OVERWRITE, 1), RELEASE, False, strict)
 
 
+def test_the_fence_of_a_commit_reaches_beyond_who_waits_for_it(strict: Options) -> None:
+    pass_on, load = [*PRODUCE, DONE, ARRIVE], [ARRIVED, AFTER, LOAD, LOADED]
+    check(pass_on, load, True, strict)
+    check(pass_on, without(load, 1), False, strict)
+
+
+def test_a_fence_does_not_stand_in_for_another_warps(strict: Options) -> None:
+    check([ARRIVED, BEFORE, *OVERWRITE[1:]], without(RELEASE, 4), False, strict)
+
+
 def test_relaxed_synchronisation_needs_the_fences(plain: Options, strict: Options) -> None:
     release = [RELAXED_ARRIVE if line == ARRIVE else line for line in RELEASE]
     overwrite = [RELAXED_WAIT if line == ARRIVED else line for line in OVERWRITE]
@@ -179,7 +195,7 @@ def early_for_all(end: str) -> str:
     return "setp.lt.u32 %p6, %r1, 1;\nsetp.gt.u32 %p7, %r1, 3;\n@%p6 bra GO;\n@%p7 bra GO;\nbar.sync 0;\nGO:\n" + end
 
 
-def test_memory_given_back_has_no_history(plain: Options) -> None:
+def test_memory_given_back_has_no_history(strict: Options) -> None:
     again = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+544], 32;"
     release = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"
-    check([FILL, STORED, LOAD, LOADED, release, again, FILL, STORED], [], True, plain)
+    check([FILL, STORED, release, again, BARRIER], [BARRIER, FILL, STORED], True, strict)

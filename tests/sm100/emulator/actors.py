@@ -77,12 +77,16 @@ class Actor:
     def _tick(self) -> None:
         self.clock.limits[ORDER, self.number] += TICK
 
-    def _operate(self, issuer: Actor) -> Actor:
-        """This agent's next tcgen05 operation, in its order, with what the issuer knows by now."""
-        self.clock.follow(issuer.clock)
+    def _advance(self) -> None:
+        """Begin a tcgen05 operation of this agent: after its earlier ones."""
         self._tick()
         limits = self.clock.limits
         limits[TENSOR, self.number] = limits[ORDER, self.number]
+
+    def _operate(self, issuer: Actor) -> Actor:
+        """This agent's next tcgen05 operation, in its order, with what the issuer knows by now."""
+        self.clock.follow(issuer.clock)
+        self._advance()
         issuer._tick()
         return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True)
 
@@ -173,9 +177,14 @@ class WarpActor(Actor):
         """A new tcgen05.mma or cp of a lane: it comes after the earlier ones of that lane."""
         return self._agent("mma and cp", lane)._operate(self)
 
-    def committed(self, lane: int) -> Clock:
-        """What tcgen05.commit hands on: the lane's mma and cp so far, not its own accesses since."""
-        handed = self._agent("mma and cp", lane).clock.copy()
+    def commit_tensor(self, lane: int) -> Clock:
+        """What tcgen05.commit hands on: the lane's mma and cp so far, not its other accesses since the last of them.
+
+        It has the effect of ``tcgen05.fence::before_thread_sync``.
+        """
+        operations = self._agent("mma and cp", lane)
+        operations._advance()
+        handed = operations.clock.copy()
         limits = handed.limits
         np.maximum(limits[FENCED], limits[TENSOR], out=limits[FENCED])
         return handed

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.barriers import ClusterBarrier, MemoryBarrier, NamedBarriers
 from tests.sm100.emulator.engines import Engines
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SharedMemory
-from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
+from tests.sm100.emulator.ordering_clock import ORDER, Agents, Clock, Handover
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_memory import TensorMemory
 from tests.sm100.emulator.timing import ClusterTiming
@@ -60,6 +62,25 @@ class Cta:
     def shared_address(self, offset: int) -> int:
         """The shared::cluster address of an offset in this CTA."""
         return self.rank << RANK_SHIFT | offset
+
+    def check_finished(self) -> None:
+        """The CTA has ended, and with it its memory.
+
+        Raises:
+            HazardError: tensor memory is still allocated, or the CTA's warps ended without knowing that an access to
+                its shared memory or an arrival on one of its mbarriers (by a copy, by another CTA) had happened.
+        """
+        self.tensor_memory.check_released(str(self))
+        agents = self.cluster.agents
+        end = Actor(agents, agents.add(f"the end of {self}", True), Clock(agents), len(agents.instructions) - 1)
+        for warp in self.warps:
+            end.clock.follow(warp.actor.clock)
+        self.shared.history.retire(slice(SHARED_BASE, self.shared.end), end)
+        for (rank, offset), barrier in self.cluster.memory_barriers.items():
+            unknown = barrier.handover.arriving.limits[ORDER] > end.clock.limits[ORDER]
+            if rank == self.rank and unknown.any():
+                who = agents.names[int(np.argmax(unknown))]
+                raise HazardError(f"{self} ended without waiting for an arrival of {who} on its mbarrier at {offset}")
 
     def __str__(self) -> str:
         return f"CTA {self.index}" + (f" (rank {self.rank})" if self.cluster.size != (1, 1, 1) else "")

@@ -71,7 +71,7 @@ class ClusterRun:
             raise HazardError(f"{self.cluster.ctas[0]} and its cluster ended with loads into shared memory under way")
         engines.drain()
         for cta in self.cluster.ctas:
-            cta.tensor_memory.check_released(str(cta))
+            cta.check_finished()
         timing = self.cluster.timing
         if timing is not None:
             ends = [(timing.warp(warp.cta.rank, warp.index), warp.actor.clock) for warp in self.warps]

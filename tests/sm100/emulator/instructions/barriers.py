@@ -102,18 +102,20 @@ def build_inval(decoder: Decoder) -> Execute:
     return execute
 
 
-def _relaxed(decoder: Decoder) -> bool:
-    """Take order and scope. Scopes are not told apart: the default one, the CTA, serves clusters in practice."""
+def _order_and_scope(decoder: Decoder) -> tuple[bool, bool]:
+    """Take order and scope: whether it is relaxed, and whether the scope is said to be the CTA.
+
+    Left out, the scope is that of the barrier's address: kernels proven on hardware rely on it.
+    """
     relaxed = decoder.one_of("release", "relaxed", "acquire", default="") == "relaxed"
-    decoder.one_of("cta", "cluster", default="")
-    return relaxed
+    return relaxed, decoder.one_of("cta", "cluster", default="") == "cta"
 
 
 @instruction("mbarrier.arrive")
 def build_arrive(decoder: Decoder) -> Execute:
     """arrive and arrive.expect_tx. The state token is not modelled: a destination other than ``_`` gets poison."""
     expect = decoder.flag("expect_tx")
-    relaxed = _relaxed(decoder)
+    relaxed, within_cta = _order_and_scope(decoder)
     _space(decoder)
     decoder.expect("b64")
     has_state = not hasattr(decoder.operands[0], "base")
@@ -128,7 +130,8 @@ def build_arrive(decoder: Decoder) -> Execute:
         addresses, counts = address(warp), count(warp) if count is not None else None
         for lane in active(mask):
             barrier = warp.cta.cluster.memory_barrier(int(addresses[lane]), warp.actor)
-            known = warp.actor.release(relaxed)
+            remote = warp.cta.cluster.locate(int(addresses[lane]))[0] is not warp.cta
+            known = warp.actor.release(relaxed or (within_cta and remote))
             warp.cta.launch.events += 1
             if expect:
                 assert counts is not None
@@ -142,7 +145,7 @@ def build_arrive(decoder: Decoder) -> Execute:
 
 @instruction("mbarrier.expect_tx")
 def build_expect(decoder: Decoder) -> Execute:
-    _relaxed(decoder)  # it hands nothing on, whatever its order
+    _order_and_scope(decoder)  # it hands nothing on, whatever its order
     _space(decoder)
     decoder.expect("b64")
     decoder.arity(2)
@@ -158,7 +161,7 @@ def build_expect(decoder: Decoder) -> Execute:
 
 @instruction("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
 def build_wait(decoder: Decoder) -> Execute:
-    relaxed = _relaxed(decoder)
+    relaxed, _ = _order_and_scope(decoder)  # waiting within the CTA's scope sees what the cluster released
     decoder.one_of("shared", "shared::cta")
     decoder.expect("b64")
     decoder.arity(3, 4)  # the fourth is a time limit: try_wait answers at once here

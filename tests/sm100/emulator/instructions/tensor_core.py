@@ -232,7 +232,7 @@ def build_commit(decoder: Decoder) -> Execute:
 
             for target in targets:
                 cluster.memory_barrier(target, warp.actor, asynchronous=True)
-            known = warp.actor.committed(int(lane))
+            known = warp.actor.commit_tensor(int(lane))
             if cluster.timing is not None:
                 places = [(target.rank, offset) for target, offset in map(cluster.locate, targets)]
                 leader = _members(warp.cta, group)[0].rank
