@@ -1,7 +1,8 @@
 """Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
 What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where the
-tiles of a plain product leave most SMs idle, K is split over a cluster; many tokens take a CTA pair with 256 tokens.
+tiles of a plain product leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens,
+several to a cluster, so that what an SM reads from L2 keeps up with its tensor core.
 Nothing here was measured on a GPU: the ranking is as good as the model.
 """
 
@@ -17,6 +18,8 @@ from .shape import SCALE_ATOM_ROWS, TILE_K, TOKEN_TILES, KernelShape, Output
 MULTIPROCESSORS = B200.multiprocessors
 LEAST_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
+SHARING = ((1, 1), (2, 1), (1, 2), (2, 2))
+"""Pairs of a cluster along features and tokens."""
 WIDEST_EXPERT_TILE = 128
 """Of gated kernels, and so of both expert kernels: they share the layout of the rows."""
 
@@ -41,8 +44,8 @@ def choose_experts(
     """
     tile = expert_tile(pairs, experts)
     problem = Problem(features, k, pairs, experts, gated, True, output)
-    shapes = (KernelShape(tile, pair, gated, True, output=output) for pair in (False, True) if tile >= 128 or not pair)
-    return _best(shapes, problem, B200)
+    shape = KernelShape(tile, gated=gated, grouped=True, output=output)
+    return _best([shape, *_pairs(shape)], problem, B200)
 
 
 @lru_cache(maxsize=4096)
@@ -66,12 +69,18 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
 def _product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape]:
     for tile in product_tiles(tokens):
         yield KernelShape(tile, output=output)
-        if tile >= 128:
-            yield KernelShape(tile, pair=True, output=output)
+        yield from _pairs(KernelShape(tile, output=output))
         if tile <= 64:
             # A slice of K has two stages at least: less is all latency.
             splits = (split for split in (2, 4, 8) if k // split >= 2 * TILE_K)
             yield from (KernelShape(tile, split_k=split, output=output) for split in splits)
+
+
+def _pairs(shape: KernelShape) -> Iterable[KernelShape]:
+    """The shape for CTA pairs, alone and several to a cluster."""
+    if shape.token_tile >= SCALE_ATOM_ROWS:
+        for tokens, weights in SHARING:
+            yield replace(shape, pair=True, shared_tokens=tokens, shared_weights=weights)
 
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> KernelShape:

@@ -16,12 +16,17 @@ from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 
 
+HANDOVER_CYCLES = 80.0
+"""From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A B200 at the clock at which 2^14 multiply-adds a cycle and SM make the 9 PFLOP/s stated for it.
 
     Attributes:
-        l2_bytes_per_cycle: what an SM gets from L2 (assumed).
+        l2_bytes_per_cycle: what an SM reads from L2 (assumed).
+        receive_bytes_per_cycle: what an SM receives, multicasts of others included (assumed).
         shared_bytes_per_cycle: shared memory, which MMAs of narrow tiles wait for.
         fill_cycles: launch, and the first operands' way from memory (assumed).
         exchange_cycles: of a reduction over a cluster, beside its bytes (assumed).
@@ -32,6 +37,7 @@ class Machine:
     memory_bytes_per_second: float = 8e12
     multiply_adds_per_cycle: float = 16384.0
     l2_bytes_per_cycle: float = 64.0
+    receive_bytes_per_cycle: float = 128.0
     shared_bytes_per_cycle: float = 128.0
     fill_cycles: float = 2000.0
     exchange_cycles: float = 600.0
@@ -123,12 +129,12 @@ class Cost:
     """A shape on a problem.
 
     Attributes:
-        tiles: of the output, each a cluster's work; a mean for experts.
+        tiles: of the output, each the work of a CTA, a pair or a split-K cluster; a mean for experts.
         waves: tiles after one another on the busiest SM.
         tail_waste: share of SM time in the waves without a tile to work on.
-        loaded_bytes: TMA loads into shared memory, all CTAs together.
+        loaded_bytes: what TMA brings into shared memory, all CTAs together.
         memory_bytes: HBM, each distinct byte once, padding that the layout demands included.
-        stage_cycles: of a stage of the main loop: loading or multiplying it, whichever is longer.
+        stage_cycles: of a stage of the main loop: reading, receiving or multiplying it, whichever takes longest.
         multiply_cycles: of a stage in the tensor core alone.
         tile_cycles: between two tiles of an SM.
         seconds: the modelled time.
@@ -153,8 +159,13 @@ def epilogue_cycles(shape: KernelShape) -> float:
 
 
 def exposed_cycles(shape: KernelShape) -> float:
-    """Between the last MMA of a tile and the first of the next where the two share columns of tensor memory."""
-    return shape.release_after * epilogue_cycles(shape) / shape.chunks if shape.overlap else 0.0
+    """Between the last MMA of a tile and the first of the next where the two share columns of tensor memory.
+
+    The shared chunks are all read, and all but the last of them finished, before the columns are free.
+    """
+    if not shape.overlap:
+        return 0.0
+    return HANDOVER_CYCLES + (shape.release_after - 1) * epilogue_cycles(shape) / shape.chunks
 
 
 def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
@@ -170,6 +181,13 @@ def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
     return shape.halves * (TILE_K // MMA_K) * max(products, operands) + scales
 
 
+def read_bytes(shape: KernelShape) -> float:
+    """What a CTA reads from L2 for a stage, on average: its share of what multicasts bring to several."""
+    weights = (shape.weight_bytes + shape.weight_scale_bytes) / shape.shared_weights
+    tokens = shape.token_bytes + shape.token_scale_bytes / (2 if shape.pair else 1)
+    return weights + tokens / shape.shared_tokens
+
+
 def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     """The cost of a shape that fits the problem (gated or not, grouped or not, output)."""
     k_tiles = math.ceil(problem.k / TILE_K)
@@ -177,9 +195,13 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     token_tiles = problem.token_tiles(shape.token_tile)
     tiles = feature_tiles * token_tiles
     clusters = machine.multiprocessors // shape.cluster
-    waves = max(1, math.ceil(tiles / clusters))
+    # Pairs that share weights never span groups.
+    token_blocks = problem.token_tiles(shape.token_tile * shape.shared_weights)
+    blocks = math.ceil(feature_tiles / shape.shared_tokens) * token_blocks
+    waves = max(1, math.ceil(blocks / clusters))
     multiply = multiply_cycles(shape, machine)
-    stage = max(multiply, shape.stage_bytes / machine.l2_bytes_per_cycle)
+    reading = read_bytes(shape) / machine.l2_bytes_per_cycle
+    stage = max(multiply, reading, shape.stage_bytes / machine.receive_bytes_per_cycle)
     main_loop = math.ceil(k_tiles / shape.split_k) * stage
     epilogue = epilogue_cycles(shape)
     if shape.split_k > 1:
@@ -189,13 +211,14 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     else:
         tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
     memory = _memory_bytes(shape, problem, token_tiles)
+    ctas = 2 if shape.pair else shape.split_k
     busy = (waves - 1) * tile_cycles + main_loop
     hidden = max(busy / machine.clock_hz, memory / machine.memory_bytes_per_second)
     return Cost(
         tiles=tiles,
         waves=waves,
-        tail_waste=1 - tiles / (waves * clusters),
-        loaded_bytes=tiles * shape.cluster * math.ceil(k_tiles / shape.split_k) * shape.stage_bytes,
+        tail_waste=1 - tiles * ctas / (waves * machine.multiprocessors),
+        loaded_bytes=tiles * ctas * math.ceil(k_tiles / shape.split_k) * shape.stage_bytes,
         memory_bytes=memory,
         stage_cycles=stage,
         multiply_cycles=multiply,

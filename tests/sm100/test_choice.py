@@ -10,7 +10,7 @@ import pytest
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_experts, choose_product, expert_tile
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, epilogue_cycles, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
     MAX_EXPERTS,
     MMA_K,
@@ -54,10 +54,28 @@ def test_cost_of_a_pair_by_hand() -> None:
     # A CTA's stage: 128 rows of weights and half of 256 tokens, 128 bytes each; 16 bytes of scales for 128 + 256 rows.
     stage = 128 * 128 + 128 * 128 + (128 + 256) * 16
     assert found.loaded_bytes == 4 * 2 * 4 * stage
+    # Each CTA of a pair reads half of the tokens' scales and sends it to both.
+    read = stage - 256 * 16 / 2
     assert found.multiply_cycles == 256 * 256 * 256 / 2**14 / 2 + (128 + 256) * 16 / 128
-    assert found.stage_cycles == stage / 64
+    assert found.stage_cycles == read / 64
+    shared = replace(PAIR, shared_tokens=2, shared_weights=2)
+    assert read_bytes(PAIR) == read and read_bytes(shared) == read / 2
+    assert cost(shared, Problem(512, 1024, 300)).stage_cycles == found.multiply_cycles
     scales = (4 * 16 + 2 * 2 * 16) * 512
     assert found.memory_bytes == (512 + 300) * 512 + scales + 300 * 512 * 2
+
+
+def test_cost_of_split_k_by_hand() -> None:
+    problem, shape = Problem(features=1024, k=4096, tokens=8), KernelShape(8, split_k=4)
+    found = cost(shape, problem)
+    assert (found.tiles, found.waves, found.tail_waste) == (8, 1, pytest.approx(1 - 8 * 4 / 148))
+    stage = (128 + 8) * 128 + (128 + 128) * 16
+    assert found.loaded_bytes == 8 * 16 * stage
+    assert found.stage_cycles == stage / 64
+    # Four slices of four stages; each CTA owns one chunk of eight tokens at most and gets it from three others.
+    reduced = B200.exchange_cycles + 2 * 3 * 8 * 128 * 4 / 64
+    cycles = 4 * stage / 64 + B200.fill_cycles + epilogue_cycles(shape) + reduced
+    assert found.seconds == pytest.approx(cycles / B200.clock_hz)
 
 
 def test_cost_of_experts_by_hand() -> None:
@@ -129,9 +147,13 @@ def test_k_is_split_where_tiles_are_few_and_not_where_they_are_many() -> None:
     assert choose_product(1536, 256, 1).split_k == 1  # no slice would have two stages
 
 
-def test_prefill_takes_the_pair_with_the_widest_tile() -> None:
+def test_prefill_takes_pairs_that_l2_can_feed() -> None:
     for features, k in ((4096, 8192), (65536, 1536), (7168, 16384), (4608, 7168)):
-        assert choose_product(features, k, 8192) == PAIR
+        shape = choose_product(features, k, 8192)
+        assert shape.pair and shape.cluster > 2
+        assert read_bytes(shape) / B200.l2_bytes_per_cycle <= multiply_cycles(shape)
+    # With many waves the widest tile pays: its tail is short, and it copies the fewest scales.
+    assert choose_product(65536, 1536, 8192).token_tile == 256
 
 
 def test_the_layout_of_scales_follows_from_the_tokens_alone() -> None:

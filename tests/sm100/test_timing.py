@@ -10,6 +10,7 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100 import shape as shape_module
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options, TimingModel
+from tests.sm100.emulator.timing import ClusterTiming
 from tests.sm100.emulator.timing_issue import wavefronts
 from tests.sm100.support import products
 from tests.sm100.support.snippets import launch
@@ -100,6 +101,15 @@ def test_two_tiles_share_the_tensor_core_and_hide_an_epilogue() -> None:
     # With two accumulator buffers the second tile waits for no epilogue.
     assert two.idle.get("accumulators", 0.0) == 0
     assert two.end - one.end < one.drains[0] + one.span
+
+
+def test_a_multicast_reads_once_and_is_received_by_each() -> None:
+    timing = ClusterTiming(MODEL)
+    first = timing.load(0, 100.0, 6400, 1, [])
+    assert first == 100 + 6400 / MODEL.load_bytes_per_cycle + MODEL.load_latency
+    assert timing.load(0, 0.0, 6400, 2, []) - first == 6400 / MODEL.load_bytes_per_cycle
+    assert timing.load(0, 0.0, 6400, 4, []) - first == 3 * 6400 / MODEL.load_bytes_per_cycle
+    assert timing.load(1, 100.0, 6400, 1, []) == first  # each CTA has a port of its own
 
 
 def test_starved_loads_set_the_pace() -> None:

@@ -127,14 +127,16 @@ class ClusterTiming:
     ) -> float:
         """A TMA load of ``nbytes`` to ``copies`` CTAs; returns when it is complete.
 
-        The issuing CTA pays for all copies: in a cluster whose CTAs share operands, each brings its part to all.
+        The issuing CTA's port stands for the others', too: in a cluster whose CTAs share operands, each loads its part
+        for all, so what a CTA sends equals what it receives.
 
         Args:
             barriers: those that it reports to, with their current phases.
         """
         self.load_bytes += nbytes * copies
-        cycles = nbytes * copies / self.model.load_bytes_per_cycle
-        end = self.loads.setdefault(rank, Port()).take(issued, cycles) + self.model.load_latency
+        model = self.model
+        cycles = max(nbytes / model.load_bytes_per_cycle, nbytes * copies / model.receive_bytes_per_cycle)
+        end = self.loads.setdefault(rank, Port()).take(issued, cycles) + model.load_latency
         for barrier, phase in barriers:
             self._loaded.add(barrier)
             stage = self._stages.setdefault((barrier, phase), [issued, end])

@@ -20,11 +20,12 @@ class TimingModel:
     below 128 and one CTA, has been measured on B200 (SemiAnalysis, "Dissecting Nvidia Blackwell", 2026).
 
     Assumed, since nothing reliable was found; vary them before believing a result that hinges on them: what an SM
-    gets from L2 (64 B a cycle), all latencies, tensor memory's bandwidth, and that a tcgen05.cp keeps the tensor core
-    from multiplying while it reads shared memory.
+    reads from L2 (64 B a cycle) and can receive, all latencies, tensor memory's bandwidth, and that a tcgen05.cp keeps
+    the tensor core from multiplying while it reads shared memory.
 
     Attributes:
-        load_bytes_per_cycle: of TMA loads into one SM.
+        load_bytes_per_cycle: what TMA loads of one SM read from L2, for however many SMs.
+        receive_bytes_per_cycle: what TMA loads write into one SM, its own and those multicast to it.
         load_latency: from the turn of a TMA load to its first byte.
         store_bytes_per_cycle: of TMA stores, reading shared memory.
         fp4_per_cycle, half_per_cycle: multiply-adds of the tensor core.
@@ -40,6 +41,7 @@ class TimingModel:
     """
 
     load_bytes_per_cycle: float = 64.0
+    receive_bytes_per_cycle: float = 128.0
     load_latency: float = 800.0
     store_bytes_per_cycle: float = 64.0
     fp4_per_cycle: float = 16384.0
