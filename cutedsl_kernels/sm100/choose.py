@@ -85,5 +85,5 @@ def _pairs(shape: KernelShape) -> Iterable[KernelShape]:
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> KernelShape:
     """The least time; of equals the first, that is the narrowest and simplest."""
-    fitting = [shape for shape in shapes if shape.stages >= LEAST_STAGES]
+    fitting = [s for s in shapes if s.stages >= LEAST_STAGES and s.cluster <= machine.multiprocessors]
     return min(fitting, key=lambda shape: cost(shape, problem, machine).seconds)

@@ -72,8 +72,6 @@ class KernelShape:
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
             raise ValueError(f"token_tile {self.token_tile}: expected one of {TOKEN_TILES}")
-        if self.gated and not self.grouped:
-            raise ValueError("gated is for grouped kernels: a shared expert is one group, best beside the routed ones")
         if self.gated and self.token_tile > 128:
             raise ValueError(f"token_tile {self.token_tile}: a gated kernel has two accumulators, expected at most 128")
         if self.pair and self.token_tile < 128:

@@ -65,8 +65,11 @@ def test_no_expert_has_a_token() -> None:
     assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0
 
 
-def test_a_shared_expert_is_one_group() -> None:
-    ExpertCase(gate_up(8), (6,), features=128, k=256).check(STRICT)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_shared_expert_is_one_group(grouped: bool) -> None:
+    """Its tokens are counted on the device, or simply all rows."""
+    ExpertCase(replace(gate_up(8), grouped=grouped), (6,), features=128, k=256).check(STRICT)
+    ExpertCase(replace(gate_up(128, pair=True), grouped=grouped), (131,), features=128, k=64).check(STRICT)
 
 
 def test_only_experts_with_tokens_are_read() -> None:

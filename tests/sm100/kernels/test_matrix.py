@@ -44,8 +44,9 @@ def name(value: KernelShape | Options) -> str:
 @pytest.mark.parametrize("shape", shapes(), ids=name)
 def test_every_shape_in_every_mode(shape: KernelShape, mode: Options) -> None:
     tile = shape.token_tile
-    if shape.grouped:
-        ExpertCase(shape, (3, 0, tile + 1), features=192, k=320, seed=5).check(mode)
+    if shape.grouped or shape.gated:
+        counts = (3, 0, tile + 1) if shape.grouped else (tile + 1,)
+        ExpertCase(shape, counts, features=192, k=320, seed=5).check(mode)
     else:
         tokens = tile if shape.split_k > 1 else tile + 1
         ProductCase(shape, tokens, features=200, k=256 * shape.split_k + 64, seed=5).check(mode)

@@ -199,7 +199,10 @@ class ProductCase:
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """Experts with given token counts; gated or with a weight for each row, as ``shape.gated`` says."""
+    """Experts with given token counts; gated or with a weight for each row, as ``shape.gated`` says.
+
+    A kernel that is not grouped has one expert whose tokens are all rows.
+    """
 
     shape: KernelShape
     counts: tuple[int, ...]
@@ -221,7 +224,7 @@ class ExpertCase:
         counts = torch.tensor(self.counts, dtype=torch.int32)
         padded = (counts + tile - 1) // tile * tile
         offsets = (padded.cumsum(0) - padded).to(torch.int32)
-        rows = max(int(padded.sum()), tile)
+        rows = max(int(padded.sum()), tile) if shape.grouped else self.counts[0]
         weights = RandomOperand.make(len(counts) * shape.halves, self.features, self.k, self.seed)
         tokens = RandomOperand.make(1, rows, self.k, self.seed + 1)
         used = np.concatenate([np.arange(o, o + n) for o, n in zip(offsets, counts, strict=True)]).astype(int)
@@ -247,18 +250,18 @@ class ExpertCase:
             alpha,
             out_scales=out_scales,
             row_weight=None if shape.gated else torch.rand(rows, generator=random),
-            offsets=offsets,
-            counts=counts,
+            offsets=offsets if shape.grouped else None,
+            counts=counts if shape.grouped else None,
         )
         return call, weights, tokens, used
 
     def expected(self, call: Call, weights: RandomOperand, tokens: RandomOperand) -> list[tuple[slice, Bounded]]:
         """For each expert with tokens: its rows and what they should be."""
-        assert call.offsets is not None
         found = []
         values = tokens.values(0)
         for expert, count in enumerate(self.counts):
-            rows = slice(int(call.offsets[expert]), int(call.offsets[expert]) + count)
+            first = 0 if call.offsets is None else int(call.offsets[expert])
+            rows = slice(first, first + count)
             if not count:
                 continue
             factors = call.row_scale[rows, None].double().numpy()
