@@ -7,11 +7,20 @@ their offsets, say what is possible. Plans are remembered, since choosing costs 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
-from .sm100.choose import choose_experts, choose_product, expert_tile, product_tiles
+from .compiled import KernelKey
+from .sm100.choose import (
+    LEAST_STAGES,
+    WIDEST_EXPERT_TILE,
+    choose_experts,
+    choose_product,
+    expert_shapes,
+    expert_tile,
+    product_shapes,
+    product_tiles,
+)
 from .sm100.scale_layout import layout_tile
-from .sm100.shape import KernelShape, Output
+from .sm100.shape import TOKEN_TILES, KernelShape, Output
 
 REMEMBERED = 4096
 """Plans: a few for each projection of a model and each number of tokens."""
@@ -40,15 +49,6 @@ def plan_experts(features: int, k: int, experts: int, gated: bool, token_tile: i
     return _with_tile(chosen, layout_tile(token_tile))
 
 
-@functools.lru_cache(REMEMBERED)
-def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output) -> KernelShape:
-    """For one expert that all rows visit: the same kernel without offsets."""
-    chosen = replace(choose_experts(features, k, rows, 1, True, output), grouped=False)
-    if layout_tile(chosen.token_tile) == layout_tile(token_tile):
-        return chosen
-    return _with_tile(chosen, layout_tile(token_tile))
-
-
 def _with_tile(chosen: KernelShape, token_tile: int) -> KernelShape:
     """The nearest kernel with a token tile of at most 128."""
     return KernelShape(
@@ -69,3 +69,21 @@ def token_tile_for(tokens: int) -> int:
 def expert_token_tile_for(pairs: int, experts: int) -> int:
     """The token tile to quantise for, and to align offsets to, where ``experts`` share ``pairs`` token-expert pairs."""
     return expert_tile(max(pairs, 1), experts)
+
+
+def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
+    """All kernels that plans can ask for, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
+
+    Routed experts' down kernels come with row weights, all others without.
+    """
+    keys = []
+    expert_tiles = [tile for tile in TOKEN_TILES if tile <= WIDEST_EXPERT_TILE]
+    for output in outputs:
+        # Any K that splits as far as K ever does.
+        products = [shape for tokens in TOKEN_TILES for shape in product_shapes(1 << 20, tokens, output)]
+        keys += [KernelKey(architecture, shape) for shape in products]
+        down = [shape for tile in expert_tiles for shape in expert_shapes(tile, False, output)]
+        keys += [KernelKey(architecture, shape, weighted=True) for shape in down]
+    gated = [shape for tile in expert_tiles for shape in expert_shapes(tile, True, "nvfp4")]
+    keys += [KernelKey(architecture, shape, limit) for shape in gated]
+    return list(dict.fromkeys(key for key in keys if key.shape.stages >= LEAST_STAGES))

@@ -30,7 +30,7 @@ def choose_product(
 ) -> KernelShape:
     """For ``groups`` products of [tokens, k] by [features, k]."""
     problem = Problem(features, k, tokens, groups, output=output)
-    return _best(_product_shapes(k, tokens, output), problem, replace(B200, multiprocessors=multiprocessors))
+    return _best(product_shapes(k, tokens, output), problem, replace(B200, multiprocessors=multiprocessors))
 
 
 @lru_cache(maxsize=4096)
@@ -44,8 +44,7 @@ def choose_experts(
     """
     tile = expert_tile(pairs, experts)
     problem = Problem(features, k, pairs, experts, gated, True, output)
-    shape = KernelShape(tile, gated=gated, grouped=True, output=output)
-    return _best([shape, *_pairs(shape)], problem, B200)
+    return _best(expert_shapes(tile, gated, output), problem, B200)
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +65,8 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 
 
-def _product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape]:
+def product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape]:
+    """What :func:`choose_product` chooses from."""
     for tile in product_tiles(tokens):
         yield KernelShape(tile, output=output)
         yield from _pairs(KernelShape(tile, output=output))
@@ -74,6 +74,13 @@ def _product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape
             # A slice of K has two stages at least: less is all latency.
             splits = (split for split in (2, 4, 8) if k // split >= 2 * TILE_K)
             yield from (KernelShape(tile, split_k=split, output=output) for split in splits)
+
+
+def expert_shapes(token_tile: int, gated: bool, output: Output) -> Iterable[KernelShape]:
+    """What :func:`choose_experts` chooses from."""
+    shape = KernelShape(token_tile, gated=gated, grouped=True, output=output)
+    yield shape
+    yield from _pairs(shape)
 
 
 def _pairs(shape: KernelShape) -> Iterable[KernelShape]:

@@ -50,7 +50,7 @@ class EmulatedLauncher:
     """Runs each call at once; ``keys`` are the kernels that ran, in order."""
 
     name: str = "sm_100a"
-    count: int = 2
+    count: int = 148
     options: Options = field(default_factory=Options)
     programmatic_launch: bool = False
     keys: list[KernelKey] = field(default_factory=list)
