@@ -333,3 +333,11 @@ def test_a_cta_ends_after_what_happens_in_its_memory(options: Options) -> None:
     arrive = f"{join}\n{REMOTE_BARRIER}\nadd.s32 %r13, %r12, 520;\nmbarrier.arrive.shared::cluster.b64 _, [%r13];"
     check(f"{arrive}\n{WAIT('%r2+520', 0)}", join, options, None, 2)
     check(arrive, join, options, "ended without waiting for an arrival of CTA", 2)
+
+
+def test_shared_memory_of_a_cta_that_may_not_have_begun(options: Options) -> None:
+    store = f"{REMOTE_BARRIER}\nst.shared::cluster.b32 [%r12+900], %r0;"
+    end = "barrier.cluster.arrive;\nbarrier.cluster.wait;"
+    join = "barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;"
+    check(f"{store}\n{end}", end, options, "before it is known to have begun", 2)
+    check(f"{join}\n{store}\n{end}", f"{join}\n{end}", options, None, 2)

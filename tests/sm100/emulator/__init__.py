@@ -27,8 +27,9 @@ Modelled
       mbarriers, commits, waits for groups of copies or for stores of tensor memory, or release and acquire; a generic
       write that an asynchronous operation reads or overwrites needs a proxy fence on the way (``ordering_clock``,
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
-      ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not end before it knows that copies,
-      tensor cores and other CTAs have done with its memory and mbarriers;
+      ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not touch another
+      one's shared memory before it knows that this one has begun, nor end before it knows that copies, tensor cores and
+      other CTAs have done with its memory and mbarriers;
     * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
       conflicting accesses to global memory (``stream``);
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what

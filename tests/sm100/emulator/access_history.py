@@ -77,6 +77,8 @@ class AccessHistory:
         ordered = self.rule.reads(actor)
         for layer in self._reads:
             reads = layer[where]
+            if not reads.any():
+                continue
             self._check(reads, where, actor, ordered, strong, "write", "read")
             layer[where] = np.where(ordered[reads & AGENT_MASK] >= reads, 0, reads) if strong else 0
         self._writes[where] = actor.epoch(strong)

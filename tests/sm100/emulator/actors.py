@@ -70,6 +70,10 @@ class Actor:
         """By agent: the limit of tcgen05 operations that are ordered before one of this actor."""
         return self.clock.limits[TENSOR] if self.agents.strict else self.finished()
 
+    def knows_begun(self, warps: np.ndarray) -> bool:
+        """Whether one of these warps, by number, is known to have begun."""
+        return bool((self.clock.limits[INIT, warps] > NOTHING).any())
+
     def knows_barrier(self, epoch: int, asynchronous: bool) -> bool:
         """Whether an mbarrier initialised at ``epoch`` may be used, by an asynchronous operation if so."""
         return self.clock.covers(epoch, PROXY if asynchronous or self.asynchronous else ORDER, INIT)
@@ -108,6 +112,8 @@ class WarpActor(Actor):
     def __post_init__(self) -> None:
         self.fenced, self.acquirable = Clock(self.agents), Clock(self.agents)
         self._tick()
+        # The time of no access yet: whoever has synchronised with this warp in any way knows that it has begun.
+        self.fence_barrier_inits()
 
     @classmethod
     def create(cls, agents: Agents, name: str) -> WarpActor:

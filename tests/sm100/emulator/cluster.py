@@ -42,6 +42,7 @@ class Cta:
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
+        self.shared.hosts = np.array([warp.actor.number for warp in self.warps])
 
     def _special(self) -> dict[str, int]:
         size = self.cluster.size

@@ -91,16 +91,29 @@ class SharedMemory:
         self.end = SHARED_BASE + size
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
+        self.hosts = np.zeros(0, np.int64)
+        """Numbers of the warps whose CTA this memory is of, as actors."""
+        self._visitors: set[int] = set()
         self.history = AccessHistory((self.end,), f"shared memory of {owner}", SHARED_RULE)
 
-    def _check(self, offset: int, size: int) -> slice:
+    def _enter(self, by: Actor) -> None:
+        if by.number in self._visitors:
+            return
+        if not by.knows_begun(self.hosts):
+            raise HazardError(
+                f"access to {self.history.name} before it is known to have begun: synchronise the cluster"
+            )
+        self._visitors.add(by.number)
+
+    def _check(self, offset: int, size: int, by: Actor) -> slice:
+        self._enter(by)
         if offset < SHARED_BASE or offset + size > self.end:
             raise MemoryFaultError(f"shared access at {offset}, {size} B: valid is [{SHARED_BASE}, {self.end})")
         return slice(offset, offset + size)
 
     def read(self, offset: int, size: int, by: Actor) -> np.ndarray:
         """A view of bytes that must all have been written before."""
-        where = self._check(offset, size)
+        where = self._check(offset, size, by)
         if not self.written[where].all():
             first = offset + int(np.argmin(self.written[where]))
             raise HazardError(f"read of shared memory never written: byte {first} of [{offset}, {offset + size})")
@@ -109,12 +122,13 @@ class SharedMemory:
 
     def write(self, offset: int, data: np.ndarray, by: Actor) -> None:
         """Store u8 ``data``."""
-        where = self._check(offset, len(data))
+        where = self._check(offset, len(data), by)
         self.history.write(where, by)
         self.bytes[where] = data
         self.written[where] = True
 
-    def _check_gather(self, offsets: np.ndarray) -> None:
+    def _check_gather(self, offsets: np.ndarray, by: Actor) -> None:
+        self._enter(by)
         if offsets.size and (int(offsets.min()) < SHARED_BASE or int(offsets.max()) >= self.end):
             raise MemoryFaultError(
                 f"shared access over [{int(offsets.min())}, {int(offsets.max())}]: valid is [{SHARED_BASE}, {self.end})"
@@ -122,7 +136,7 @@ class SharedMemory:
 
     def gather(self, offsets: np.ndarray, by: Actor, strong: bool = False) -> np.ndarray:
         """u8 at each offset (any shape), all written before."""
-        self._check_gather(offsets)
+        self._check_gather(offsets, by)
         written = self.written[offsets]
         if not written.all():
             first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
@@ -132,7 +146,7 @@ class SharedMemory:
 
     def scatter(self, offsets: np.ndarray, data: np.ndarray, by: Actor, strong: bool = False) -> None:
         """Store u8 ``data`` at ``offsets``, of the same shape."""
-        self._check_gather(offsets)
+        self._check_gather(offsets, by)
         self.history.write(offsets, by, strong)
         self.bytes[offsets] = data
         self.written[offsets] = True
