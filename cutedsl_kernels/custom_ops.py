@@ -25,7 +25,7 @@ from .checks import (
     require_shape,
 )
 from .compiled import KernelKey, swiglu_row_scale
-from .errors import OperandValueError
+from .errors import OperandTypeError, OperandValueError
 from .operand import K_MULTIPLE
 from .sm100.call import Call
 from .sm100.scale_layout import scale_bytes
@@ -93,9 +93,17 @@ def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Ou
     return OUTPUTS[out.dtype]
 
 
-def _check_experts(op: str, offsets: Tensor, counts: Tensor, experts: int) -> None:
+def _check_experts(op: str, offsets: Tensor | None, counts: Tensor | None, experts: int) -> None:
+    """Offsets and counts, or neither and one expert."""
+    if (offsets is None) != (counts is None):
+        absent = "offsets" if offsets is None else "counts"
+        raise OperandTypeError(f"{op}: {absent}: expected offsets and counts or neither, found None")
     if not 1 <= experts <= MAX_EXPERTS:
         raise OperandValueError(f"{op}: weights: expected 1 to {MAX_EXPERTS} experts, found {experts}")
+    if offsets is None or counts is None:
+        if experts != 1:
+            raise OperandTypeError(f"{op}: offsets: expected a tensor, since there are {experts} experts, found None")
+        return
     for name, tensor in (("offsets", offsets), ("counts", counts)):
         require_dtype(f"{op}: {name}", tensor, torch.int32)
         require_shape(f"{op}: {name}", tensor, (experts,), "[experts]")
@@ -220,8 +228,8 @@ def _check_expert_gate_up(
     token_scales: Tensor,
     row_scale: Tensor,
     token_tile: int,
-    offsets: Tensor,
-    counts: Tensor,
+    offsets: Tensor | None,
+    counts: Tensor | None,
     weights: Tensor,
     weight_scales: Tensor,
     alpha: Tensor,
@@ -266,8 +274,8 @@ def _expert_gate_up(
     token_scales: Tensor,
     row_scale: Tensor,
     token_tile: int,
-    offsets: Tensor,
-    counts: Tensor,
+    offsets: Tensor | None,
+    counts: Tensor | None,
     weights: Tensor,
     weight_scales: Tensor,
     alpha: Tensor,
@@ -281,7 +289,11 @@ def _expert_gate_up(
     )  # fmt: skip
     architecture, _ = _target(out)
     experts, _, features, bytes_of_k = weights.shape
-    shape = plan.plan_experts(features, bytes_of_k * 2, experts, True, token_tile, output)
+    k, rows = bytes_of_k * 2, max(tokens.shape[0], 1)
+    if offsets is None:
+        shape = plan.plan_gated(features, k, rows, token_tile, output)
+    else:
+        shape = plan.plan_experts(features, k, experts, True, token_tile, output)
     matrices = weights.view(2 * experts, features, bytes_of_k)
     call = Call(
         shape, matrices, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
@@ -295,8 +307,8 @@ def _check_expert_down(
     row_scale: Tensor,
     token_tile: int,
     row_weight: Tensor | None,
-    offsets: Tensor,
-    counts: Tensor,
+    offsets: Tensor | None,
+    counts: Tensor | None,
     weights: Tensor,
     weight_scales: Tensor,
     alpha: Tensor,
@@ -328,8 +340,8 @@ def _expert_down(
     row_scale: Tensor,
     token_tile: int,
     row_weight: Tensor | None,
-    offsets: Tensor,
-    counts: Tensor,
+    offsets: Tensor | None,
+    counts: Tensor | None,
     weights: Tensor,
     weight_scales: Tensor,
     alpha: Tensor,
@@ -338,9 +350,14 @@ def _expert_down(
     output = _check_expert_down(
         tokens, token_scales, row_scale, token_tile, row_weight, offsets, counts, weights, weight_scales, alpha, out
     )
-    architecture, _ = _target(out)
+    architecture, multiprocessors = _target(out)
     experts, features, bytes_of_k = weights.shape
-    shape = plan.plan_experts(features, bytes_of_k * 2, experts, False, token_tile, output)
+    k = bytes_of_k * 2
+    if offsets is None:
+        shape = plan.plan_product(features, k, max(tokens.shape[0], 1), 1, token_tile, output, multiprocessors)
+        alpha = alpha.expand(features)
+    else:
+        shape = plan.plan_experts(features, k, experts, False, token_tile, output)
     call = Call(
         shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, None, row_weight, offsets, counts
     )
@@ -355,7 +372,7 @@ def _target(out: Tensor) -> tuple[str, int]:
 
 _LIBRARY = torch.library.Library("nvfp4_sgl", "FRAGMENT")
 _ROWS = "Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile"
-_EXPERTS = "Tensor offsets, Tensor counts"
+_EXPERTS = "Tensor? offsets, Tensor? counts"
 _WEIGHTS = "Tensor weights, Tensor weight_scales, Tensor alpha"
 
 

@@ -119,6 +119,10 @@ class Rows(BlockScaledOperand):
         if self.token_tile not in TOKEN_TILES:
             raise OperandValueError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
 
+    @property
+    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
+        return None, None
+
 
 @dataclass(frozen=True)
 class ExpertRows(Rows):
@@ -135,16 +139,9 @@ class ExpertRows(Rows):
     offsets: Tensor
     counts: Tensor
 
-    @classmethod
-    def of_one(cls, rows: Rows) -> ExpertRows:
-        """All rows for a single expert (a shared expert by itself).
-
-        Allocates: keep the result where the number of rows stays the same.
-        """
-        device = rows.codes.device
-        offsets = torch.zeros(1, dtype=torch.int32, device=device)
-        counts = torch.full((1,), rows.codes.shape[0], dtype=torch.int32, device=device)
-        return cls(rows.codes, rows.block_scales, rows.scale, rows.token_tile, offsets, counts)
+    @property
+    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.offsets, self.counts
 
 
 def _spread(name: str, alpha: Tensor, shape: torch.Size) -> Tensor:

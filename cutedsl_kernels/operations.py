@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .compiled import swiglu_row_scale
-from .operand import ExpertRows, Rows, Weights
+from .operand import Rows, Weights
 from .plan import expert_token_tile_for, token_tile_for
 from .sm100.scale_layout import scale_bytes
 
@@ -65,25 +65,23 @@ def grouped_product(
 
 
 def expert_gate_up(
-    rows: ExpertRows, weights: Weights, limit: float, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    rows: Rows, weights: Weights, limit: float, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Clamped SwiGLU of each row's gate and up projections, from fp32, rounded to bf16 or fp32.
 
     Args:
-        rows: [R, K], sorted by expert. A shared expert is one of them, or the only one (``ExpertRows.of_one``).
+        rows: [R, K]. :class:`ExpertRows`, or plain :class:`Rows` that all belong to a single (shared) expert.
         weights: ``Weights.gated_experts`` [E, 2, I, K].
         limit: the clamp; part of the kernel's code.
         out: [R, I]. Rows that belong to no expert's tiles are left alone.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[2]), dtype=dtype)
-    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), rows.offsets, rows.counts, *_weights(weights), limit, out, None)
+    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out, None)
     return out
 
 
-def expert_gate_up_quantized(
-    rows: ExpertRows, weights: Weights, limit: float, *, out: ExpertRows | None = None
-) -> ExpertRows:
+def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out: Rows | None = None) -> Rows:
     """The same, re-quantised to NVFP4 with the constant row scale fp32(limit² / 2688): what :func:`expert_down` takes.
 
     Args:
@@ -92,12 +90,12 @@ def expert_gate_up_quantized(
     if out is None:
         out = hidden_rows(rows, weights.codes.shape[2], limit)
     torch.ops.nvfp4_sgl.expert_gate_up(
-        *_rows(rows), rows.offsets, rows.counts, *_weights(weights), limit, out.codes, out.block_scales
+        *_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out.codes, out.block_scales
     )
     return out
 
 
-def hidden_rows(rows: ExpertRows, features: int, limit: float) -> ExpertRows:
+def hidden_rows(rows: Rows, features: int, limit: float) -> Rows:
     """Buffers for the NVFP4 hidden activations [R, features] of ``rows``, with the row scale set.
 
     Block scales that no kernel writes are zero, so that all of it is valid NVFP4.
@@ -110,7 +108,7 @@ def hidden_rows(rows: ExpertRows, features: int, limit: float) -> ExpertRows:
 
 
 def expert_down(
-    rows: ExpertRows,
+    rows: Rows,
     weights: Weights,
     row_weight: Tensor | None = None,
     *,
@@ -120,14 +118,14 @@ def expert_down(
     """Each row times its expert's matrix, times the row's weight.
 
     Args:
-        rows: [R, K], sorted by expert.
+        rows: [R, K]; with :class:`Rows` a single expert, as for :func:`expert_gate_up`.
         weights: ``Weights.experts`` [E, F, K].
         row_weight: fp32 [R], the routing weights in the rows' order.
         out: bf16 or fp32 [R, F]. Rows that belong to no expert's tiles are left alone.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1]), dtype=dtype)
-    torch.ops.nvfp4_sgl.expert_down(*_rows(rows), row_weight, rows.offsets, rows.counts, *_weights(weights), out)
+    torch.ops.nvfp4_sgl.expert_down(*_rows(rows), row_weight, *rows.offsets_and_counts, *_weights(weights), out)
     return out
 
 

@@ -7,6 +7,7 @@ their offsets, say what is possible. Plans are remembered, since choosing costs 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from .compiled import KernelKey
 from .sm100.choose import (
@@ -49,6 +50,15 @@ def plan_experts(features: int, k: int, experts: int, gated: bool, token_tile: i
     return _with_tile(chosen, layout_tile(token_tile))
 
 
+@functools.lru_cache(REMEMBERED)
+def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output) -> KernelShape:
+    """For one expert that all rows visit: the same kernel without offsets."""
+    chosen = replace(choose_experts(features, k, rows, 1, True, output), grouped=False)
+    if layout_tile(chosen.token_tile) == layout_tile(token_tile):
+        return chosen
+    return _with_tile(chosen, layout_tile(token_tile))
+
+
 def _with_tile(chosen: KernelShape, token_tile: int) -> KernelShape:
     """The nearest kernel with a token tile of at most 128."""
     return KernelShape(
@@ -85,5 +95,6 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
         down = [shape for tile in expert_tiles for shape in expert_shapes(tile, False, output)]
         keys += [KernelKey(architecture, shape, weighted=True) for shape in down]
     gated = [shape for tile in expert_tiles for shape in expert_shapes(tile, True, "nvfp4")]
+    gated += [replace(shape, grouped=False) for shape in gated]
     keys += [KernelKey(architecture, shape, limit) for shape in gated]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= LEAST_STAGES))

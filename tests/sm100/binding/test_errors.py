@@ -163,6 +163,8 @@ WRONG: list[tuple[str, str, Callable[[Arguments], Any], type[KernelError], str]]
     ("grouped_product", "out", lambda v: bf16(T, F, G)["out"], OperandValueError, r"found \(24, 64, 2\)"),
     ("expert_gate_up", "offsets", lambda v: v["offsets"].long(), OperandTypeError, "torch.int32, found torch.int64"),
     ("expert_gate_up", "offsets", lambda v: v["offsets"][:2], OperandValueError, r"\[experts\], found \(2,\)"),
+    ("expert_gate_up", "offsets", lambda v: None, OperandTypeError, "offsets and counts or neither"),
+    ("expert_gate_up", "counts", lambda v: None, OperandTypeError, "offsets and counts or neither"),
     ("expert_gate_up", "counts", lambda v: v["counts"].repeat(2)[::2], OperandValueError, "contiguous"),
     ("expert_gate_up", "weights", lambda v: codes(E, 1, F, K // 2), OperandValueError, r"found \(3, 1, 64, 64\)"),
     ("expert_gate_up", "alpha", lambda v: torch.ones(E), OperandValueError, r"\[experts, gate and up\]"),
@@ -193,6 +195,11 @@ def test_a_wrong_argument_is_named(
         call(op, **{name: change(VALID[op]())})
     assert str(caught.value).startswith(f"{op}: ") or name == "limit"
     assert not recorder.calls
+
+
+def test_experts_without_offsets_are_one() -> None:
+    with pytest.raises(OperandTypeError, match="expert_down: offsets: expected a tensor, since there are 3 experts"):
+        call("expert_down", offsets=None, counts=None)
 
 
 def test_there_are_at_most_512_experts() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels import operations as ops
-from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows, Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.operand import Rows, Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import layout_tile, scale_bytes
 from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
 from tests.sm100.support.launcher import emulated_operations
@@ -133,25 +133,19 @@ def test_expert_down_weighs_rows() -> None:
         assert_allowed(out[part], expected)
 
 
-def test_a_shared_expert_is_one_expert_of_all_rows() -> None:
-    """Two kernels as a feed-forward network chains them, NVFP4 in between; equal to the expert in second place."""
+def test_a_shared_expert_is_one_expert_without_offsets() -> None:
+    """Equal, bit for bit, to the same expert with an offset and a count."""
     k, hidden = 128, 64
-    source = RandomRows.make(16, k, TILE)
+    rows = RandomRows.make(8, k, TILE)
     codes, block_scales, _ = random_weights(1, 2, hidden, k)
     gate_up = Weights.gated_experts(codes, block_scales, scales(1, 2))
-    codes, block_scales, _ = random_weights(1, 64, hidden)
-    down = Weights.experts(codes, block_scales, scales(1))
-
-    def network(rows: ExpertRows, gate_up: Weights, down: Weights) -> torch.Tensor:
-        return ops.expert_down(ops.expert_gate_up_quantized(rows, gate_up, LIMIT), down)
-
-    def twice(weights: Weights) -> Weights:
-        return Weights(*(torch.cat([part, part]) for part in (weights.codes, weights.block_scales, weights.scale)))
-
-    with emulated_operations():
-        alone = network(ExpertRows.of_one(source.rows), gate_up, down)
-        split = network(source.for_experts((8, 8)), twice(gate_up), twice(down))
-    assert torch.equal(alone, split) and alone.isfinite().all() and alone.count_nonzero() > 0
+    down = Weights.experts(*random_weights(1, 64, hidden)[:2], scales(1))
+    results = []
+    with emulated_operations() as runner:
+        for source in (rows.rows, rows.for_experts((8,))):
+            results.append(ops.expert_down(ops.expert_gate_up_quantized(source, gate_up, LIMIT), down))
+    assert [key.shape.grouped for key in runner.keys] == [False, False, True, True]
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].count_nonzero() > 0
 
 
 def test_no_rows_launch_nothing() -> None:
@@ -169,7 +163,7 @@ def test_no_rows_launch_nothing() -> None:
 
 @pytest.mark.parametrize("token_tile", [8, 64, 128, 256])
 def test_hidden_buffers_have_the_size_of_their_layout(token_tile: int) -> None:
-    rows = ExpertRows.of_one(RandomRows.make(70, 64, token_tile).rows)
+    rows = RandomRows.make(70, 64, token_tile).rows
     hidden = ops.hidden_rows(rows, 192, LIMIT)
     assert hidden.codes.shape == (70, 96)
     assert hidden.block_scales.numel() == scale_bytes(70, 192, token_tile)

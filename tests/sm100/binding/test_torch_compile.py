@@ -28,7 +28,7 @@ def test_a_layer_of_operations_gives_the_same_compiled() -> None:
     down = Weights.experts(*random_weights(1, 64, 64)[:2], scales(1))
 
     def layer(rows: Rows) -> Tensor:
-        hidden = ops.expert_gate_up_quantized(ExpertRows.of_one(rows), gate_up, 10.0)
+        hidden = ops.expert_gate_up_quantized(rows, gate_up, 10.0)
         return ops.product(rows, dense) + ops.expert_down(hidden, down)
 
     with emulated_operations() as runner:
