@@ -1,0 +1,120 @@
+"""What the compiler makes of launches: registers, spills and shared memory per architecture, without a GPU.
+
+A test file defines ``launches()``, which calls the ops under test at their real widths on CPU tensors. Here, in a
+process without the interpreter, every kernel it would launch is compiled exactly as the launch would compile it (same
+specialisation, same options) and nothing runs::
+
+    @pytest.mark.parametrize("usage", resources(__name__), ids=str)
+    ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (90, 100)
+SHARED_LIMIT = 227 * 1024
+"""Bytes a block may have, on both."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel. registers: per thread. stack, local: bytes per thread; ``local`` counts spills."""
+
+    kernel: str
+    architecture: int
+    warps: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+    def require_no_spills(self) -> None:
+        assert self.stack == 0 and self.local == 0, f"registers are spilled: {self}"
+        assert self.shared <= SHARED_LIMIT, f"too much shared memory: {self}"
+
+
+@cache
+def resources(module: str) -> list[Resources]:
+    """Every kernel that ``launches()`` of the module launches, each specialisation once, for both architectures."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", __name__, module]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module}: a kernel does not compile\n{done.stdout}{done.stderr}")
+    return [Resources(**entry) for entry in json.loads(done.stdout.splitlines()[-1])]
+
+
+class _StubDriver:
+    """Enough of a driver to compile for; one device per architecture, since kernels are cached by device."""
+
+    def __init__(self) -> None:
+        self.architecture = ARCHITECTURES[0]
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile_all(launches: Callable[[], None]) -> list[Resources]:
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    stub = _StubDriver()
+    driver.set_active(stub)
+    run = JITFunction.run
+    compiled: dict[tuple[int, str], Any] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled[stub.architecture, kernel.hash] = kernel
+
+    JITFunction.run = record
+    for architecture in ARCHITECTURES:
+        stub.architecture = architecture
+        launches()
+    return [_resources(kernel, architecture) for (architecture, _), kernel in compiled.items()]
+
+
+def _resources(kernel: Any, architecture: int) -> Resources:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [str(tool), "--dump-resource-usage", str(cubin)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return Resources(
+        kernel=kernel.metadata.name,
+        architecture=architecture,
+        warps=kernel.metadata.num_warps,
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        local=usage["LOCAL"],
+        shared=kernel.metadata.shared,
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(usage) for usage in _compile_all(importlib.import_module(sys.argv[1]).launches)]))
