@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -72,7 +73,7 @@ class Entry:
         alpha_feature: Int64,
         alpha_matrix: Int64,
         out_scale_row: Int64,
-        stream: Any,
+        stream: cuda.CUstream,
     ):
         """Launch; :class:`.arguments.Arguments` says what each is."""
         shape = self.shape

@@ -66,6 +66,11 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
     return ctypes.CDLL(str(library)), library
 
 
+def runtime_library() -> Path:
+    """The stand-in's file, for code that was compiled ahead of time and needs a runtime."""
+    return _runtime()[1]
+
+
 @contextmanager
 def _stand_in() -> Iterator[None]:
     """CuTeDSL with the stand-in for its runtime, and one device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class EmulatedLauncher:
     name: str = "sm_100a"
     count: int = 148
     options: Options = field(default_factory=Options)
+    compile: Callable[[KernelKey], Compiled] = compile_key
     programmatic_launch: bool = False
     keys: list[KernelKey] = field(default_factory=list)
 
@@ -64,7 +65,7 @@ class EmulatedLauncher:
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         read, written = ([_span(tensor) for tensor in tensors] for tensors in call.tensors())
         with emulated(self.options, reads=read, writes=written) as emulator:
-            emulator(compile_key(key), arguments_of(call, clusters), 0)
+            emulator(self.compile(key), arguments_of(call, clusters), 0)
         self.keys.append(key)
 
 

@@ -1,0 +1,166 @@
+"""Kernels compiled ahead of time: a shared library of their code and a manifest of what it holds.
+
+A library fits the sources and the CuTeDSL it was made from, and nothing else: loading compares both, so that stale
+code is refused instead of run. Its kernels have the C interface of ``sm100/native.py``; loading them compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .compiled import KernelKey, compile_kernel
+from .errors import LaunchError, LibraryError
+from .sm100.arguments import Arguments
+from .sm100.native import NativeKernel, describe_error
+
+MANIFEST, LIBRARY = "kernels.json", "libnvfp4_kernels.so"
+FORMAT = 1
+"""Of the manifest."""
+DSL = "nvidia-cutlass-dsl"
+SOURCES = Path(__file__).with_name("sm100")
+
+
+def fingerprint() -> dict[str, object]:
+    """What the code of a kernel depends on, beside its key."""
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return {
+        "format": FORMAT,
+        "sources": digest.hexdigest(),
+        "interface": list(Arguments._fields),
+        DSL: version(DSL),
+    }
+
+
+def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
+    """Compile ``keys`` into a library in ``folder``; needs no GPU, and about a second a kernel.
+
+    Raises:
+        LibraryError: the linker failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = {}
+    with tempfile.TemporaryDirectory() as objects:
+        for key in keys:
+            compiled = compile_kernel(key)
+            compiled.export_to_c(file_path=objects, file_name=key.name, function_prefix=key.name)
+            entries[key.name] = {"kernel": repr(key), "entry": compiled.function_name}
+        library = Path(objects) / LIBRARY
+        command = [linker, "-shared", "-o", str(library), *(f"{objects}/{name}.o" for name in entries)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise LibraryError(f"{LIBRARY}: {linker} failed: {done.stderr.strip()[-500:]}")
+        code = library.read_bytes()
+    manifest = fingerprint() | {"sha256": hashlib.sha256(code).hexdigest(), "kernels": entries}
+    (folder / LIBRARY).write_bytes(code)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+class Library:
+    """A loaded library: a source of kernels for :class:`.compiled.KernelCache`.
+
+    Args:
+        folder: what :func:`build` wrote.
+        runtime: CuTeDSL's runtime library, which the code calls; found in the installed CuTeDSL if not given.
+        devices: how many devices to load each kernel into; all that are visible if not given.
+
+    Raises:
+        LibraryError: missing, damaged, or made from other sources or another CuTeDSL.
+    """
+
+    def __init__(self, folder: Path, runtime: Path | None = None, devices: int | None = None) -> None:
+        self.folder = folder
+        self._entries: dict[str, dict[str, str]] = _read_manifest(folder)["kernels"]
+        # The code leaves the runtime's functions undefined: they must be there when it is loaded.
+        self._runtime = ctypes.CDLL(str(runtime or find_runtime()), mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(str(folder / LIBRARY))
+        self._devices = devices
+
+    @property
+    def names(self) -> set[str]:
+        """Of the kernels."""
+        return set(self._entries)
+
+    def kernel(self, key: KernelKey) -> NativeKernel | None:
+        """The kernel of a key, loaded into the devices; None if the library lacks it.
+
+        Raises:
+            LaunchError: CUDA refused the code.
+        """
+        entry = self._entries.get(key.name)
+        if entry is None:
+            return None
+        self._load(key.name)
+        address = ctypes.cast(self._symbol(f"_mlir_{key.name}__mlir_ciface_{entry['entry']}"), ctypes.c_void_p).value
+        assert address is not None
+        return NativeKernel(key.name, address, self._library)
+
+    def _load(self, name: str) -> None:
+        """What the exported header does: make a CUDA library of the code, then its kernels known to each device."""
+        handle, error, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
+        values = (ctypes.pointer(handle), device, error)
+        at_handle, at_device, at_error = (ctypes.pointer(value) for value in values)
+        self._call(f"_mlir_{name}_cuda_init", at_handle, at_error)
+        for index in range(_visible_devices() if self._devices is None else self._devices):
+            if not error.value:
+                device.value = index
+                self._call(f"_mlir_{name}_cuda_load_to_device", at_handle, at_device, at_error)
+        if error.value:
+            raise LaunchError(f"{name}: CUDA error {error.value} ({describe_error(error.value)}) while loading it")
+
+    def _call(self, symbol: str, *pointers: Any) -> None:
+        """Functions of the module take an array of pointers to their arguments."""
+        slots = [ctypes.cast(pointer, ctypes.c_void_p) for pointer in pointers]
+        self._symbol(symbol)((ctypes.c_void_p * len(slots))(*slots))
+
+    def _symbol(self, name: str) -> Any:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise LibraryError(f"{self.folder / LIBRARY}: no symbol {name}; rebuild the library") from None
+        function.restype = None
+        return function
+
+
+def find_runtime() -> Path:
+    """CuTeDSL's runtime library."""
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    found = find_runtime_libraries(enable_tvm_ffi=False)
+    if not found:
+        raise LibraryError(f"libcute_dsl_runtime.so: not found in the installed {DSL} {version(DSL)}; reinstall it")
+    return Path(found[0])
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        code = (folder / LIBRARY).read_bytes()
+    except (OSError, ValueError) as error:
+        raise LibraryError(f"{folder}: expected {MANIFEST} and {LIBRARY}, as the build writes them: {error}") from None
+    if not isinstance(manifest, dict):
+        raise LibraryError(f"{folder / MANIFEST}: expected a JSON object, found {type(manifest).__name__}")
+    for name, wanted in fingerprint().items():
+        if manifest.get(name) != wanted:
+            raise LibraryError(
+                f"{folder / MANIFEST}: {name}: expected {wanted}, found {manifest.get(name)}; the library was built"
+                " from something else: rebuild it"
+            )
+    if hashlib.sha256(code).hexdigest() != manifest.get("sha256"):
+        raise LibraryError(f"{folder / LIBRARY}: not the file that {MANIFEST} describes; rebuild the library")
+    return manifest
+
+
+def _visible_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,117 @@
+"""Before the first request: which kernels a model will ask for, and running each of them once.
+
+A kernel is compiled (or read from a library) and loaded into the device at its first launch, neither of which may
+happen while a CUDA graph is captured or a request waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from . import launcher
+from .compiled import KernelKey
+from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, token_tile_for
+from .sm100.call import Call
+from .sm100.scale_layout import scale_bytes
+from .sm100.shape import TILE_K, KernelShape, Output
+
+DENSE_TOKENS = 256
+"""Up to here every number of tokens is planned for, beyond it multiples of COARSE_TOKENS."""
+COARSE_TOKENS = 64
+
+
+class SizedProduct(Protocol):
+    """The sizes of one of a model's products.
+
+    Attributes:
+        groups: products of a grouped product, or experts.
+        gated: a gate and an up matrix of ``features`` each.
+        experts_per_token: 0 where every token meets every group, else how many of the experts it goes through.
+    """
+
+    @property
+    def features(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def experts_per_token(self) -> int: ...
+
+
+def keys_for(
+    products: Iterable[SizedProduct],
+    max_tokens: int,
+    limit: float,
+    architecture: str,
+    multiprocessors: int,
+    output: Output = "bf16",
+    programmatic_launch: bool = False,
+) -> list[KernelKey]:
+    """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
+
+    Args:
+        output: of all but the gated products, which are followed by another product and write NVFP4.
+    """
+    counts = [*range(1, min(max_tokens, DENSE_TOKENS) + 1), *range(DENSE_TOKENS, max_tokens + 1, COARSE_TOKENS)]
+    found: dict[KernelKey, None] = {}
+    for product in products:
+        for tokens in {*counts, max_tokens}:
+            shape = _shape(product, tokens, multiprocessors, output)
+            weighted = shape.grouped and not shape.gated
+            key = KernelKey(architecture, shape, limit if shape.gated else None, weighted, programmatic_launch)
+            found[key] = None
+    return sorted(found, key=lambda key: key.name)
+
+
+def _shape(product: SizedProduct, tokens: int, multiprocessors: int, output: Output) -> KernelShape:
+    """What the operations will plan."""
+    features, k, groups = product.features, product.k, product.groups
+    if product.gated:
+        output = "nvfp4"
+    if product.experts_per_token and groups > 1:
+        tile = expert_token_tile_for(tokens * product.experts_per_token, groups)
+        return plan_experts(features, k, groups, product.gated, tile, output)
+    if product.gated:
+        return plan_gated(features, k, tokens, token_tile_for(tokens), output)
+    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, multiprocessors)
+
+
+def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
+    """Run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
+    runner = launcher.current()
+    for key in keys:
+        runner.launch(key, smallest_call(key, device), 1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def smallest_call(key: KernelKey, device: torch.device) -> Call:
+    """One tile of one group, all zeros."""
+    shape = key.shape
+    rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
+    quantized = shape.output == "nvfp4"
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(*sizes, dtype=dtype, device=device)
+
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "nvfp4": torch.uint8}
+    return Call(
+        shape,
+        weights=zeros(shape.halves, features, k // 2),
+        weight_scales=zeros(shape.halves * scale_bytes(features, k)),
+        tokens=zeros(rows, k // 2),
+        token_scales=zeros(scale_bytes(rows, k, shape.token_tile)),
+        out=zeros(rows, features // 2 if quantized else features, dtype=dtypes[shape.output]),
+        row_scale=zeros(rows, dtype=torch.float32),
+        alpha=zeros(features if not (shape.gated or shape.grouped) else shape.halves, dtype=torch.float32),
+        out_scales=zeros(scale_bytes(rows, features, shape.token_tile)) if quantized else None,
+        row_weight=zeros(rows, dtype=torch.float32) if key.weighted else None,
+        offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
+        counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
+    )

@@ -1,0 +1,104 @@
+"""Kernels compiled ahead of time: built, loaded in a fresh process, run there, refused when they do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.cutedsl_kernels import library
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library, build
+from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from tests.packaging.checkout import ROOT
+from tests.sm100.emulator.host import runtime_library
+from tests.sm100.support.library_process import SHAPE
+
+rows, features, k = SHAPE
+KEYS = [
+    KernelKey("sm_100a", plan_product(features, k, rows, 1, token_tile_for(rows), "fp32", 148)),
+    KernelKey("sm_103a", KernelShape(8, gated=True, grouped=True, output="nvfp4"), 10.0),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("library")
+    build(KEYS, folder)
+    return folder
+
+
+def load(folder: Path) -> Library:
+    return Library(folder, runtime=runtime_library(), devices=1)
+
+
+def test_a_fresh_process_runs_its_code_without_compiling(built: Path) -> None:
+    command = [sys.executable, "-m", "tests.sm100.support.library_process", str(built)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 1e-6
+
+
+def test_it_holds_the_kernels_asked_for(built: Path) -> None:
+    assert load(built).names == {key.name for key in KEYS}
+
+
+def test_what_it_lacks_is_compiled_only_if_allowed(built: Path) -> None:
+    other = KernelKey("sm_100a", KernelShape(16))
+    assert load(built).kernel(other) is None
+    with pytest.raises(LibraryError, match="token_tile=16.*compiling is switched off; rebuild"):
+        KernelCache(load(built), compile_missing=False).get(other)
+
+
+def test_other_sources_make_it_stale(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = shutil.copytree(library.SOURCES, tmp_path / "sm100")
+    with (sources / "gemm.py").open("a") as file:
+        file.write("# changed\n")
+    monkeypatch.setattr(library, "SOURCES", sources)
+    with pytest.raises(LibraryError, match="kernels.json: sources: expected .* built from something else: rebuild"):
+        load(built)
+
+
+def test_another_compiler_makes_it_stale(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "version", lambda name: "4.9.0")
+    with pytest.raises(LibraryError, match="nvidia-cutlass-dsl: expected 4.9.0, found 4.8.0"):
+        load(built)
+
+
+@pytest.mark.parametrize("name", ["format", "sources", "interface", "nvidia-cutlass-dsl"])
+def test_a_manifest_must_say_all(name: str, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest[name]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(LibraryError, match=f"{name}: expected .*found None"):
+        load(folder)
+
+
+def test_a_foreign_file_is_refused(built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    (folder / LIBRARY).write_bytes((folder / LIBRARY).read_bytes() + b"\0")
+    with pytest.raises(LibraryError, match=f"{LIBRARY}: not the file that {MANIFEST} describes"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
+def test_both_files_must_be_there(name: str, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    (folder / name).unlink()
+    with pytest.raises(LibraryError, match=f"expected {MANIFEST} and {LIBRARY}.*No such file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_manifest_that_is_none(text: str, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(LibraryError, match=MANIFEST):
+        load(folder)
