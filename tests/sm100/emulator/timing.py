@@ -96,6 +96,11 @@ class Timeline:
         return self.multiplying / self.span if self.span else 0.0
 
     @property
+    def busy(self) -> float:
+        """Share of the main loop in which the tensor core does anything, copies of block scales included."""
+        return (self.multiplying + self.copying) / self.span if self.span else 0.0
+
+    @property
     def stages_in_flight(self) -> float:
         """TMA stages under way, averaged over the time in which any is."""
         covered, until = 0.0, 0.0

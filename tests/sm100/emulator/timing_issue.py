@@ -1,7 +1,7 @@
 """How instructions advance a warp's time: in-order issue of one a cycle, with a scoreboard for loads.
 
-PTX stands in for SASS: plain moves and branches cost nothing, all else a cycle or what ``TimingModel`` says of its
-kind. A result of a load is waited for by the first instruction that takes it.
+PTX stands in for SASS: branches and moves cost nothing, moves of pairs of 32-bit registers neither; all else costs a
+cycle or what ``TimingModel`` says of its kind. A result of a load is waited for by the first instruction that takes it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _fixed_cost(instruction: Instruction, model: TimingModel) -> float:
         floating = any(part[0] in "fbe" and part[1:2].isdigit() for part in modifiers)
         return model.conversion_cycles if floating else 1.0
     if kind == "mov":
-        return float(any(isinstance(operand, Vector) for operand in instruction.operands))
+        halves = modifiers[-1] == "b32" and any(isinstance(operand, Vector) for operand in instruction.operands)
+        return float(halves)
     if kind in ("bar", "barrier") and "sync" in modifiers and modifiers[:1] != ("warp",):
         return model.barrier_latency
     if instruction.opcode[:2] == ("barrier", "cluster") and "wait" in modifiers:
