@@ -11,13 +11,14 @@ Rule: an instruction, a modifier, an operand form, a descriptor field, a launch 
 is not modelled raises ``UnsupportedError``, for instructions before anything runs.
 
 Modelled
-    * scalar code: integer, logic, f32 and f32x2 arithmetic, comparisons, cvt (integers, f32, f64, f16, bf16,
-      E4M3, E5M2, E2M1, UE8M0 pairs), moves, packing, ld/st/atom of one to eight elements;
+    * scalar code: integer and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register; comparisons;
+      cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0 pairs); moves, packing; ld/st/atom/red of one to eight
+      elements; local memory;
     * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
-    * barriers: named barriers, mbarriers with arrival and transaction counts, the cluster barrier;
+    * barriers: named barriers, mbarriers with arrival and transaction counts and states, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
-      0, 32, 64, 128 bytes, ragged edges, multicast), bulk groups; tensor maps changed on the device, with the order
-      that their proxy asks for (``tensor_map_order``);
+      0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups; tensor maps changed on the
+      device, with the order that their proxy asks for (``tensor_map_order``);
     * tcgen05: alloc, dealloc; cp of every shape; mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands,
       also MN-major or A in tensor memory) with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
       commit, also multicast; ld and st of every shape, also packed;
@@ -40,10 +41,10 @@ Modelled
       copies under way at exit, and deadlocks with a report of who waits for what.
 
 Not modelled, refused
-    f64, f16 and bf16 arithmetic; stochastic rounding; local and constant memory; calls; wgmma and mma.sync;
-    sparsity; scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp;
-    im2col, reductions and gather of TMA; mbarrier state tokens; grid-wide barriers;
-    tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
+    Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync; sparsity;
+    scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp; im2col and
+    gather of TMA; generic addresses of local memory; grid-wide barriers; tcgen05.cp and mma of different threads
+    ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
     Races on global memory within a launch, and those among the lanes of one warp; too narrow a scope of a fence or a

@@ -12,6 +12,8 @@ from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
 
 MAX_COUNT = (1 << 20) - 1
 """Largest arrival count and transaction count of an mbarrier."""
+STATE_PENDING_BITS = 20
+"""Low bits of a state that hold the arrivals pending."""
 
 
 @dataclass
@@ -52,6 +54,28 @@ class MemoryBarrier:
         self.pending -= count
         self.handover.arriving.join(known)
         self._check()
+
+    def raise_pending(self) -> None:
+        """One more arrival is to come in this phase."""
+        if self.pending == MAX_COUNT:
+            raise HazardError(f"mbarrier with {self.pending} arrivals pending: no more fit")
+        self.pending += 1
+
+    @property
+    def state(self) -> int:
+        """The opaque state that an arrival returns: the phase's number and the arrivals pending in it."""
+        return self.completed << STATE_PENDING_BITS | self.pending
+
+    def has_left(self, state: int) -> bool:
+        """Whether the phase of a state is over (``test_wait`` without ``parity``).
+
+        Raises:
+            HazardError: it is neither the current phase nor the one before.
+        """
+        number = state >> STATE_PENDING_BITS
+        if number not in (self.completed, self.completed - 1):
+            raise HazardError(f"wait for phase {number} of an mbarrier in phase {self.completed}")
+        return number != self.completed
 
     def is_complete(self, parity: int) -> bool:
         """Whether the phase of that parity is over (``try_wait.parity``)."""

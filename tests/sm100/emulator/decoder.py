@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.sm100.emulator.errors import EmulatorError, UnsupportedError
+from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import PARAMETER_WINDOW
 from tests.sm100.emulator.ptx import (
     Immediate,
@@ -155,8 +156,8 @@ class Decoder:
     def constant(self, operand: Immediate | Symbol, dtype: np.dtype) -> Any:
         """A literal or a symbol's address in ``dtype``."""
         if isinstance(operand, Symbol):
-            parameters = {parameter.name: parameter.offset for parameter in self.kernel.parameters}
-            address = PARAMETER_WINDOW + parameters[operand.name]
+            known = {parameter.name: PARAMETER_WINDOW + parameter.offset for parameter in self.kernel.parameters}
+            address = {**known, **local_layout(self.kernel.local)[0]}[operand.name]
             return np.array(address + operand.offset, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)[()]
         if dtype.kind == "b":
             return np.bool_(operand.value != 0)

@@ -14,6 +14,7 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
 from tests.sm100.emulator.ptx import Kernel
 from tests.sm100.emulator.statistics import Statistics
@@ -85,6 +86,7 @@ class Launch:
         for instruction in kernel.instructions:
             if instruction.opcode not in (("bra",), ("bra", "uni"), ("ret",), ("exit",)) and self._is_flow(instruction):
                 raise UnsupportedError(f"line {instruction.line}: {instruction.text}")
+        self.local_end = local_layout(kernel.local)[1]
         self.counts: dict[int, np.ndarray] = {}
 
     @staticmethod

@@ -117,7 +117,11 @@ class Parameter:
 
 @dataclass
 class Kernel:
-    """One ``.entry``. ``shared`` gives (alignment, bytes) of each shared symbol, 0 bytes for the dynamic one."""
+    """One ``.entry``.
+
+    ``shared`` gives (alignment, bytes) of each shared symbol, 0 bytes for the dynamic one; ``local`` likewise of each
+    array that every thread has for itself.
+    """
 
     name: str
     parameters: list[Parameter]
@@ -126,6 +130,7 @@ class Kernel:
     registers: Counter[str]
     shared: dict[str, tuple[int, int]]
     instructions: list[Instruction]
+    local: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class _Scope:
 
 
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]$")
+_LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]$")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>[busf]\d+)\s+"
     r"(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$]+)(?:\[(?P<count>\d+)\])?$"
@@ -227,6 +233,7 @@ class _Body:
     def __init__(self, symbols: set[str]) -> None:
         self.symbols = symbols
         self.shared: dict[str, tuple[int, int]] = {}
+        self.local: dict[str, tuple[int, int]] = {}
         self.counts: Counter[str] = Counter()
         self.instructions: list[Instruction] = []
         self.branches: list[tuple[Instruction, str, _Scope]] = []
@@ -271,7 +278,7 @@ class _Body:
         if text.startswith("%"):
             return Special(text)
         name, _, offset = text.partition("+")
-        if name.strip() in self.symbols | self.shared.keys():
+        if name.strip() in self.symbols | self.shared.keys() | self.local.keys():
             return Symbol(name.strip(), int(offset or "0", 0))
         raise UnsupportedError(f"operand {text!r}")
 
@@ -295,6 +302,10 @@ class _Body:
         array = _SHARED.match(text)
         if array:
             self.shared[array[2]] = int(array[1]), int(array[3] or 0)
+            return None
+        array = _LOCAL.match(text)
+        if array:
+            self.local[array[2]] = int(array[1]), int(array[3])
             return None
         if text.startswith("."):
             raise UnsupportedError("directive")
@@ -362,5 +373,7 @@ def _parse_kernel(text: str, entry: re.Match[str], shared: dict[str, tuple[int, 
             position = end + 1
     body.instructions.append(Instruction(("ret",), (), "ret (end of the body)", line))
     body.resolve()
-    kernel = Kernel(entry[1], parameters, size, required, body.counts, body.shared, body.instructions)  # type: ignore[arg-type]
+    kernel = Kernel(
+        entry[1], parameters, size, required, body.counts, body.shared, body.instructions, body.local  # type: ignore[arg-type]
+    )  # fmt: skip
     return kernel, position

@@ -16,8 +16,11 @@ import numpy as np
 
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 
-ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 10: 16, 11: 4}
-"""By element type: u8, u16, u32, s32, u64, s64, f16, f32, f64, bf16, packed fp4."""
+ELEMENTS = {
+    0: ("u8", 8), 1: ("u16", 16), 2: ("u32", 32), 3: ("s32", 32), 4: ("u64", 64), 5: ("s64", 64), 6: ("f16", 16),
+    7: ("f32", 32), 8: ("f64", 64), 10: ("bf16", 16), 11: ("e2m1", 4),
+}  # fmt: skip
+"""By number: type and bits of an element."""
 SPANS = (0, 32, 64, 128)
 _RANK, _TYPE, _SWIZZLE = 0x7 << 4, 0xF << 7, 0x3 << 13
 KNOWN_FLAGS = frozenset({0x40002, 0x240002})
@@ -45,6 +48,7 @@ class TensorMap:
     """A tiled tensor: dimension 0 is contiguous. ``strides`` are in bytes, of dimensions 1 and up."""
 
     address: int
+    element: str
     bits: int
     swizzle: int
     extents: tuple[int, ...]
@@ -63,7 +67,7 @@ class TensorMap:
         flags = int(words[2])
         rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
         rest = flags & ~(_RANK | _TYPE | _SWIZZLE)
-        if kind not in ELEMENT_BITS or rank > MAX_RANK or rest not in KNOWN_FLAGS:
+        if kind not in ELEMENTS or rank > MAX_RANK or rest not in KNOWN_FLAGS:
             raise UnsupportedError(f"tensor map flags {flags:#010x} (rank {rank}, type {kind}, others {rest:#x})")
         address = int(words[0]) | int(words[1]) << 32
         strides = tuple(int(words[3 + axis]) * 16 for axis in range(rank - 1))
@@ -72,7 +76,7 @@ class TensorMap:
             raise UnsupportedError(f"tensor map with further fields: {raw.hex()}")
         box = tuple(raw[55 + axis] + 1 for axis in range(rank))
         found = cls(
-            address, ELEMENT_BITS[kind], SPANS[flags >> 13 & 3],
+            address, *ELEMENTS[kind], SPANS[flags >> 13 & 3],
             tuple(int(words[8 + axis]) + 1 for axis in range(rank)), strides, box,
         )  # fmt: skip
         if address % 16:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.sm100.emulator.actors import WarpActor
+from tests.sm100.emulator.local_memory import LocalMemory
 from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 
@@ -76,6 +77,7 @@ class Warp:
         }
         self.special = {name: np.asarray(value, np.uint32) for name, value in self.special.items()}
         self.exists = thread < cta.threads
+        self.local = LocalMemory(cta.launch.local_end)
         self.counter = 0
         self.counters: np.ndarray | None = None
         if not self.exists.all():

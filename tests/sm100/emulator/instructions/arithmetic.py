@@ -7,12 +7,16 @@ value, from which the hardware's differ by the few ulp that PTX states.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, Writer, instruction
 from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.instructions.half_arithmetic import HALVES, half_arithmetic, half_function
+from tests.sm100.emulator.rounding import sum_to_odd
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.warp import Mask, Warp
 
@@ -24,21 +28,24 @@ def flush(values: np.ndarray) -> np.ndarray:
     return np.where(np.abs(values) < np.float32(2.0**-126), np.copysign(np.float32(0), values), values)
 
 
-def round_to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """fp64 ``total`` + ``error`` (what rounding to nearest lost) as round-to-odd, so that rounding on is exact."""
-    even = (total.view(np.uint64) & np.uint64(1)) == 0
-    inexact = np.isfinite(total) & (error != 0) & even
-    return np.where(inexact, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
-
-
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Correctly rounded f32 a·b + c: the product is exact in fp64, the sum is rounded to odd first."""
-    product = a.astype(np.float64) * b.astype(np.float64)
-    addend = c.astype(np.float64)
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    return round_to_odd(total, np.where(np.isfinite(error), error, 0.0)).astype(np.float32)
+    """Correctly rounded f32 a·b + c: the product is exact in fp64."""
+    return sum_to_odd(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)).astype(np.float32)
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Correctly rounded f64 a·b + c."""
+
+    def one(x: float, y: float, z: float) -> float:
+        if not math.isfinite(x) or not math.isfinite(y) or not math.isfinite(z) or not x * y:
+            return x * y + z
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        try:
+            return float(exact)
+        except OverflowError:
+            return math.copysign(math.inf, exact)
+
+    return np.array([one(*(float(value) for value in lane)) for lane in zip(a, b, c, strict=True)])
 
 
 FLOAT: dict[str, Function] = {
@@ -62,7 +69,11 @@ def _apply(decoder: Decoder, function: Function, type_name: str) -> Execute:
 
 
 def _float(decoder: Decoder, name: str) -> Execute:
-    """add, sub, mul, fma, div of f32 and f32x2, rounding to nearest even."""
+    """add, sub, mul, fma, div of f32, f32x2 and f64, rounding to nearest even; of halves where there are such."""
+    if decoder.modifiers[-1] in HALVES:
+        return half_arithmetic(decoder, name)
+    if decoder.modifiers[-1] == "f64":
+        return _double(decoder, name)
     packed = decoder.flag("f32x2")
     if not packed:
         decoder.expect("f32")
@@ -88,8 +99,15 @@ def _float(decoder: Decoder, name: str) -> Execute:
     return _apply(decoder, compute, "b64" if packed else "f32")
 
 
+def _double(decoder: Decoder, name: str) -> Execute:
+    decoder.expect("f64")
+    decoder.one_of("rn", default="rn" if name in ("add", "sub", "mul") else None)
+    decoder.arity(4 if name == "fma" else 3)
+    return _apply(decoder, fma64 if name == "fma" else FLOAT[name], "f64")
+
+
 def _is_float(decoder: Decoder) -> bool:
-    return decoder.modifiers[-1] in ("f32", "f32x2")
+    return decoder.modifiers[-1] in ("f32", "f32x2", "f64", *HALVES)
 
 
 @instruction("add", "sub")
@@ -197,10 +215,12 @@ def build_logic(decoder: Decoder) -> Execute:
 @instruction("neg", "abs")
 def build_sign(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]
+    if decoder.modifiers[-1] in HALVES:
+        return half_arithmetic(decoder, name)
     type_name = decoder.type()
     ftz = decoder.flag("ftz")
     decoder.arity(2)
-    if type_name not in ("s16", "s32", "s64", "f32"):
+    if type_name not in ("s16", "s32", "s64", "f32", "f64") or (ftz and type_name != "f32"):
         raise UnsupportedError(f"{name}.{type_name}")
     if type_name == "f32":
         sign = np.uint32(1 << 31)
@@ -256,6 +276,8 @@ def build_funnel(decoder: Decoder) -> Execute:
 @instruction("min", "max")
 def build_min_max(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]
+    if decoder.modifiers[-1] in HALVES:
+        return half_arithmetic(decoder, name)
     type_name = decoder.type()
     nan, ftz = decoder.flag("NaN"), decoder.flag("ftz")
     decoder.arity(3, 4) if type_name == "f32" else decoder.arity(3)
@@ -297,6 +319,8 @@ APPROXIMATE: dict[str, Function] = {
 @instruction(*APPROXIMATE)
 def build_special_function(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]
+    if decoder.modifiers[-1] in HALVES and name in ("ex2", "tanh"):
+        return half_function(decoder, APPROXIMATE[name])
     decoder.expect("f32")
     decoder.one_of("approx", "rn") if name in ("rcp", "sqrt") else decoder.expect("approx")
     ftz = decoder.flag("ftz")

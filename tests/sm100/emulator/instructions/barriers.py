@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.sm100.emulator.barriers import MemoryBarrier
+from tests.sm100.emulator.barriers import STATE_PENDING_BITS, MemoryBarrier
 from tests.sm100.emulator.cluster import BARRIER_BYTES
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
-from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
-from tests.sm100.emulator.ptx import Sink
+from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.warp import Blocked, Mask, Warp, active, leader
 
@@ -113,7 +112,7 @@ def _order_and_scope(decoder: Decoder) -> tuple[bool, bool]:
 
 @instruction("mbarrier.arrive")
 def build_arrive(decoder: Decoder) -> Execute:
-    """arrive and arrive.expect_tx. The state token is not modelled: a destination other than ``_`` gets poison."""
+    """arrive and arrive.expect_tx; the state returned is that before the arrival."""
     expect = decoder.flag("expect_tx")
     relaxed, within_cta = _order_and_scope(decoder)
     _space(decoder)
@@ -121,24 +120,27 @@ def build_arrive(decoder: Decoder) -> Execute:
     has_state = not hasattr(decoder.operands[0], "base")
     first = int(has_state)
     decoder.arity(first + 2) if expect else decoder.arity(first + 1, first + 2)
-    if has_state and not isinstance(decoder.operands[0], Sink):
-        decoder.write(0)  # left as it is: waiting on a state is refused below, so nobody can read it
+    write = decoder.write(0) if has_state else None
     address = decoder.address(first)
     count: Reader | None = decoder.read(first + 1, "u32") if len(decoder.operands) > first + 1 else None
 
     def execute(warp: Warp, mask: Mask) -> None:
         addresses, counts = address(warp), count(warp) if count is not None else None
+        states = np.zeros(LANES, np.uint64)
         for lane in active(mask):
             barrier = warp.cta.cluster.memory_barrier(int(addresses[lane]), warp.actor)
             remote = warp.cta.cluster.locate(int(addresses[lane]))[0] is not warp.cta
             known = warp.actor.release(relaxed or (within_cta and remote))
             warp.cta.launch.events += 1
+            states[lane] = barrier.state
             if expect:
                 assert counts is not None
                 barrier.expect(int(counts[lane]))
                 barrier.arrive(known)
             else:
                 barrier.arrive(known, 1 if counts is None else int(counts[lane]))
+        if write is not None:
+            write(warp, states, mask)
 
     return execute
 
@@ -159,28 +161,30 @@ def build_expect(decoder: Decoder) -> Execute:
     return execute
 
 
-@instruction("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
+@instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def build_wait(decoder: Decoder) -> Execute:
+    by_parity = decoder.flag("parity")
     relaxed, _ = _order_and_scope(decoder)  # waiting within the CTA's scope sees what the cluster released
     decoder.one_of("shared", "shared::cta")
     decoder.expect("b64")
     decoder.arity(3, 4)  # the fourth is a time limit: try_wait answers at once here
-    write, address, parity = decoder.write(0), decoder.address(1), decoder.read(2, "u32")
+    write, address, phase = decoder.write(0), decoder.address(1), decoder.read(2, "u32" if by_parity else "u64")
 
     def execute(warp: Warp, mask: Mask) -> None:
-        addresses, parities = address(warp), parity(warp)
+        addresses, phases = address(warp), phase(warp)
         result = np.zeros(LANES, bool)
         known: dict[tuple[int, int], bool] = {}
         for lane in active(mask):
-            key = int(addresses[lane]), int(parities[lane])
+            key = int(addresses[lane]), int(phases[lane])
             if key not in known:
                 _own(warp, key[0])
                 barrier = warp.cta.cluster.memory_barrier(key[0], warp.actor)
-                known[key] = barrier.is_complete(key[1])
+                known[key] = barrier.is_complete(key[1]) if by_parity else barrier.has_left(key[1])
                 if known[key]:
                     warp.actor.acquire(barrier.handover.released, relaxed)
                 else:
-                    warp.spinning = f"mbarrier at offset {key[0] & 0xFFFFFF} to end parity {key[1] & 1}: {barrier}"
+                    which = f"parity {key[1] & 1}" if by_parity else f"phase {key[1] >> STATE_PENDING_BITS}"
+                    warp.spinning = f"mbarrier at offset {key[0] & 0xFFFFFF} to end {which}: {barrier}"
             result[lane] = known[key]
         write(warp, result, mask)
 
@@ -193,9 +197,32 @@ def _own(warp: Warp, address: int) -> None:
         raise MemoryFaultError(f"wait on an mbarrier of another CTA ({cta})")
 
 
-@instruction("mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.pending_count", "mbarrier.complete_tx")
-def refuse(decoder: Decoder) -> Execute:
-    raise UnsupportedError("mbarrier state tokens and complete_tx")
+@instruction("mbarrier.pending_count")
+def build_pending(decoder: Decoder) -> Execute:
+    """The arrivals that were pending in a state."""
+    decoder.expect("b64")
+    decoder.arity(2)
+    state, write = decoder.read(1, "u64"), decoder.write(0)
+    low = np.uint64((1 << STATE_PENDING_BITS) - 1)
+    return lambda warp, mask: write(warp, (state(warp) & low).astype(np.uint32), mask)
+
+
+@instruction("mbarrier.complete_tx")
+def build_complete(decoder: Decoder) -> Execute:
+    """Lowers the transaction count as an asynchronous copy does, without one; hands nothing on."""
+    _order_and_scope(decoder)
+    _space(decoder)
+    decoder.expect("b64")
+    decoder.arity(2)
+    address, nbytes = decoder.address(0), decoder.read(1, "u32")
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        for lane in active(mask):
+            barrier = warp.cta.cluster.memory_barrier(int(address(warp)[lane]), warp.actor)
+            barrier.complete(int(nbytes(warp)[lane]), warp.actor.release(relaxed=True))
+            warp.cta.launch.events += 1
+
+    return execute
 
 
 __all__ = ["leader", "uniform"]

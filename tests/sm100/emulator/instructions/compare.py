@@ -7,6 +7,7 @@ import numpy as np
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.instructions.arithmetic import flush
+from tests.sm100.emulator.instructions.half_arithmetic import WIDEN
 from tests.sm100.emulator.scalar_types import dtype_of
 from tests.sm100.emulator.warp import Mask, Warp
 
@@ -20,7 +21,8 @@ UNORDERED = {f"{name}u": name for name in ORDERED}
 
 @instruction("setp")
 def build_setp(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    half = decoder.one_of("f16", "bf16", default="")
+    type_name = "f32" if half else decoder.type()
     name = decoder.one_of(*ORDERED, *UNSIGNED, *UNORDERED, "num", "nan")
     combine = decoder.one_of("and", "or", "xor", default="")
     ftz = decoder.flag("ftz")
@@ -31,13 +33,15 @@ def build_setp(decoder: Decoder) -> Execute:
     if type_name[0] == "b" and name not in ("eq", "ne"):
         raise UnsupportedError(f"setp.{name}.{type_name}")
     decoder.arity(4 if combine else 3)
-    a, b = decoder.read(1, type_name), decoder.read(2, type_name)
+    a, b = decoder.read(1, "b16" if half else type_name), decoder.read(2, "b16" if half else type_name)
     other = decoder.read(3, "pred") if combine else None
     first, second = decoder.pair(0)
     write = decoder.write(first)
     write_second = decoder.write(second) if second is not None else None
 
     def compare(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        if half:
+            x, y = WIDEN[half](x), WIDEN[half](y)
         if ftz:
             x, y = flush(x), flush(y)
         unordered = np.isnan(x) | np.isnan(y) if is_float else np.zeros(len(x), bool)

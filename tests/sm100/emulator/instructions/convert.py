@@ -14,6 +14,8 @@ from tests.sm100.emulator import formats
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.instructions.arithmetic import flush
+from tests.sm100.emulator.instructions.half_arithmetic import WIDEN as HALF
+from tests.sm100.emulator.rounding import narrow
 from tests.sm100.emulator.scalar_types import DTYPES, dtype_of
 from tests.sm100.emulator.warp import Mask, Warp
 
@@ -27,7 +29,6 @@ ENCODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "e2m1": formats.to_e2m1,
 }
 DECODE = {"e4m3": formats.E4M3, "e5m2": formats.E5M2, "e2m1": formats.E2M1, "ue8m0": formats.UE8M0}
-HALF = {"bf16": formats.from_bf16, "f16": formats.from_f16}
 INTEGER_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -49,6 +50,13 @@ def build_cvt(decoder: Decoder) -> Execute:
         decoder.arity(2)
         encode, read, write = ENCODE[target], decoder.read(1, "f32"), decoder.write(0)
         return lambda warp, mask: write(warp, encode(read(warp)), mask)
+    if source in HALF and target in DTYPES and target[0] in "us":
+        return _scalar(decoder, "f32", target, half=source)
+    if source in DTYPES and source[0] in "us" and target in HALF and dtype_of(source).itemsize < 8:
+        decoder.expect("rn")
+        decoder.arity(2)
+        read, write = decoder.read(1, source, wider=True), decoder.write(0)
+        return lambda warp, mask: write(warp, narrow(read(warp).astype(np.float64), target), mask)
     if source not in DTYPES or target not in DTYPES:
         raise UnsupportedError(f"cvt.{target}.{source}")
     return _scalar(decoder, source, target)
@@ -100,12 +108,13 @@ def _unpack(decoder: Decoder, source: str, target: str) -> Execute:
     return execute
 
 
-def _scalar(decoder: Decoder, source: str, target: str) -> Execute:
+def _scalar(decoder: Decoder, source: str, target: str, half: str = "") -> Execute:
+    """Between plain types; ``half`` names a narrower float that the source is widened from."""
     from_dtype, to_dtype = dtype_of(source), dtype_of(target)
     decoder.arity(2)
     ftz, saturate = decoder.flag("ftz"), decoder.flag("sat")
     kinds = from_dtype.kind == "f", to_dtype.kind == "f"
-    read = decoder.read(1, source, wider=True)
+    read = decoder.read(1, "b16" if half else source, wider=True)
     write = decoder.write_wide(0, target)
     convert: Callable[[np.ndarray], np.ndarray]
     if kinds == (True, False):
@@ -141,4 +150,6 @@ def _scalar(decoder: Decoder, source: str, target: str) -> Execute:
         convert = lambda values: np.array([max(low, min(high, int(v))) for v in values], to_dtype)  # noqa: E731
     else:
         convert = lambda values: values.astype(to_dtype)  # noqa: E731
+    if half:
+        return lambda warp, mask: write(warp, convert(HALF[half](read(warp))), mask)
     return lambda warp, mask: write(warp, convert(read(warp)), mask)

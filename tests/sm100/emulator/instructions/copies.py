@@ -14,6 +14,7 @@ from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.cluster import Cluster, Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.instructions.reductions import OPERATIONS, Update, reduction
 from tests.sm100.emulator.instructions.tensor_maps import read_map
 from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_BASE, SHARED_WINDOW
 from tests.sm100.emulator.ordering_clock import Clock
@@ -23,6 +24,7 @@ from tests.sm100.emulator.tensor_map import TensorMap
 from tests.sm100.emulator.warp import Blocked, BulkGroup, Mask, Warp, active
 
 TMA_ALIGNMENT = 128
+COPY_REDUCTIONS = tuple(name for name in OPERATIONS if name != "exch")
 
 
 def _groups(warp: Warp, lane: int, bulk: bool) -> tuple[BulkGroup, list[BulkGroup]]:
@@ -157,7 +159,15 @@ def _tensor_load(decoder: Decoder) -> Execute:
     return execute
 
 
-def _tensor_store(decoder: Decoder) -> Execute:
+@instruction("cp.reduce.async.bulk.tensor")
+def build_tensor_reduction(decoder: Decoder) -> Execute:
+    """As a store, but what is there is combined with what comes."""
+    decoder.one_of("tile", default="")
+    decoder.expect("bulk_group")
+    return _tensor_store(decoder, decoder.one_of(*COPY_REDUCTIONS))
+
+
+def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
     decoder.expect("global", "shared::cta")
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
@@ -167,17 +177,22 @@ def _tensor_store(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         issued: dict[tuple[int, ...], list[BulkGroup]] = {}
         for lane in active(mask):
-            values = (int(read(warp)[lane]) for read in (map_address, source, *coordinates))
-            issued.setdefault(tuple(values), []).append(_groups(warp, int(lane), bulk=True)[0])
-        for (where, origin, *corner), groups in issued.items():
-            _store_box(warp, where, origin, tuple(corner), groups)
+            values = tuple(int(read(warp)[lane]) for read in (map_address, source, *coordinates))
+            # Storing the same bytes again changes nothing: one store serves all lanes that ask for the same.
+            number = int(lane) if operation else 0
+            issued.setdefault((number, *values), []).append(_groups(warp, int(lane), bulk=True)[0])
+        for (_, where, origin, *corner), groups in issued.items():
+            _store_box(warp, where, origin, tuple(corner), groups, operation)
 
     return execute
 
 
-def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup]) -> None:
-    """Issue one store for all lanes that ask for the same one: storing the same bytes again changes nothing."""
+def _store_box(
+    warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup], operation: str
+) -> None:
+    """Issue a store, or a reduction if an operation is given."""
     box = _begin_with_map(warp, where)
+    combine = reduction(operation, box.element, in_global=True) if operation else None
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
     rows = list(box.rows(corner))
@@ -197,7 +212,8 @@ def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], gro
 
     def write() -> None:
         for row, data in zip(rows, held, strict=True):
-            warp.cta.launch.memory.view(row.address, row.size, write=True)[:] = data
+            target = warp.cta.launch.memory.view(row.address, row.size, write=True)
+            target[:] = data if combine is None else combine(target.copy(), np.ascontiguousarray(data))
             warp.cta.launch.statistics.engine_bytes["tma_store"] += row.size
         for group in groups:
             group.unfinished -= 1
@@ -221,6 +237,7 @@ def _commit(decoder: Decoder, bulk: bool) -> Execute:
 def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
         learnt: dict[int, Clock] = {}  # lanes often share a copy
+        done: list[tuple[list[BulkGroup], int]] = []
         for lane in active(mask):
             committed = _groups(warp, int(lane), bulk)[1]
             older = committed[: len(committed) - keep] if keep < len(committed) else []
@@ -229,7 +246,9 @@ def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
                 return Blocked(f"{left} copies of lane {lane} to {'read their source' if reading else 'finish'}")
             learnt |= {id(known): known for group in older for known in group.known}
             if not any(group.unfinished for group in older):
-                del committed[: len(older)]
+                done.append((committed, len(older)))
+        for committed, count in done:
+            del committed[:count]
         for known in learnt.values():
             warp.actor.acquire(known)
         return None
@@ -321,9 +340,8 @@ def build_element_copy(decoder: Decoder) -> Execute:
 
 @instruction("cp.async.mbarrier.arrive")
 def build_copy_arrive(decoder: Decoder) -> Execute:
-    """An arrival for each lane once its earlier cp.async copies are done."""
-    if not decoder.flag("noinc"):
-        raise UnsupportedError("cp.async.mbarrier.arrive without noinc")
+    """An arrival for each lane once its earlier cp.async copies are done; without noinc it is one more to come."""
+    more = not decoder.flag("noinc")
     decoder.one_of("shared", "shared::cta")
     decoder.expect("b64")
     decoder.arity(1)
@@ -332,6 +350,8 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
         known = warp.copies.copy()
+        for target in targets if more else ():
+            warp.cta.cluster.memory_barrier(target, warp.actor).raise_pending()
 
         def arrive(cluster=warp.cta.cluster, targets=targets, known=known):
             for target in targets:
@@ -361,32 +381,13 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
             target, origin, nbytes = (int(read(warp)[lane]) for read in (destination, source, size))
-            if target % 16 or origin % 16 or nbytes % 16:
-                raise MemoryFaultError(
-                    f"bulk copy of {nbytes} B from {origin:#x} to {target:#x}: expected multiples of 16"
-                )
-            launch, cluster = warp.cta.launch, warp.cta.cluster
-            name = "tma_store" if store else "tma_load"
-            launch.statistics.engine_operations[name] += 1
-            launch.statistics.engine_bytes[name] += nbytes
+            _check_bulk(target, origin, nbytes)
             if barrier is None:
-                cta, offset = cluster.locate(origin)
-                group = _groups(warp, int(lane), bulk=True)[0]
-                actor = warp.actor.issue()
-                _time_store(warp, nbytes, actor)
-                group.add(actor.clock)
-                held: list[np.ndarray] = []
-
-                def read_source(cta=cta, offset=offset, nbytes=nbytes, group=group, held=held, actor=actor):
-                    held.append(cta.shared.read(offset, nbytes, actor).copy())
-                    group.unread -= 1
-
-                def write(launch=launch, target=target, nbytes=nbytes, group=group, held=held):
-                    launch.memory.view(target, nbytes, write=True)[:] = held[0]
-                    group.unfinished -= 1
-
-                cluster.engines.issue(name, None, [read_source, write])
+                _bulk_store(warp, int(lane), target, origin, nbytes, None)
                 continue
+            launch, cluster = warp.cta.launch, warp.cta.cluster
+            launch.statistics.engine_operations["tma_load"] += 1
+            launch.statistics.engine_bytes["tma_load"] += nbytes
             report = int(barrier(warp)[lane])
             actor = warp.actor.issue()
             if cluster.timing is not None:
@@ -398,6 +399,60 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                 cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False), actor)
                 cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
 
-            cluster.engines.issue(name, None, [arrive])
+            cluster.engines.issue("tma_load", None, [arrive])
 
     return execute
+
+
+@instruction("cp.reduce.async.bulk")
+def build_bulk_reduction(decoder: Decoder) -> Execute:
+    """Contiguous bytes of shared memory combined with those in global memory (bulk group)."""
+    places = [p for p in decoder.modifiers if p in ("shared::cta", "shared::cluster", "global")]
+    if places != ["global", "shared::cta"]:
+        raise UnsupportedError(f"bulk reduction {places}")
+    decoder.expect(*places, "bulk_group")
+    type_name = decoder.one_of("f16", "bf16", default="") or decoder.type()
+    operation = decoder.one_of(*COPY_REDUCTIONS)
+    if operation == "add" and type_name in ("f16", "bf16"):
+        decoder.expect("noftz")
+    combine = reduction(operation, type_name, in_global=True)
+    hint = decoder.flag("L2::cache_hint")
+    decoder.arity(3 + hint)
+    destination, source, size = decoder.address(0), decoder.address(1), decoder.read(2, "u32")
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        for lane in active(mask):
+            target, origin, nbytes = (int(read(warp)[lane]) for read in (destination, source, size))
+            _check_bulk(target, origin, nbytes)
+            _bulk_store(warp, int(lane), target, origin, nbytes, combine)
+
+    return execute
+
+
+def _check_bulk(target: int, origin: int, nbytes: int) -> None:
+    if target % 16 or origin % 16 or nbytes % 16:
+        raise MemoryFaultError(f"bulk copy of {nbytes} B from {origin:#x} to {target:#x}: expected multiples of 16")
+
+
+def _bulk_store(warp: Warp, lane: int, target: int, origin: int, nbytes: int, combine: Update | None) -> None:
+    """Issue a store of contiguous bytes, or a reduction."""
+    launch, cluster = warp.cta.launch, warp.cta.cluster
+    launch.statistics.engine_operations["tma_store"] += 1
+    launch.statistics.engine_bytes["tma_store"] += nbytes
+    cta, offset = cluster.locate(origin)
+    group = _groups(warp, lane, bulk=True)[0]
+    actor = warp.actor.issue()
+    _time_store(warp, nbytes, actor)
+    group.add(actor.clock)
+    held: list[np.ndarray] = []
+
+    def read() -> None:
+        held.append(cta.shared.read(offset, nbytes, actor).copy())
+        group.unread -= 1
+
+    def write() -> None:
+        there = launch.memory.view(target, nbytes, write=True)
+        there[:] = held[0] if combine is None else combine(there.copy(), held[0])
+        group.unfinished -= 1
+
+    cluster.engines.issue("tma_store", None, [read, write])

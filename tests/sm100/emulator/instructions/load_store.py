@@ -7,14 +7,13 @@ checked for races.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from tests.sm100.emulator.cluster import Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.instructions.half_arithmetic import HALVES
+from tests.sm100.emulator.instructions.reductions import OPERATIONS, element_size, reduction
 from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.tensor_map_order import Agent
@@ -96,8 +95,8 @@ def store(warp: Warp, space: str, address: int, data: np.ndarray, strong: bool =
 
 def _space(decoder: Decoder) -> str:
     space = decoder.one_of(*SPACES, default="")
-    if space in ("local", "const"):
-        raise UnsupportedError(f"{space} memory")
+    if space == "const":
+        raise UnsupportedError("constant memory")
     return space
 
 
@@ -160,6 +159,9 @@ def build_ld(decoder: Decoder) -> Execute:
         data = np.zeros((LANES, size), np.uint8)
         if space == "param":
             data[:] = load(warp, space, int(addresses[0]), size)
+        elif space == "local":
+            _check_aligned(addresses, size, "load")
+            data[lanes] = warp.local.read(lanes, addresses, size)
         elif order == "weak":
             data[lanes] = load_lanes(warp, space, addresses, size)
         else:
@@ -190,6 +192,10 @@ def build_st(decoder: Decoder) -> Execute:
         lanes = active(mask)
         addresses = address(warp)[lanes]
         data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
+        if space == "local":
+            _check_aligned(addresses, data.shape[1], "store")
+            warp.local.write(lanes, addresses, data)
+            return
         store_lanes(warp, space, addresses, data, strong=order != "weak")
         if order != "weak":
             _release(warp, space, addresses, order)
@@ -197,50 +203,51 @@ def build_st(decoder: Decoder) -> Execute:
     return execute
 
 
-UPDATES: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda old, new: old + new,
-    "min": lambda old, new: min(old, new),
-    "max": lambda old, new: max(old, new),
-    "and": lambda old, new: old & new,
-    "or": lambda old, new: old | new,
-    "xor": lambda old, new: old ^ new,
-    "exch": lambda old, new: new,
-}
-
-
 @instruction("atom", "red")
 def build_atomic(decoder: Decoder) -> Execute:
-    """atom and red, one element, lanes in lane order (the hardware's order is unspecified); relaxed by default."""
+    """atom and red, lanes in lane order (the hardware's order is unspecified); relaxed by default."""
     returns = decoder.instruction.opcode[0] == "atom"
-    type_name = decoder.type()
-    space = _space(decoder)
+    type_name = decoder.one_of(*HALVES, default="") or decoder.type()
+    if type_name in HALVES:
+        decoder.flag("noftz")
+    space, count = _space(decoder), _width(decoder)
+    if space in ("local", "param"):
+        raise UnsupportedError(f"atomics on {space} memory")
     order = _qualifiers(decoder)
-    name = decoder.one_of(*UPDATES, "cas")
+    name = decoder.one_of(*OPERATIONS, "cas")
     compare = name == "cas"
-    decoder.arity(2 + returns + compare)
-    dtype = dtype_of(type_name)
+    hint = decoder.flag("L2::cache_hint")
+    decoder.arity(2 + returns + compare + hint)
+    size = element_size(type_name)
+    bits = f"b{8 * size}"
     address = decoder.address(int(returns))
-    first = decoder.read(1 + returns, type_name)
-    second = decoder.read(2 + returns, type_name) if compare else None
-    write = decoder.write(0) if returns else None
+    operands = [decoder.read(item, bits) for item in decoder.vector(1 + returns)]
+    replacement = decoder.read(2 + returns, bits) if compare else None
+    writes = [decoder.write(item) for item in decoder.vector(0)] if returns else []
+    if len(operands) != count or len(writes) not in (0, count) or (compare and count > 1):
+        raise UnsupportedError(f"{len(operands)} elements for a vector of {count}")
+    updates = {} if compare else {place: reduction(name, type_name, place) for place in (False, True)}
 
     def execute(warp: Warp, mask: Mask) -> None:
-        addresses, operand = address(warp), first(warp)
+        addresses = address(warp)
         if returns:
             _acquire(warp, space, addresses[active(mask)], order)
-        replacement = second(warp) if second is not None else operand
-        old = np.zeros(LANES, dtype)
+        operand = matrix([read(warp) for read in operands]).view(np.uint8)
+        replacing = None if replacement is None else np.ascontiguousarray(replacement(warp)[:, None]).view(np.uint8)
+        old = np.zeros((LANES, size * count), np.uint8)
         for lane in active(mask):
             where = int(addresses[lane])
-            old[lane] = load(warp, space, where, dtype.itemsize, strong=True).copy().view(dtype)[0]
-            if compare:
-                new = replacement[lane] if old[lane] == operand[lane] else old[lane]
+            old[lane] = load(warp, space, where, size * count, strong=True)
+            if replacing is not None:
+                new = replacing[lane] if np.array_equal(old[lane], operand[lane]) else old[lane]
             else:
-                new = UPDATES[name](old[lane], operand[lane])
-            store(warp, space, where, np.array([new], dtype).view(np.uint8), strong=True)
+                in_global = not space.startswith("shared") and where < SHARED_WINDOW
+                new = updates[in_global](old[lane].copy(), operand[lane])
+            store(warp, space, where, new, strong=True)
         _release(warp, space, addresses[active(mask)], order)
         warp.cta.launch.events += 1
-        if write is not None:
-            write(warp, old, mask)
+        values = old.view(f"u{size}")
+        for column, write in enumerate(writes):
+            write(warp, np.ascontiguousarray(values[:, column]), mask)
 
     return execute

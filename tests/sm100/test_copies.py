@@ -1,0 +1,191 @@
+"""Copies between global and shared memory: what arrives, edges and reductions included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.sm100.emulator.engines import Options
+from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
+from tests.sm100.support.raw_tensor_map import raw_map
+from tests.sm100.support.snippets import LANES, launch
+
+MODES = [Options(), Options("random", 1)]
+modes = pytest.mark.parametrize("options", MODES, ids=["immediate", "random"])
+
+PROLOGUE = """mov.u32 %r0, %tid.x; mov.u32 %r1, dynamic;
+    ld.param.b64 %q0, [p0]; ld.param.b64 %q1, [p1];
+    setp.ne.s32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r1+2048], 1; fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;
+    READY: bar.sync 0;
+    """
+WAIT = "L: mbarrier.try_wait.parity.shared.b64 %p1, [%r1+2048], 0; @!%p1 bra L;"
+STORED = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+
+
+def aligned(values: np.ndarray, to: int = 128) -> np.ndarray:
+    """A copy that begins at a multiple of ``to``."""
+    room = np.zeros(values.nbytes + to, np.uint8)
+    start = -room.ctypes.data % to
+    copy = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+@modes
+def test_bulk_copies_there_and_back(options: Options) -> None:
+    source = aligned(np.random.default_rng(1).integers(0, 2**32, 64, dtype=np.uint32))
+    target = aligned(np.zeros(64, np.uint32))
+    body = f"""{PROLOGUE}
+    @%p0 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+2048], 256;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%q0], 256, [%r1+2048];
+    LOADED: {WAIT}
+    @%p0 ret;
+    cp.async.bulk.global.shared::cta.bulk_group [%q1+16], [%r1+16], 240;
+    {STORED} ret;"""
+    launch(body, [source, target], shared=4096, options=options)
+    assert np.array_equal(target, np.where(np.arange(64) < 4, 0, source))
+
+
+@pytest.mark.parametrize(("offset", "size"), [(4, 16), (0, 8)])
+def test_bulk_copies_are_aligned(offset: int, size: int) -> None:
+    body = f"{PROLOGUE} @%p0 ret; cp.async.bulk.global.shared::cta.bulk_group [%q1], [%r1+{offset}], {size}; ret;"
+    with pytest.raises(MemoryFaultError, match="multiples of 16"):
+        launch(body, [aligned(np.zeros(64)), aligned(np.zeros(64))], shared=4096)
+
+
+@modes
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_copies_of_elements(size: int, options: Options) -> None:
+    """Lane i copies ``size`` bytes, of which only the first i % (size + 1) come from global memory."""
+    source = aligned(np.random.default_rng(2).integers(1, 256, (LANES, size), dtype=np.uint8))
+    target = aligned(np.zeros((LANES, size), np.uint8))
+    register = {4: "b32 %r5", 8: "v2.b32 {%r5, %r6}", 16: "v4.b32 {%r5, %r6, %r7, %r8}"}[size]
+    kind, names = register.split(" ", 1)
+    body = f"""{PROLOGUE}
+    mul.lo.s32 %r2, %r0, {size}; add.s32 %r3, %r1, %r2; cvt.u64.u32 %q2, %r2; add.s64 %q3, %q0, %q2;
+    add.s64 %q4, %q1, %q2; rem.u32 %r4, %r0, {size + 1};
+    cp.async.ca.shared.global [%r3], [%q3], {size}, %r4;
+    cp.async.commit_group; cp.async.wait_group 0;
+    ld.shared.{kind} {names}, [%r3]; st.global.{kind} [%q4], {names}; ret;"""
+    launch(body, [source, target], shared=4096, options=options)
+    assert np.array_equal(target, np.where(np.arange(size) < (np.arange(LANES) % (size + 1))[:, None], source, 0))
+
+
+@modes
+def test_copies_of_elements_arrive_on_an_mbarrier_that_does_not_expect_them(options: Options) -> None:
+    """Without noinc, an arrival is added when the copies are issued, so the phase still needs the one counted."""
+    source, target = aligned(np.arange(LANES, dtype=np.uint32)), aligned(np.zeros(LANES, np.uint32))
+    body = f"""{PROLOGUE}
+    shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2; cvt.u64.u32 %q2, %r2; add.s64 %q3, %q0, %q2; add.s64 %q4, %q1, %q2;
+    cp.async.ca.shared.global [%r3], [%q3], 4;
+    cp.async.mbarrier.arrive.shared.b64 [%r1+2048];
+    @!%p0 mbarrier.arrive.shared.b64 _, [%r1+2048];
+    {WAIT}
+    xor.b32 %r3, %r3, 4; ld.shared.b32 %r5, [%r3]; st.global.b32 [%q4], %r5;
+    cp.async.wait_all; ret;"""
+    launch(body, [source, target], shared=4096, options=options)
+    assert target.tolist() == [lane ^ 1 for lane in range(LANES)]
+
+
+def store_body(operation: str, size: int) -> str:
+    """Fill shared memory from p1 (``size`` bytes) and store the box at (16, 1) through the map p2."""
+    return f"""{PROLOGUE} ld.param.b64 %q5, [p2];
+    @%p0 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+2048], {size};
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%q1], {size}, [%r1+2048];
+    LOADED: {WAIT}
+    @%p0 ret;
+    mov.u32 %r2, 16; mov.u32 %r3, 1;
+    {operation} [%q5, {{%r2, %r3}}], [%r1];
+    {STORED} ret;"""
+
+
+REDUCE = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.{}.tile.bulk_group"
+KINDS = {"u32": (2, np.uint32), "s32": (3, np.int32), "f16": (6, np.float16), "f32": (7, np.float32)}
+
+
+@modes
+@pytest.mark.parametrize(("operation", "name"), [
+    ("add", "f32"), ("add", "f16"), ("add", "u32"), ("min", "s32"), ("max", "u32"), ("max", "f16"), ("xor", "u32"),
+])  # fmt: skip
+def test_tensor_reductions_touch_only_what_is_inside(operation: str, name: str, options: Options) -> None:
+    kind, dtype = KINDS[name]
+    size = np.dtype(dtype).itemsize
+    random = np.random.default_rng(3)
+    values = [random.integers(-50 if name[0] != "u" else 0, 50, shape).astype(dtype) for shape in ((5, 24), (8, 16))]
+    tensor, box = aligned(values[0]), aligned(values[1])
+    flat = 24 * size
+    raw = raw_map(kind, [24, 5], [flat], [16, 8], address=tensor.ctypes.data)
+    before = tensor.copy()
+    buffers = [tensor, box, aligned(np.frombuffer(raw, np.uint8))]
+    launch(store_body(REDUCE.format(operation), box.nbytes), buffers, shared=4096, options=options)
+    combine = {"add": np.add, "min": np.minimum, "max": np.maximum, "xor": np.bitwise_xor}[operation]
+    expected = before.copy()
+    expected[1:, 16:] = combine(before[1:, 16:], box[:4, :8])
+    assert np.array_equal(tensor, expected)
+
+
+@modes
+def test_each_lane_reduces(options: Options) -> None:
+    tensor, box = aligned(np.zeros((5, 24), np.float32)), aligned(np.ones((8, 16), np.float32))
+    raw = raw_map(7, [24, 5], [96], [16, 8], address=tensor.ctypes.data)
+    body = store_body(REDUCE.format("add"), box.nbytes).replace("@%p0 ret;", "")
+    launch(body, [tensor, box, aligned(np.frombuffer(raw, np.uint8))], shared=4096, options=options)
+    assert tensor.sum() == tensor[1:, 16:].sum() == LANES * 4 * 8
+
+
+@pytest.mark.parametrize(("operation", "kind"), [("add", 0), ("min", 7), ("inc", 3)])
+def test_tensor_reductions_that_do_not_exist_are_refused(operation: str, kind: int) -> None:
+    tensor = aligned(np.zeros((8, 64), np.float32))
+    raw = raw_map(kind, [64, 4], [256], [16, 4], address=tensor.ctypes.data)
+    buffers = [tensor, aligned(np.zeros(256, np.uint32)), aligned(np.frombuffer(raw, np.uint8))]
+    with pytest.raises(UnsupportedError, match=" of \\."):
+        launch(store_body(REDUCE.format(operation), 1024), buffers, shared=4096)
+
+
+@modes
+def test_bulk_reductions(options: Options) -> None:
+    source, target = (aligned(np.arange(64, dtype=np.float32) * factor) for factor in (0.5, 2))
+    body = f"""{PROLOGUE}
+    @%p0 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+2048], 256;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%q0], 256, [%r1+2048];
+    LOADED: {WAIT}
+    @%p0 ret;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%q1], [%r1], 256;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%q1], [%r1], 128;
+    {STORED} ret;"""
+    launch(body, [source, target], shared=4096, options=options)
+    assert target.tolist() == [2 * i + 0.5 * i * (2 if i < 32 else 1) for i in range(64)]
+
+
+@pytest.mark.parametrize(("kind", "registers"), [
+    ("v8.b32", "%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27"), ("v4.b64", "%q20, %q21, %q22, %q23"),
+])  # fmt: skip
+def test_loads_and_stores_of_32_bytes(kind: str, registers: str) -> None:
+    source = aligned(np.arange(8 * LANES, dtype=np.uint32))
+    target = aligned(np.zeros(8 * LANES, np.uint32))
+    body = f"""{PROLOGUE} mad.wide.u32 %q3, %r0, 32, %q0; xor.b32 %r2, %r0, 1; mad.wide.u32 %q4, %r2, 32, %q1;
+    ld.global.{kind} {{{registers}}}, [%q3]; st.global.{kind} [%q4], {{{registers}}}; ret;"""
+    launch(body, [source, target], shared=4096)
+    assert np.array_equal(target.reshape(-1, 2, 8)[:, ::-1].ravel(), source)
+
+
+def test_shared_memory_of_another_cta() -> None:
+    """Each CTA stores its rank plus one into the other's shared memory and adds its own."""
+    target = np.zeros(2, np.uint32)
+    body = """mov.u32 %r0, %cluster_ctarank; xor.b32 %r1, %r0, 1; mov.u32 %r2, dynamic; add.s32 %r3, %r0, 1;
+    mapa.shared::cluster.u32 %r4, %r2, %r1;
+    getctarank.shared::cluster.u32 %r6, %r4;
+    elect.sync _|%p0, -1;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    @%p0 st.shared::cluster.b32 [%r4], %r3;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    ld.shared.b32 %r5, [%r2]; mad.lo.s32 %r5, %r6, 10, %r5;
+    ld.param.b64 %q0, [p0]; mad.wide.u32 %q0, %r0, 4, %q0;
+    @%p0 st.global.b32 [%q0], %r5; ret;"""
+    launch(body, [target], grid=2, cluster=2, shared=64)
+    assert target.tolist() == [12, 1]
