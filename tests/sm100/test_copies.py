@@ -174,6 +174,35 @@ def test_loads_and_stores_of_32_bytes(kind: str, registers: str) -> None:
     assert np.array_equal(target.reshape(-1, 2, 8)[:, ::-1].ravel(), source)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices(count: int, transposed: bool) -> None:
+    """Four matrices, one after the other in shared memory; the first ``count`` are loaded and stored back elsewhere."""
+    source = aligned(np.random.default_rng(5).integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16))
+    registers, target = aligned(np.zeros((LANES, 4), np.uint32)), aligned(np.zeros((4, 8, 8), np.uint16))
+    names = ", ".join(f"%r{20 + i}" for i in range(count))
+    suffix = ".trans" if transposed else ""
+    body = f"""{PROLOGUE} ld.param.b64 %q2, [p2]; mov.u32 %r20, 0; mov.u32 %r21, 0; mov.u32 %r22, 0; mov.u32 %r23, 0;
+    shl.b32 %r2, %r0, 4; add.s32 %r3, %r1, %r2; cvt.u64.u32 %q3, %r2; add.s64 %q4, %q0, %q3; add.s64 %q5, %q1, %q3;
+    ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%q4]; st.shared.v4.b32 [%r3], {{%r4, %r5, %r6, %r7}}; bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16 {{{names}}}, [%r3];
+    st.global.v4.b32 [%q5], {{%r20, %r21, %r22, %r23}};
+    st.shared.v4.b32 [%r3+1024], {{%r4, %r5, %r6, %r7}};
+    bar.warp.sync -1;
+    stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [%r3+1024], {{{names}}};
+    bar.warp.sync -1;
+    add.s64 %q6, %q2, %q3;
+    ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3+1024]; st.global.v4.b32 [%q6], {{%r4, %r5, %r6, %r7}}; ret;"""
+    launch(body, [source, registers, target], shared=4096)
+    wanted = np.where(np.arange(4)[:, None, None] < count, source.transpose(0, 2, 1) if transposed else source, source)
+    assert np.array_equal(target, wanted)
+    for lane in range(LANES):
+        for number in range(count):
+            row, column = lane // 4, lane % 4 * 2
+            pair = [wanted[number, row, column], wanted[number, row, column + 1]]
+            assert registers[lane, number] == int(pair[0]) | int(pair[1]) << 16
+
+
 def test_shared_memory_of_another_cta() -> None:
     """Each CTA stores its rank plus one into the other's shared memory and adds its own."""
     target = np.zeros(2, np.uint32)

@@ -13,7 +13,7 @@ is not modelled raises ``UnsupportedError``, for instructions before anything ru
 Modelled
     * scalar code: integer and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register; comparisons;
       cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0 pairs); moves, packing; ld/st/atom/red of one to eight
-      elements; local memory;
+      elements; ldmatrix, stmatrix; local memory;
     * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
     * barriers: named barriers, mbarriers with arrival and transaction counts and states, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
