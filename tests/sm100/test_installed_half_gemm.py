@@ -16,7 +16,7 @@ CASES: dict[str, Case] = {
     ),
     "MN-major": ("Float16", "Float16", (128, 64), (1, 1), "mnm", True, (136, 72, 96), Options("random", 1)),
     "pair": ("BFloat16", "Float32", (256, 128), (2, 1), "knn", True, (200, 136, 96), Options("random", 2)),
-    "pair of 64 rows each": ("BFloat16", "Float32", (128, 128), (2, 1), "mkn", True, (200, 136, 96), Options("random", 3)),
+    "pair of 64 rows": ("BFloat16", "Float32", (128, 128), (2, 1), "mkn", True, (200, 136, 96), Options("random", 3)),
     "2x2 multicast": ("Float16", "Float16", (256, 64), (2, 2), "kkn", True, (264, 136, 64), Options("random", 4)),
 }  # fmt: skip
 
