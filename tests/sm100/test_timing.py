@@ -33,6 +33,7 @@ def cycles(body: str, block: int = 32, shared: int = 1024) -> float:
     [
         ("add.s32 %r1, %r1, 1;", 1),
         ("mov.b32 %r1, %r2;", 0),
+        ("mul.rn.f32x2 %q1, %q2, %q3;", 2),
         ("ex2.approx.f32 %r1, %r2;", MODEL.function_cycles),
         ("cvt.rn.bf16.f32 %h1, %r2;", MODEL.conversion_cycles),
         ("bar.sync 0;", MODEL.barrier_latency),

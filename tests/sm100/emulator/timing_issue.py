@@ -135,6 +135,8 @@ def _fixed_cost(instruction: Instruction, model: TimingModel) -> float:
     if kind == "cvt":
         floating = any(part[0] in "fbe" and part[1:2].isdigit() for part in modifiers)
         return model.conversion_cycles if floating else 1.0
+    if modifiers[-1:] == ("f32x2",):
+        return 2.0  # saves issue slots, not lanes
     if kind == "mov":
         halves = modifiers[-1] == "b32" and any(isinstance(operand, Vector) for operand in instruction.operands)
         return float(halves)

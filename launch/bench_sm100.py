@@ -1,0 +1,160 @@
+"""Report on the SM100 kernels for DeepSeek-V4's shapes, behind launch/bench_sm100.
+
+Anywhere: kernels are compiled for sm_100a (registers, shared memory), run in the emulator of tests/sm100 (instructions
+of a stage of the main loop) and modelled (waves, bytes, times). On a B200 also numerics against fp64 and times, with
+operands out of cache, beside cuBLAS and flashinfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from sm100_cases import MODELS, Case, cases
+from sm100_kernels import KernelFacts, kernel_facts
+from sm100_measure import CudaTimer, Measured, measure
+
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+
+QUICK = {"models": ["flash"], "ranks": [8], "tokens": [1]}
+UNMEASURED = (
+    "No SM100 GPU here: nothing below was measured, and nothing ever was by this project. Compiled: registers, shared"
+    " memory. Emulated: instructions. All times are modelled."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch/bench_sm100", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="tensor-parallel sizes")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192])
+    parser.add_argument("--quick", action="store_true", help="one token of Flash on 8 ranks; kernels are not emulated")
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        vars(args).update(QUICK)
+    chosen = cases(args.models, args.ranks, args.tokens)
+    device = b200()
+    print(f"SM100 kernels on {torch.cuda.get_device_name(device)}" if device else UNMEASURED)
+    print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n")
+    facts = {} if args.quick else describe(list(dict.fromkeys(case.key for case in chosen)))
+    rows = [row(case, measure(case, device, CudaTimer()) if device else None) for case in chosen]
+    if facts:
+        print(table([kernel_row(key, found) for key, found in facts.items()]) + "\n")
+    for model in args.models:
+        for ranks in args.ranks:
+            print(f"{model}, TP {ranks}")
+            here = [one for one in rows if (one["model"], one["ranks"]) == (model, ranks)]
+            print(table([{key: value for key, value in one.items() if key not in ("model", "ranks")} for one in here]))
+            print()
+    if args.json:
+        kernels = [{"kernel": label(key.shape), **asdict(found)} for key, found in facts.items()]
+        args.json.write_text(json.dumps({"measured": device is not None, "kernels": kernels, "cases": rows}, indent=1))
+    wrong = [one for one in rows if one.get("error", 0.0) > 1.0]
+    for one in wrong:
+        print(f"WRONG: {one['model']}, TP {one['ranks']}, {one['product']}, {one['tokens']} tokens", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def b200() -> torch.device | None:
+    """The first GPU, if the kernels run on it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(0)[0] != 10:
+        return None
+    return torch.device("cuda", 0)
+
+
+def describe(keys: Iterable[KernelKey]) -> dict[KernelKey, KernelFacts]:
+    """Facts of each kernel; seconds to a minute each, so progress goes to stderr."""
+    found = {}
+    for key in keys:
+        print(f"compiling and emulating: {label(key.shape)}", file=sys.stderr, flush=True)
+        found[key] = kernel_facts(key)
+    return found
+
+
+def label(shape: KernelShape) -> str:
+    """A kernel's shape in a few words."""
+    words = [str(shape.token_tile)]
+    if shape.pair:
+        words.append(f"pair {shape.shared_tokens}x{shape.shared_weights}")
+    if shape.split_k > 1:
+        words.append(f"split {shape.split_k}")
+    words += [name for name, holds in (("gated", shape.gated), ("grouped", shape.grouped)) if holds]
+    return " ".join([*words, shape.output])
+
+
+def kernel_row(key: KernelKey, facts: KernelFacts) -> dict[str, Any]:
+    shape = key.shape
+    return {
+        "kernel": label(shape),
+        "stages": shape.stages,
+        "in flight": round(facts.in_flight, 1),
+        "TMEM": shape.tensor_columns,
+        "regs": facts.registers,
+        "spill": facts.spilled,
+        "smem KiB": round(facts.shared_bytes / 1024),
+        "MMA/stage": facts.mmas,
+        "cp": facts.copies,
+        "MMA warp": round(facts.mma_warp),
+        "TMA warp": round(facts.load_warp),
+        "busy": f"{facts.busy:.0%}",
+        "handover": round(facts.handover),
+        "drain": round(facts.drain),
+    }
+
+
+def row(case: Case, measured: Measured | None) -> dict[str, Any]:
+    """A case's line; what starts with "model" is modelled."""
+    found, floor = cost(case.shape, case.problem), case.problem.floor_seconds() * 1e6
+    line: dict[str, Any] = {
+        "model": case.model,
+        "ranks": case.ranks,
+        "product": short(case.product.name),
+        "features": case.product.features,
+        "k": case.product.k,
+        "groups": case.product.groups,
+        "tokens": case.tokens,
+        "kernel": label(case.shape),
+        "waves": found.waves,
+        "tail": f"{found.tail_waste:.0%}",
+        "HBM/least": round(found.memory_bytes / case.problem.least_bytes, 2),
+        "TMA/least": round(found.loaded_bytes / case.problem.least_bytes, 1),
+        "floor us": round(floor, 2),
+        "modelled us": round(found.seconds * 1e6, 2),
+        "modelled/floor": round(found.seconds * 1e6 / floor, 2),
+    }
+    if measured is not None:
+        line |= {"us": round(measured.seconds * 1e6, 2), "us/floor": round(measured.seconds * 1e6 / floor, 2)}
+        line |= {f"{name} us": round(seconds * 1e6, 2) for name, seconds in measured.others.items()}
+        line["error"] = round(measured.error, 3)
+    return line
+
+
+def short(name: str) -> str:
+    """Of several merged matrices the first and how many follow."""
+    first, *others = name.split(" + ")
+    return f"{first} + {len(others)}" if len(others) > 1 else name
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, in columns."""
+    names = list(dict.fromkeys(name for one in rows for name in one))
+    cells = [[str(one.get(name, "")) for name in names] for one in rows]
+    widths = [max(len(line[i]) for line in [names, *cells]) for i in range(len(names))]
+    lines = [names, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The products of DeepSeek-V4 that launch/bench_sm100 looks at, and the kernel that the operations run for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.plan import (
+    expert_token_tile_for,
+    plan_experts,
+    plan_gated,
+    plan_product,
+    token_tile_for,
+)
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
+from nvfp4_sgl.model.products import LayerProduct, layer_products
+from tests.support.released import FLASH, PRO, config_json
+
+MODELS = {"flash": FLASH, "pro": PRO}
+ARCHITECTURE = "sm_100a"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of a model on one rank, for a number of tokens."""
+
+    model: str
+    ranks: int
+    product: LayerProduct
+    tokens: int
+    limit: float
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens are spread over experts."""
+        return self.product.groups > 1 and self.product.experts_per_token > 0
+
+    @property
+    def pairs(self) -> int:
+        """Rows of the kernel: tokens, or token-expert pairs."""
+        return self.tokens * (self.product.experts_per_token if self.routed else 1)
+
+    @property
+    def output(self) -> Output:
+        return "nvfp4" if self.product.gated else "bf16"
+
+    @property
+    def token_tile(self) -> int:
+        """What the tokens are quantised for."""
+        return expert_token_tile_for(self.pairs, self.product.groups) if self.routed else token_tile_for(self.tokens)
+
+    @property
+    def shape(self) -> KernelShape:
+        one, tile = self.product, self.token_tile
+        if self.routed:
+            return plan_experts(one.features, one.k, one.groups, one.gated, tile, self.output)
+        if one.gated:
+            return plan_gated(one.features, one.k, self.tokens, tile, self.output)
+        return plan_product(one.features, one.k, self.tokens, one.groups, tile, self.output, B200.multiprocessors)
+
+    @property
+    def key(self) -> KernelKey:
+        weighted = self.routed and not self.product.gated
+        return KernelKey(ARCHITECTURE, self.shape, self.limit if self.product.gated else None, weighted)
+
+    @property
+    def problem(self) -> Problem:
+        one = self.product
+        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, self.output)
+
+
+def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:
+    """Every distinct product of the models."""
+    found = []
+    for model in models:
+        config = ModelConfig.from_dict(config_json(MODELS[model]))
+        for size in ranks:
+            for product in layer_products(config, size):
+                found += [Case(model, size, product, count, config.swiglu_limit) for count in tokens]
+    return found

@@ -1,0 +1,254 @@
+"""The part of launch/bench_sm100 for a real B200: operands, numerics against fp64, times, other libraries."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sm100_cases import Case
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels import operations
+from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows, Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
+
+E4M3 = torch.float8_e4m3fn
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCK = 16
+COLD_BYTES = 400 * 2**20
+"""Operands that a timed run goes through before it comes back to the first: three times a B200's L2."""
+MOST_COPIES = 64
+TINY = 1e-30
+"""Keeps an error of zero where nothing is allowed from being 0 / 0."""
+SAMPLED = 64
+"""Rows, and blocks of 16 features, that are compared."""
+
+
+def values(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp64 [..., K] of packed codes and plain block scales."""
+    table = torch.tensor([*E2M1, *(-one for one in E2M1)], dtype=torch.float64, device=codes.device)
+    pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
+    return pairs * scales.double().repeat_interleave(BLOCK, dim=-1)
+
+
+@dataclass
+class Workload:
+    """Random operands of a case, its launch, and what the launch should give."""
+
+    case: Case
+    launch: Callable[[], object]
+    out: Tensor | Rows
+    codes: Tensor
+    scales: Tensor
+    """Plain block scales of the tokens."""
+    row_scale: Tensor
+    weights: Tensor
+    weight_scales: Tensor
+    alpha: Tensor
+    group_of_row: Tensor
+    """The expert of each row, -1 for padding; all 0 unless routed."""
+    row_weight: Tensor | None
+
+    @classmethod
+    def make(cls, case: Case, device: torch.device, seed: int = 1) -> Workload:
+        one, generator = case.product, torch.Generator(device).manual_seed(seed)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+        def factors(*shape: int) -> Tensor:
+            return torch.rand(shape, device=device, generator=generator) / 64 + 1 / 64
+
+        tile, halves = case.token_tile, (2,) if one.gated else ()
+        counts = _counts(case, generator)
+        padded = (counts + tile - 1) // tile * tile if case.routed else counts
+        offsets = padded.cumsum(0) - padded
+        rows = int(padded.sum())
+        groups = (one.groups,) if one.groups > 1 and not case.routed else ()
+        codes, scales = integers(0, 256, rows, *groups, one.k // 2), integers(0x28, 0x40, rows, *groups, one.k // BLOCK)
+        scales = scales.view(E4M3)
+        row_scale = factors(rows, *groups)
+        size = (one.groups, *halves) if one.groups > 1 or one.gated or case.routed else ()
+        weights = integers(0, 256, *size, one.features, one.k // 2)
+        weight_scales = integers(0x28, 0x40, *size, one.features, one.k // BLOCK).view(E4M3)
+        alpha = factors(*(size if case.routed or one.gated else (*size, one.features)))
+        arranged = swizzle_scales(scales.flatten(1), tile)
+        index = torch.arange(rows, device=device)
+        group_of_row = torch.zeros_like(index)
+        row_weight = None
+        if case.routed:
+            ends = offsets + padded
+            group_of_row = torch.searchsorted(ends, index, right=True)
+            group_of_row[index - offsets[group_of_row] >= counts[group_of_row]] = -1
+            fields = codes, arranged, row_scale, tile, offsets.int(), counts.int()
+            tokens: Rows = ExpertRows(*fields)
+            row_weight = None if one.gated else factors(rows) * 32
+        else:
+            tokens = Rows(codes, arranged, row_scale, tile)
+        make = Weights.dense
+        if case.routed or one.gated:
+            make = Weights.gated_experts if one.gated else Weights.experts
+        elif groups:
+            make = Weights.grouped
+        launch, out = _launch(case, tokens, make(weights, weight_scales, alpha), row_weight)
+        return cls(case, launch, out, codes, scales, row_scale, weights, weight_scales, alpha, group_of_row, row_weight)
+
+    def largest_error(self) -> float:
+        """Run, and compare a sample with fp64: the largest error over what rounding may cost; at most 1 is right.
+
+        Allowed: half a bf16 ulp and fp32 sums; for NVFP4 outputs half of the widest step between a block's codes.
+        """
+        self.launch()
+        one = self.case.product
+        generator = torch.Generator().manual_seed(2)
+        filled = torch.nonzero(self.group_of_row >= 0).flatten().cpu()
+        rows = filled[torch.randperm(len(filled), generator=generator)[:SAMPLED]].tolist()
+        blocks = torch.randperm(one.features // BLOCK, generator=generator)[: SAMPLED // 4]
+        features = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(self.codes.device)
+        worst = 0.0
+        for row in rows:
+            for group in range(one.groups) if self.codes.dim() == 3 else [int(self.group_of_row[row])]:
+                expected, slack = self._expected(row, group, features)
+                rounding = expected.abs() * 2.0**-8 if isinstance(self.out, Tensor) else self._half_step(expected)
+                error = (self._found(row, group, features) - expected).abs() / (slack + rounding + TINY)
+                worst = max(worst, float(error.nan_to_num(nan=torch.inf).max()))
+        return worst
+
+    def _expected(self, row: int, group: int, features: Tensor) -> tuple[Tensor, Tensor]:
+        """fp64 outputs of a row, and what fp32 sums may change."""
+        inner = (row, group) if self.codes.dim() == 3 else (row,)
+        token = values(self.codes[inner], self.scales[inner])
+        stacked = self.weights.dim() > 2
+        weights, scales = (tensor[group] if stacked else tensor for tensor in (self.weights, self.weight_scales))
+        weight = values(weights[..., features, :], scales[..., features, :])
+        alpha = (self.alpha[group] if stacked else self.alpha).double()
+        alpha = alpha[..., features] if alpha.dim() and alpha.shape[-1] == self.case.product.features else alpha
+        factor = self.row_scale[inner].double() * (alpha[..., None] if self.case.product.gated else alpha)
+        result, slack = weight @ token * factor, (weight.abs() @ token.abs()) * factor * 2.0**-20
+        if self.case.product.gated:
+            limit = self.case.limit
+            gate, up = result[0].clamp(max=limit), result[1].clamp(-limit, limit)
+            result = torch.nn.functional.silu(gate) * up
+            slack = 1.1 * slack[0] * up.abs() + slack[1] * gate.abs() + result.abs() * 2.0**-20
+        weight_of_row = 1.0 if self.row_weight is None else float(self.row_weight[row])
+        return result * weight_of_row, slack * weight_of_row
+
+    def _half_step(self, expected: Tensor) -> Tensor:
+        """Between 4 and 6, whose block scale is the largest magnitude over 6, rounded to E4M3."""
+        assert isinstance(self.out, Rows)
+        largest = expected.view(-1, BLOCK).abs().amax(dim=1).repeat_interleave(BLOCK)
+        return largest / 6 * (1 + 2.0**-4) + float(self.out.scale) * 2.0**-7
+
+    def _found(self, row: int, group: int, features: Tensor) -> Tensor:
+        """fp64 outputs of a row."""
+        if isinstance(self.out, Tensor):
+            return self.out[(row, group) if self.out.dim() == 3 else (row,)][features].double()
+        size, tile = self.case.product.features, self.out.token_tile
+        bytes_of = [scale_offset(row, block, size, tile) for block in range(size // BLOCK)]
+        scales = self.out.block_scales.flatten()[torch.tensor(bytes_of, device=features.device)]
+        return values(self.out.codes[row], scales)[features] * float(self.out.scale)
+
+
+def _counts(case: Case, generator: torch.Generator) -> Tensor:
+    """Rows of each expert where every token takes different ones at random."""
+    if not case.routed:
+        return torch.tensor([case.tokens], device=generator.device)
+    experts = case.product.groups
+    drawn = torch.rand(case.tokens, experts, generator=generator, device=generator.device)
+    chosen = drawn.topk(case.product.experts_per_token, dim=1).indices
+    return torch.bincount(chosen.flatten(), minlength=experts)
+
+
+def _launch(
+    case: Case, tokens: Rows, weights: Weights, row_weight: Tensor | None
+) -> tuple[Callable[[], object], Tensor | Rows]:
+    one = case.product
+    if one.gated:
+        hidden = operations.hidden_rows(tokens, one.features, case.limit)
+        return lambda: operations.expert_gate_up_quantized(tokens, weights, case.limit, out=hidden), hidden
+    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=torch.bfloat16)
+    if case.routed:
+        return lambda: operations.expert_down(tokens, weights, row_weight, out=out), out
+    call = operations.grouped_product if tokens.codes.dim() == 3 else operations.product
+    return lambda: call(tokens, weights, out=out), out
+
+
+class CudaTimer:
+    """Seconds of a launch, by CUDA graphs and events."""
+
+    def __init__(self, repeats: int = 20) -> None:
+        self.repeats = repeats
+
+    def seconds(self, launches: list[Callable[[], object]]) -> float:
+        """Of one of several like launches that run after one another: the median over replays of all."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for launch in launches:
+                launch()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch in launches:
+                launch()
+        times = []
+        for _ in range(self.repeats + 3):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / len(launches))
+        return statistics.median(times[3:])
+
+
+def others(load: Workload) -> dict[str, Callable[[], object]]:
+    """The same dense product by other libraries, where they have it."""
+    one = load.case.product
+    if load.codes.dim() != 2 or load.weights.dim() != 2:
+        return {}
+    tokens, weights = swizzle_scales(load.scales), swizzle_scales(load.weight_scales)
+    packed = torch.float4_e2m1fn_x2
+    found: dict[str, Callable[[], object]] = {
+        "cublas": lambda: torch._scaled_mm(
+            load.codes.view(packed), load.weights.view(packed).t(), tokens.flatten(), weights.flatten(),
+            out_dtype=torch.bfloat16,
+        )
+    }  # fmt: skip
+    try:
+        from flashinfer import mm_fp4
+    except ImportError:
+        return found
+    of_tokens, of_weights = (scales.view(torch.uint8).view(-1, one.k // BLOCK) for scales in (tokens, weights))
+    alpha = torch.ones(1, device=load.codes.device)
+    found["flashinfer"] = lambda: mm_fp4(load.codes, load.weights.t(), of_tokens, of_weights.t(), alpha)
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one case: seconds, the largest error over what is allowed, and seconds of other libraries."""
+
+    seconds: float
+    error: float
+    others: dict[str, float]
+
+
+def measure(case: Case, device: torch.device, timer: CudaTimer) -> Measured:
+    """Check and time a case on ``device``, with operands that are not in its caches."""
+    copies = max(1, min(MOST_COPIES, int(COLD_BYTES / case.problem.least_bytes)))
+    loads = [Workload.make(case, device, seed) for seed in range(copies)]
+    error = loads[0].largest_error()
+    seconds = timer.seconds([load.launch for load in loads])
+    rivals: dict[str, list[Callable[[], object]]] = {}
+    for load in loads:
+        for name, launch in others(load).items():
+            rivals.setdefault(name, []).append(launch)
+    timed = {}
+    for name, launches in rivals.items():
+        try:
+            timed[name] = timer.seconds(launches)
+        except (RuntimeError, NotImplementedError, ValueError) as failure:
+            print(f"{name} refused {case.product.name}, {case.tokens} tokens: {str(failure).splitlines()[0]}")
+    return Measured(seconds, error, timed)

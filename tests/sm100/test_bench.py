@@ -1,0 +1,123 @@
+"""The pieces of launch/bench_sm100: its cases, its numerics (in the emulator), its report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.operand import Rows
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.model.products import LayerProduct
+from tests.packaging.checkout import ROOT
+from tests.sm100.support.launcher import emulated_operations
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+import bench_sm100
+from sm100_cases import Case, cases
+from sm100_kernels import kernel_facts
+from sm100_measure import Measured, Workload, values
+
+CPU = torch.device("cpu")
+PRODUCTS = [
+    LayerProduct("dense", 200, 320),
+    LayerProduct("grouped", 136, 128, groups=2),
+    LayerProduct("shared gate and up", 64, 128, gated=True, experts_per_token=1),
+    LayerProduct("gate and up", 96, 128, groups=4, gated=True, experts_per_token=2),
+    LayerProduct("down", 136, 192, groups=4, experts_per_token=2),
+]
+
+
+def name(value: Any) -> str:
+    return value.name
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=name)
+def test_numerics_pass_for_the_kernels_and_fail_for_wrong_outputs(product: LayerProduct) -> None:
+    with emulated_operations() as emulator:
+        load = Workload.make(Case("tiny", 1, product, 11, limit=10.0), CPU)
+        assert load.largest_error() <= 1.0
+        assert [key.shape for key in emulator.keys] == [load.case.shape]
+    codes = load.out.codes if isinstance(load.out, Rows) else load.out.view(torch.int16)
+    before = codes.clone()
+    load.launch = lambda: None
+    for wrong in (before ^ (0x08 if isinstance(load.out, Rows) else 0x01), before.roll(1, dims=-1)):
+        codes.copy_(wrong)
+        assert load.largest_error() > 1.0
+
+
+def test_values_decode_the_low_nibble_first() -> None:
+    codes = torch.tensor([[0x21, 0xF7] + [0] * 6], dtype=torch.uint8)
+    scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
+    assert values(codes, scales)[0, :4].tolist() == [1.0, 2.0, 12.0, -12.0]
+
+
+def test_cases_are_what_the_operations_run() -> None:
+    found = cases(["flash"], [1, 8], [1, 8192])
+    assert len({(case.ranks, case.product, case.tokens) for case in found}) == len(found)
+    assert {case.shape.gated for case in found} == {True, False}
+    for case in found:
+        assert case.shape.gated == case.product.gated
+        assert case.shape.grouped == case.routed
+        assert case.key.weighted == (case.routed and not case.product.gated)
+        assert case.token_tile % min(case.shape.token_tile, 128) == 0
+
+
+def test_facts_of_a_kernel() -> None:
+    facts = kernel_facts(KernelKey("sm_100a", KernelShape(8)))
+    assert (facts.mmas, facts.copies) == (4, 8)
+    assert facts.spilled == 0 < facts.registers <= 255
+    assert facts.in_flight > 4
+    assert 0 < facts.busy < 1 and facts.mma_warp > 10 and facts.load_warp > 4
+    split = kernel_facts(KernelKey("sm_100a", KernelShape(8, split_k=2)))
+    assert (split.mmas, split.copies) == (4, 8)
+
+
+def test_without_a_gpu_the_report_is_modelled_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_sm100, "b200", lambda: None)
+    assert bench_sm100.main(["--quick", "--json", str(tmp_path / "report.json")]) == 0
+    printed = capsys.readouterr().out
+    assert bench_sm100.UNMEASURED in printed
+    assert "flash, TP 8" in printed and "TP 1" not in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["measured"] is False
+    assert len(report["cases"]) == 11
+    for line in report["cases"]:
+        assert line["modelled us"] > line["floor us"] > 0
+        assert "us" not in line and "error" not in line
+
+
+def test_on_a_gpu_the_report_has_times_and_a_wrong_result_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(case: Case, device: torch.device, timer: object) -> Measured:
+        error = 1.5 if case.product.name == "wo_b" else 0.5
+        return Measured(2 * case.problem.floor_seconds(), error, {"cublas": 1e-5})
+
+    monkeypatch.setattr(bench_sm100, "b200", lambda: CPU)
+    monkeypatch.setattr(bench_sm100, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a fake GPU")
+    assert bench_sm100.main(["--quick", "--json", str(tmp_path / "report.json")]) == 1
+    captured = capsys.readouterr()
+    assert "a fake GPU" in captured.out and bench_sm100.UNMEASURED not in captured.out
+    assert captured.err.count("WRONG") == 1 and "wo_b, 1 tokens" in captured.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["measured"] is True
+    assert all(line["us/floor"] == 2.0 and line["cublas us"] == 10.0 for line in report["cases"])
+
+
+def test_a_table_lines_up() -> None:
+    text = bench_sm100.table([{"a": 1, "b": "long value"}, {"a": 22, "c": 3}])
+    lines = text.splitlines()
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["22", "", "3"]
+    assert bench_sm100.short("wq_a + wkv + compressor.wkv") == "wq_a + 2"
+    assert bench_sm100.label(KernelShape(128, pair=True, shared_weights=2)) == "128 pair 1x2 bf16"
