@@ -5,44 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments, arguments_of
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
-from tests.sm100.emulator import Compiled, Options, compile_for, emulated
-
-_COMPILED: dict[KernelKey, Compiled] = {}
-
-
-class _Native:
-    """A compiled function behind its C interface; loaded when first called, which is inside the emulator."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._kernel: NativeKernel | None = None
-
-    def __call__(self, arguments: Arguments, stream: int) -> None:
-        self._kernel = self._kernel or NativeKernel.of("kernel", self._function)
-        self._kernel(arguments, stream)
+from tests.sm100.emulator import Compiled, Options, emulated
+from tests.sm100.support.entries import compile_entry
 
 
 def compile_key(key: KernelKey) -> Compiled:
     """A kernel, compiled once a process; it takes a call's arguments and a stream."""
-    if key not in _COMPILED:
-        epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
-        entry = Entry(key.shape, epilogue, key.programmatic_launch)
-        compiled = compile_for(key.architecture, entry, *Entry.example(key.shape))
-        compiled.function = _Native(compiled.function)
-        _COMPILED[key] = compiled
-    return _COMPILED[key]
+    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
+    return compile_entry(key.shape, epilogue, key.architecture, key.programmatic_launch)
 
 
 @dataclass

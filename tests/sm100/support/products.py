@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.sm100.call import Call, scale_rows
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
+from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
+from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_rows
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.numerics.scale_layout import swizzle_128x4, unswizzle_128x4
-from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
+from tests.sm100.emulator import Compiled, Options, Statistics, emulated
+from tests.sm100.support.entries import compile_entry
 from tests.support.numpy_nvfp4 import dequantize
 
 LIMIT = 10.0
@@ -25,29 +26,19 @@ NAN_SCALE = 0x7F
 UNIT = 2.0**-24
 """Half an ulp of fp32, relative."""
 
-_COMPILED: dict[Any, Compiled] = {}
-
 
 def compile_call(call: Call, epilogue: Epilogue, architecture: str = "sm_100a") -> Compiled:
-    """The kernel that a call needs, compiled once a process. Values of arguments do not matter."""
-    from cutlass.cute.runtime import make_fake_stream
-
-    key = call.shape, epilogue, architecture
-    if key not in _COMPILED:
-        kernel = NvFp4Gemm(call.shape, epilogue)
-        _COMPILED[key] = compile_for(architecture, kernel, *call.arguments(1), make_fake_stream())
-    return _COMPILED[key]
+    """The kernel that a call needs, compiled once a process."""
+    return compile_entry(call.shape, epilogue, architecture)
 
 
 def run(
     call: Call, epilogue: Epilogue, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None
 ) -> Statistics:
     """Execute a call in the emulator on ``clusters`` persistent clusters."""
-    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
-
     read, written = call.tensors()
     with emulated(options, reads=read, writes=written) as emulator:
-        emulator(compiled or compile_call(call, epilogue), *call.arguments(clusters), cuda.CUstream(0))
+        emulator(compiled or compile_call(call, epilogue), arguments_of(call, clusters), 0)
     return emulator.statistics[0]
 
 
