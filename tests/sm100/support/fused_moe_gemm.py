@@ -12,9 +12,9 @@ import numpy as np
 
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.sm100.support.flashinfer_gemm import Operand
+from tests.sm100.support.routing import TOP_K, Routing, aligned
 from tests.support.numpy_nvfp4 import E2M1, E4M3, dequantize
 
-TOP_K = 2
 GRANULE = 64
 """Rows of the weights alternate between this many of the linear part and as many of the gate."""
 ALPHA = 2.0**-19
@@ -70,55 +70,39 @@ def run_fused_moe(
     """
     import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
 
-    random = np.random.default_rng(5)
-    tokens, experts, rows = max(rows_of_experts) + 7, len(rows_of_experts), tile[0]
-    tiles = [-(-count // rows) for count in rows_of_experts]
-    total = sum(tiles) * rows
-    chosen = np.full(total, -1, np.int32)
-    tile_expert, limit = np.repeat(np.arange(experts, dtype=np.int32), tiles), np.zeros(sum(tiles), np.int32)
-    starts = np.concatenate(([0], np.cumsum(tiles)[:-1])) * rows
-    for start, count, number in zip(starts, rows_of_experts, tiles, strict=True):
-        chosen[start : start + count] = random.permutation(tokens)[:count] * TOP_K + random.integers(0, TOP_K, count)
-        for step in range(number):
-            limit[start // rows + step] = start + min(count, (step + 1) * rows)
-    a = Operand.random(tokens, k, 1)
+    routing = Routing.random(rows_of_experts, tile[0])
+    experts, total = len(rows_of_experts), len(routing.expanded)
+    a = Operand.random(routing.tokens, k, 1)
     a_scales = np.ascontiguousarray(a.scales)
     weights = [Operand.random(2 * width, k, 10 + expert) for expert in range(experts)]
     packed, swizzled = (np.stack([getattr(w, name) for w in weights]) for name in ("packed", "swizzled"))
     codes: np.ndarray = np.zeros((total, width // 2), np.uint8)
     scales: np.ndarray = np.zeros((total // 128, width // 64, 32, 4, 4), np.uint8)
-    alpha, tile_count = np.full(experts, ALPHA, np.float32), np.array([sum(tiles)], np.int32)
-    global_scale = np.array([GLOBAL_SCALE], np.float32)
+    alpha, global_scale = np.full(experts, ALPHA, np.float32), np.array([GLOBAL_SCALE], np.float32)
     arguments: list[np.ndarray] = [
-        a.packed, packed, a_scales, swizzled, codes, scales, alpha, tile_expert, limit, chosen, tile_count, global_scale
+        a.packed, packed, a_scales, swizzled, codes, scales, alpha, routing.tile_expert, routing.tile_limit,
+        routing.expanded, routing.tile_count, global_scale,
     ]  # fmt: skip
-    buffers = [_aligned(argument) for argument in arguments]
+    buffers = [aligned(argument) for argument in arguments]
     codes, scales = buffers[4], buffers[5]
     compiled = compiled_fused_moe(tile, cluster, max_clusters)
     reads = [buffer for index, buffer in enumerate(buffers) if index not in (4, 5)]
     with emulated(options, reads=reads, writes=[codes, scales]) as emulator:
         pointers = _pointers([buffer.ctypes.data for buffer in buffers])
-        emulator(compiled, *pointers, None, tokens, total, 2 * width, k, experts, stream=cuda.CUstream(0))
+        emulator(compiled, *pointers, None, routing.tokens, total, 2 * width, k, experts, stream=cuda.CUstream(0))
 
     plain = scales.transpose(0, 3, 2, 1, 4).reshape(total, width // 16)
     right = True
     values = dequantize(a.packed, a.scales)
-    for expert, (start, number) in enumerate(zip(starts, rows_of_experts, strict=True)):
-        used = slice(start, start + number)
+    for expert, number in enumerate(rows_of_experts):
+        used = routing.rows(expert)
         weight = dequantize(weights[expert].packed, weights[expert].scales)
-        product = (values[chosen[used] // TOP_K] @ weight.T * ALPHA).reshape(number, width // GRANULE, 2, GRANULE)
+        product = (values[routing.expanded[used] // TOP_K] @ weight.T * ALPHA).reshape(
+            number, width // GRANULE, 2, GRANULE
+        )
         linear, gate = product[:, :, 0].reshape(number, width), product[:, :, 1].reshape(number, width)
         right &= _is_quantised(linear * gate / (1 + np.exp(-gate)), codes[used], plain[used])
     return right, emulator.statistics[0]
-
-
-def _aligned(buffer: np.ndarray) -> np.ndarray:
-    """A copy that begins at a multiple of 32."""
-    room = np.zeros(buffer.nbytes + 32, np.uint8)
-    start = -room.ctypes.data % 32
-    copy = room[start : start + buffer.nbytes].view(buffer.dtype).reshape(buffer.shape)
-    copy[...] = buffer
-    return copy
 
 
 def _is_nearest(found: np.ndarray, wanted: np.ndarray, table: np.ndarray) -> bool:
