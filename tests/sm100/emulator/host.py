@@ -72,8 +72,8 @@ def runtime_library() -> Path:
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
-    """CuTeDSL with the stand-in for its runtime, and one device."""
+def _stand_in(architecture: str | None = None) -> Iterator[None]:
+    """CuTeDSL with the stand-in for its runtime, and one device (of an architecture, if CuTeDSL is to compile)."""
     from cutlass.base_dsl.compiler import CompileCallable  # noqa: F401  imports the DSL whole
     from cutlass.cutlass_dsl import CuTeDSL
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
@@ -81,6 +81,8 @@ def _stand_in() -> Iterator[None]:
     environment = CuTeDSL._get_dsl().envar
     with (
         patch.object(environment, "shared_libs", str(_runtime()[1])),
+        # CuTeDSL makes code callable only for the architecture that it takes the machine to have.
+        patch.object(environment, "arch", architecture or environment.arch),
         patch.object(CudaDialectJitCompiledFunction, "num_devices", property(lambda self: 1)),
     ):
         yield
@@ -119,7 +121,7 @@ def compile_for(architecture: str, function: Any, *arguments: Any, options: str 
     """
     import cutlass.cute as cute
 
-    with _stand_in(), tempfile.TemporaryDirectory() as folder:
+    with _stand_in(architecture), tempfile.TemporaryDirectory() as folder:
         flags = f"--gpu-arch {architecture} --keep-ptx --dump-dir {folder} {options}"
         compiled = cute.compile(function, *arguments, options=flags)
         return Compiled(compiled, str(compiled.__ptx__))
@@ -166,6 +168,10 @@ class Emulator:
                 raise EmulatorError(f"the host code failed: {error}") from error
         finally:
             _runtime()[0].emulator_on_launch(_Callback())
+            module = getattr(compiled.function, "jit_module", None)
+            if module is not None:
+                # The stand-in's handles: where there is a driver, CuTeDSL would have it unload them.
+                module.cuda_library.clear()
         if failures:
             raise failures[0]
 
