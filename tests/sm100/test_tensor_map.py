@@ -42,8 +42,21 @@ def test_packed_fp4_counts_elements_and_moves_bytes() -> None:
     found = TensorMap.decode(raw_map(11, [100, 4], [64], [64, 2]))
     assert (found.row_bytes, found.box_bytes) == (32, 64)
     assert [(row.address - found.address, row.size) for row in found.rows((64, 3))] == [(3 * 64 + 32, 18)]
-    with pytest.raises(UnsupportedError, match="4-bit"):
-        list(found.rows((1, 0)))
+
+
+def test_stores_write_padding_up_to_16_bytes() -> None:
+    found = TensorMap.decode(raw_map(1, [13, 4], [64], [32, 2]))
+    assert [row.size for row in found.rows((8, 0))] == [10, 10]
+    assert [row.size for row in found.rows((8, 0), store=True)] == [16, 16]
+    assert not list(found.rows((16, 0), store=True))
+
+
+def test_corners_that_hardware_refuses() -> None:
+    found = TensorMap.decode(raw_map(0, [64, 4], [64], [32, 2]))
+    assert list(found.rows((-16, -1)))
+    for corner, store in (((8, 0), False), ((8, 0), True), ((-16, 0), True), ((0, -1), True)):
+        with pytest.raises(MemoryFaultError, match="coordinate|negative"):
+            list(found.rows(corner, store))
 
 
 def test_fields_that_are_not_known_are_refused() -> None:

@@ -9,6 +9,7 @@ dimensions 1…4 over 16; 32–51 extents − 1; 52–54 element strides; 55–5
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -83,6 +84,9 @@ class TensorMap:
             raise MemoryFaultError(f"tensor map of address {address:#x}: expected a multiple of 16")
         if found.row_bytes % 16 or (found.swizzle and found.row_bytes > found.swizzle):
             raise MemoryFaultError(f"box row of {found.row_bytes} B with a {found.swizzle} B swizzle")
+        if found.row_bytes < found.swizzle and math.prod(found.box[1:]) > 1:
+            # Hardware faulted on what CuTeDSL makes of it (seen on sm_90): rows seem to lie apart by the swizzle.
+            raise UnsupportedError(f"box rows of {found.row_bytes} B, narrower than the {found.swizzle} B swizzle")
         return found
 
     @property
@@ -95,18 +99,26 @@ class TensorMap:
         """Bytes of a whole box: what a load brings into shared memory and tells its mbarrier."""
         return int(np.prod(self.box)) * self.bits // 8
 
-    def rows(self, coordinates: tuple[int, ...]) -> Iterator[Row]:
+    def rows(self, coordinates: tuple[int, ...], store: bool = False) -> Iterator[Row]:
         """The rows of the box at ``coordinates`` that lie at least partly inside the tensor.
 
+        Loads fill with zeros from the tensor's last element on; stores end at the next multiple of 16 bytes only, and
+        so write a row's padding (both seen on sm_90).
+
         Raises:
-            UnsupportedError: packed fp4 with an odd first coordinate.
+            UnsupportedError: another number of coordinates than the tensor has.
+            MemoryFaultError: what hardware calls an illegal instruction (seen on sm_90): a first coordinate that is
+                no multiple of 16 bytes, or a store at a negative coordinate.
         """
         if len(coordinates) != len(self.box):
             raise UnsupportedError(f"{len(coordinates)} coordinates for a tensor of rank {len(self.box)}")
-        if coordinates[0] * self.bits % 8:
-            raise UnsupportedError(f"first coordinate {coordinates[0]} of {self.bits}-bit elements")
+        if coordinates[0] * self.bits % 128:
+            raise MemoryFaultError(f"first coordinate {coordinates[0]} of {self.bits} bits: no multiple of 16 bytes")
+        if store and min(coordinates) < 0:
+            raise MemoryFaultError(f"tensor store at {coordinates}: negative")
         low = max(0, -coordinates[0])
-        high = min(self.box[0], self.extents[0] - coordinates[0])
+        unit = 128 // self.bits if store else 1
+        high = min(self.box[0], -(-self.extents[0] // unit) * unit - coordinates[0])
         if high <= low:
             return
         size = (high - low) * self.bits // 8

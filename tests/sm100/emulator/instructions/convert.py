@@ -13,6 +13,7 @@ import numpy as np
 from tests.sm100.emulator import formats
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction
 from tests.sm100.emulator.errors import UnsupportedError
+from tests.sm100.emulator.formats import canonical
 from tests.sm100.emulator.instructions.arithmetic import flush
 from tests.sm100.emulator.instructions.half_arithmetic import WIDEN as HALF
 from tests.sm100.emulator.rounding import narrow
@@ -125,10 +126,14 @@ def _scalar(decoder: Decoder, source: str, target: str, half: str = "") -> Execu
             return (high if value > 0 else low) if math.isinf(value) else max(low, min(high, int(value)))
 
         def convert(values: np.ndarray) -> np.ndarray:
-            # Out of range clamps; NaN gives 0 (PTX ISA: cvt to integers always saturates).
+            # Out of range clamps (PTX ISA: cvt to integers always saturates). NaN gives 0, and in 64 bits the top bit
+            # alone (seen on sm_90).
             whole = rounding(flush(values) if ftz else values)
             exact = [0 if math.isnan(v) else clamp(v) for v in whole.tolist()]
-            return np.array(exact, to_dtype)
+            result = np.array(exact, to_dtype)
+            if to_dtype.itemsize == 8:
+                result[np.isnan(whole)] = np.uint64(1 << 63).astype(to_dtype)
+            return result
 
     elif kinds == (False, True):
         decoder.expect("rn")
@@ -142,7 +147,7 @@ def _scalar(decoder: Decoder, source: str, target: str, half: str = "") -> Execu
             convert = lambda values: values.astype(to_dtype)  # noqa: E731
         else:
             rounding = INTEGER_ROUNDING[decoder.one_of(*INTEGER_ROUNDING)]
-            convert = lambda values: rounding(flush(values) if ftz else values)  # noqa: E731
+            convert = lambda values: canonical(rounding(flush(values) if ftz else values))  # noqa: E731
         if saturate:
             raise UnsupportedError("saturation of floats")
     elif saturate:

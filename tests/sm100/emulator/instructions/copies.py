@@ -192,10 +192,10 @@ def _store_box(
 ) -> None:
     """Issue a store, or a reduction if an operation is given."""
     box = _begin_with_map(warp, where)
-    combine = reduction(operation, box.element, in_global=True) if operation else None
+    combine = reduction(operation, box.element, flushes=False) if operation else None
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
-    rows = list(box.rows(corner))
+    rows = list(box.rows(corner, store=True))
     reader = warp.actor.issue()
     _time_store(warp, sum(row.size for row in rows), reader)
     for group in groups:
@@ -365,12 +365,13 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
 
 @instruction("cp.async.bulk")
 def build_bulk_copy(decoder: Decoder) -> Execute:
-    """Contiguous bytes from global to shared memory (mbarrier) or back (bulk group)."""
+    """Contiguous bytes from global or shared to shared memory (mbarrier), or from there to global (bulk group)."""
     store = decoder.flag("bulk_group")
     if not store:
         decoder.expect("mbarrier::complete_tx::bytes")
     places = [p for p in decoder.modifiers if p in ("shared::cta", "shared::cluster", "global")]
-    if (places != ["global", "shared::cta"]) if store else (len(places) != 2 or places[1] != "global"):
+    between = places == ["shared::cluster", "shared::cta"] and not store
+    if (places != ["global", "shared::cta"]) if store else (len(places) != 2 or places[1] != "global") and not between:
         raise UnsupportedError(f"bulk copy {places}")
     decoder.expect(*places)
     hint = decoder.flag("L2::cache_hint")
@@ -395,8 +396,13 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
 
             def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report,
                        actor=actor):  # fmt: skip
+                if between:
+                    cta, offset = cluster.locate(origin)
+                    data = cta.shared.read(offset, nbytes, actor)
+                else:
+                    data = launch.memory.view(origin, nbytes, write=False)
                 cta, offset = cluster.locate(target)
-                cta.shared.write(offset, launch.memory.view(origin, nbytes, write=False), actor)
+                cta.shared.write(offset, data, actor)
                 cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
 
             cluster.engines.issue("tma_load", None, [arrive])
@@ -415,7 +421,7 @@ def build_bulk_reduction(decoder: Decoder) -> Execute:
     operation = decoder.one_of(*COPY_REDUCTIONS)
     if operation == "add" and type_name in ("f16", "bf16"):
         decoder.expect("noftz")
-    combine = reduction(operation, type_name, in_global=True)
+    combine = reduction(operation, type_name, flushes=False)
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 + hint)
     destination, source, size = decoder.address(0), decoder.address(1), decoder.read(2, "u32")

@@ -50,6 +50,15 @@ def _picked(larger: bool, name: str, nan: bool) -> Bits:
     return compute
 
 
+def _with_sign(negate: bool, name: str) -> Bits:
+    """neg or abs; a NaN loses its payload and sign (seen on sm_90)."""
+
+    def compute(bits: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(WIDEN[name](bits)), NAN, bits ^ SIGN if negate else bits & ~SIGN)
+
+    return compute
+
+
 EXACT: dict[str, Callable[..., np.ndarray]] = {
     "add": sum_to_odd,
     "sub": lambda a, b: sum_to_odd(a, -b),
@@ -80,7 +89,7 @@ def half_arithmetic(decoder: Decoder, name: str) -> Execute:
         compute = half_operation(name, element, nan=decoder.flag("NaN"))
         decoder.arity(3)
     elif name in ("neg", "abs"):
-        compute = (lambda bits: bits ^ SIGN) if name == "neg" else (lambda bits: bits & ~SIGN)
+        compute = _with_sign(name == "neg", element)
         decoder.arity(2)
     else:
         raise UnsupportedError(f"{name}.{type_name}")
