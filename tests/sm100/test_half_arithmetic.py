@@ -141,8 +141,10 @@ def test_min_and_max(name: str, larger: bool, nan: bool) -> None:
 
 def test_signs_comparison_and_conversion() -> None:
     (a,) = operands("f16", 1)
-    assert np.array_equal(evaluate("neg.bf16 {out}, {0};", [a], "u2"), a ^ 0x8000)
-    assert np.array_equal(evaluate("abs.f16 {out}, {0};", [a], "u2"), a & 0x7FFF)
+    for opcode, name, signed in (("neg.bf16", "bf16", a ^ 0x8000), ("abs.f16", "f16", a & 0x7FFF)):
+        lost = [math.isnan(decode(bits, name)) for bits in a.tolist()]
+        found = evaluate(f"{opcode} {{out}}, {{0}};", [a], "u2")
+        assert np.array_equal(found, np.where(lost, 0x7FFF, signed))
     for name in FORMATS:
         less = evaluate(f"setp.lt.{name} %p1, {{0}}, {{1}};\nselp.b16 {{out}}, 1, 0, %p1;", [a, np.roll(a, 1)], "u2")
         values = [decode(bits, name) for bits in a.tolist()]

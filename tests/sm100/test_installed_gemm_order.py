@@ -64,12 +64,6 @@ def test_what_is_left_out_is_found(left_out: str) -> None:
         run_gemm(mutant(replacements), SHAPE, OPTIONS)
 
 
-@pytest.mark.parametrize("left_out", MUTANTS)
-def test_what_is_left_out_is_found_whatever_the_timing(left_out: str) -> None:
-    with pytest.raises(HazardError):
-        run_gemm(mutant(MUTANTS[left_out][0]), SHAPE, Options("random", 1, max_instructions=OPTIONS.max_instructions))
-
-
 def test_all_fences_of_barrier_initialisation() -> None:
     compiled = compiled_gemm((128, 128), (1, 1)).patched("fence.mbarrier_init.release.cluster;", "", 3)
     with pytest.raises(HazardError, match="used before its initialisation is known"):
