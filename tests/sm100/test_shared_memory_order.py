@@ -341,3 +341,12 @@ def test_shared_memory_of_a_cta_that_may_not_have_begun(options: Options) -> Non
     join = "barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;"
     check(f"{store}\n{end}", end, options, "before it is known to have begun", 2)
     check(f"{join}\n{store}\n{end}", f"{join}\n{end}", options, None, 2)
+
+
+def test_an_mbarrier_must_not_run_ahead_of_who_waits(options: Options) -> None:
+    """Three phases are over when warp 1 comes to wait for the first: by parity it might be the third."""
+    arrive = "mbarrier.arrive.shared.b64 _, [%r2+520];\n" * 3
+    wait = WAIT("%r2+520", 0)
+    release, volatile = "st.release.cta.shared.b32 [%r2+256], 1;", "st.volatile.shared.b32 [%r2+256], 1;"
+    check(f"{arrive}{release}", f"{FLAG_LOOP('acquire.cta')}\n{wait}", options, None)
+    check(f"{arrive}{volatile}", f"{FLAG_LOOP('volatile')}\n{wait}", options, "neither waited for nor known")

@@ -36,9 +36,9 @@ Modelled
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
       it leaves out);
     * errors: accesses outside the declared buffers or of unallocated tensor memory, misalignment, writes to inputs,
-      reads of shared or tensor memory never written, over-arrived barriers, shared and tensor memory beyond
-      capacity, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor memory not released,
-      copies under way at exit, and deadlocks with a report of who waits for what.
+      reads of shared or tensor memory never written, over-arrived barriers, mbarriers that run ahead of a waiter, too
+      much shared or tensor memory, tcgen05.ld of an accumulator still being written (in the delayed modes), tensor
+      memory not released, copies under way at exit, and deadlocks with a report of who waits for what.
 
 Not modelled, refused
     Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync; sparsity;

@@ -5,8 +5,10 @@ Besides counting, each carries what those who arrive know to those who wait (``o
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from tests.sm100.emulator.actors import WarpActor
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
 
@@ -28,7 +30,11 @@ class MemoryBarrier:
     transactions: int = 0
     phase: int = 0
     completed: int = 0
-    """Phases completed so far: progress, for the deadlock check."""
+    """Phases completed so far."""
+    told: deque[Clock] = field(default_factory=lambda: deque(maxlen=3))
+    """What the last completed phases handed on."""
+    seen: dict[int, int] = field(default_factory=dict)
+    """By actor: the last phase that it has waited for, numbered from 0."""
 
     @classmethod
     def create(cls, count: int, agents: Agents, created: int) -> MemoryBarrier:
@@ -81,12 +87,28 @@ class MemoryBarrier:
         """Whether the phase of that parity is over (``try_wait.parity``)."""
         return self.phase != parity & 1
 
+    def wait(self, waiter: WarpActor, relaxed: bool) -> None:
+        """A wait has found its phase to be over.
+
+        Raises:
+            HazardError: the phase two before went by unnoticed: nothing keeps the barrier from running ahead of this
+                waiter, who cannot tell phases of one parity apart.
+        """
+        last = self.completed - 1
+        if last >= 2 and self.seen.get(waiter.number, -1) < last - 2 and not waiter.clock.includes(self.told[0]):
+            raise HazardError(
+                f"wait for phase {last} of an mbarrier whose phase {last - 2} was neither waited for nor known"
+            )
+        self.seen[waiter.number] = last
+        waiter.acquire(self.handover.released, relaxed)
+
     def _check(self) -> None:
         if self.pending == 0 and self.transactions == 0:
             self.phase ^= 1
             self.pending = self.count
             self.completed += 1
             self.handover.complete()
+            self.told.append(self.handover.released)
 
     def __str__(self) -> str:
         return (

@@ -118,6 +118,10 @@ class Clock:
         copied.time = self.time
         return copied
 
+    def includes(self, other: Clock) -> bool:
+        """Whether all that has happened before there has happened before here."""
+        return bool((self.limits[ORDER] >= other.limits[ORDER]).all())
+
     def covers(self, epoch: int, *views: int) -> bool:
         """Whether the access is covered in one of the views."""
         return any(int(self.limits[view, epoch & AGENT_MASK]) >= epoch for view in views)

@@ -181,7 +181,7 @@ def build_wait(decoder: Decoder) -> Execute:
                 barrier = warp.cta.cluster.memory_barrier(key[0], warp.actor)
                 known[key] = barrier.is_complete(key[1]) if by_parity else barrier.has_left(key[1])
                 if known[key]:
-                    warp.actor.acquire(barrier.handover.released, relaxed)
+                    barrier.wait(warp.actor, relaxed)
                 else:
                     which = f"parity {key[1] & 1}" if by_parity else f"phase {key[1] >> STATE_PENDING_BITS}"
                     warp.spinning = f"mbarrier at offset {key[0] & 0xFFFFFF} to end {which}: {barrier}"
