@@ -45,6 +45,11 @@ def require_multiple(name: str, quantity: str, value: int, multiple: int) -> Non
         raise OperandValueError(f"{name}: expected {quantity} to be a positive multiple of {multiple}, found {value}")
 
 
+def require_power_of_two(name: str, quantity: str, value: int) -> None:
+    if value <= 0 or value & (value - 1):
+        raise OperandValueError(f"{name}: expected {quantity} to be a power of two, found {value}")
+
+
 def require_range(name: str, value: float, low: float, high: float) -> None:
     """NaN is outside every range."""
     if not low <= value <= high:
@@ -76,6 +81,19 @@ def require_aligned(name: str, tensor: Tensor) -> None:
         raise OperandValueError(
             f"{name}: expected an address that is a multiple of {ALIGNMENT} bytes, found {tensor.data_ptr():#x}"
         )
+
+
+def require_pages(name: str, pages: Tensor, page_bytes: int, page_size: int) -> None:
+    """A paged pool, uint8 [pages, at least ``page_bytes``], whose pages begin at multiples of 16 bytes."""
+    require_dimensions(name, pages, 2, "[pages, bytes of a page]")
+    require_dtype(name, pages, torch.uint8)
+    require_rows(name, pages)
+    if page_size <= 0 or pages.shape[1] < page_bytes or pages.stride(0) % ALIGNMENT:
+        raise OperandValueError(
+            f"{name}: expected pages of {page_size} entries, {page_bytes} bytes or more, a multiple of {ALIGNMENT}"
+            f" apart, found shape {tuple(pages.shape)}, strides {pages.stride()}"
+        )
+    require_aligned(name, pages)
 
 
 def require_same_device(reference: str, tensor: Tensor, **others: Tensor | None) -> None:

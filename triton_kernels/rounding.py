@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNFUSED = {"enable_fp_fusion": False}
+"""Launch option: a product is rounded before it is added to anything."""
+
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 """Largest finite bf16."""
 

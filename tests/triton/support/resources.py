@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -30,7 +31,12 @@ SHARED_LIMIT = 227 * 1024
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel. registers: per thread. stack, local: bytes per thread; ``local`` counts spills."""
+    """Of one compiled kernel.
+
+    Attributes:
+        registers: per thread. stack, local: bytes per thread, where registers are spilled. shared: bytes per block.
+        ptx: how often each PTX instruction occurs, by its full name: which roundings the compiler chose.
+    """
 
     kernel: str
     architecture: int
@@ -39,6 +45,16 @@ class Resources:
     stack: int
     local: int
     shared: int
+    ptx: dict[str, int]
+
+    def count(self, prefix: str) -> int:
+        """PTX instructions whose name begins with ``prefix``."""
+        return sum(number for name, number in self.ptx.items() if name.startswith(prefix))
+
+    def require_exact_arithmetic(self) -> None:
+        """No approximate reciprocal, division, root or trigonometric function."""
+        approximate = [name for name in self.ptx if ".approx" in name or name.startswith("div.full")]
+        assert not approximate, f"{self.kernel}: {approximate}"
 
     def require_no_spills(self) -> None:
         assert self.stack == 0 and self.local == 0, f"registers are spilled: {self}"
@@ -113,6 +129,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         stack=usage["STACK"],
         local=usage["LOCAL"],
         shared=kernel.metadata.shared,
+        ptx=dict(Counter(re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.[\w:]+)*)\s", kernel.asm["ptx"], re.M))),
     )
 
 
