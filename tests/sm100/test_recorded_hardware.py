@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, Options
 from tests.sm100.hardware.catalogue import catalogue
-from tests.sm100.hardware.record import Recording
+from tests.sm100.hardware.record import Recording, ulp_distance
 from tests.sm100.hardware.runners import compile_case, emulate
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -56,6 +57,17 @@ def test_the_same_source_compiled_for_sm_100a_gives_the_same(name: str) -> None:
 def test_nothing_else_is_recorded() -> None:
     expected = {label for case in catalogue().values() for label in case.results(case.outputs)}
     assert expected == RECORDED.digests.keys() | RECORDED.values.keys()
+
+
+def test_distances_in_units_in_the_last_place() -> None:
+    def distance(left: float, right: float) -> int:
+        return ulp_distance(*(np.array([0.0, value], np.float32).tobytes() for value in (left, right)))
+
+    assert distance(1.0, 1 + 2.0**-22) == 2
+    assert distance(-0.0, 0.0) == 0
+    assert distance(-(2.0**-149), 2.0**-148) == 3
+    assert distance(float("nan"), -float("nan")) == 0
+    assert distance(float("nan"), 1.0) > 2**31
 
 
 @pytest.mark.parametrize(
