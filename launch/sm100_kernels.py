@@ -27,7 +27,7 @@ class KernelFacts:
         mma_warp, load_warp: other PTX instructions that a stage takes of these warps. [emulated]
         busy: share of the main loop in which the tensor core multiplies or copies scales; operands come from L2, those
             of token tiles up to 64 from HBM. [modelled]
-        in_flight: TMA stages on their way, on average. [modelled]
+        in_flight: TMA stages of a CTA or pair on their way, on average. [modelled]
         handover: cycles between a tile's last MMA and the next tile's first. [modelled]
         drain: cycles of a tile's epilogue. [modelled]
     """

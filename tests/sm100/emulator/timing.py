@@ -79,6 +79,7 @@ class Timeline:
         drains: cycles of each accumulator's epilogue, from the end of its wait to the next wait; the slowest warp's.
         load_bytes: bytes that TMA brought into all its CTAs.
         stages: begin and end of each group of TMA loads with one barrier phase.
+        rings: CTAs that have barriers for such groups.
     """
 
     end: float
@@ -89,6 +90,7 @@ class Timeline:
     drains: tuple[float, ...]
     load_bytes: int
     stages: tuple[tuple[float, float], ...]
+    rings: int
 
     @property
     def occupancy(self) -> float:
@@ -102,12 +104,12 @@ class Timeline:
 
     @property
     def stages_in_flight(self) -> float:
-        """TMA stages under way, averaged over the time in which any is."""
+        """TMA stages of a ring under way, averaged over the time in which any is."""
         covered, until = 0.0, 0.0
         for begin, end in sorted(self.stages):
             covered += max(0.0, end - max(begin, until))
             until = max(until, end)
-        return sum(end - begin for begin, end in self.stages) / covered if covered else 0.0
+        return sum(end - begin for begin, end in self.stages) / covered / self.rings if covered else 0.0
 
 
 @dataclass
@@ -216,4 +218,5 @@ class ClusterTiming:
             drains=tuple(max(cycles) for cycles in zip(*drains, strict=False)),
             load_bytes=self.load_bytes,
             stages=tuple((begin, end) for begin, end in self._stages.values()),
+            rings=len({rank for (rank, _), _ in self._stages}),
         )
