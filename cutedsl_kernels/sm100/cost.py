@@ -16,8 +16,8 @@ from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 
 
-HANDOVER_CYCLES = 80.0
-"""From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
+HANDOVER_CYCLES = 190.0
+"""From the end of an MMA over a barrier to warps, two chunks out of tensor memory, back over a barrier to an MMA."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,9 @@ def epilogue_cycles(shape: KernelShape) -> float:
 def exposed_cycles(shape: KernelShape) -> float:
     """Between the last MMA of a tile and the first of the next where the two share columns of tensor memory.
 
-    The shared chunks are all read, and all but the last of them finished, before the columns are free.
+    The shared chunks are read, and only then worked on.
     """
-    if not shape.overlap:
-        return 0.0
-    return HANDOVER_CYCLES + (shape.release_after - 1) * epilogue_cycles(shape) / shape.chunks
+    return HANDOVER_CYCLES * shape.halves if shape.overlap else 0.0
 
 
 def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:

@@ -107,18 +107,15 @@ class DeviceEpilogue(Fixed):
         inside: Any,
     ) -> None:  # fmt: skip
         """Finish one chunk: ``values`` holds one register tensor per half."""
-        count = self.shape.chunk
-        rows = self._row_factors(chunk, 0)
-        for j in range(count):
-            scaled = [(values[half][j] * rows[j]) * alphas[half] for half in range(self.shape.halves)]
-            if self.epilogue.limit is not None:
-                values[0][j] = clamped_swiglu(scaled[0], scaled[1], self.epilogue.limit)
-            else:
-                values[0][j] = scaled[0]
+        shape = self.shape
+        for half in range(shape.halves):
+            multiply(values[half], self._row_factors(chunk, 0))
+            multiply(values[half], [alphas[half]] * shape.chunk)
+        if self.epilogue.limit is not None:
+            for j in range(shape.chunk):
+                values[0][j] = clamped_swiglu(values[0][j], values[1][j], self.epilogue.limit)
         if self.weights is not None:
-            weights = self._row_factors(chunk, 1)
-            for j in range(count):
-                values[0][j] = values[0][j] * weights[j]
+            multiply(values[0], self._row_factors(chunk, 1))
         self.store.put(values[0], slot, chunk, feature_tile, token_tile, token_group, inside)
 
     def finish(self) -> None:
@@ -131,6 +128,12 @@ class DeviceEpilogue(Fixed):
         pointer = self.row_factors.iterator + which * self.shape.token_tile + chunk * count
         cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(count)), registers)
         return registers
+
+
+def multiply(values: Any, factors: Any) -> None:
+    """``values[j] *= factors[j]`` in fp32, two at a time as SM100 can."""
+    for j in range(0, cute.size(values), 2):
+        values[j], values[j + 1] = cute.arch.mul_packed_f32x2((values[j], values[j + 1]), (factors[j], factors[j + 1]))
 
 
 def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:

@@ -492,26 +492,46 @@ class NvFp4Gemm:
             alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
             accumulators.wait_full(position)
             fence_after_wait()
-            column = buffer * shape.second_accumulator
-            for turn in cutlass.range(shape.chunks, unroll=1):
-                chunk = turn
-                if cutlass.const_expr(shape.overlap > 0):
-                    # The columns shared with the other buffer first: the last ones of the first buffer.
-                    chunk = cutlass.select_(buffer == 0, shape.chunks - 1 - turn, turn)
-                values = self._read_chunk(tensor_memory + column, chunk, thread)
-                if turn == shape.release_after - 1:
-                    fence_before_signal()
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        if cutlass.const_expr(shape.pair):
-                            cute.arch.mbarrier_arrive(accumulators.empty + position.index, rank - peer)
-                        else:
-                            cute.arch.mbarrier_arrive(accumulators.empty + position.index)
-                slot = turn % shape.output_stages
-                epilogue.chunk(values, alphas, slot, chunk, feature_tile, token_tile, token_group, inside)
+            accumulator = tensor_memory + buffer * shape.second_accumulator
+            where = feature_tile, token_tile, token_group, inside
+            # Two sets of registers: one chunk is on its way while the one before is worked on. Where the next tile
+            # waits for the first two chunks, because its accumulator shares their columns, both are read at once.
+            held = [self._registers() for _ in range(min(2, shape.chunks))]
+            self._read_chunk(accumulator, self._chunk_of(0, buffer), thread, held[0])
+            if cutlass.const_expr(shape.overlap > 0):
+                self._read_chunk(accumulator, self._chunk_of(1, buffer), thread, held[1])
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(shape.overlap > 0 or shape.chunks == 1):
+                self._release(accumulators, position, rank - peer)
+            if cutlass.const_expr(shape.chunks == 1):
+                epilogue.chunk(held[0], alphas, 0, 0, *where)
+            else:
+                for pair in cutlass.range(shape.chunks // 2, unroll=1):
+                    turn = pair * 2
+                    if cutlass.const_expr(shape.overlap == 0) or pair > 0:
+                        self._read_chunk(accumulator, self._chunk_of(turn + 1, buffer), thread, held[1])
+                    epilogue.chunk(held[0], alphas, 0, self._chunk_of(turn, buffer), *where)
+                    cute.arch.fence_view_async_tmem_load()
+                    if turn + 2 < shape.chunks:
+                        self._read_chunk(accumulator, self._chunk_of(turn + 2, buffer), thread, held[0])
+                    elif cutlass.const_expr(shape.overlap == 0):
+                        self._release(accumulators, position, rank - peer)
+                    epilogue.chunk(held[1], alphas, 1, self._chunk_of(turn + 1, buffer), *where)
+                    cute.arch.fence_view_async_tmem_load()
             position.advance()
             buffer = buffer ^ 1
             tile += step
+
+    @cute.jit
+    def _release(self, accumulators, position, leader):
+        """Let the tensor core have the accumulator buffer again: what it may overwrite is in registers."""
+        fence_before_signal()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.shape.pair):
+                cute.arch.mbarrier_arrive(accumulators.empty + position.index, leader)
+            else:
+                cute.arch.mbarrier_arrive(accumulators.empty + position.index)
 
     @cute.jit
     def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, thread, tile):
@@ -521,30 +541,44 @@ class NvFp4Gemm:
         alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
         accumulators.wait_full(accumulators.consumer())
         fence_after_wait()
+        values = self._registers()
         for chunk in cutlass.range(shape.chunks, unroll=1):
             if chunk % shape.split_k != reduction.rank:
-                reduction.send(self._read_chunk(tensor_memory, chunk, thread)[0], chunk)
+                self._read_chunk(tensor_memory, chunk, thread, values)
+                cute.arch.fence_view_async_tmem_load()
+                reduction.send(values[0], chunk)
         reduction.signal()
         reduction.wait()
         for owned in cutlass.range(shape.owned_chunks, unroll=1):
             chunk = owned * shape.split_k + reduction.rank
             if chunk < shape.chunks:
-                values = self._read_chunk(tensor_memory, chunk, thread)
+                self._read_chunk(tensor_memory, chunk, thread, values)
+                cute.arch.fence_view_async_tmem_load()
                 reduction.add(values[0], owned)
                 epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group, inside)
 
-    def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any) -> list[Any]:
-        """This thread's feature of a chunk of tokens, fp32 registers, one tensor for each half."""
+    def _chunk_of(self, turn: Any, buffer: Any) -> Any:
+        """Which chunk is worked on in turn: the columns shared with the other accumulator buffer come first."""
+        if not self.shape.overlap:
+            return turn
+        return cutlass.select_(buffer == 0, Int32(self.shape.chunks - 1 - turn), Int32(turn))
+
+    def _registers(self) -> list[cute.Tensor]:
+        """For a chunk of this thread's feature, one for each half."""
+        return [cute.make_rmem_tensor((self.shape.chunk,), Float32) for _ in range(self.shape.halves)]
+
+    def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any, registers: list[cute.Tensor]) -> None:
+        """Begin to load a chunk of this thread's feature."""
         shape = self.shape
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(shape.chunk)), Float32)
-        values = []
         for half in range(shape.halves):
             pointer = accumulator + half * shape.token_tile + chunk * shape.chunk
             source = cute.make_tensor(pointer, cute.make_layout((LANES, shape.chunk), stride=(1 << 16, 1)))
-            part = tcgen05.make_tmem_copy(atom, source).get_slice(thread)
+            copy = tcgen05.make_tmem_copy(atom, source)
+            part = copy.get_slice(thread)
             target = part.partition_D(cute.make_identity_tensor((LANES, shape.chunk)))
-            registers = cute.make_rmem_tensor(target.shape, Float32)
-            cute.copy(tcgen05.make_tmem_copy(atom, source), part.partition_S(source), registers)
-            values.append(registers)
-        cute.arch.fence_view_async_tmem_load()
-        return values
+            cute.copy(
+                copy,
+                part.partition_S(source),
+                cute.make_tensor(registers[half].iterator, cute.make_layout(target.shape)),
+            )

@@ -159,11 +159,6 @@ class KernelShape:
         needed = self.scales_column + self.weight_scale_columns + self.token_scale_columns
         return max(32, 1 << (needed - 1).bit_length())
 
-    @property
-    def release_after(self) -> int:
-        """Chunks after which the epilogue lets the next tile's MMAs start (all of them without overlap)."""
-        return -(-self.overlap // self.chunk) if self.overlap else self.chunks
-
     # Shared memory, in bytes.
 
     @property
