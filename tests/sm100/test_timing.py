@@ -12,7 +12,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options, TimingModel
 from tests.sm100.emulator.timing import ClusterTiming
 from tests.sm100.emulator.timing_issue import wavefronts
-from tests.sm100.support import products
+from tests.sm100.support import entries
 from tests.sm100.support.snippets import launch
 from tests.sm100.support.timed_products import timeline
 
@@ -128,7 +128,7 @@ def test_more_latency_or_fewer_stages_lower_occupancy(monkeypatch: pytest.Monkey
     found = [timeline(SQUARE, 128, 4096, 128, replace(MODEL, load_latency=one)).occupancy for one in latencies]
     assert found[0] >= found[1] > found[2]
     monkeypatch.setattr(shape_module, "MAX_STAGES", 2)
-    monkeypatch.setattr(products, "_COMPILED", {})
+    monkeypatch.setattr(entries, "_COMPILED", {})
     fewer = timeline(SQUARE, 128, 4096, 128, replace(MODEL, load_latency=latencies[1]))
     assert fewer.occupancy < 0.5 * found[1]
     assert fewer.stages_in_flight <= 2
