@@ -13,6 +13,9 @@ import triton.language as tl
 UNFUSED = {"enable_fp_fusion": False}
 """Launch option: a product is rounded before it is added to anything."""
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter."""
+
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 """Largest finite bf16."""
 
@@ -33,9 +36,11 @@ def round_to_bf16(x):
 
 @triton.jit
 def round_for(x, pointer):
-    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32."""
+    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32; by the hardware's own cast where there is any."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        return round_to_bf16(x).to(tl.bfloat16)
+        if INTERPRETED:
+            x = round_to_bf16(x)
+        return x.to(tl.bfloat16)
     else:
         return x
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +25,13 @@ def cases() -> Iterator[Case]:
             copied = x.new_empty(tokens, STREAMS, width)
             yield Case(
                 f"expand_streams/{model}/{tokens}x{width}",
-                lambda x=x, copied=copied: streams.expand_streams(x, STREAMS, out=copied),
+                partial(streams.expand_streams, x, STREAMS, out=copied),
                 bytes=x.nbytes + copied.nbytes,
-                peers={"torch": lambda x=x, copied=copied: copied.copy_(x.unsqueeze(1).expand_as(copied))},
+                peers={"torch": partial(copied.copy_, x.unsqueeze(1).expand_as(copied))},
             )
             yield Case(
                 f"rms_norm/{model}/{tokens}x{width}",
-                lambda x=x, weight=weight, out=out: streams.rms_norm(x, weight, 1e-6, out=out),
+                partial(streams.rms_norm, x, weight, 1e-6, out=out),
                 bytes=2 * x.nbytes,
-                peers={"torch": lambda x=x, weight=weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6)},
+                peers={"torch": partial(F.rms_norm, x, x.shape[-1:], weight, 1e-6)},
             )

@@ -1,0 +1,67 @@
+"""Hyper-connections between two sublayers, at the shapes of Flash and Pro."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from nvfp4_sgl.triton_kernels import hyper_connection as hc
+
+from . import Case
+
+WIDTHS = {"flash": 4096, "pro": 7168}
+TOKENS = (1, 8, 64, 256, 8192)
+EPS = 1e-6
+
+
+def _site(d: int, rows: int) -> hc.Site:
+    return hc.Site(
+        fn=torch.randn(rows, 4 * d, device="cuda") * (4 * d) ** -0.5,
+        base=torch.randn(rows, device="cuda"),
+        scale=torch.rand(3 if rows == hc.SITE_ROWS else 1, device="cuda"),
+        hc_eps=EPS,
+        norm_eps=EPS,
+        norm=torch.ones(d, device="cuda", dtype=torch.bfloat16),
+        iterations=20,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """The copy that is the peer moves as many bytes as the op's floor, without ``fn``."""
+    for model, d in WIDTHS.items():
+        site, head = _site(d, hc.SITE_ROWS), _site(d, hc.STREAMS)
+        for tokens in TOKENS:
+            streams = torch.randn(tokens, 4, d, device="cuda", dtype=torch.bfloat16)
+            output = torch.randn_like(streams[:, 0])
+            state = hc.SiteState.allocate(tokens, d, "cuda")
+            hc.hyper_connection_pre(site, streams, state)
+            post, comb = state.post.clone(), state.comb.clone()
+            moved = 2 * streams.nbytes + 2 * output.nbytes
+            source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
+            shape = f"{model}/{tokens}x{d}"
+            yield Case(
+                f"hyper_connection_next/{shape}",
+                partial(hc.hyper_connection_next, site, output, streams, state),
+                bytes=moved + site.fn.nbytes,
+                flops=2 * site.fn.numel() * tokens,
+                peers={"copy": partial(torch.empty_like(source).copy_, source)},
+            )
+            yield Case(
+                f"hyper_connection_pre/{shape}",
+                partial(hc.hyper_connection_pre, site, streams, state),
+                bytes=streams.nbytes + output.nbytes + site.fn.nbytes,
+                flops=2 * site.fn.numel() * tokens,
+            )
+            yield Case(
+                f"hyper_connection_head/{shape}",
+                partial(hc.hyper_connection_pre, head, streams, state),
+                bytes=streams.nbytes + output.nbytes + head.fn.nbytes,
+                flops=2 * head.fn.numel() * tokens,
+            )
+            yield Case(
+                f"hyper_connection_post/{shape}",
+                partial(hc.hyper_connection_post, output, streams, post, comb, out=torch.empty_like(streams)),
+                bytes=2 * streams.nbytes + output.nbytes,
+            )

@@ -1,0 +1,253 @@
+"""Hyper-connections against the plain torch reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.ops import hyper_connection as reference
+from nvfp4_sgl.ops.norm import rms_norm
+from nvfp4_sgl.triton_kernels import hyper_connection as kernels
+from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.hyper_connection import Site, SiteState
+from tests.triton.support.resources import resources
+
+EPS = 1e-6
+BF16 = 2.0**-8
+"""Unit roundoff."""
+
+
+def make_site(
+    d: int, device: str, *, head: bool = False, normed: bool = True, spread: float = 1.0, iterations: int = 3
+) -> Site:
+    """Coefficients as they come: products of unit size, ``spread`` times that before sigmoid and softmax."""
+    rows = 4 if head else 24
+    return Site(
+        fn=(torch.randn(rows, 4 * d) * (4 * d) ** -0.5).to(device),
+        base=torch.randn(rows).to(device),
+        scale=(spread * (0.5 + torch.rand(1 if head else 3))).to(device),
+        hc_eps=EPS,
+        norm_eps=EPS,
+        norm=(1 + 0.1 * torch.randn(d)).bfloat16().to(device) if normed else None,
+        iterations=0 if head else iterations,
+    )
+
+
+def make_streams(tokens: int, d: int, device: str) -> Tensor:
+    """Rows of very different size, a few outliers in each."""
+    x = torch.randn(tokens, 4, d) * torch.logspace(-3, 3, tokens).view(-1, 1, 1)
+    x[:, :, :: max(d // 5, 1)] *= 50
+    return x.bfloat16().to(device)
+
+
+def poisoned_state(tokens: int, d: int, device: str) -> SiteState:
+    state = SiteState.allocate(tokens, d, device)
+    for tensor in (state.x, state.post, state.comb, state.workspace):
+        tensor.fill_(float("nan"))
+    return state
+
+
+def expected_entry(site: Site, streams: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Collapsed row in the exact arithmetic of fp64, rounded; post; comb."""
+    exact = {name: getattr(site, name).double() for name in ("fn", "base", "scale")}
+    flat = streams.double().flatten(1)
+    mix = flat @ exact["fn"].t() * (flat.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    pre = torch.sigmoid(mix[:, :4] * exact["scale"][0] + exact["base"][:4]) + EPS
+    collapsed = torch.einsum("tk,tkd->td", pre, streams.double())
+    if site.is_head:
+        return collapsed, None, None
+    post = 2 * torch.sigmoid(mix[:, 4:8] * exact["scale"][1] + exact["base"][4:8])
+    logits = (mix[:, 8:] * exact["scale"][2] + exact["base"][8:]).view(-1, 4, 4)
+    return collapsed, post, reference.sinkhorn(logits, site.iterations, EPS)
+
+
+def check_entry(site: Site, streams: Tensor, state: SiteState) -> None:
+    collapsed, post, comb = expected_entry(site, streams)
+    if site.norm is not None:
+        # Two roundings: of the collapsed row, which the norm turns into a relative error, and of the result.
+        scale = (collapsed.square().mean(-1, keepdim=True) + EPS).rsqrt() * site.norm.double()
+        collapsed, allowed = collapsed * scale, 2.2 * BF16
+    else:
+        allowed = 1.01 * BF16
+    size = streams.double().abs().sum(1)
+    if site.norm is not None:
+        size = size * scale.abs()
+    error = (state.x.double() - collapsed).abs()
+    assert bool((error <= collapsed.abs() * allowed + size * 1e-5).all())
+    if post is not None and comb is not None:
+        torch.testing.assert_close(state.post.double(), post, rtol=0, atol=1e-5)
+        torch.testing.assert_close(state.comb.double(), comb, rtol=0, atol=1e-5)
+
+
+SHAPES = [
+    (1, 64),
+    (3, 200),
+    (17, 40),
+    pytest.param(1, 7168, marks=pytest.mark.gpu),
+    pytest.param(256, 4096, marks=pytest.mark.gpu),
+    pytest.param(2049, 4096, marks=pytest.mark.gpu),
+    pytest.param(8192, 7168, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("tokens", "d"), SHAPES)
+def test_pre(tokens: int, d: int, normed: bool, head: bool, device: str) -> None:
+    torch.manual_seed(tokens)
+    site, streams = make_site(d, device, head=head, normed=normed), make_streams(tokens, d, device)
+    state = poisoned_state(tokens, d, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    check_entry(site, streams, state)
+    if head:
+        assert state.post.isnan().all() and state.comb.isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "d"), [(70, 72)])
+def test_pre_of_many_tokens(tokens: int, d: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for more tokens than the interpreter could do."""
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 20)
+    site, streams = make_site(d, device), make_streams(tokens, d, device)
+    state = poisoned_state(tokens, d, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    check_entry(site, streams, state)
+
+
+def test_pre_agrees_with_the_op(device: str) -> None:
+    site, streams = make_site(64, device, iterations=20), make_streams(5, 64, device)
+    state = poisoned_state(5, 64, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    collapsed, post, comb = reference.hyper_connection_pre(
+        streams.cpu(), site.fn.cpu(), site.base.cpu(), site.scale.cpu(), iterations=20, hc_eps=EPS, norm_eps=EPS
+    )
+    torch.testing.assert_close(state.x.cpu(), rms_norm(collapsed, site.norm.cpu(), EPS), rtol=2 * BF16, atol=1e-6)
+    torch.testing.assert_close((state.post.cpu(), state.comb.cpu()), (post, comb), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e12])
+def test_streams_of_any_size(size: float, device: str) -> None:
+    """All zeros and what would overflow in bf16 when squared stay finite."""
+    site, streams = make_site(64, device), make_streams(2, 64, device).mul_(size)
+    state = poisoned_state(2, 64, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    check_entry(site, streams, state)
+    assert state.x.isfinite().all()
+
+
+def test_sinkhorn_far_from_uniform(device: str) -> None:
+    """Logits so far apart that most entries of the softmax are nothing but ``hc_eps``."""
+    site, streams = make_site(64, device, spread=40.0, iterations=20), make_streams(6, 64, device)
+    state = poisoned_state(6, 64, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    _, _, comb = expected_entry(site, streams)
+    assert comb is not None and comb.min() < 1e-4
+    # Logits of size 100 carry an error of their own.
+    torch.testing.assert_close(state.comb.double(), comb, rtol=0, atol=1e-3)
+    torch.testing.assert_close(state.comb.sum(1), torch.ones(6, 4, device=device), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "d"), SHAPES)
+def test_post(tokens: int, d: int, output_dtype: torch.dtype, device: str) -> None:
+    streams, output = make_streams(tokens, d, device), torch.randn(tokens, d).to(device, output_dtype)
+    post, comb = torch.rand(tokens, 4).to(device) * 2, torch.rand(tokens, 4, 4).to(device)
+    out = torch.full_like(streams, float("nan"))
+    kernels.hyper_connection_post(output, streams, post, comb, out=out)
+    check_post(out, output, streams, post, comb)
+    in_place = streams.clone()
+    kernels.hyper_connection_post(output, in_place, post, comb, out=in_place)
+    assert torch.equal(in_place, out)
+
+
+def exact_post(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return post.unsqueeze(2) * output.unsqueeze(1) + torch.einsum("tjk,tjd->tkd", comb, streams)
+
+
+def check_post(out: Tensor, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:
+    arguments = [tensor.double() for tensor in (output, streams, post, comb)]
+    exact = exact_post(*arguments)
+    size = exact_post(*(tensor.abs() for tensor in arguments))
+    assert bool(((out.double() - exact).abs() <= exact.abs() * BF16 + size * 2.0**-21).all())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize(("tokens", "d"), SHAPES)
+def test_next_is_post_and_pre(tokens: int, d: int, head: bool, in_place: bool, device: str) -> None:
+    torch.manual_seed(tokens)
+    first, second = make_site(d, device), make_site(d, device, head=head)
+    streams, output = make_streams(tokens, d, device), torch.randn(tokens, d).to(device, torch.bfloat16)
+    state = poisoned_state(tokens, d, device)
+    kernels.hyper_connection_pre(first, streams, state)
+    post, comb, before = state.post.clone(), state.comb.clone(), streams.clone()
+    out = streams if in_place else torch.full_like(streams, float("nan"))
+    kernels.hyper_connection_next(second, output, streams, state, out=out)
+    check_post(out, output, before, post, comb)
+    check_entry(second, out, state)
+    if not in_place:
+        assert torch.equal(streams, before)
+
+
+def test_a_state_for_more_tokens_serves_fewer(device: str) -> None:
+    site = make_site(64, device)
+    large = poisoned_state(18, 64, device)
+    for tokens in (18, 16, 1, 0):
+        streams = make_streams(tokens, 64, device)
+        state = large.first(tokens)
+        kernels.hyper_connection_pre(site, streams, state)
+        check_entry(site, streams, state)
+
+
+@pytest.mark.parametrize("d", [64, 4096, 7168])
+def test_workspace_for_more_tokens_is_enough_for_fewer(d: int) -> None:
+    sizes = (*range(1, 600), 2048, 2049, 8192, 65536)
+    used = [kernels._splits(tokens, d)[0] * tokens * 32 + tokens * (32 + 4) for tokens in sizes]
+    given = [kernels.workspace_size(tokens) for tokens in sizes]
+    assert all(needed <= room for needed, room in zip(used, given, strict=True))
+    assert given == sorted(given)
+
+
+def test_same_input_same_bits(device: str) -> None:
+    site, streams = make_site(96, device), make_streams(9, 96, device)
+    states = [poisoned_state(9, 96, device) for _ in range(2)]
+    for state in states:
+        kernels.hyper_connection_pre(site, streams, state)
+    assert torch.equal(states[0].x, states[1].x) and torch.equal(states[0].comb, states[1].comb)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda site, state: (replace(site, fn=site.fn[:23]), state),
+        lambda site, state: (replace(site, fn=site.fn.double()), state),
+        lambda site, state: (replace(site, scale=site.scale[:1]), state),
+        lambda site, state: (replace(site, norm=site.norm[1:]), state),
+        lambda site, state: (replace(site, iterations=0), state),
+        lambda site, state: (site, replace(state, workspace=state.workspace[:-1])),
+        lambda site, state: (site, replace(state, x=state.x.float())),
+        lambda site, state: (site, state.first(2)),
+    ],
+)
+def test_what_no_kernel_takes_is_refused(damage, device: str) -> None:
+    site, state = damage(make_site(64, device), SiteState.allocate(3, 64, device))
+    with pytest.raises(KernelError, match="hyper_connection_pre: "):
+        kernels.hyper_connection_pre(site, make_streams(3, 64, device), state)
+
+
+def launches() -> None:
+    for tokens, d in ((1, 7168), (8192, 7168)):
+        site = make_site(64, "cpu")
+        site = replace(site, fn=torch.empty(24, 4 * d), norm=torch.empty(d, dtype=torch.bfloat16))
+        site = replace(site, **{name: getattr(site, name).to("meta") for name in ("fn", "base", "scale", "norm")})
+        state = SiteState.allocate(tokens, d, "meta")
+        streams = torch.empty(tokens, 4, d, dtype=torch.bfloat16, device="meta")
+        kernels.hyper_connection_next(site, state.x, streams, state)
+    kernels.hyper_connection_post(state.x, streams, state.post, state.comb)
+
+
+def test_nothing_spills() -> None:
+    for usage in resources(__name__):
+        usage.require_no_spills()
