@@ -36,7 +36,7 @@ def round_to_bf16(x):
 
 @triton.jit
 def round_for(x, pointer):
-    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32; by the hardware's own cast where there is any."""
+    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32; the hardware casts where there is any."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if INTERPRETED:
             x = round_to_bf16(x)
