@@ -31,6 +31,14 @@ UNMEASURED = (
     " memory. Emulated: instructions. All times are modelled."
 )
 
+LEGEND = """\
+kernel: token tile, CTA pairs of a cluster (along features x along tokens), CTAs that split K, output. in flight: TMA
+stages of a ring on their way. MMA/stage, cp: tcgen05.mma and tcgen05.cp of 256 of K; MMA warp, TMA warp: other PTX
+instructions that these warps spend on it. busy: the tensor core in a main loop of K = 2048 (narrow tiles: operands from
+HBM). handover: cycles between two tiles in the tensor core. drain: cycles of a tile's epilogue. tail: SM time without a
+tile. HBM/least, TMA/least: bytes over those of codes, block scales and outputs, each once. floor: 8 TB/s or 9 PFLOP/s,
+whichever takes longer. modelled us: cutedsl_kernels/sm100/cost.py."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_sm100", description=(__doc__ or "").splitlines()[0])
@@ -48,11 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n")
     facts = {} if args.quick else describe(list(dict.fromkeys(case.key for case in chosen)))
     rows = [row(case, measure(case, device, CudaTimer()) if device else None) for case in chosen]
+    print(LEGEND + "\n")
     if facts:
         print(table([kernel_row(key, found) for key, found in facts.items()]) + "\n")
     for model in args.models:
         for ranks in args.ranks:
-            print(f"{model}, TP {ranks}")
+            print(f"## {model}, TP {ranks}\n")
             here = [one for one in rows if (one["model"], one["ranks"]) == (model, ranks)]
             print(table([{key: value for key, value in one.items() if key not in ("model", "ranks")} for one in here]))
             print()
