@@ -1,0 +1,83 @@
+"""Quantisation to NVFP4, alone and fused, at the shapes of Flash and Pro. Peer: the reference recipe in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
+from nvfp4_sgl.triton_kernels.nvfp4 import block_scale_bytes
+from nvfp4_sgl.triton_kernels.quantize import inverse_rope_quantize, quantize, rms_norm_quantize, swiglu_quantize
+
+from . import Case
+
+TOKENS = (1, 8, 64, 256, 8192)
+EPS, LIMIT = 1e-6, 10.0
+EXPERTS_PER_TOKEN = 6
+
+
+def cases() -> Iterator[Case]:
+    for model, hidden, query_rank, inner, heads, groups in (
+        ("flash", 4096, 1024, 2048, 64, 8),
+        ("pro", 7168, 1536, 3072, 128, 16),
+    ):
+        for tokens in TOKENS:
+            for width in (query_rank, hidden, groups * 1024):
+                yield _plain(f"quantize/{model}/{tokens}x{width}", tokens, width)
+            yield _gathered(f"quantize gathered/{model}/{tokens}x{hidden}", tokens, hidden)
+            yield _norm(f"rms_norm_quantize/{model}/{tokens}x{hidden}", tokens, hidden)
+            yield _swiglu(f"swiglu_quantize/{model}/{tokens}x{inner}", tokens, inner)
+            yield _inverse_rope(f"inverse_rope_quantize/{model}/{tokens}x{heads}x512", tokens, heads, groups)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _outputs(rows: int, k: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    leading = (rows,) if groups == 1 else (rows, groups)
+    codes = torch.empty(*leading, k // 2, device="cuda", dtype=torch.uint8)
+    scales = torch.zeros(block_scale_bytes(rows, k * groups), device="cuda", dtype=torch.uint8)
+    return codes, scales, torch.empty(leading, device="cuda")
+
+
+def _written(rows: int, k: int) -> int:
+    """Bytes of codes, block scales and row scales."""
+    return rows * (k // 2 + k // 16 + 4)
+
+
+def _plain(name: str, rows: int, k: int) -> Case:
+    x, outputs = _random(rows, k), _outputs(rows, k)
+    peers = {"torch": partial(quantize_rows, x)}
+    return Case(name, partial(quantize, x, *outputs), x.nbytes + _written(rows, k), peers=peers)
+
+
+def _gathered(name: str, tokens: int, k: int) -> Case:
+    """Each token once for each of its experts, experts' rows padded to tiles: a row of padding for each real one."""
+    x, rows = _random(tokens, k), 2 * EXPERTS_PER_TOKEN * tokens
+    source = torch.arange(rows, device="cuda", dtype=torch.int32) // (2 * EXPERTS_PER_TOKEN)
+    source[1::2] = -1
+    run = partial(quantize, x, *_outputs(rows, k), source_row=source)
+    return Case(name, run, x.nbytes + source.nbytes + _written(rows // 2, k))
+
+
+def _norm(name: str, rows: int, k: int) -> Case:
+    x, normed = _random(rows, k), _random(rows, k)
+    run = partial(rms_norm_quantize, x, _random(k), EPS, *_outputs(rows, k), normed=normed)
+    return Case(name, run, x.nbytes + normed.nbytes + _written(rows, k))
+
+
+def _swiglu(name: str, rows: int, k: int) -> Case:
+    gate_up = _random(rows, 2 * k)
+    codes, scales, _ = _outputs(rows, k)
+    run = partial(swiglu_quantize, gate_up, LIMIT, codes, scales, swiglu_row_scale(LIMIT))
+    return Case(name, run, gate_up.nbytes + _written(rows, k))
+
+
+def _inverse_rope(name: str, rows: int, heads: int, groups: int) -> Case:
+    x, turns, k = _random(rows, heads, 512), torch.randn(rows, 64, device="cuda"), heads * 512 // groups
+    run = partial(inverse_rope_quantize, x, turns, *_outputs(rows, k, groups))
+    return Case(name, run, x.nbytes + turns.nbytes + groups * _written(rows, k))
