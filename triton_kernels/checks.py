@@ -76,6 +76,16 @@ def require_rows(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_strides(name: str, tensor: Tensor, alignment: int) -> None:
+    """The address and every stride but the last a multiple of ``alignment`` bytes."""
+    steps = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
+    if any(step % alignment for step in steps):
+        raise OperandValueError(
+            f"{name}: expected an address and strides that are multiples of {alignment} bytes, found"
+            f" {tensor.data_ptr():#x} and strides {tensor.stride()}"
+        )
+
+
 def require_aligned(name: str, tensor: Tensor) -> None:
     if tensor.data_ptr() % ALIGNMENT:
         raise OperandValueError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import decode_e4m3, encode_e2m1, encode_e4m3, finite
+from .rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1, encode_e4m3, finite
 
 BLOCK = 16
 ATOM_ROWS = 128
@@ -60,18 +60,26 @@ def split_pairs(row, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def quantize_blocks(even, odd, g):
-    """Codes and scales of blocks, given the row's scale.
+def block_maxima(even, odd):
+    """Largest magnitude of each block as the bits of fp32, int32 [blocks]. In this order NaN is above infinity."""
+    even_bits = even.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    odd_bits = odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.maximum(even_bits, odd_bits), axis=1)
 
-    even, odd: fp32 [blocks, 8], without NaN and infinity (``finite``). g: fp32, one value.
-    Returns uint8 [blocks, 8], two codes a byte, and int32 [blocks], E4M3 codes of the scales.
+
+@triton.jit
+def quantize_blocks(even, odd, amax, g, BLOCKS: tl.constexpr):
+    """Codes and scales of blocks, given their maxima and the row's scale.
+
+    even, odd: fp32 [BLOCKS, 8], without NaN and infinity. amax: fp32 [BLOCKS]. g: fp32, one value.
+    Returns int32 [BLOCKS, 2], eight codes each, and int32 [BLOCKS], E4M3 codes of the scales.
     """
-    amax = tl.maximum(tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1))
     scale = encode_e4m3((amax * tl.div_rn(1.0, g)) * INVERSE_E2M1_MAX)
     step = tl.where(scale == 0, 1.0, decode_e4m3(scale) * g)
     inverse = tl.div_rn(1.0, step)[:, None]
-    packed = encode_e2m1(even * inverse) | (encode_e2m1(odd * inverse) << 4)
-    return tl.where((scale == 0)[:, None], 0, packed).to(tl.uint8), scale
+    pairs = encode_e2m1(even * inverse) | (encode_e2m1(odd * inverse) << 4)
+    words = tl.reshape(pairs << (tl.arange(0, 8) % 4 * 8)[None, :], (BLOCKS, 2, 4))
+    return tl.where((scale == 0)[:, None], 0, tl.sum(words, axis=2)), scale
 
 
 @triton.jit
@@ -93,20 +101,24 @@ def store_quantized_row(
     """Quantise a row, or a group of it, and store codes, block scales and row scale.
 
     even, odd: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. constant: the row scale if CONSTANT, which is then not
-    stored. codes_ptr, row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of ``matrix_blocks`` columns,
-    in which this is ``row`` (int64) from column ``first_block`` on.
+    stored. codes_ptr (uint8, a multiple of 4) and row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of
+    ``matrix_blocks`` columns, in which this is ``row`` (int64) from column ``first_block`` on.
     """
-    even, odd = finite(even), finite(odd)
+    maxima = block_maxima(even, odd)
+    row_maximum = tl.max(maxima, axis=0)
+    if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
+        even, odd = finite(even), finite(odd)
+        maxima = block_maxima(even, odd)
+        row_maximum = tl.max(maxima, axis=0)
     if CONSTANT:
         g = constant
     else:
-        amax = tl.max(tl.maximum(tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)), axis=0)
-        g = tl.maximum(amax, AMAX_FLOOR) * INVERSE_FULL_SCALE
+        g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
         tl.store(row_scale_ptr, g)
-    packed, scale = quantize_blocks(even, odd, g)
+    words, scale = quantize_blocks(even, odd, maxima.to(tl.float32, bitcast=True), g, BLOCKS)
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
-    bytes_ = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(codes_ptr + bytes_, packed, mask=inside[:, None])
+    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
     offset = block_scale_offset(row, first_block + block, matrix_blocks, TILE)
     tl.store(block_scales_ptr + offset, scale.to(tl.uint8), mask=inside)

@@ -31,6 +31,9 @@ from .rounding import UNFUSED, round_for, round_to_bf16
 K_MULTIPLE = 64
 """Of K: whole groups of four block scales."""
 
+CODES_ALIGNMENT = 4
+"""Bytes: codes are stored eight at a time."""
+
 CONSTANT_SCALE_MIN, CONSTANT_SCALE_MAX = 2.0**-117, 2.0**116
 """Within these no step of the recipe is subnormal and no value infinite."""
 
@@ -479,6 +482,7 @@ def _check_outputs(
     checks.require_dtype("codes", codes, torch.uint8)
     checks.require_shape("codes", codes, (*leading, k // 2), "[T, K/2]" if len(leading) == 1 else "[T, G, K/2]")
     checks.require_rows("codes", codes)
+    checks.require_strides("codes", codes, CODES_ALIGNMENT)
     checks.require_dtype("block_scales", block_scales, torch.uint8, torch.float8_e4m3fn)
     groups = leading[1] if len(leading) == 2 else 1
     expected = block_scale_bytes(leading[0], groups * k, token_tile)
@@ -498,5 +502,5 @@ def _check_outputs(
 
 
 def _warps(blocks: int) -> int:
-    """Warps for a row of so many blocks: 16 elements a thread, up to 16 warps."""
-    return max(1, min(16, blocks // 32))
+    """Warps for a row of so many blocks: 32 elements a thread, which spreads what a thread does once."""
+    return max(1, min(16, blocks // 64))

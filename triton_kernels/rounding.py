@@ -1,8 +1,8 @@
 """Conversions of fp32 to the narrow formats, on the bits: device functions shared by every kernel.
 
-Each equals ``nvfp4_sgl.numerics`` bit for bit. They are integer arithmetic because Triton's own casts are not the same
-everywhere: the interpreter truncates fp32 to bf16 and mangles fp32 to E4M3. Integer code also keeps what it is given
-rounded: an addition of a large constant, the usual way to round, could be fused with the product before it.
+Each equals ``nvfp4_sgl.numerics`` bit for bit. They do without Triton's casts, which are not the same everywhere: the
+interpreter truncates fp32 to bf16 and mangles fp32 to E4M3. Where a large constant is added to round, a minimum stands
+before the addition, so that it cannot be fused with a product of the caller's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
-"""Largest finite bf16."""
+BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
+"""Largest finite bf16, and its bits as fp32."""
 
 
 @triton.jit
@@ -48,15 +49,12 @@ def round_for(x, pointer):
 @triton.jit
 def encode_e4m3(x):
     """int32 E4M3 code (0..255) of fp32 ``x``, no NaN: nearest, ties to even, saturating at ±448; the sign is kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes count multiples of 2^-9. Shifted by 25, every significand rounds to zero.
-    significand = (magnitude & 0x7FFFFF) | 0x800000
-    shift = tl.minimum(tl.maximum(141 - (magnitude >> 23), 21), 25)
-    half = (shift * 0 + 1) << (shift - 1)
-    subnormal = (significand + half - 1 + ((significand >> shift) & 1)) >> shift
-    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2^-6
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = (bits + ((bits >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
+    # Below 2^-6 codes count multiples of 2^-9, the spacing of fp32 at 2^14.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
@@ -69,12 +67,13 @@ def decode_e4m3(code):
 @triton.jit
 def encode_e2m1(x):
     """int32 E2M1 code (0..15) of fp32 ``x``, no NaN: nearest, ties to the even code, saturating at ±6; sign kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)  # 6
-    large = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 252
-    # Below 1 the neighbours are 0, 0.5 and 1: up beyond 0.25 and from 0.75 on.
-    small = (magnitude > 0x3E800000).to(tl.int32) + (magnitude >= 0x3F400000).to(tl.int32)
-    return tl.where(magnitude < 0x3F800000, small, large) | ((bits >> 28) & 8)
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # From 1 on: round to one bit of mantissa, and count from code 2 = 1.0. The constants are one.
+    large = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
+    # Below 1 codes count halves, the spacing of fp32 at 2^22.
+    small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    return tl.where(magnitude < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit

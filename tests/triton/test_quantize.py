@@ -141,6 +141,24 @@ def every_product_on_a_tie() -> Iterator[torch.Tensor]:
         yield F.pad(blocks, (0, 0, 0, 2)).view(-1, 1024)
 
 
+def test_block_scales_next_to_ties(device: str):
+    """Where a division by 6 in place of the product, or one rounding in place of two, gives another scale."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    maxima = [6.0 * ties]
+    for direction in (-torch.inf, torch.inf):
+        near = maxima[0]
+        for _ in range(3):
+            near = torch.nextafter(near, torch.tensor(direction))
+            maxima.append(near)
+    maximum = F.pad(torch.cat(maxima), (0, -len(maxima) * len(ties) % 64))
+    x = F.pad(maximum[:, None], (0, 15)).view(-1, 1024)
+    out = Outputs.make(len(x), 1024, device)
+    quantize(moved(x, device), **out.constant(1.0))
+    assert bool(((maximum / 6).to(torch.float8_e4m3fn) != (maximum * (1 / 6)).to(torch.float8_e4m3fn)).any())
+    out.require(quantize_rows(x, 1.0), constant=True)
+
+
 def test_every_block_scale_and_every_tie(device: str):
     x = torch.cat(list(every_product_on_a_tie()))
     out = Outputs.make(len(x), 1024, device)
@@ -303,6 +321,7 @@ def test_refusals():
         ({"x": torch.zeros(4)}, "x: expected shape"),
         ({"codes": out.codes[:3]}, "codes: expected shape"),
         ({"codes": out.codes.int()}, "codes: expected dtype"),
+        ({"codes": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "multiples of 4 bytes"),
         ({"block_scales": out.block_scales[:-1]}, "block scales of token tile 128"),
         ({"token_tile": 48}, "token_tile: expected one of"),
         ({"row_scale": out.row_scale[:3]}, "row_scale: expected shape"),
