@@ -339,7 +339,7 @@ def swiglu_quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks),
+            num_warps=_warps(blocks, 16),
             **UNFUSED,
         )
 
@@ -446,7 +446,7 @@ def inverse_rope_quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks),
+            num_warps=_warps(blocks, 16),
             **UNFUSED,
         )
 
@@ -501,6 +501,6 @@ def _check_outputs(
     return codes, row_scale
 
 
-def _warps(blocks: int) -> int:
-    """Warps for a row of so many blocks: 32 elements a thread, which spreads what a thread does once."""
-    return max(1, min(16, blocks // 64))
+def _warps(blocks: int, elements: int = 32) -> int:
+    """Warps for a row of so many blocks. More elements a thread spread what it does once, but take registers."""
+    return max(1, min(16, blocks // (2 * elements)))
