@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import launcher, plan
 from .checks import (
+    TMA_ALIGNMENT,
     require_aligned,
     require_contiguous,
     require_device,
@@ -32,8 +33,10 @@ from .sm100.scale_layout import scale_bytes
 from .sm100.shape import MAX_EXPERTS, TOKEN_TILES, Output
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-QUANTIZED_FEATURES = 32
-"""NVFP4 outputs come in rows of whole 16 bytes."""
+STORED_WHOLE = "stores write whole 16 bytes, beyond a row's end too"
+"""Seen on an H200: a TMA store is not cut off at the tensor's last element, but at the next multiple of 16 bytes."""
+QUANTIZED_FEATURES = 2 * TMA_ALIGNMENT
+"""A row of NVFP4 output is whole 16 bytes."""
 
 
 def _check_tokens(op: str, tokens: Tensor, token_scales: Tensor, row_scale: Tensor, token_tile: int) -> int:
@@ -90,6 +93,8 @@ def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Ou
     require_dtype(f"{op}: out", out, *OUTPUTS)
     require_shape(f"{op}: out", out, shape, meaning)
     require_rows(f"{op}: out", out)
+    whole = TMA_ALIGNMENT // out.element_size()
+    require_multiple(f"{op}: out", "features", shape[-1], whole, STORED_WHOLE)
     return OUTPUTS[out.dtype]
 
 
@@ -255,7 +260,7 @@ def _check_expert_gate_up(
     if out_scales is None:
         return _check_out(op, out, (rows, features), "[rows, features]")
     require_dtype(f"{op}: out (with out_scales: NVFP4 codes)", out, torch.uint8)
-    require_multiple(f"{op}: weights", "features", features, QUANTIZED_FEATURES, "16 bytes of NVFP4 output")
+    require_multiple(f"{op}: weights", "features", features, QUANTIZED_FEATURES, STORED_WHOLE)
     require_shape(f"{op}: out", out, (rows, features // 2), "[rows, features/2]")
     require_rows(f"{op}: out", out)
     require_dtype(f"{op}: out_scales", out_scales, torch.float8_e4m3fn)

@@ -4,8 +4,8 @@ Each takes :class:`Rows` (quantised activations) and :class:`Weights`, writes in
 allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation if any, the row weight if any, and one
 rounding to the output type.
 
-Limits: K a multiple of 64; the address of every operand and every stride of codes and outputs a multiple of 16 bytes
-(so allocated bf16 outputs need features in multiples of 8, fp32 of 4, NVFP4 of 32); at most 512 experts.
+Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
+multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); at most 512 experts.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def plan_experts(features: int, k: int, experts: int, gated: bool, token_tile: i
     How many tokens they have is known to the device alone; whoever picked the tile picked it to fit.
     """
     chosen = choose_experts(features, k, token_tile * experts, experts, gated, output)
-    if layout_tile(chosen.token_tile) == layout_tile(token_tile) and token_tile % chosen.token_tile == 0:
+    if layout_tile(chosen.token_tile) == layout_tile(token_tile):
         return chosen
     return _with_tile(chosen, layout_tile(token_tile))
 

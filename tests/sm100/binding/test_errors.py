@@ -208,6 +208,14 @@ def test_there_are_at_most_512_experts() -> None:
         call("expert_down", **many, counts=many["offsets"], out=bf16(T, 8)["out"])
 
 
+@pytest.mark.parametrize(("dtype", "features", "multiple"), [(torch.bfloat16, 68, 8), (torch.float32, 70, 4)])
+def test_a_row_of_output_is_whole_16_bytes(dtype: torch.dtype, features: int, multiple: int) -> None:
+    """Also where rows are further apart: a store would write into the padding, or past the end."""
+    out = torch.zeros(T, 80, dtype=dtype)[:, :features]
+    with pytest.raises(OperandValueError, match=f"out: expected features to be a positive multiple of {multiple}"):
+        call("product", **weights(features, K, alpha=(features,)), out=out)
+
+
 def test_nvfp4_output_has_whole_rows_of_16_bytes() -> None:
     with pytest.raises(OperandValueError, match="features to be a positive multiple of 32 .*found 48"):
         call("expert_gate_up", **weights(E, 2, 48, K, alpha=(E, 2)), out=codes(T, 24))

@@ -45,15 +45,15 @@ def test_product_writes_into_the_same_buffer_again() -> None:
 
 
 def test_product_of_one_scale_in_fp32_into_a_wider_row() -> None:
-    """A weight with one global scale; an output with padding between rows, and features that nothing divides."""
+    """A weight with one global scale; an output with padding between rows, and features that no tile divides."""
     rows = RandomRows.make(20, 64, 32)
-    codes, block_scales, values = random_weights(131, 64)
-    out = torch.full((20, 136), 7.0)
+    codes, block_scales, values = random_weights(132, 64)
+    out = torch.full((20, 140), 7.0)
     weights = Weights.dense(codes, block_scales, torch.tensor(2.0**-9))
     with emulated_operations():
-        ops.product(rows.rows, weights, out=out[:, :131])
-    assert_allowed(out[:, :131], expected_product(rows.values(), values.values(0), rows.rows.scale, 2.0**-9))
-    assert (out[:, 131:] == 7.0).all()
+        ops.product(rows.rows, weights, out=out[:, :132])
+    assert_allowed(out[:, :132], expected_product(rows.values(), values.values(0), rows.rows.scale, 2.0**-9))
+    assert (out[:, 132:] == 7.0).all()
 
 
 def test_rows_quantised_for_a_wide_tile_meet_a_product_with_few() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
-from tests.sm100.emulator import Compiled, HazardError, Options, compile_for, emulated
+from tests.sm100.emulator import Compiled, HazardError, Options, emulated
+from tests.sm100.support.entries import compile_entry
 from tests.sm100.support.products import RandomOperand, poisoned, product, swizzle_rows
 from tests.support.numpy_nvfp4 import dequantize
 
@@ -27,7 +28,6 @@ def chain() -> tuple[tuple[Call, Compiled], tuple[Call, Compiled], RandomOperand
 
     The bytes of the first one's fp32 output are the second one's FP4 codes, and a column of it is its row scale.
     """
-    from cutlass.cute.runtime import make_fake_stream
 
     def call(shape: KernelShape, k: int, features: int, tokens: torch.Tensor, row_scale: torch.Tensor) -> Call:
         scales = RandomOperand.make(1, TOKENS, k, 3).scales[0]
@@ -43,16 +43,11 @@ def chain() -> tuple[tuple[Call, Compiled], tuple[Call, Compiled], RandomOperand
     first = call(FIRST, K, WIDTH, codes, torch.ones(TOKENS, 1))
     taken = first.out.view(torch.uint8).view(TOKENS, 1, 4 * WIDTH)
     second = call(SECOND, 8 * WIDTH, FEATURES, taken, first.out[:, :, 0])
-    compiled = [
-        compile_for("sm_100a", NvFp4Gemm(one.shape, Epilogue()), *one.arguments(1), make_fake_stream(), True)
-        for one in (first, second)
-    ]
+    compiled = [compile_entry(one.shape, Epilogue(), programmatic_launch=True) for one in (first, second)]
     return (first, compiled[0]), (second, compiled[1]), *made[1]
 
 
 def run(options: Options, second_compiled: Compiled) -> None:
-    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
-
     (first, first_compiled), (second, _), _, _ = chain()
     first.out.fill_(1.0)
     second.out.fill_(float("nan"))
@@ -62,7 +57,7 @@ def run(options: Options, second_compiled: Compiled) -> None:
     ]
     with emulated(options, reads=reads, writes=[first.out, second.out]) as emulator:
         for call, compiled in ((first, first_compiled), (second, second_compiled)):
-            emulator(compiled, *call.arguments(1), cuda.CUstream(0))
+            emulator(compiled, arguments_of(call, 1), 0)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
