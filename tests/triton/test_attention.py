@@ -1,0 +1,370 @@
+"""Sparse attention over paged keys: against the reference, against its own error bound, and at every edge of a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
+from nvfp4_sgl.numerics import kv_entry
+from nvfp4_sgl.ops.attention import sparse_attention as reference
+from nvfp4_sgl.triton_kernels.attention import (
+    HOPPER,
+    Entries,
+    Partials,
+    Tiling,
+    choose_splits,
+    new_partials,
+    sparse_attention,
+)
+from nvfp4_sgl.triton_kernels.checks import KernelError
+
+SCALE = 512**-0.5
+BOUND = 2**-7 * (1 + 2**-5)
+"""Of the error over Σ w_j |k_j|: weights and output are rounded to bf16 once each, 2^-8; the rest is fp32."""
+WINDOW_PAGE, CSA_PAGE, HCA_PAGE = 256, 64, 2
+
+
+def pool(rows: Tensor, slots: Tensor, count: int, page_size: int, *, packed: bool) -> tuple[Entries, RowStore]:
+    """A pool of ``count`` entries with ``rows`` at ``slots``; every other byte is 0xFF, which reads as NaN."""
+    pages = -(-count // page_size)
+    store: RowStore
+    if packed:
+        buffer = torch.full((pages, kv_entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
+        store = PackedKvRows(buffer, page_size)
+    else:
+        buffer = torch.full((pages, page_size * 512), float("nan"), dtype=torch.bfloat16)
+        store = ExactRows(buffer, 512)
+    store.write(slots, rows)
+    return Entries(buffer, page_size), store
+
+
+@dataclass
+class Problem:
+    """Arguments on the CPU, of the op (``entries``) and of the reference (``stores``)."""
+
+    q: Tensor
+    sink: Tensor
+    entries: list[Entries]
+    stores: list[RowStore]
+    slots: list[Tensor]
+
+    def run(self, device: str, **options: object) -> Tensor:
+        """The op; outputs poisoned first."""
+        window, *extra = [Entries(pages.to(device), size) for pages, size in self.entries]
+        window_slots, *extra_slots = [slots.to(device) for slots in self.slots]
+        q = self.q.to(device)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        out = torch.full_like(q, float("nan"))
+        pair = (extra[0], extra_slots[0]) if extra else (None, None)
+        result = sparse_attention(
+            q,
+            window,
+            window_slots,
+            self.sink.to(device),
+            SCALE,
+            *pair,
+            out=out,
+            **options,
+        )
+        assert result is out
+        return out.cpu()
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """fp64: the result, and Σ w_j |k_j|, by which its error is measured."""
+        out = torch.empty(self.q.shape, dtype=torch.float64)
+        size = torch.empty_like(out)
+        for token in range(self.q.shape[0]):
+            keys = torch.cat(
+                [torch.zeros(0, 512, dtype=torch.float64)]
+                + [
+                    store.read(slots[token][slots[token] >= 0]).double()
+                    for store, slots in zip(self.stores, self.slots, strict=True)
+                    if (slots[token] >= 0).any()
+                ]
+            )
+            logits = torch.cat((self.q[token].double() @ keys.T * SCALE, self.sink.double()[:, None]), dim=1)
+            weights = logits.softmax(-1)[:, :-1]
+            out[token], size[token] = weights @ keys, weights @ keys.abs()
+        return out, size
+
+
+def problem(
+    heads: int,
+    widths: list[int],
+    *,
+    tokens: int = 3,
+    packed: bool = True,
+    extra_page: int = CSA_PAGE,
+    holes: float = 0.1,
+    seed: int = 0,
+    index: torch.dtype = torch.int32,
+) -> Problem:
+    """Random lists of entries that lie anywhere, some shared between queries, some missing."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, heads, 512, generator=generator)
+    q[:, ::3] *= 4  # some heads attend sharply
+    entries, stores, lists = [], [], []
+    for width, page_size in zip(widths, (WINDOW_PAGE, extra_page), strict=False):
+        count = 2 * width + 5
+        used = torch.randperm(count, generator=generator)[: max(width + width // 2, 1)]
+        rows = torch.randn(used.numel(), 512, generator=generator)
+        rows[:, ::29] *= 20  # outliers
+        rows *= torch.exp2(torch.randint(-6, 3, (used.numel(), 8), generator=generator)).repeat_interleave(64, 1)
+        part, store = pool(rows, used, count, page_size, packed=packed)
+        choice = torch.stack([used[torch.randperm(used.numel(), generator=generator)[:width]] for _ in range(tokens)])
+        missing = torch.rand(choice.shape, generator=generator) < holes
+        entries.append(part)
+        stores.append(store)
+        lists.append(torch.where(missing, -1, choice).to(index))
+    sink = torch.randn(heads, generator=generator) * 2
+    return Problem(q.bfloat16(), sink, entries, stores, lists)
+
+
+def check(case: Problem, device: str, **options: object) -> Tensor:
+    out = case.run(device, **options)
+    exact, size = case.exact()
+    error = (out.double() - exact).abs()
+    assert (error <= BOUND * size + 1e-37).all(), float((error / size.clamp(min=1e-30)).max())
+    return out
+
+
+TRANSPOSED = Tiling(stages=2, transposed=True)
+
+
+@pytest.mark.parametrize("tiling", [HOPPER, TRANSPOSED], ids=["heads x 512", "512 x heads"])
+@pytest.mark.parametrize("heads", [8, 24, 64, 128])
+def test_heads(heads: int, tiling: Tiling, device: str) -> None:
+    check(problem(heads, [70, 20], tokens=1, seed=heads), device, tiling=tiling, splits=1)
+
+
+@pytest.mark.parametrize(("packed", "splits"), [(True, 1), (True, 3), (False, 2)])
+@pytest.mark.parametrize(
+    ("widths", "extra_page", "index"),
+    [([70], 1, torch.int64), ([70, 130], CSA_PAGE, torch.int32), ([40, 70], HCA_PAGE, torch.int64)],
+)
+def test_pools_and_splits(
+    widths: list[int], extra_page: int, index: torch.dtype, packed: bool, splits: int, device: str
+) -> None:
+    case = problem(20, widths, tokens=1, packed=packed, extra_page=extra_page, seed=splits, index=index)
+    check(case, device, splits=splits)
+
+
+def test_the_reference_agrees(device: str) -> None:
+    case = problem(8, [70, 30], tokens=3)
+    lists = [slots.long() for slots in case.slots]
+    whole = reference(case.q.float(), case.stores[0], lists[0], case.sink, SCALE, case.stores[1], lists[1])
+    exact, size = case.exact()
+    assert ((whole - exact).abs() <= 1e-4 * size).all()
+    assert ((check(case, device) - whole).abs() <= 1.02 * BOUND * size).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_query_that_sees_nothing_gives_zero(splits: int, device: str) -> None:
+    case = problem(8, [20, 70], tokens=2)
+    for slots in case.slots:
+        slots[1] = -1
+    assert (check(case, device, splits=splits)[1] == 0).all()
+    lengths = torch.zeros(2, dtype=torch.int32)
+    assert (case.run(device, window_lengths=lengths, extra_lengths=lengths, splits=splits) == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_single_entry(splits: int, device: str) -> None:
+    """At the edges of a tile, in either list."""
+    case = problem(8, [128, 65], tokens=5, holes=0.0)
+    window, extra = case.slots
+    for token, (slots, column) in enumerate([(window, 0), (window, 63), (window, 64), (extra, 0), (extra, 64)]):
+        kept = int(slots[token, column])
+        window[token], extra[token] = -1, -1
+        slots[token, column] = kept
+    check(case, device, splits=splits)
+
+
+def test_columns_beyond_the_length_do_not_count(device: str) -> None:
+    """Whatever they hold: slots of written entries, and of unwritten ones, which read as NaN."""
+    case = problem(8, [129, 129], tokens=5, holes=0.0)
+    lengths = [torch.tensor([1, 63, 65, 128, 129], dtype=torch.int32), torch.tensor([129, 128, 1, 64, 0])]
+    for slots, (pages, page_size), ends in zip(case.slots, case.entries, lengths, strict=True):
+        slots[:, -1] = torch.where(ends == 129, slots[:, -1], pages.shape[0] * page_size - 1)
+    out = case.run(device, window_lengths=lengths[0], extra_lengths=lengths[1], splits=1)
+    for slots, ends in zip(case.slots, lengths, strict=True):
+        slots[torch.arange(129) >= ends[:, None]] = -1
+    assert torch.equal(out, check(case, device, splits=1))
+
+
+@pytest.mark.parametrize("width", [1, 127, 128, 129])
+def test_window_edges(width: int, device: str) -> None:
+    check(problem(16, [width], tokens=1, holes=0.0, seed=width), device)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_sink_far_from_the_logits(splits: int, device: str) -> None:
+    case = problem(8, [70, 20], tokens=1)
+    case.sink += torch.tensor([-1e30, -300, -20, 0, 20, 60, 300, 1e30])
+    out = check(case, device, splits=splits)
+    assert (out[:, 6:] == 0).all() and (out[:, :6] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_large_logits(splits: int, device: str) -> None:
+    """One key takes all the weight, in whichever part it is."""
+    case = problem(8, [70, 70], tokens=1)
+    case.q *= 8
+    check(case, device, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_chunk_has_the_bits_of_the_whole_prompt(splits: int, device: str) -> None:
+    """Queries in another batch, with their entries in other pages: the same bits for the same splits."""
+    case = problem(8, [70, 30], tokens=3)
+    whole = case.run(device, splits=splits)
+    entries = [Entries(torch.cat((e.pages[:1], e.pages)), e.page_size) for e in case.entries]
+    lists = [torch.where(s < 0, s, s + e.page_size)[1:] for s, e in zip(case.slots, entries, strict=True)]
+    chunk = Problem(case.q[1:], case.sink, entries, case.stores, lists)
+    assert torch.equal(chunk.run(device, splits=splits), whole[1:])
+
+
+def test_padding_of_lists_changes_nothing(device: str) -> None:
+    case = problem(8, [70, 30], tokens=1)
+    whole = case.run(device, splits=1)
+    case.slots = [torch.nn.functional.pad(slots, (0, 100), value=-1) for slots in case.slots]
+    assert torch.equal(case.run(device, splits=1), whole)
+
+
+def test_strided_queries(device: str) -> None:
+    case = problem(12, [64], tokens=2)
+    whole = case.run(device)
+    case.q = torch.nn.functional.pad(case.q, (0, 64, 0, 4))[:, :12, :512]
+    assert torch.equal(case.run(device), whole)
+
+
+def test_given_partials_are_used(device: str) -> None:
+    case = problem(8, [70, 30], tokens=1)
+    partials = new_partials(case.q.to(device), 3)
+    assert partials is not None
+    for part in partials:
+        part.fill_(float("nan"))
+    out = case.run(device, splits=3, partials=partials)
+    assert torch.equal(out, case.run(device, splits=3))
+    assert not partials.stats.isnan().any()
+    assert new_partials(case.q, 1) is None
+
+
+def test_no_queries(device: str) -> None:
+    case = problem(8, [64], tokens=1)
+    empty = Problem(case.q[:0], case.sink, case.entries, case.stores, [case.slots[0][:0]])
+    assert empty.run(device).shape == (0, 8, 512)
+
+
+def test_splits_fill_the_chip() -> None:
+    def splits(queries: int, heads: int, *columns: int) -> int:
+        return choose_splits(queries, heads, columns, 132)
+
+    assert splits(8192, 64, 128, 512) == 1
+    assert splits(132, 64, 128, 512) == 1
+    assert splits(1, 64, 128) == 1  # two tiles are not worth a second kernel
+    assert splits(1, 64, 128, 512) == 10  # a tile each
+    assert 64 <= splits(1, 64, 128, 8192) <= 132
+    assert splits(64, 64, 128, 512) == splits(32, 128, 128, 512) == 2
+    assert splits(1, 8, 0) == 1
+    for queries in (1, 3, 8, 64, 100, 256):
+        assert 1 <= splits(queries, 128, 128, 1024) <= 18
+
+
+def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
+    case = problem(8, [64, 64], tokens=2)
+    entries, slots = case.entries, case.slots
+
+    def run(**changes: object) -> None:
+        arguments: dict[str, object] = {
+            "q": case.q,
+            "window": entries[0],
+            "window_slots": slots[0],
+            "sink": case.sink,
+            "scale": SCALE,
+            "extra": entries[1],
+            "extra_slots": slots[1],
+        } | changes
+        sparse_attention(**arguments)
+
+    wrong: list[dict[str, object]] = [
+        {"q": case.q.float()},
+        {"q": case.q[..., :256]},
+        {"sink": case.sink[:4]},
+        {"sink": case.sink.double()},
+        {"window": Entries(entries[0].pages[:, :-576], WINDOW_PAGE)},
+        {"window": Entries(entries[0].pages, 96)},
+        {"extra": Entries(torch.zeros(2, CSA_PAGE * 512, dtype=torch.bfloat16), CSA_PAGE)},
+        {"window_slots": slots[0].long()},
+        {"window_slots": slots[0].float()},
+        {"extra_slots": slots[1][:1]},
+        {"window_lengths": torch.ones(3, dtype=torch.int32)},
+        {"splits": 0},
+        {"splits": 2, "partials": new_partials(case.q, 3)},
+        {"splits": 1, "partials": Partials(torch.empty(0), torch.empty(0))},
+        {"out": torch.empty(2, 8, 512)},
+        {"out": torch.empty(2, 8, 1024, dtype=torch.bfloat16)[..., ::2]},
+    ]
+    for changes in wrong:
+        with pytest.raises(KernelError):
+            run(**changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize(("tokens", "extra"), [(1, 8192), (8, 1024), (64, 512), (300, 512)])
+def test_serving_sizes(heads: int, tokens: int, extra: int, device: str) -> None:
+    check(problem(heads, [128, extra], tokens=tokens, seed=tokens), device)
+
+
+@pytest.mark.gpu
+def test_a_pool_beyond_two_to_the_31_bytes(device: str) -> None:
+    case = problem(64, [128, 512], tokens=4)
+    window, extra = case.entries
+    near = case.run(device, splits=1)
+    pages = 2**32 // extra.pages.shape[1] + 1
+    big = torch.full((pages + extra.pages.shape[0], extra.pages.shape[1]), 0xFF, dtype=torch.uint8, device=device)
+    big[pages:] = extra.pages.to(device)
+    slots = torch.where(case.slots[1] < 0, -1, case.slots[1] + pages * extra.page_size)
+    far = Problem(case.q, case.sink, [window, Entries(big, extra.page_size)], case.stores, [case.slots[0], slots])
+    assert torch.equal(far.run(device, splits=1), near)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_follows_its_inputs(device: str) -> None:
+    case = problem(64, [128, 512], tokens=4)
+    q, sink = case.q.to(device), case.sink.to(device)
+    window, extra = (Entries(e.pages.to(device), e.page_size) for e in case.entries)
+    lists = [slots.to(device) for slots in case.slots]
+    lengths = torch.full((4,), 512, dtype=torch.int32, device=device)
+    out, partials = torch.empty_like(q), new_partials(q, 4)
+
+    def run() -> Tensor:
+        return sparse_attention(
+            q,
+            window,
+            lists[0],
+            sink,
+            SCALE,
+            extra,
+            lists[1],
+            extra_lengths=lengths,
+            splits=4,
+            partials=partials,
+            out=out,
+        )
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for length in (512, 3, 0, 77):
+        lengths.fill_(length)
+        graph.replay()
+        replayed = out.clone()
+        out.fill_(float("nan"))
+        assert torch.equal(run(), replayed)

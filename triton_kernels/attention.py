@@ -1,0 +1,509 @@
+"""Sparse attention: one softmax with a sink over the window and the selected compressed entries (DEEPSEEK_V4.md §3.3).
+
+Contract: ``nvfp4_sgl.ops.attention.sparse_attention``. A key is its own value, 512 wide, read in place from SGLang's
+pages of 584-byte entries (``nvfp4_sgl.numerics.kv_entry``) or from rows of bf16::
+
+    s_j = (q · k_j) · scale
+    o   = Σ_j exp(s_j − m) k_j / (Σ_j exp(s_j − m) + exp(sink − m)),  m = max(s_j, sink)
+
+A program serves up to 64 heads of one query and one stretch of its keys: each entry is read once for them, decoded
+once to bf16 in shared memory, and used from there by both products. Where the queries alone do not fill the chip, the
+keys are split (:func:`choose_splits`) and :func:`_combine` adds the parts in a fixed order. Nothing depends on the
+batch but the number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of
+it, or alone, wherever its entries lie.
+
+Precision:
+
+* a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
+  (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
+* logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
+  divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
+  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits.
+
+Floor: 584 bytes per entry and query (1024 for bf16 rows) plus q and o; 2·(512 + 512) operations per head and entry.
+For 64 heads and 584 bytes that is 224 operations a byte, near the balance of an H200, so both floors count.
+
+The output is still rotated by the keys' positions. Its last 64 columns are an accumulator of their own, so that a
+fused inverse RoPE finds them in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checks import (
+    require_aligned,
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_pages,
+    require_power_of_two,
+    require_range,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from .kv_entry import DIM, page_bytes
+from .rounding import INTERPRETED, round_for, round_to_bf16
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
+"""Of the products. The interpreter multiplies fp32 matrices only; they then hold values that bf16 holds exactly."""
+
+
+@triton.jit
+def _decoded(entry, scales, visible, BEGIN: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr):
+    """Columns BEGIN .. BEGIN + 64·BLOCKS of packed entries, [KEYS, 64·BLOCKS]; 0 where not visible.
+
+    entry: address of the data, [KEYS]. scales: int64 [KEYS], the eight scale bytes.
+    """
+    block = tl.arange(0, BLOCKS)
+    exponent = (scales[:, None] >> (BEGIN // 8 + block * 8)[None, :]).to(tl.int32) & 0xFF
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    address = entry[:, None, None] + (BEGIN + block[None, :, None] * 64 + tl.arange(0, 64)[None, None, :])
+    code = tl.load(address, mask=visible[:, None, None], other=0).to(tl.float8e4nv, bitcast=True)
+    # Scaled in fp32: the compiler turns E4M3 to fp32 and fp32 pairs to bf16 by fast instructions, E4M3 to bf16 by slow.
+    return tl.reshape((code.to(tl.float32) * scale[:, :, None]).to(OPERAND), (KEYS, BLOCKS * 64))
+
+
+@triton.jit
+def _plain(row, visible, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns BEGIN .. BEGIN + WIDTH of bf16 rows, [KEYS, WIDTH]; 0 where not visible. row: byte address, [KEYS]."""
+    address = row.to(tl.pointer_type(tl.bfloat16), bitcast=True)[:, None] + (BEGIN + tl.arange(0, WIDTH)[None, :])
+    return tl.load(address, mask=visible[:, None], other=0.0).to(OPERAND)
+
+
+@triton.jit
+def _query(row, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.load(row + (BEGIN + tl.arange(0, WIDTH)[None, :]), mask=known[:, None], other=0.0).to(OPERAND)
+
+
+@triton.jit
+def _rounded(weights):
+    if INTERPRETED:
+        return round_to_bf16(weights)
+    else:
+        return weights.to(tl.bfloat16)
+
+
+@triton.jit
+def _zeros(HEADS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        return tl.zeros((WIDTH, HEADS), tl.float32)
+    else:
+        return tl.zeros((HEADS, WIDTH), tl.float32)
+
+
+@triton.jit
+def _accumulate(total, decay, weights, keys, TRANSPOSED: tl.constexpr):
+    """total · decay + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
+    if TRANSPOSED:
+        return tl.dot(tl.trans(keys), tl.trans(weights), total * decay[None, :])
+    else:
+        return tl.dot(weights, keys, total * decay[:, None])
+
+
+@triton.jit
+def _store(row, total, factor, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """total · factor to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32."""
+    if TRANSPOSED:
+        value = tl.trans(total * factor[None, :])
+    else:
+        value = total * factor[:, None]
+    address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
+    tl.store(address, round_for(value, row), mask=known[:, None])
+
+
+@triton.jit
+def _attend(
+    q,
+    q_token,
+    q_head,
+    window,
+    window_page,
+    window_slots,
+    window_lengths,
+    window_columns,
+    extra,
+    extra_page,
+    extra_slots,
+    extra_lengths,
+    extra_columns,
+    sink,
+    scale_log2,
+    out,
+    partial_stats,
+    heads,
+    PACKED: tl.constexpr,
+    WINDOW_SHIFT: tl.constexpr,
+    EXTRA_SHIFT: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_WINDOW_LENGTHS: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Program (query · head blocks + head block, split).
+
+    ``out`` is the output or, if SPLIT, the partials' values, fp32 [T, H, splits, 512].
+    """
+    head_blocks = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
+    known = head < heads
+
+    q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
+    q_low = _query(q_row, known, 0, 256)
+    q_mid = _query(q_row, known, 256, 128)
+    q_high = _query(q_row, known, 384, 64)
+    q_tail = _query(q_row, known, 448, 64)
+
+    # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
+    top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
+    denominator = tl.zeros((HEADS,), tl.float32)
+    low = _zeros(HEADS, 256, TRANSPOSED)
+    mid = _zeros(HEADS, 128, TRANSPOSED)
+    high = _zeros(HEADS, 64, TRANSPOSED)
+    tail = _zeros(HEADS, 64, TRANSPOSED)
+
+    window_length = window_columns
+    if HAS_WINDOW_LENGTHS:
+        window_length = tl.minimum(tl.load(window_lengths + token).to(tl.int32), window_columns)
+    extra_length = 0
+    if HAS_EXTRA:
+        extra_length = extra_columns
+        if HAS_EXTRA_LENGTHS:
+            extra_length = tl.minimum(tl.load(extra_lengths + token).to(tl.int32), extra_columns)
+    window_tiles = tl.cdiv(window_length, KEYS)
+    tiles = window_tiles + tl.cdiv(extra_length, KEYS)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    begin = split * tiles // splits
+    end = (split + 1) * tiles // splits
+
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        # One loop over both sets, so that the loads of the next tile run ahead across their border.
+        in_window = tile < window_tiles
+        column = tl.where(in_window, tile, tile - window_tiles) * KEYS + tl.arange(0, KEYS)
+        slots = tl.where(in_window, window_slots + token * window_columns, extra_slots + token * extra_columns)
+        length = tl.where(in_window, window_length, extra_length)
+        slot = tl.load(slots + column, mask=column < length, other=-1)
+        visible = slot >= 0
+        slot = tl.where(visible, slot, 0)
+        pool = tl.where(in_window, window, extra)
+        pitch = tl.where(in_window, window_page, extra_page)
+        if PACKED:
+            shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
+            page = pool + (slot >> shift).to(tl.int64) * pitch
+            row = (slot & ((1 << shift) - 1)).to(tl.int32)
+            entry = page + row * 576
+            scales = page + ((576 << shift) + row * 8)
+            scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
+            k_low = _decoded(entry, scales, visible, 0, 4, KEYS)
+            k_mid = _decoded(entry, scales, visible, 256, 2, KEYS)
+            k_high = _decoded(entry, scales, visible, 384, 1, KEYS)
+            k_tail = _plain(entry + 448, visible, 0, 64)
+        else:
+            entry = pool + slot.to(tl.int64) * pitch
+            k_low = _plain(entry, visible, 0, 256)
+            k_mid = _plain(entry, visible, 256, 128)
+            k_high = _plain(entry, visible, 384, 64)
+            k_tail = _plain(entry, visible, 448, 64)
+
+        logits = tl.dot(q_low, tl.trans(k_low))
+        logits = tl.dot(q_mid, tl.trans(k_mid), logits)
+        logits = tl.dot(q_high, tl.trans(k_high), logits)
+        logits = tl.dot(q_tail, tl.trans(k_tail), logits)
+        logits = tl.where(visible[None, :], logits * scale_log2, float("-inf"))
+        previous = top
+        top = tl.maximum(top, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - top[:, None])
+        decay = tl.exp2(previous - top)
+        denominator = denominator * decay + tl.sum(weights, axis=1)
+        weights = _rounded(weights)
+        low = _accumulate(low, decay, weights, k_low, TRANSPOSED)
+        mid = _accumulate(mid, decay, weights, k_mid, TRANSPOSED)
+        high = _accumulate(high, decay, weights, k_high, TRANSPOSED)
+        tail = _accumulate(tail, decay, weights, k_tail, TRANSPOSED)
+
+    out_row = token * heads + head
+    if SPLIT:
+        out_row = out_row * splits + split
+        tl.store(partial_stats + out_row * 2, top, mask=known)
+        tl.store(partial_stats + out_row * 2 + 1, denominator, mask=known)
+        factor = tl.full((HEADS,), 1.0, tl.float32)
+        stored = known & (begin < end)
+    else:
+        factor = 1.0 / (denominator + tl.exp2(tl.load(sink + head, mask=known, other=0.0) * LOG2_E - top))
+        stored = known
+    row = out + out_row[:, None] * 512
+    _store(row, low, factor, stored, 0, 256, TRANSPOSED)
+    _store(row, mid, factor, stored, 256, 128, TRANSPOSED)
+    _store(row, high, factor, stored, 384, 64, TRANSPOSED)
+    _store(row, tail, factor, stored, 448, 64, TRANSPOSED)
+
+
+@triton.jit
+def _combine(values, stats, sink, out, heads, splits, SPLITS_BLOCK: tl.constexpr):
+    """Program (query · heads + head): parts in order of the keys; a part with denominator 0 is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS_BLOCK)
+    part = stats + (row * splits + split) * 2
+    tops = tl.load(part, mask=split < splits, other=float("-inf"))
+    denominators = tl.load(part + 1, mask=split < splits, other=0.0)
+    top = tl.max(tops, axis=0)
+    sink_weight = tl.exp2(tl.load(sink + row % heads) * LOG2_E - top)
+    denominator = tl.sum(denominators * tl.exp2(tops - top), axis=0) + sink_weight
+    column = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for index in range(splits):
+        position = row * splits + index
+        weight = tl.exp2(tl.load(stats + position * 2) - top)
+        present = tl.load(stats + position * 2 + 1) > 0
+        total += tl.load(values + position * 512 + column, mask=present, other=0.0) * weight
+    tl.store(out + row * 512 + column, round_for(total / denominator, out))
+
+
+class Entries(NamedTuple):
+    """A pool of keys, in place.
+
+    pages: packed, uint8 [pages, >= ``page_bytes(P)``]; or plain, bf16 [pages, P·512]; the last dimension contiguous.
+    page_size: P, entries of a page, a power of two; slot = page · P + row.
+    """
+
+    pages: Tensor
+    page_size: int
+
+
+class Partials(NamedTuple):
+    """What the programs of one query leave for the sum, fp32: values [T, H, S, 512], (maximum, sum) [T, H, S, 2]."""
+
+    values: Tensor
+    stats: Tensor
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is laid on a chip.
+
+    Attributes:
+        heads: heads of a program, fewer are padded; 64 is what one warp group multiplies.
+        keys: entries at once.
+        warps, stages: as Triton's.
+        transposed: accumulate [512, heads] rather than [heads, 512].
+    """
+
+    heads: int = 64
+    keys: int = 64
+    warps: int = 8
+    stages: int = 3
+    transposed: bool = False
+
+
+HOPPER = Tiling()
+"""Accumulators fill half of each thread's registers; 170 KiB of shared memory (bf16 rows: 197)."""
+
+BLACKWELL = Tiling(stages=2, transposed=True)
+"""64 heads as rows would take all 512 columns of tensor memory and leave none for the logits; as columns, 256."""
+
+BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
+"""bf16 rows: two stages of them do not fit into shared memory beside the query."""
+
+
+def default_tiling(*, packed: bool) -> Tiling:
+    """The tiling for the architecture that Triton compiles for, and for packed entries or rows of bf16."""
+    if INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100:
+        return HOPPER
+    return BLACKWELL if packed else BLACKWELL_PLAIN
+
+
+def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: int, tiling: Tiling = HOPPER) -> int:
+    """Into how many programs to split each query's keys, from sizes alone, so that a CUDA graph may hold the launch.
+
+    Counts waves of programs times the tiles that each walks, plus two tiles' time to load the query, store the part and
+    add it later; the fewest splits among equals.
+
+    Args:
+        columns: widths of the slot lists.
+        processors: multiprocessors of the chip.
+    """
+    tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
+    programs = queries * triton.cdiv(heads, tiling.heads)
+    costs = {
+        splits: triton.cdiv(programs * splits, processors) * (triton.cdiv(tiles, splits) + 2 * (splits > 1))
+        for splits in range(1, max(min(tiles, processors), 1) + 1)
+    }
+    return min(costs, key=lambda splits: (costs[splits], splits))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def new_partials(q: Tensor, splits: int) -> Partials | None:
+    """Room for the parts of a launch, ``None`` where it needs none."""
+    if splits == 1:
+        return None
+    rows = (*q.shape[:2], splits)
+    return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in (DIM, 2)))
+
+
+def sparse_attention(
+    q: Tensor,
+    window: Entries,
+    window_slots: Tensor,
+    sink: Tensor,
+    scale: float,
+    extra: Entries | None = None,
+    extra_slots: Tensor | None = None,
+    *,
+    window_lengths: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    splits: int | None = None,
+    partials: Partials | None = None,
+    out: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """One softmax over two sets of cached entries and a sink; keys are the values too. See the module's text.
+
+    Args:
+        q: bf16 [T, H, 512] after RoPE, the last dimension contiguous; any H.
+        window, window_slots: the sliding window's pool and int32 or int64 [T, W]; a negative slot is none.
+        sink: fp32 [H], finite, in logit units, not scaled; it has no value.
+        scale: softmax scale, ``512**-0.5``.
+        extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
+            ``window_slots``; both ``None`` in window-only layers.
+        window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
+        splits: programs per query and 64 heads; by default what :func:`choose_splits` says of this device.
+        partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
+        out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
+        tiling: by default the architecture's.
+    """
+    require_dimensions("q", q, 3, "[T, H, 512]")
+    tokens, heads = q.shape[:2]
+    require_shape("q", q, (tokens, heads, DIM), "[T, H, 512]")
+    require_dtype("q", q, torch.bfloat16)
+    require_rows("q", q)
+    require_aligned("q", q)
+    require_shape("sink", sink, (heads,), "[H]")
+    require_dtype("sink", sink, torch.float32)
+    require_contiguous("sink", sink)
+    packed = window.pages.dtype == torch.uint8
+    _require_set("window", window, window_slots, window_lengths, tokens)
+    has_extra = extra is not None and extra_slots is not None
+    if extra is None or extra_slots is None:
+        # Placeholders of the right types, which the kernel does not read.
+        extra, extra_slots, extra_lengths = window, window_slots, None
+    else:
+        _require_set("extra", extra, extra_slots, extra_lengths, tokens)
+        require_dtype("extra.pages", extra.pages, window.pages.dtype)
+        require_dtype("extra_slots", extra_slots, window_slots.dtype)
+    tiling = tiling or default_tiling(packed=packed)
+    columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
+    if splits is None:
+        splits = choose_splits(tokens, heads, columns, _processors(q.device), tiling) if q.is_cuda else 1
+    require_range("splits", splits, 1, 65535)
+    if out is None:
+        out = torch.empty(tokens, heads, DIM, dtype=q.dtype, device=q.device)
+    require_shape("out", out, q.shape, "[T, H, 512]")
+    require_dtype("out", out, torch.bfloat16)
+    require_contiguous("out", out)
+    require_aligned("out", out)
+    if partials is None:
+        partials = new_partials(q, splits)
+    if partials is not None:
+        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 2)):
+            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2]")
+            require_dtype(f"partials.{name}", part, torch.float32)
+            require_contiguous(f"partials.{name}", part)
+    require_same_device(
+        "q",
+        q,
+        window=window.pages,
+        window_slots=window_slots,
+        window_lengths=window_lengths,
+        extra=extra.pages,
+        extra_slots=extra_slots,
+        extra_lengths=extra_lengths,
+        sink=sink,
+        out=out,
+        **({} if partials is None else partials._asdict()),
+    )
+    if tokens == 0 or heads == 0:
+        return out
+
+    target, stats = (out, out) if partials is None else partials
+    _attend[(tokens * triton.cdiv(heads, tiling.heads), splits)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        *_pool_arguments(window),
+        window_slots,
+        window_slots if window_lengths is None else window_lengths,
+        columns[0],
+        *_pool_arguments(extra),
+        extra_slots,
+        extra_slots if extra_lengths is None else extra_lengths,
+        columns[1],
+        sink,
+        scale * LOG2_E.value,
+        target,
+        stats,
+        heads,
+        PACKED=packed,
+        WINDOW_SHIFT=window.page_size.bit_length() - 1,
+        EXTRA_SHIFT=extra.page_size.bit_length() - 1,
+        HAS_EXTRA=has_extra,
+        HAS_WINDOW_LENGTHS=window_lengths is not None,
+        HAS_EXTRA_LENGTHS=extra_lengths is not None,
+        SPLIT=partials is not None,
+        HEADS=tiling.heads,
+        KEYS=tiling.keys,
+        STAGES=tiling.stages,
+        TRANSPOSED=tiling.transposed,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    if partials is not None:
+        block = triton.next_power_of_2(splits)
+        _combine[(tokens * heads,)](*partials, sink, out, heads, splits, SPLITS_BLOCK=block, num_warps=4)
+    return out
+
+
+def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
+    """The pool's bytes, and the distance of its pages (packed) or of its rows (plain) in bytes."""
+    pages = entries.pages
+    if pages.dtype == torch.uint8:
+        return pages, pages.stride(0)
+    return pages.view(torch.uint8), DIM * pages.element_size()
+
+
+def _require_set(name: str, entries: Entries, slots: Tensor, lengths: Tensor | None, tokens: int) -> None:
+    pages, page_size = entries
+    require_power_of_two(f"{name}.page_size", "entries of a page", page_size)
+    if pages.dtype == torch.uint8:
+        require_pages(f"{name}.pages", pages, page_bytes(page_size), page_size)
+    else:
+        require_dtype(f"{name}.pages", pages, torch.bfloat16, torch.uint8)
+        require_shape(f"{name}.pages", pages, (pages.shape[0], page_size * DIM), "[pages, page_size · 512]")
+        require_contiguous(f"{name}.pages", pages)
+        require_aligned(f"{name}.pages", pages)
+    require_dimensions(f"{name}_slots", slots, 2, "[T, columns]")
+    require_shape(f"{name}_slots", slots, (tokens, slots.shape[1]), "[T, columns]")
+    require_dtype(f"{name}_slots", slots, torch.int32, torch.int64)
+    require_contiguous(f"{name}_slots", slots)
+    if lengths is not None:
+        require_shape(f"{name}_lengths", lengths, (tokens,), "[T]")
+        require_dtype(f"{name}_lengths", lengths, torch.int32, torch.int64)
+        require_contiguous(f"{name}_lengths", lengths)
