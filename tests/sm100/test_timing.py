@@ -52,6 +52,16 @@ def test_a_load_is_waited_for_where_it_is_used() -> None:
     assert cycles(f"{base} {load} add.s32 %r5, %r1, %r2;") == 2 + MODEL.global_latency + 1
 
 
+def test_warps_of_a_scheduler_share_its_cycles() -> None:
+    def bound(warps: int) -> float:
+        code = "ex2.approx.f32 %r1, %r2;" * 10 + "bar.sync 0; ret;"
+        run = launch(code, [], options=Options(timing=MODEL), block=32 * warps)
+        return run.statistics.timelines[0].issue_bound
+
+    assert bound(1) == bound(4) == 10 * MODEL.function_cycles + 1
+    assert bound(5) == bound(8) == 2 * bound(1)
+
+
 def test_a_barrier_waits_for_the_slowest_warp() -> None:
     uneven = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bra JOIN;" + "add.s32 %r2, %r2, 1;" * 100
     alone = cycles(f"{uneven} JOIN:", block=64)

@@ -5,7 +5,8 @@ until some time; what synchronises carries the time of its completion, as part o
 (``ordering_clock``), and who waits goes on at the later of its own time and that. So times depend on the program
 alone, not on the order in which the emulator runs warps and engines, and any mode gives the same ones.
 
-Left out: what warps take from one another when they issue, other than through shared memory; contention between
+Left out: what warps take from one another when they issue (``Timeline.issue_bound`` tells whether that matters), other
+than through shared memory; contention between
 clusters, each of which begins at time 0; branches; the end of a store's write to global memory.
 """
 
@@ -21,6 +22,7 @@ from tests.sm100.emulator.timing_model import TimingModel
 BarrierPlace = tuple[int, int]
 """Rank of the CTA and offset of an mbarrier."""
 FP4_K, HALF_K = 64, 16
+SCHEDULERS = 4
 
 
 @dataclass
@@ -55,6 +57,8 @@ class WarpTiming:
 
     ready: dict[tuple[str, int], float] = field(default_factory=dict)
     """When the results of loads are in their registers."""
+    issued: float = 0.0
+    """Cycles in which it kept its scheduler, or a unit behind it, to itself."""
     transferred: float = 0.0
     """When all tcgen05.ld so far are complete."""
     polling: bool = False
@@ -80,6 +84,8 @@ class Timeline:
         load_bytes: bytes that TMA brought into all its CTAs.
         stages: begin and end of each group of TMA loads with one barrier phase.
         rings: CTAs that have barriers for such groups.
+        issue_bound: cycles that the busiest of a CTA's four schedulers needs for what its warps issue: warps 4 apart
+            share one. The cluster cannot end sooner, whatever ``end`` says.
     """
 
     end: float
@@ -91,6 +97,7 @@ class Timeline:
     load_bytes: int
     stages: tuple[tuple[float, float], ...]
     rings: int
+    issue_bound: float
 
     @property
     def occupancy(self) -> float:
@@ -208,6 +215,9 @@ class ClusterTiming:
             if warp.drains:
                 warp.drains[-1][1] = clock.time
         drains = [[end - begin for begin, end in warp.drains] for warp, _ in ends if warp.reads_accumulators]
+        issued: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for (rank, index), warp in self.warps.items():
+            issued[rank, index % SCHEDULERS] += warp.issued
         pipe = max(self.pipes.values(), key=lambda pipe: pipe.last - (pipe.first or 0.0), default=TensorPipe())
         return Timeline(
             end=max((clock.time for _, clock in ends), default=0.0),
@@ -219,4 +229,5 @@ class ClusterTiming:
             load_bytes=self.load_bytes,
             stages=tuple((begin, end) for begin, end in self._stages.values()),
             rings=len({rank for (rank, _), _ in self._stages}),
+            issue_bound=max(issued.values(), default=0.0),
         )

@@ -82,6 +82,7 @@ def _timed(
     accesses = kind in ("ld", "st", "atom", "red")
     access = _access_cost(kernel, instruction, shared, model) if accesses else None
     fixed = _fixed_cost(instruction, model)
+    synchronises = kind in ("bar", "barrier")
 
     def run(warp: Warp, mask: Mask) -> Blocked | None:
         state, clock = _state(warp)[1], warp.actor.clock
@@ -94,6 +95,7 @@ def _timed(
         if blocked is not None or state.polling:
             return blocked
         clock.time += issue
+        state.issued += min(issue, 1.0) if access is not None or synchronises else issue
         if is_transfer:
             state.reads_accumulators = True
             moved = len(results) * LANES * 4 / model.tensor_memory_bytes_per_cycle
