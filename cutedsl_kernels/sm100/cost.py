@@ -16,8 +16,10 @@ from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 
 
-HANDOVER_CYCLES = 190.0
-"""From the end of an MMA over a barrier to warps, two chunks out of tensor memory, back over a barrier to an MMA."""
+HANDOVER_CYCLES = 130.0
+"""From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
+SECOND_TEAM = 0.65
+"""An epilogue's time with a second team of warps over the time without: they share the load/store unit."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,10 @@ class Cost:
 
 def epilogue_cycles(shape: KernelShape) -> float:
     """From an accumulator that is complete to its last store issued."""
+    tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
-        return 600.0 + (56.0 if shape.output == "nvfp4" else 44.0) * shape.token_tile
-    return 150.0 + 16.0 * shape.token_tile
+        return 600.0 + (56.0 if shape.output == "nvfp4" else 44.0) * tokens
+    return 150.0 + 16.0 * tokens
 
 
 def exposed_cycles(shape: KernelShape) -> float:

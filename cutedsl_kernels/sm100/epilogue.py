@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 
 from .fixed import Fixed
 from .shape import LANES, KernelShape
-from .store import EPILOGUE_THREADS, PlainStore, QuantizedStore, synchronise_epilogue
+from .store import TEAM_THREADS, PlainStore, QuantizedStore, Team
 
 LOG2_E = 1.4426950408889634
 
@@ -55,18 +55,19 @@ class Epilogue(Fixed):
         alphas = cute.make_tensor(alpha, cute.make_layout((features, matrices), stride=(alpha_feature, alpha_matrix)))
         return target, scales, weights, alphas
 
-    def device(self, shape: KernelShape, storage: Any, outputs: Any, thread: Any, warp: Any) -> Any:
-        """The epilogue inside the kernel."""
+    def device(self, shape: KernelShape, storage: Any, outputs: Any, team: Team) -> Any:
+        """The epilogue inside the kernel, for one team."""
         target, scales, weights, alphas = outputs
         make = PlainStore if shape.output != "nvfp4" else QuantizedStore
-        store = make.create(shape, storage, target, thread, warp, self.row_scale_constant)
-        factors = storage.row_factors.get_tensor(cute.make_layout((shape.token_tile, 2)))
-        return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, thread)
+        store = make.create(shape, storage, target, team, self.row_scale_constant)
+        start = storage.row_factors.data_ptr() + team.index * (2 * shape.token_tile)
+        factors = cute.make_tensor(start, cute.make_layout((shape.token_tile, 2)))
+        return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, team)
 
 
 @dataclass(frozen=True)
 class DeviceEpilogue(Fixed):
-    """The chain for one CTA; ``begin`` each tile, then ``chunk`` after chunk."""
+    """The chain for one team; ``begin`` each tile, then ``chunk`` after chunk."""
 
     shape: KernelShape
     epilogue: Epilogue
@@ -74,17 +75,22 @@ class DeviceEpilogue(Fixed):
     weights: Any
     alphas: Any
     row_factors: Any
-    """fp32 shared tensor [token_tile, 2]: row scale, row weight."""
+    """fp32 shared tensor [token_tile, 2]: row scale, row weight; the team's own."""
     store: Any
-    thread: Any
+    team: Team
 
     @cute.jit
     def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
         """Stage the tile's row factors in shared memory; the returned alphas are this thread's, one per half."""
         shape = self.shape
+        # All global loads first: their latencies overlap.
+        feature = cutlass.min(feature_tile * LANES + self.team.thread, self.alphas.shape[0] - 1)
+        alphas = []
+        for half in cutlass.range_constexpr(shape.halves):
+            alphas.append(self.alphas[feature, weight_group * shape.halves + half])
         # Every store ends with a barrier after the factors were read, so the last tile's may be overwritten.
-        for i in cutlass.range_constexpr((shape.token_tile + EPILOGUE_THREADS - 1) // EPILOGUE_THREADS):
-            token = self.thread + i * EPILOGUE_THREADS
+        for i in cutlass.range_constexpr((shape.token_tile + TEAM_THREADS - 1) // TEAM_THREADS):
+            token = self.team.thread + i * TEAM_THREADS
             if token < shape.token_tile:
                 row = token_tile * shape.token_tile + token
                 factor, weight = Float32(0.0), Float32(0.0)
@@ -95,11 +101,7 @@ class DeviceEpilogue(Fixed):
                 self.row_factors[token, 0] = factor
                 if cutlass.const_expr(self.weights is not None):
                     self.row_factors[token, 1] = weight
-        synchronise_epilogue()
-        feature = cutlass.min(feature_tile * LANES + self.thread, self.alphas.shape[0] - 1)
-        alphas = []
-        for half in cutlass.range_constexpr(shape.halves):
-            alphas.append(self.alphas[feature, weight_group * shape.halves + half])
+        self.team.synchronise()
         return tuple(alphas)
 
     def chunk(

@@ -9,7 +9,8 @@ Operands: E2M1 codes, two a byte, low nibble first, K contiguous; E4M3 block sca
 swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA), any number of features and
 tokens. Weights are the A operand, tokens the B operand (shape.py says why).
 
-Warps: 0-3 epilogue (each reads its quarter of tensor memory), 4 issues the MMAs, 5 the TMA loads. The roles meet in
+Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
+a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in
 two rings of mbarriers: operand stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are
 persistent; the epilogue of one tile runs beside the main loop of the next. Programmatic dependent launch: weights of
 the first stages are on their way before the previous kernel has ended.
@@ -33,9 +34,8 @@ from .load import EVICT_FIRST, EVICT_LAST, OperandLoad
 from .schedule import BatchedSchedule, GroupedSchedule, Place
 from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 from .split import ClusterReduction
+from .store import TEAM_THREADS, Team
 
-MMA_WARP, LOAD_WARP = 4, 5
-THREADS = 192
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
@@ -169,7 +169,7 @@ class NvFp4Gemm:
             feature_tiles, token_tiles, groups, cute.ceil_div(k, TILE_K), ctas, scale_ctas,
         ).launch(
             grid=(clusters * shape.cluster, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(shape.threads, 1, 1),
             cluster=(shape.cluster, 1, 1),
             smem=self.storage.size_in_bytes(),
             min_blocks_per_mp=1,
@@ -189,9 +189,9 @@ class NvFp4Gemm:
             partials_full: Int64
             tensor_memory: Int32
             expert_ends: cute.struct.MemRange[Int32, MAX_EXPERTS if shape.grouped else 1]
-            row_factors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * shape.token_tile], 16]
+            row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
-            scale_bytes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 8 * shape.chunk], 16]
+            scale_bytes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.teams * 8 * shape.chunk], 16]
             transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
             output: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, shape.output_stages * shape.output_stage_bytes], ALIGNMENT
@@ -231,6 +231,8 @@ class NvFp4Gemm:
         shape = self.shape
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
+        epilogue_warps = WARPS_OF_EPILOGUE * shape.teams
+        mma_warp, load_warp = epilogue_warps, epilogue_warps + 1
         rank = Int32(0)
         if cutlass.const_expr(shape.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -253,17 +255,17 @@ class NvFp4Gemm:
         buffers = 1 if shape.overlap else 2
         accumulators = Ring(storage.accumulator_full.data_ptr(), storage.accumulator_empty.data_ptr(), buffers)
         reduction = ClusterReduction(shape, rank, storage.partials.data_ptr(), storage.partials_full.ptr, thread)
-        if warp == LOAD_WARP:
+        if warp == load_warp:
             for atom in (atom_a, atom_b, atom_sfa, atom_sfb):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 # A stage is free once every MMA that reads what this CTA loads is done with it.
                 operands.initialise(1, shape.shared_tokens + shape.shared_weights - 1)
-                accumulators.initialise(1, WARPS_OF_EPILOGUE * self.ctas)
+                accumulators.initialise(1, epilogue_warps * self.ctas)
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
                 cute.arch.mbarrier_init_fence()
-        if warp == MMA_WARP:
+        if warp == mma_warp:
             cute.arch.alloc_tmem(shape.tensor_columns, storage.tensor_memory.ptr, is_two_cta=shape.pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=shape.pair)
         schedule: Any
@@ -287,12 +289,12 @@ class NvFp4Gemm:
         cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
 
-        if warp == LOAD_WARP:
+        if warp == load_warp:
             atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
             member = rank if cutlass.const_expr(shape.pair) else Int32(0)
             loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member)
             self._load(loads, operands, schedule, total, peer, first, step, k_begin, k_end)
-        if warp == MMA_WARP:
+        if warp == mma_warp:
             self._multiply(
                 storage,
                 operands,
@@ -307,18 +309,19 @@ class NvFp4Gemm:
                 step,
                 k_end - k_begin,
             )
-        if warp < WARPS_OF_EPILOGUE:
+        if warp < epilogue_warps:
             cute.arch.griddepcontrol_wait()
-            epilogue = self.epilogue.device(shape, storage, outputs, thread, warp)
+            team = Team(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % TEAM_THREADS)
+            epilogue = self.epilogue.device(shape, storage, outputs, team)
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, thread, first)
             else:
-                self._drain(accumulators, schedule, total, epilogue, tensor_memory, thread, rank, peer, first, step)
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, team, rank, peer, first, step)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
         # cluster may leave, and no warp reads tensor memory any more.
         self._synchronise()
-        if warp == MMA_WARP:
+        if warp == mma_warp:
             cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
 
     def _synchronise(self) -> None:
@@ -479,7 +482,7 @@ class NvFp4Gemm:
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, thread, rank, peer, first, step):
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, team, rank, peer, first, step):
         """The epilogue warps: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
         position = accumulators.consumer()
@@ -494,30 +497,16 @@ class NvFp4Gemm:
             fence_after_wait()
             accumulator = tensor_memory + buffer * shape.second_accumulator
             where = feature_tile, token_tile, token_group, inside
-            # Two sets of registers: one chunk is on its way while the one before is worked on. Where the next tile
-            # waits for the first two chunks, because its accumulator shares their columns, both are read at once.
-            held = [self._registers() for _ in range(min(2, shape.chunks))]
-            self._read_chunk(accumulator, self._chunk_of(0, buffer), thread, held[0])
-            if cutlass.const_expr(shape.overlap > 0):
-                self._read_chunk(accumulator, self._chunk_of(1, buffer), thread, held[1])
-            cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(shape.overlap > 0 or shape.chunks == 1):
-                self._release(accumulators, position, rank - peer)
-            if cutlass.const_expr(shape.chunks == 1):
-                epilogue.chunk(held[0], alphas, 0, 0, *where)
-            else:
-                for pair in cutlass.range(shape.chunks // 2, unroll=1):
-                    turn = pair * 2
-                    if cutlass.const_expr(shape.overlap == 0) or pair > 0:
-                        self._read_chunk(accumulator, self._chunk_of(turn + 1, buffer), thread, held[1])
-                    epilogue.chunk(held[0], alphas, 0, self._chunk_of(turn, buffer), *where)
-                    cute.arch.fence_view_async_tmem_load()
-                    if turn + 2 < shape.chunks:
-                        self._read_chunk(accumulator, self._chunk_of(turn + 2, buffer), thread, held[0])
-                    elif cutlass.const_expr(shape.overlap == 0):
-                        self._release(accumulators, position, rank - peer)
-                    epilogue.chunk(held[1], alphas, 1, self._chunk_of(turn + 1, buffer), *where)
-                    cute.arch.fence_view_async_tmem_load()
+            values = self._registers()
+            for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
+                chunk = self._chunk_of(turn * shape.teams + team.index, buffer)
+                self._read_chunk(accumulator, chunk, team.thread, values)
+                cute.arch.fence_view_async_tmem_load()
+                # The first chunks of the teams hold all columns that the next tile's accumulator shares.
+                if turn == (0 if shape.overlap else shape.chunks // shape.teams - 1):
+                    self._release(accumulators, position, rank - peer)
+                slot = team.index * shape.team_buffers + turn % shape.team_buffers
+                epilogue.chunk(values, alphas, slot, chunk, *where)
             position.advance()
             buffer = buffer ^ 1
             tile += step

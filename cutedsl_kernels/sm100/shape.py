@@ -116,6 +116,16 @@ class KernelShape:
     def chunks(self) -> int:
         return self.token_tile // self.chunk
 
+    @property
+    def teams(self) -> int:
+        """Teams of four epilogue warps, which take the chunks of a tile in turn."""
+        return 2 if self.chunks > 1 and self.split_k == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the teams, a warp for MMAs and one for loads."""
+        return 128 * self.teams + 64
+
     # Tensor memory, in columns.
 
     @property
@@ -185,9 +195,14 @@ class KernelShape:
         return self.weight_bytes + self.token_bytes + self.weight_scale_bytes + self.token_scale_bytes
 
     @property
+    def team_buffers(self) -> int:
+        """Output staging buffers of a team: with two, the store of one chunk overlaps the making of the next."""
+        return 2 if self.chunks > self.teams and self.output != "fp32" else 1
+
+    @property
     def output_stages(self) -> int:
-        """Staging buffers for the output: the store of one chunk overlaps the making of the next."""
-        return min(2, self.chunks) if self.split_k == 1 else 1
+        """Staging buffers in all."""
+        return self.teams * self.team_buffers
 
     @property
     def output_stage_bytes(self) -> int:
@@ -196,7 +211,9 @@ class KernelShape:
     @property
     def transpose_bytes(self) -> int:
         """fp32 values between their feature-per-lane and their block-per-lane form; NVFP4 output only."""
-        return 4 * self.chunk * TRANSPOSE_PITCH * 4 if self.output == "nvfp4" else 0
+        if self.output != "nvfp4":
+            return 0
+        return 4 * self.teams * min(self.chunk, TRANSPOSE_TOKENS) * TRANSPOSE_PITCH * 4
 
     @property
     def partial_bytes(self) -> int:
@@ -214,7 +231,7 @@ class KernelShape:
     def small_bytes(self) -> int:
         """Row factors, barriers, expert offsets and alignment; a bound."""
         experts = MAX_EXPERTS * 4 if self.grouped else 0
-        return 2 * self.token_tile * 4 + 1024 + experts + 8 * ALIGNMENT // 2
+        return self.teams * (2 * self.token_tile * 4 + 8 * self.chunk) + 1024 + experts + 8 * ALIGNMENT // 2
 
     @property
     def stages(self) -> int:
@@ -225,6 +242,8 @@ class KernelShape:
 
 
 MAX_EXPERTS = 512
+TRANSPOSE_TOKENS = 16
+"""Tokens that a warp turns at a time: with 32 features each, a block for each of its lanes."""
 TRANSPOSE_PITCH = 36
 """fp32 words between two tokens' 32 features of a warp: 4 more than the features, so that 16-byte reads of eight
 consecutive lanes touch all 32 banks."""

@@ -16,18 +16,30 @@ from cutlass import Boolean, Float32, Int32, Uint8, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .fixed import Fixed
-from .shape import BLOCK, LANES, SCALE_ATOM_BYTES, TRANSPOSE_PITCH, KernelShape
+from .shape import BLOCK, LANES, SCALE_ATOM_BYTES, TRANSPOSE_PITCH, TRANSPOSE_TOKENS, KernelShape
 
 EPILOGUE_BARRIER = 1
-"""Named barrier of the four epilogue warps."""
-EPILOGUE_THREADS = 128
+"""Named barrier of the first team."""
+TEAM_THREADS = 128
 INVERSE_E2M1_MAX = 0x3E2AAAAB
 """Bits of fp32(1/6), the constant of the activation recipe (spec section 9.3)."""
 
 
-def synchronise_epilogue() -> None:
-    """The 128 threads of the epilogue."""
-    cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=EPILOGUE_THREADS)
+@dataclass(frozen=True)
+class Team(Fixed):
+    """Four warps of the epilogue, one for each quarter of tensor memory.
+
+    Attributes:
+        index: which team. warp: 0 to 3 in it. thread: 0 to 127 in it, the feature of the tile that it owns.
+    """
+
+    index: Any
+    warp: Any
+    thread: Any
+
+    def synchronise(self) -> None:
+        """All 128 threads, over a named barrier of the team's own."""
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + self.index, number_of_threads=TEAM_THREADS)
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,10 @@ class Staging(Fixed):
     buffers: Any
     source: Any
     destination: Any
-    warp: Any
+    team: Team
 
     @classmethod
-    def create(cls, shape: KernelShape, storage: Any, dtype: Any, width: int, target: Any, warp: Any) -> Staging:
+    def create(cls, shape: KernelShape, storage: Any, dtype: Any, width: int, target: Any, team: Team) -> Staging:
         atom, tensor = target
         layout = cute.make_layout(
             (width, shape.chunk, shape.output_stages), stride=(1, width, shape.output_stage_bytes * 8 // dtype.width)
@@ -57,7 +69,7 @@ class Staging(Fixed):
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        return cls(shape, atom, buffers, source, destination, warp)
+        return cls(shape, atom, buffers, source, destination, team)
 
     @staticmethod
     def host(shape: KernelShape, tensor: cute.Tensor, width: int) -> Any:
@@ -67,17 +79,17 @@ class Staging(Fixed):
 
     @cute.jit
     def acquire(self):
-        """Wait until the buffer to be written next is no longer read."""
-        if self.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(self.shape.output_stages - 1, read=True)
-        synchronise_epilogue()
+        """Wait until the team's buffer to be written next is no longer read."""
+        if self.team.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(self.shape.team_buffers - 1, read=True)
+        self.team.synchronise()
 
     @cute.jit
     def store(self, slot: Int32, feature_tile: Int32, chunk_row: Int32, group: Int32, inside: Boolean):
         """Send a buffer that all threads have written, if the tile is ``inside`` the output."""
         cute.arch.fence_view_async_shared()
-        synchronise_epilogue()
-        if self.warp == 0:
+        self.team.synchronise()
+        if self.team.warp == 0:
             if inside:
                 cute.copy(self.atom, self.source[None, slot], self.destination[None, feature_tile, chunk_row, group])
             # An empty group, too: acquire() counts one for each buffer.
@@ -86,7 +98,7 @@ class Staging(Fixed):
     @cute.jit
     def finish(self):
         """Before the CTA ends: its shared memory must stay while stores read it."""
-        if self.warp == 0:
+        if self.team.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -96,13 +108,11 @@ class PlainStore(Fixed):
 
     shape: KernelShape
     staging: Staging
-    thread: Any
+    team: Team
 
     @classmethod
-    def create(
-        cls, shape: KernelShape, storage: Any, target: Any, thread: Any, warp: Any, constant: float | None
-    ) -> PlainStore:
-        return cls(shape, Staging.create(shape, storage, cls._dtype(shape), LANES, target, warp), thread)
+    def create(cls, shape: KernelShape, storage: Any, target: Any, team: Team, constant: float | None) -> PlainStore:
+        return cls(shape, Staging.create(shape, storage, cls._dtype(shape), LANES, target, team), team)
 
     @staticmethod
     def _dtype(shape: KernelShape) -> Any:
@@ -123,7 +133,7 @@ class PlainStore(Fixed):
         """Store fp32 ``values`` [chunk] of this thread's feature."""
         self.staging.acquire()
         for j in range(self.shape.chunk):
-            self.staging.buffers[self.thread, j, slot] = values[j].to(self._dtype(self.shape))
+            self.staging.buffers[self.team.thread, j, slot] = values[j].to(self._dtype(self.shape))
         self.staging.store(slot, feature_tile, token_tile * self.shape.chunks + chunk, token_group, inside)
 
     def finish(self) -> None:
@@ -142,15 +152,13 @@ class QuantizedStore(Fixed):
         constant: the row scale g.
         scales: uint8 global pointer of the swizzled block scales.
         scale_columns: 4-block columns of atoms in a row of atoms; ``atom_row``: bytes between rows of atoms.
-        transpose: fp32 shared pointer, a region for each warp.
-        scale_bytes: uint8 shared pointer [chunk, 8], the block scales of a chunk.
+        transpose: fp32 shared pointer, this warp's region.
+        scale_bytes: uint8 shared pointer [chunk, 8], the block scales of the team's chunk.
     """
 
     shape: KernelShape
     staging: Staging
-    thread: Any
-    warp: Any
-    lane: Any
+    team: Team
     constant: float
     scales: Any
     scale_columns: Any
@@ -160,13 +168,16 @@ class QuantizedStore(Fixed):
 
     @classmethod
     def create(
-        cls, shape: KernelShape, storage: Any, target: Any, thread: Any, warp: Any, constant: float | None
+        cls, shape: KernelShape, storage: Any, target: Any, team: Team, constant: float | None
     ) -> QuantizedStore:
         assert constant is not None
         codes, scales, scale_columns, atom_row = target
+        region = min(shape.chunk, TRANSPOSE_TOKENS) * TRANSPOSE_PITCH
         return cls(
-            shape, Staging.create(shape, storage, Uint8, LANES // 2, codes, warp), thread, warp, thread % 32, constant,
-            scales, scale_columns, atom_row, storage.transpose.data_ptr(), storage.scale_bytes.data_ptr(),
+            shape, Staging.create(shape, storage, Uint8, LANES // 2, codes, team), team, constant,
+            scales, scale_columns, atom_row,
+            storage.transpose.data_ptr() + (team.index * 4 + team.warp) * region,
+            storage.scale_bytes.data_ptr() + team.index * (8 * shape.chunk),
         )  # fmt: skip
 
     @staticmethod
@@ -187,37 +198,36 @@ class QuantizedStore(Fixed):
         """Quantise and store fp32 ``values`` [chunk] of this thread's feature."""
         shape = self.shape
         count = shape.chunk
-        mine = self.transpose + self.warp * (count * TRANSPOSE_PITCH)
-        for j in cutlass.range_constexpr(count):
-            (mine + (j * TRANSPOSE_PITCH + self.lane)).store(values[j])
-        cute.arch.sync_warp()
+        lane = self.team.thread % 32
         self.staging.acquire()
-        # A warp's 32 features are two blocks of each token: 2 * count blocks for 32 lanes.
-        for turn in cutlass.range_constexpr((2 * count + 31) // 32):
-            item = self.lane + 32 * turn
-            if item < 2 * count:
-                token, half = item // 2, item % 2
+        # A warp's 32 features are two blocks of each token: 16 tokens make a block for each of its lanes.
+        turned = min(count, TRANSPOSE_TOKENS)
+        token, half = lane // 2, lane % 2
+        column = self.team.warp * 2 + half
+        codes = cute.recast_ptr(self.staging.buffers[None, None, slot].iterator, dtype=Uint32)
+        for first in cutlass.range_constexpr(0, count, turned):
+            for j in cutlass.range_constexpr(turned):
+                (self.transpose + (j * TRANSPOSE_PITCH + lane)).store(values[first + j])
+            cute.arch.sync_warp()
+            if token < turned:
                 block = cute.make_rmem_tensor((BLOCK,), Float32)
-                source = (mine + (token * TRANSPOSE_PITCH + half * BLOCK)).align(16)
+                source = (self.transpose + (token * TRANSPOSE_PITCH + half * BLOCK)).align(16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(BLOCK)), block)
                 scale, low, high = quantize_block(block, self.constant)
-                column = self.warp * 2 + half
-                codes = cute.recast_ptr(self.staging.buffers[None, None, slot].iterator, dtype=Uint32)
-                words = codes + (token * (LANES // 8) + column * 2)
+                words = codes + ((first + token) * (LANES // 8) + column * 2)
                 words.store(low)
                 (words + 1).store(high)
-                (self.scale_bytes + (token * 8 + column)).store(scale.to(Uint8))
+                (self.scale_bytes + ((first + token) * 8 + column)).store(scale.to(Uint8))
+            cute.arch.sync_warp()
         self.staging.store(slot, feature_tile, token_tile * shape.chunks + chunk, token_group, inside)
-        if self.thread < 2 * count:
-            token, word = self.thread // 2, self.thread % 2
-            column = feature_tile * 2 + word
-            row = chunk * count + token
-            if column < self.scale_columns and inside:
-                source = cute.recast_ptr(self.scale_bytes, dtype=Uint32) + self.thread
-                offset = column * SCALE_ATOM_BYTES + row % 32 * 16 + row // 32 * 4
+        if self.team.thread < 2 * count:
+            row, word = chunk * count + self.team.thread // 2, self.team.thread % 2
+            column_word = feature_tile * 2 + word
+            if column_word < self.scale_columns and inside:
+                scales = cute.recast_ptr(self.scale_bytes, dtype=Uint32) + self.team.thread
+                offset = column_word * SCALE_ATOM_BYTES + row % 32 * 16 + row // 32 * 4
                 place = self.scales + (token_tile * self.atom_row + offset)
-                cute.recast_ptr(place.align(4), dtype=Uint32).store(source.load())
-        cute.arch.sync_warp()
+                cute.recast_ptr(place.align(4), dtype=Uint32).store(scales.load())
 
     def finish(self) -> None:
         self.staging.finish()

@@ -14,7 +14,8 @@ def timeline(
     options: Options | None = None,
 ) -> Timeline:  # fmt: skip
     """The times of one persistent cluster that does all tiles of a product, or of one expert with a grouped shape."""
-    options = replace(options or Options(), timing=model or TimingModel())
+    model = replace(model or TimingModel(), warps_sharing=4.0 * shape.teams)
+    options = replace(options or Options(), timing=model)
     if shape.grouped:
         case = ExpertCase(shape, (tokens,), features, k)
         return run(case.build()[0], case.epilogue(shape.output), options).timelines[0]
