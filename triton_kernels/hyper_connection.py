@@ -9,7 +9,7 @@ sublayer's input and normalised (*pre*). :func:`hyper_connection_next` does all 
                   fixed order.
 ``_coefficients`` sigmoids and Sinkhorn of many tokens, a token a lane, all 16 entries in a lane's registers. For few
                   tokens the next kernel does this itself, every thread the same.
-``_collapse``     reads the next X again, collapses and normalises: one row a program, y in registers.
+``_collapse``     reads the next X again, collapses, normalises and, if wanted, quantises to NVFP4; a row a program.
 
 The products use bf16 tensor cores without loss: X is bf16, and the fp32 ``fn`` is the sum of three bf16.
 
@@ -40,6 +40,8 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .nvfp4 import BLOCK, block_scale_bytes, layout_tile, split_pairs, store_quantized_row
+from .quantize import check_outputs
 from .rounding import INTERPRETED, round_for
 
 STREAMS = 4
@@ -291,9 +293,11 @@ def _coefficients(
 
 @triton.jit
 def _collapse(
-    streams, parts, mix, base, scale, pre, post, comb, weight, out, tokens, d, splits, mean_of, hc_eps, norm_eps,
+    streams, parts, mix, base, scale, pre, post, comb, weight, out, codes, block_scales, row_scale, constant,
+    tokens, d, splits, mean_of, hc_eps, norm_eps,
     FEW: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tokens - 1 - tl.program_id(0)
     token = row.to(tl.int64)
@@ -321,6 +325,13 @@ def _collapse(
         y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + norm_eps)
         y = round_for(y * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32), out)
     tl.store(out + token * d + column, y, mask=inside)
+    if QUANTIZE:
+        BLOCKS: tl.constexpr = BLOCK_D // 16
+        even, odd = split_pairs(y.to(tl.float32), BLOCKS)
+        store_quantized_row(
+            even, odd, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16, d // 16,
+            CONSTANT, TILE, BLOCKS,
+        )  # fmt: skip
     if FEW and not HEAD:
         _store_post_and_comb(
             mix, inverse_rms, base, scale, post + token * 4, comb + token * 16, None, hc_eps, ITERATIONS
@@ -374,6 +385,39 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """``x`` in NVFP4, too, as :func:`quantize.quantize` would write it, bit for bit; d a multiple of 64.
+
+    Attributes:
+        codes: uint8 [T, d/2].
+        block_scales: uint8 or float8_e4m3fn, :func:`nvfp4.block_scale_bytes` long.
+        row_scale: fp32 [T] to be written, or the constant for all rows.
+        token_tile: of the product that reads the block scales.
+    """
+
+    codes: Tensor
+    block_scales: Tensor
+    row_scale: Tensor | float
+    token_tile: int = 128
+
+    @classmethod
+    def allocate(cls, tokens: int, d: int, token_tile: int, device: torch.device | str) -> Quantized:
+        """With row scales."""
+        return cls(
+            torch.empty(tokens, d // 2, dtype=torch.uint8, device=device),
+            torch.empty(block_scale_bytes(tokens, d, token_tile), dtype=torch.uint8, device=device),
+            torch.empty(tokens, device=device),
+            token_tile,
+        )
+
+    def first(self, tokens: int) -> Quantized:
+        """The part for the first ``tokens`` tokens."""
+        scales = self.block_scales[: block_scale_bytes(tokens, self.codes.shape[1] * 2, self.token_tile)]
+        row_scale = self.row_scale if isinstance(self.row_scale, float) else self.row_scale[:tokens]
+        return Quantized(self.codes[:tokens], scales, row_scale, self.token_tile)
+
+
+@dataclass(frozen=True)
 class SiteState:
     """What passes from one site to the next, and room to work; larger ones may be used for fewer tokens.
 
@@ -383,12 +427,14 @@ class SiteState:
         x: bf16 [T, d], the sublayer's input.
         post: fp32 [T, 4]. comb: fp32 [T, 4, 4].
         workspace: fp32, :func:`workspace_size` of T.
+        quantized: where ``x`` goes in NVFP4, if it is wanted so.
     """
 
     x: Tensor
     post: Tensor
     comb: Tensor
     workspace: Tensor
+    quantized: Quantized | None = None
 
     @classmethod
     def allocate(cls, tokens: int, d: int, device: torch.device | str) -> SiteState:
@@ -402,7 +448,8 @@ class SiteState:
 
     def first(self, tokens: int) -> SiteState:
         """The part for the first ``tokens`` tokens."""
-        return SiteState(self.x[:tokens], self.post[:tokens], self.comb[:tokens], self.workspace)
+        quantized = None if self.quantized is None else self.quantized.first(tokens)
+        return SiteState(self.x[:tokens], self.post[:tokens], self.comb[:tokens], self.workspace, quantized)
 
 
 def _block_t(tokens: int) -> int:
@@ -429,6 +476,14 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, mixed: tuple[
     _check_streams(op, streams)
     tokens, _, d = streams.shape
     _check_site(op, site, streams, state)
+    codes, block_scales, row_scale, constant, tile = state.x, state.x, state.x, 0.0, 128
+    if (quantized := state.quantized) is not None:
+        row_scale, constant = check_outputs(
+            streams, (tokens,), d, quantized.codes, quantized.block_scales, quantized.row_scale, quantized.token_tile
+        )
+        require_contiguous(f"{op}: codes", quantized.codes)
+        codes, block_scales = quantized.codes, quantized.block_scales.view(torch.uint8)
+        tile = layout_tile(quantized.token_tile)
     if tokens == 0:
         return
     splits, d_per_split = _splits(tokens, d)
@@ -450,9 +505,10 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, mixed: tuple[
             site.hc_eps, site.norm_eps, BLOCK_T=32, num_warps=1, **constants,
         )  # fmt: skip
     _collapse[(tokens,)](
-        next_streams, parts, mix, site.base, site.scale, pre, state.post, state.comb, site.norm, state.x, tokens, d,
-        splits, STREAMS * d, site.hc_eps, site.norm_eps, FEW=few, NORM=site.norm is not None,
-        BLOCK_SPLITS=min(triton.next_power_of_2(splits), 64), BLOCK_D=triton.next_power_of_2(d),
+        next_streams, parts, mix, site.base, site.scale, pre, state.post, state.comb, site.norm, state.x, codes,
+        block_scales, row_scale, constant, tokens, d, splits, STREAMS * d, site.hc_eps, site.norm_eps, FEW=few,
+        NORM=site.norm is not None, QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile,
+        BLOCK_SPLITS=min(triton.next_power_of_2(splits), 64), BLOCK_D=max(triton.next_power_of_2(d), BLOCK),
         num_warps=8 if d > 2048 else 4, **constants,
     )  # fmt: skip
 

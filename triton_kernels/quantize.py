@@ -113,7 +113,7 @@ def quantize(
         rows = source_row.shape[0]
     groups, k = grouped.shape[1:]
     leading = (rows, groups) if x.dim() == 3 else (rows,)
-    scale, constant = _check_outputs(x, leading, k, codes, block_scales, row_scale, token_tile)
+    scale, constant = check_outputs(x, leading, k, codes, block_scales, row_scale, token_tile)
     checks.require_same_device("x", x, source_row=source_row)
     if rows and groups:
         code_groups = _with_groups("codes", codes)
@@ -214,7 +214,7 @@ def rms_norm_quantize(
     require_norm_weight(weight, k)
     if normed is not None:
         _check_kept("normed", normed, x.shape)
-    scale, constant = _check_outputs(x, (rows,), k, codes, block_scales, row_scale, token_tile)
+    scale, constant = check_outputs(x, (rows,), k, codes, block_scales, row_scale, token_tile)
     checks.require_same_device("x", x, weight=weight, normed=normed)
     if rows:
         blocks = triton.next_power_of_2(k // BLOCK)
@@ -319,7 +319,7 @@ def swiglu_quantize(
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
     if hidden is not None:
         _check_kept("hidden", hidden, torch.Size((rows, k)))
-    scale, constant = _check_outputs(gate_up, (rows,), k, codes, block_scales, row_scale, token_tile)
+    scale, constant = check_outputs(gate_up, (rows,), k, codes, block_scales, row_scale, token_tile)
     checks.require_same_device("gate_up", gate_up, hidden=hidden)
     if rows:
         blocks = triton.next_power_of_2(k // BLOCK)
@@ -426,7 +426,7 @@ def inverse_rope_quantize(
     groups = codes.shape[1]
     checks.require_multiple("x", "H", heads, groups)
     k = heads // groups * width
-    scale, constant = _check_outputs(x, (rows, groups), k, codes, block_scales, row_scale, token_tile)
+    scale, constant = check_outputs(x, (rows, groups), k, codes, block_scales, row_scale, token_tile)
     checks.require_same_device("x", x, turns=turns)
     if rows:
         blocks = triton.next_power_of_2(k // BLOCK)
@@ -467,7 +467,7 @@ def _check_kept(name: str, kept: Tensor, shape: torch.Size) -> None:
     checks.require_rows(name, kept)
 
 
-def _check_outputs(
+def check_outputs(
     x: Tensor,
     leading: tuple[int, ...],
     k: int,

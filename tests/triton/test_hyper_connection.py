@@ -12,7 +12,8 @@ from nvfp4_sgl.ops import hyper_connection as reference
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.triton_kernels import hyper_connection as kernels
 from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.hyper_connection import Site, SiteState
+from nvfp4_sgl.triton_kernels.hyper_connection import Quantized, Site, SiteState
+from nvfp4_sgl.triton_kernels.quantize import quantize
 from tests.triton.support.resources import resources
 
 EPS = 1e-6
@@ -191,9 +192,29 @@ def test_next_is_post_and_pre(tokens: int, d: int, head: bool, in_place: bool, d
         assert torch.equal(streams, before)
 
 
+@pytest.mark.parametrize("token_tile", [8, 128])
+@pytest.mark.parametrize("constant", [False, True])
+def test_quantized_as_the_quantiser_would(constant: bool, token_tile: int, device: str) -> None:
+    tokens, d = 11, 192
+    site, streams = make_site(d, device), make_streams(tokens, d, device)
+    ours, theirs = (Quantized.allocate(tokens, d, token_tile, device) for _ in range(2))
+    if constant:
+        ours, theirs = replace(ours, row_scale=0.01), replace(theirs, row_scale=0.01)
+    state = replace(poisoned_state(tokens, d, device), quantized=ours)
+    for place in (ours, theirs):
+        place.codes.fill_(0x5A)
+        place.block_scales.fill_(0x5A)
+    kernels.hyper_connection_pre(site, streams, state)
+    check_entry(site, streams, state)
+    quantize(state.x, theirs.codes, theirs.block_scales, theirs.row_scale, token_tile=token_tile)
+    assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.block_scales, theirs.block_scales)
+    if isinstance(ours.row_scale, Tensor) and isinstance(theirs.row_scale, Tensor):
+        assert torch.equal(ours.row_scale, theirs.row_scale)
+
+
 def test_a_state_for_more_tokens_serves_fewer(device: str) -> None:
     site = make_site(64, device)
-    large = poisoned_state(18, 64, device)
+    large = replace(poisoned_state(18, 64, device), quantized=Quantized.allocate(18, 64, 8, device))
     for tokens in (18, 16, 1, 0):
         streams = make_streams(tokens, 64, device)
         state = large.first(tokens)
@@ -242,7 +263,7 @@ def launches() -> None:
         site = make_site(64, "cpu")
         site = replace(site, fn=torch.empty(24, 4 * d), norm=torch.empty(d, dtype=torch.bfloat16))
         site = replace(site, **{name: getattr(site, name).to("meta") for name in ("fn", "base", "scale", "norm")})
-        state = SiteState.allocate(tokens, d, "meta")
+        state = replace(SiteState.allocate(tokens, d, "meta"), quantized=Quantized.allocate(tokens, d, 128, "meta"))
         streams = torch.empty(tokens, 4, d, dtype=torch.bfloat16, device="meta")
         kernels.hyper_connection_next(site, state.x, streams, state)
     kernels.hyper_connection_post(state.x, streams, state.post, state.comb)
