@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1, encode_e4m3, finite
+from .rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_pair, encode_e4m3, finite
 
 BLOCK = 16
 ATOM_ROWS = 128
@@ -77,7 +77,7 @@ def quantize_blocks(even, odd, amax, g, BLOCKS: tl.constexpr):
     scale = encode_e4m3((amax * tl.div_rn(1.0, g)) * INVERSE_E2M1_MAX)
     step = tl.where(scale == 0, 1.0, decode_e4m3(scale) * g)
     inverse = tl.div_rn(1.0, step)[:, None]
-    pairs = encode_e2m1(even * inverse) | (encode_e2m1(odd * inverse) << 4)
+    pairs = encode_e2m1_pair(even * inverse, odd * inverse)
     words = tl.reshape(pairs << (tl.arange(0, 8) % 4 * 8)[None, :], (BLOCKS, 2, 4))
     return tl.where((scale == 0)[:, None], 0, tl.sum(words, axis=2)), scale
 

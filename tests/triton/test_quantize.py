@@ -379,5 +379,6 @@ def test_kernels_fit(architecture: int):
     for usage in found:
         usage.require_no_spills()
         assert usage.count("fma") == 0
+        assert (usage.count("cvt.rn.satfinite.e2m1x2") > 0) == (architecture >= 100)
         if "swiglu" not in usage.kernel:  # exp
             usage.require_exact_arithmetic()
