@@ -1,8 +1,13 @@
-"""Triton kernels of the DeepSeek-V4 decoder, one op family a file. Empty as yet.
+"""Triton kernels of the DeepSeek-V4 decoder, for SM100 and Hopper: everything that is not a matrix product.
 
-What will live here: activation quantisation, RoPE and inverse RoPE, Sinkhorn hyper-connections, the KV compressors,
-top-k metadata and sparse attention, for SM100 and Hopper. Torch tensors go in and come out; nothing in this folder
-knows SGLang or the model, and nothing imports upwards.
+Torch tensors go in and come out; nothing in this folder knows SGLang or the model, and nothing imports upwards. Outputs
+are given, nothing is allocated, no grid depends on a tensor's data and nothing waits for the device, so every op can be
+captured in a CUDA graph. A module holds one family of ops, its device functions first. Shared by all:
+
+    rounding: fp32 to the narrow formats, bit for bit as ``nvfp4_sgl.numerics`` defines them.
+    nvfp4: the device function that quantises a row and stores it where the products look for it.
+    rope: the table of angles of a pass, which every kernel that rotates reads.
+    checks: arguments, from their metadata alone.
 
 The folder is installed as ``nvfp4_sgl.triton_kernels``: the top-level name ``triton_kernels`` belongs to a third-party
 package that SGLang probes for.

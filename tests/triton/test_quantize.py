@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cutedsl_kernels.sm100 import scale_layout
 from nvfp4_sgl.numerics import e2m1, e4m3
 from nvfp4_sgl.numerics.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
 from nvfp4_sgl.ops.norm import rms_norm
@@ -17,7 +18,7 @@ from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 from tests.triton.support.resources import resources
 from triton_kernels.checks import KernelError
-from triton_kernels.nvfp4 import block_scale_bytes
+from triton_kernels.nvfp4 import TOKEN_TILES, block_scale_bytes
 from triton_kernels.quantize import inverse_rope_quantize, quantize, rms_norm_quantize, swiglu_quantize
 from triton_kernels.rope import rope_turns
 
@@ -56,12 +57,11 @@ class Outputs:
         return self.tensors() | {"row_scale": row_scale}
 
     def row(self, flat: torch.Tensor) -> torch.Tensor:
-        """Of each row of scales, its bytes in ``flat``, by the sentence of the layout's docstring."""
-        rows, tile = self.codes.shape[0], min(self.token_tile, 128)
-        columns = self.codes[0].numel() // 8
-        r, c = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-        atom, within = r // tile * (columns // 4) + c // 4, r % tile
-        return flat.cpu()[atom * 512 + within % 32 * 16 + within // 32 * 4 + c % 4]
+        """Of each row of scales, its bytes in ``flat``, where the products look for them."""
+        rows, k = self.codes.shape[0], self.codes[0].numel() * 2
+        offset = scale_layout.scale_offset  # integer arithmetic, for tensors of integers too
+        at = offset(torch.arange(rows)[:, None], torch.arange(k // 16)[None, :], k, self.token_tile)  # type: ignore[arg-type]
+        return flat.cpu()[at]
 
     def require(self, expected: QuantizedRows, rows: torch.Tensor | None = None, constant: bool = False) -> None:
         """The matrix is the expected one; if only ``rows`` were to be written, the others are poison yet."""
@@ -168,7 +168,7 @@ def test_every_block_scale_and_every_tie(device: str):
     out.require(expected, constant=True)
 
 
-@pytest.mark.parametrize("token_tile", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("token_tile", TOKEN_TILES)
 def test_layout_of_every_token_tile(token_tile: int, device: str):
     edges = torch.tensor([0, 7, 8, 15, 16, 31, 32, 63, 64, 65, 97, 127, 128, 255, 256, 299])
     x = torch.randn(len(edges), 128, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
@@ -177,6 +177,12 @@ def test_layout_of_every_token_tile(token_tile: int, device: str):
     out = Outputs.make(300, 128, device, token_tile)
     quantize(moved(x, device), **out.tensors(), source_row=source.to(device))
     out.require(quantize_rows(x), edges)
+
+
+def test_size_of_the_scales_is_what_the_products_ask_for():
+    for tile in TOKEN_TILES:
+        for rows in (0, 1, 8, 127, 128, 129, 300):
+            assert block_scale_bytes(rows, 192, tile) == scale_layout.scale_bytes(rows, 192, tile)
 
 
 def test_strides_and_groups(device: str):
@@ -273,6 +279,7 @@ def test_nothing_that_swiglu_gives_exceeds_its_constant_scale(device: str):
 def test_inverse_rope_and_quantise(groups: int, heads: int, width: int, dtype: torch.dtype, device: str):
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(3, heads, width, generator=generator).to(dtype)
+    x[:, :, 0] = 8.0  # the largest of each row, so that its scale does not hang on a rotation's last bit
     x[1, 0, : width - 32] = torch.inf  # beside the rotation: clamped, not NaN
     positions, frequencies = torch.tensor([1, 70000, 1048575]), inverse_frequencies(32, 160000.0)
     turns = rope_turns(positions.to(device), frequencies.to(device), torch.empty(3, 32, device=device))
@@ -357,6 +364,20 @@ def test_real_sizes(rows: int, k: int, device: str):
     kept, fused = torch.empty_like(x), Outputs.make(rows, k, device)
     rms_norm_quantize(x, torch.ones(k, device=device), EPS, **fused.tensors(), normed=kept)
     fused.require(quantize_rows(kept.cpu()))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_sees_what_its_inputs_hold_by_then(device: str):
+    x, source = torch.zeros(16, 4096, dtype=torch.bfloat16, device=device), torch.zeros(16, dtype=torch.int32)
+    source, out = source.to(device), Outputs.make(16, 4096, device, token_tile=8)
+    quantize(x, **out.tensors(), source_row=source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantize(x, **out.tensors(), source_row=source)
+    x.copy_(torch.randn(16, 4096))
+    source.copy_(torch.arange(15, -1, -1))
+    graph.replay()
+    out.require(quantize_rows(x.cpu().flip(0)))
 
 
 def launches() -> None:
