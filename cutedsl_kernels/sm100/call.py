@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .shape import SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, KernelShape
+from .shape import SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Call:
     row_weight: Tensor | None = None
     offsets: Tensor | None = None
     counts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape.split_k > -(-self.k // TILE_K):
+            raise ValueError(f"split_k {self.shape.split_k}: K = {self.k} has only {-(-self.k // TILE_K)} stages")
 
     @property
     def features(self) -> int:

@@ -157,8 +157,8 @@ def epilogue_cycles(shape: KernelShape) -> float:
     """From an accumulator that is complete to its last store issued."""
     tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
-        return 600.0 + (56.0 if shape.output == "nvfp4" else 44.0) * tokens
-    return 150.0 + 16.0 * tokens
+        return 1000.0 + (56.0 if shape.output == "nvfp4" else 44.0) * tokens
+    return 400.0 + 16.0 * tokens
 
 
 def exposed_cycles(shape: KernelShape) -> float:

@@ -83,24 +83,20 @@ class DeviceEpilogue(Fixed):
     def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
         """Stage the tile's row factors in shared memory; the returned alphas are this thread's, one per half."""
         shape = self.shape
-        # All global loads first: their latencies overlap.
+        # All global loads first, so that their latencies overlap. Beyond the last row any factor will do.
         feature = cutlass.min(feature_tile * LANES + self.team.thread, self.alphas.shape[0] - 1)
-        alphas = []
-        for half in cutlass.range_constexpr(shape.halves):
-            alphas.append(self.alphas[feature, weight_group * shape.halves + half])
+        alphas = [self.alphas[feature, weight_group * shape.halves + half] for half in range(shape.halves)]
+        turns = range((shape.token_tile + TEAM_THREADS - 1) // TEAM_THREADS)
+        tokens = [self.team.thread + turn * TEAM_THREADS for turn in turns]
+        rows = [cutlass.min(token_tile * shape.token_tile + token, self.scales.shape[0] - 1) for token in tokens]
+        factors = [[self.scales[row, token_group] for row in rows]]
+        if cutlass.const_expr(self.weights is not None):
+            factors.append([self.weights[row] for row in rows])
         # Every store ends with a barrier after the factors were read, so the last tile's may be overwritten.
-        for i in cutlass.range_constexpr((shape.token_tile + TEAM_THREADS - 1) // TEAM_THREADS):
-            token = self.team.thread + i * TEAM_THREADS
-            if token < shape.token_tile:
-                row = token_tile * shape.token_tile + token
-                factor, weight = Float32(0.0), Float32(0.0)
-                if row < self.scales.shape[0]:
-                    factor = self.scales[row, token_group]
-                    if cutlass.const_expr(self.weights is not None):
-                        weight = self.weights[row]
-                self.row_factors[token, 0] = factor
-                if cutlass.const_expr(self.weights is not None):
-                    self.row_factors[token, 1] = weight
+        for turn in cutlass.range_constexpr(len(tokens)):
+            if tokens[turn] < shape.token_tile:
+                for which in cutlass.range_constexpr(len(factors)):
+                    self.row_factors[tokens[turn], which] = factors[which][turn]
         self.team.synchronise()
         return tuple(alphas)
 

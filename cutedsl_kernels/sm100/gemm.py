@@ -6,14 +6,15 @@ Computes, for each group (or expert) g, token row t and feature f::
     out[t,f] = epilogue(acc)                                                          see epilogue.py
 
 Operands: E2M1 codes, two a byte, low nibble first, K contiguous; E4M3 block scales for each 16 of K in the 128x4
-swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA), any number of features and
-tokens. Weights are the A operand, tokens the B operand (shape.py says why).
+swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA); any number of tokens; features
+whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200). Weights are the A operand,
+tokens the B operand (shape.py says why).
 
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
-a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in
-two rings of mbarriers: operand stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are
-persistent; the epilogue of one tile runs beside the main loop of the next. Programmatic dependent launch: weights of
-the first stages are on their way before the previous kernel has ended.
+a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
+stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are persistent; the epilogue of one
+tile runs beside the main loop of the next. Programmatic dependent launch: weights of the first stages are on their way
+before the previous kernel has ended.
 
 Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
 with one rounding to the output type. The result does not depend on timing. With split_k the partial sums are added in

@@ -38,7 +38,7 @@ def compiled(shape: KernelShape, architecture: str) -> Binary:
         case = ExpertCase(shape, (1,), features=64, k=64)
         call, epilogue = case.build()[0], case.epilogue(shape.output)
     else:
-        call, epilogue = ProductCase(shape, tokens=1, features=64, k=64).build()
+        call, epilogue = ProductCase(shape, tokens=1, features=64, k=64 if shape.split_k == 1 else 1024).build()
     return compile_binary(architecture, NvFp4Gemm(shape, epilogue), *call.arguments(1), make_fake_stream())
 
 

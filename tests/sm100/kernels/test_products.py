@@ -79,3 +79,8 @@ def test_bytes_loaded_are_the_operands_once() -> None:
     tokens = 2 * (8 * 512 // 2 + 128 * 512 // 16)
     assert statistics.engine_bytes["tma_load"] == weights + tokens
     assert statistics.engine_bytes["tma_store"] == 8 * 256 * 2
+
+
+def test_a_slice_of_k_needs_a_stage() -> None:
+    with pytest.raises(ValueError, match="split_k 4: K = 704 has only 3 stages"):
+        ProductCase(KernelShape(8, split_k=4), tokens=8, features=128, k=704).build()
