@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
+from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
+from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import SHARED_CAPACITY, TENSOR_COLUMNS, TILE_K, TOKEN_TILES, KernelShape
-from tests.sm100.support.products import ExpertCase, ProductCase
+from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
 
 REGISTER_BUDGET = 160
@@ -32,14 +33,9 @@ def name(shape: KernelShape) -> str:
 
 
 def compiled(shape: KernelShape, architecture: str) -> Binary:
-    from cutlass.cute.runtime import make_fake_stream
-
-    if shape.grouped:
-        case = ExpertCase(shape, (1,), features=64, k=64)
-        call, epilogue = case.build()[0], case.epilogue(shape.output)
-    else:
-        call, epilogue = ProductCase(shape, tokens=1, features=64, k=64 if shape.split_k == 1 else 1024).build()
-    return compile_binary(architecture, NvFp4Gemm(shape, epilogue), *call.arguments(1), make_fake_stream())
+    limit, constant = (LIMIT if shape.gated else None), (1.0 if shape.output == "nvfp4" else None)
+    epilogue = Epilogue(limit, weighted=shape.grouped and not shape.gated, row_scale_constant=constant)
+    return compile_binary(architecture, Entry(shape, epilogue), *Entry.example(shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
