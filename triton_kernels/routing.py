@@ -121,11 +121,12 @@ def _route_hash(
 
 
 @triton.jit
-def _visits(experts, first, pairs, expert, LENGTH: tl.constexpr):
-    """int32 [LENGTH, experts]: 1 where a pair, from ``first`` on, has that expert."""
+def _visits(experts, first, pairs, count, LENGTH: tl.constexpr, BLOCK_E: tl.constexpr):
+    """int32 [LENGTH, BLOCK_E]: 1 where a pair, from ``first`` on, has that expert, one of ``count``."""
     pair = first + tl.arange(0, LENGTH)
-    visited = tl.load(experts + pair, mask=pair < pairs, other=-1)
-    return (visited[:, None] == expert[None, :]).to(tl.int32)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    visited = tl.load(experts + pair, mask=pair < pairs, other=-1)[:, None]
+    return ((visited == expert) & (expert < count)).to(tl.int32)
 
 
 @triton.jit
@@ -159,10 +160,9 @@ def _permute_few(
         row = first + tl.arange(0, BLOCK_R)
         tl.store(source_row + row, tl.full((BLOCK_R,), -1, tl.int32), mask=row < rows)
     expert = tl.arange(0, BLOCK_E)
-    group = tl.where(expert < count, expert, -2)  # that no pair has
     visits = tl.zeros((CHUNK, BLOCK_E), tl.int32)
     for first in range(0, pairs, CHUNK):
-        visits += _visits(experts, first, pairs, group, CHUNK)
+        visits += _visits(experts, first, pairs, count, CHUNK, BLOCK_E)
     visited = tl.sum(visits, axis=0)
     begin = _offsets(visited, tile)
     tl.store(counts + expert, visited, mask=expert < count)
@@ -170,7 +170,7 @@ def _permute_few(
     # The padding must be there before rows are put over it.
     tl.debug_barrier()
     for first in range(0, pairs, CHUNK):
-        visits = _visits(experts, first, pairs, group, CHUNK)
+        visits = _visits(experts, first, pairs, count, CHUNK, BLOCK_E)
         routed = tl.sum(visits, axis=1) > 0
         row = tl.sum(visits * begin[None, :], axis=1) + _rank(experts, first, pairs, CHUNK)
         _store_pairs(source_row, destination, first + tl.arange(0, CHUNK), row, routed, pairs, TOPK)
@@ -178,14 +178,14 @@ def _permute_few(
 
 
 @triton.jit
-def _count(experts, source_row, starts, pairs, rows, rows_each, LENGTH: tl.constexpr, BLOCK_E: tl.constexpr,
+def _count(experts, source_row, starts, pairs, rows, rows_each, count, LENGTH: tl.constexpr, BLOCK_E: tl.constexpr,
            BLOCK_R: tl.constexpr):  # fmt: skip
     """Each expert's pairs in a block of them; and padding everywhere."""
     block = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     visits = tl.zeros((CHUNK, BLOCK_E), tl.int32)
     for first in range(0, LENGTH, CHUNK):
-        visits += _visits(experts, block * LENGTH + first, pairs, expert, CHUNK)
+        visits += _visits(experts, block * LENGTH + first, pairs, count, CHUNK, BLOCK_E)
     tl.store(starts + block * BLOCK_E + expert, tl.sum(visits, axis=0))
     for first in range(block * rows_each, min((block + 1) * rows_each, rows), BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
@@ -427,7 +427,7 @@ def permute(experts: Tensor, tile: int, out: Permutation) -> None:
         )  # fmt: skip
         return
     _count[(blocks,)](
-        experts, out.source_row, out.starts, pairs, rows, triton.cdiv(rows, blocks),
+        experts, out.source_row, out.starts, pairs, rows, triton.cdiv(rows, blocks), count,
         LENGTH=BLOCK_PAIRS, BLOCK_E=block_e, BLOCK_R=512, num_warps=8,
     )  # fmt: skip
     _scan[(1,)](out.starts, out.offsets, out.counts, blocks, tile, count, BLOCK_E=block_e, num_warps=16)

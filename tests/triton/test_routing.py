@@ -184,7 +184,7 @@ def test_all_to_one_expert(tokens: int, device: str) -> None:
 @pytest.mark.parametrize("tokens", [40, 300])
 def test_unrouted_pairs_have_no_row(tokens: int, device: str) -> None:
     experts = some_experts(tokens, 2, 6)
-    experts[::3, 1], experts[1::5, 0], experts[-1] = -1, 6, -1
+    experts[::3, 1], experts[1::5, 0], experts[1::7, 1], experts[-1] = -1, 6, -2, -1
     check_permutation(experts, 6, 8, device)
 
 
