@@ -159,10 +159,14 @@ def _mix(
             x0, x1, x2, x3 = y0, y1, y2, y3
         weight = fn + row[:, None] * (4 * d) + column[None, :]
         w_mask = (row < ROWS)[:, None] & inside[None, :]
-        total = _dot(x0, tl.load(weight, mask=w_mask, other=0.0), total)
-        total = _dot(x1, tl.load(weight + d, mask=w_mask, other=0.0), total)
-        total = _dot(x2, tl.load(weight + 2 * d, mask=w_mask, other=0.0), total)
-        total = _dot(x3, tl.load(weight + 3 * d, mask=w_mask, other=0.0), total)
+        # The tensor core cuts a sum off where fp32 would round it; over thousands of additions that is a drift, so
+        # the long sum is not left to it.
+        step = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
+        step = _dot(x0, tl.load(weight, mask=w_mask, other=0.0), step)
+        step = _dot(x1, tl.load(weight + d, mask=w_mask, other=0.0), step)
+        step = _dot(x2, tl.load(weight + 2 * d, mask=w_mask, other=0.0), step)
+        step = _dot(x3, tl.load(weight + 3 * d, mask=w_mask, other=0.0), step)
+        total += step
         f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
         squares += tl.sum((f0 * f0 + f1 * f1) + (f2 * f2 + f3 * f3), axis=1)
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
@@ -496,7 +500,7 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, mixed: tuple[
     _mix[(triton.cdiv(tokens, block_t), splits)](
         streams, output, state.post, state.comb, site.fn, next_streams, parts, tokens, d, d_per_split,
         POST=mixed is not None, ROWS=rows, EVEN=d % BLOCK_D == 0, BLOCK_T=block_t, BLOCK_D=BLOCK_D,
-        num_warps=8 if block_t == 64 else 4,
+        num_warps=8 if block_t == 64 else 4, num_stages=3 if block_t == 64 else 2,
     )  # fmt: skip
     constants = {"ROWS": rows, "HEAD": head, "ITERATIONS": site.iterations}
     if not few:
