@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,6 +48,13 @@ def cases() -> Iterator[Case]:
                 bytes=moved + site.fn.nbytes,
                 flops=2 * site.fn.numel() * tokens,
                 peers={"copy": partial(torch.empty_like(source).copy_, source)},
+            )
+            quantized = hc.Quantized.allocate(tokens, d, 128, "cuda")
+            yield Case(
+                f"hyper_connection_next, quantised/{shape}",
+                partial(hc.hyper_connection_next, site, output, streams, replace(state, quantized=quantized)),
+                bytes=moved + site.fn.nbytes + output.nbytes * 9 // 32,
+                flops=2 * site.fn.numel() * tokens,
             )
             yield Case(
                 f"hyper_connection_pre/{shape}",

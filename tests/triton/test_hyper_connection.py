@@ -239,6 +239,24 @@ def test_same_input_same_bits(device: str) -> None:
     assert torch.equal(states[0].x, states[1].x) and torch.equal(states[0].comb, states[1].comb)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_in_a_cuda_graph(tokens: int, device: str) -> None:
+    """Capture refuses what waits for the device or allocates behind its back; a replay sees new data."""
+    site, streams = make_site(4096, device), make_streams(tokens, 4096, device)
+    output = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
+    out, state = torch.empty_like(streams), poisoned_state(tokens, 4096, device)
+    kernels.hyper_connection_pre(site, streams, state)  # compiles
+    kernels.hyper_connection_next(site, output, streams, state, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.hyper_connection_pre(site, streams, state)
+        kernels.hyper_connection_next(site, output, streams, state, out=out)
+    streams.copy_(make_streams(tokens, 4096, device))
+    graph.replay()
+    check_entry(site, out, state)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

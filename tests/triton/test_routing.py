@@ -176,6 +176,23 @@ def test_permutation_of_many_pairs(tokens: int, topk: int, count: int, tile: int
     check_permutation(some_experts(tokens, topk, count), count, tile, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_permutation_in_a_cuda_graph(tokens: int, device: str) -> None:
+    """Replayed over experts of very different popularity: nothing about them is fixed at capture."""
+    experts = torch.zeros(tokens, 6, dtype=torch.int32, device=device)
+    place = Permutation.allocate(tokens, 6, 384, 128, device)
+    routing.permute(experts, 128, place)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing.permute(experts, 128, place)
+    experts.copy_(some_experts(tokens, 6, 384))
+    graph.replay()
+    expected = expected_permutation(experts.tolist(), 384, 128, len(place.source_row))
+    for name, values in expected.items():
+        assert getattr(place, name).tolist() == values, name
+
+
 @pytest.mark.parametrize("tokens", [40, 600])
 def test_all_to_one_expert(tokens: int, device: str) -> None:
     check_permutation(torch.full((tokens, 1), 3), 5, 16, device)
