@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.numerics import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
@@ -17,6 +18,7 @@ from nvfp4_sgl.triton_kernels.attention import (
     Partials,
     Tiling,
     choose_splits,
+    default_tiling,
     new_partials,
     sparse_attention,
 )
@@ -138,6 +140,8 @@ TRANSPOSED = Tiling(stages=2, transposed=True)
 @pytest.mark.parametrize("tiling", [HOPPER, TRANSPOSED], ids=["heads x 512", "512 x heads"])
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
+    if device != "cpu" and tiling.transposed != default_tiling(packed=True).transposed:
+        pytest.skip("another architecture's")
     check(problem(heads, [70, 20], tokens=1, seed=heads), device, tiling=tiling, splits=1)
 
 
@@ -215,6 +219,38 @@ def test_large_logits(splits: int, device: str) -> None:
     case = problem(8, [70, 70], tokens=1)
     case.q *= 8
     check(case, device, splits=splits)
+
+
+def planned(cached: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Window and HCA lists of a request's new tokens, by the plan of a batch; its pages lie in any order."""
+    pages = torch.tensor([2, 0, 1])
+    full_slots = (pages[:, None] * 256 + torch.arange(256)).flatten()[None]
+    batch = Batch(
+        starts=torch.tensor([cached]),
+        ends=torch.tensor([cached + tokens]),
+        requests=torch.tensor([0]),
+        full_slots=full_slots,
+        full_to_swa=torch.arange(768).flip(0),
+    )
+    plan = plan_batch(batch, window=128, ratios=frozenset({128}))
+    return plan.swa_slots, plan.hca_slots
+
+
+def test_chunked_and_cached_prefill_equal_one_shot(device: str) -> None:
+    """Around the window's edge and the closing of the first and second ratio-128 entry."""
+    torch.manual_seed(0)
+    q, sink = torch.randn(260, 8, 512).bfloat16(), torch.randn(8)
+    pools = [
+        pool(torch.randn(n, 512), torch.arange(n), n, size, packed=True) for n, size in ((768, 256), (6, HCA_PAGE))
+    ]
+    entries, stores = (list(part) for part in zip(*pools, strict=True))
+    some = torch.tensor([0, 1, 126, 127, 128, 254, 255, 256])
+    lists = [slots[some].contiguous() for slots in planned(0, 260)]
+    one_shot = check(Problem(q[some], sink, entries, stores, lists), device, splits=1)
+    for cached, tokens in ((126, 3), (254, 3)):
+        chunk = Problem(q[cached : cached + tokens], sink, entries, stores, list(planned(cached, tokens)))
+        shared = (some >= cached) & (some < cached + tokens)
+        assert torch.equal(chunk.run(device, splits=1), one_shot[shared])
 
 
 @pytest.mark.parametrize("splits", [1, 2])
