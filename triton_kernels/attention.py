@@ -6,11 +6,11 @@ pages of 584-byte entries (``nvfp4_sgl.numerics.kv_entry``) or from rows of bf16
     s_j = (q · k_j) · scale
     o   = Σ_j exp(s_j − m) k_j / (Σ_j exp(s_j − m) + exp(sink − m)),  m = max(s_j, sink)
 
-A program serves up to 64 heads of one query and one stretch of its keys: each entry is read once for them, decoded
-once to bf16 in shared memory, and used from there by both products. Where the queries alone do not fill the chip, the
-keys are split (:func:`choose_splits`) and :func:`_combine` adds the parts in a fixed order. Nothing depends on the
-batch but the number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of
-it, or alone, wherever its entries lie.
+A program serves up to 64 heads (:class:`Tiling`) of one query and one stretch of its keys: each entry is read once for
+them and decoded to bf16 on the way to the tensor cores. Where the queries alone do not fill the chip, the keys are
+split (:func:`choose_splits`) and :func:`_combine` adds the parts in a fixed order. Nothing depends on the batch but the
+number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone,
+wherever its entries lie.
 
 Precision:
 
@@ -300,6 +300,7 @@ class Tiling:
         heads: heads of a program, fewer are padded; 64 is what one warp group multiplies.
         keys: entries at once.
         warps, stages: as Triton's.
+        resident: programs that a multiprocessor holds at once.
         transposed: accumulate [512, heads] rather than [heads, 512].
     """
 
@@ -307,6 +308,7 @@ class Tiling:
     keys: int = 64
     warps: int = 8
     stages: int = 3
+    resident: int = 1
     transposed: bool = False
 
 
@@ -324,8 +326,15 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 """bf16 rows: two stages of them do not fit into shared memory beside the query."""
 
 
-def default_tiling(*, packed: bool) -> Tiling:
-    """The tiling for the architecture that Triton compiles for, and for packed entries or rows of bf16."""
+FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
+"""Up to 16 heads, as a rank has them: instructions of 16 rows, 83 KiB of shared memory. Entries are decoded twice, in
+the layout of each product; padded to 64 rows, they would cost the tensor cores as much as for 64 heads."""
+
+
+def default_tiling(heads: int, *, packed: bool) -> Tiling:
+    """The tiling for so many heads of packed entries or rows of bf16, on the architecture that Triton compiles for."""
+    if heads <= FEW_HEADS.heads:
+        return FEW_HEADS
     if INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100:
         return HOPPER
     return BLACKWELL if packed else BLACKWELL_PLAIN
@@ -342,10 +351,10 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
         processors: multiprocessors of the chip.
     """
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
-    programs = queries * triton.cdiv(heads, tiling.heads)
+    programs, places = queries * triton.cdiv(heads, tiling.heads), processors * tiling.resident
     costs = {
-        splits: triton.cdiv(programs * splits, processors) * (triton.cdiv(tiles, splits) + 2 * (splits > 1))
-        for splits in range(1, max(min(tiles, processors), 1) + 1)
+        splits: triton.cdiv(programs * splits, places) * (triton.cdiv(tiles, splits) + 2 * (splits > 1))
+        for splits in range(1, max(min(tiles, places), 1) + 1)
     }
     return min(costs, key=lambda splits: (costs[splits], splits))
 
@@ -389,7 +398,7 @@ def sparse_attention(
         extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
             ``window_slots``; both ``None`` in window-only layers.
         window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
-        splits: programs per query and 64 heads; by default what :func:`choose_splits` says of this device.
+        splits: programs per query and block of heads; by default what :func:`choose_splits` says of this device.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
         out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
         tiling: by default the architecture's.
@@ -413,7 +422,7 @@ def sparse_attention(
         _require_set("extra", extra, extra_slots, extra_lengths, tokens)
         require_dtype("extra.pages", extra.pages, window.pages.dtype)
         require_dtype("extra_slots", extra_slots, window_slots.dtype)
-    tiling = tiling or default_tiling(packed=packed)
+    tiling = tiling or default_tiling(heads, packed=packed)
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
     if splits is None:
         splits = choose_splits(tokens, heads, columns, _processors(q.device), tiling) if q.is_cuda else 1

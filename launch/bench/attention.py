@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.attention import Entries, choose_splits, new_partials, sparse_attention
+from nvfp4_sgl.triton_kernels.attention import Entries, choose_splits, default_tiling, new_partials, sparse_attention
 from nvfp4_sgl.triton_kernels.kv_entry import page_bytes, store_kv_entries
 
 from . import Case
@@ -83,7 +83,8 @@ def cases() -> Iterator[Case]:
                 extra_slots = _lists(queries, width, in_extra) if width else None
                 q = torch.randn(queries, heads, 512, device="cuda", dtype=torch.bfloat16)
                 sink, out = torch.randn(heads, device="cuda"), torch.empty_like(q)
-                splits = choose_splits(queries, heads, (WINDOW, width), processors)
+                tiling = default_tiling(heads, packed=True)
+                splits = choose_splits(queries, heads, (WINDOW, width), processors, tiling)
                 keys = queries * (WINDOW + width)
                 yield Case(
                     f"sparse_attention/{model}/{layer}/{queries}x{WINDOW + width}",

@@ -13,6 +13,8 @@ from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.numerics import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.triton_kernels.attention import (
+    BLACKWELL,
+    FEW_HEADS,
     HOPPER,
     Entries,
     Partials,
@@ -134,13 +136,10 @@ def check(case: Problem, device: str, **options: object) -> Tensor:
     return out
 
 
-TRANSPOSED = Tiling(stages=2, transposed=True)
-
-
-@pytest.mark.parametrize("tiling", [HOPPER, TRANSPOSED], ids=["heads x 512", "512 x heads"])
+@pytest.mark.parametrize("tiling", [HOPPER, BLACKWELL, FEW_HEADS], ids=["heads x 512", "512 x heads", "few heads"])
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
-    if device != "cpu" and tiling.transposed != default_tiling(packed=True).transposed:
+    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
         pytest.skip("another architecture's")
     check(problem(heads, [70, 20], tokens=1, seed=heads), device, tiling=tiling, splits=1)
 
