@@ -265,7 +265,7 @@ def route_topk(
         ``experts`` int32 [T, topk (+1)], best first, of equals the lowest; ``weights`` fp32, alike; those of the
         routed experts sum to ``scaling``.
 
-    Scores are within 1e-6 of exact ones, relatively, down to 1e-18 (softplus itself leaves fp32's normal numbers
+    Scores are within 2e-6 of exact ones, relatively, down to 1e-18 (softplus itself leaves fp32's normal numbers
     there); experts whose biased scores differ by less may change places with the reference's.
     """
     op = "route_topk"
