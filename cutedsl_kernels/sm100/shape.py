@@ -197,7 +197,7 @@ class KernelShape:
     @property
     def team_buffers(self) -> int:
         """Output staging buffers of a team: with two, the store of one chunk overlaps the making of the next."""
-        return 2 if self.chunks > self.teams and self.output != "fp32" else 1
+        return 2 if self.split_k == 1 and self.chunks > self.teams and self.output != "fp32" else 1
 
     @property
     def output_stages(self) -> int:

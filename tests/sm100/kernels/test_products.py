@@ -34,6 +34,7 @@ SPLIT = [
     ProductCase(KernelShape(16, split_k=4), tokens=16, features=256, k=1088),
     ProductCase(KernelShape(32, split_k=8), tokens=20, features=128, k=2112),
     ProductCase(KernelShape(64, split_k=4, output="fp32"), tokens=50, features=200, k=1024),
+    ProductCase(KernelShape(64, split_k=2), tokens=64, features=136, k=512),
 ]
 BATCHED = [
     ProductCase(KernelShape(8), tokens=5, features=136, k=320, groups=3),
