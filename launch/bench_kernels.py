@@ -67,7 +67,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes a second of a device copy, read and written."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / (microseconds(lambda: target.copy_(source)) * 1e-6)
 
