@@ -45,6 +45,7 @@ def _import_paths() -> None:
 
 def microseconds(run: Callable[[], object]) -> float:
     """Median time of one run inside a graph of ``RUNS``."""
+    torch.cuda.synchronize()  # the case's tensors are still being filled
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -66,10 +67,10 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a device copy, read and written."""
+    """Bytes a second of a copy by a kernel, read and written (a graph's own copies take the slower copy engines)."""
     source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (microseconds(lambda: target.copy_(source)) * 1e-6)
+    return 2 * COPY_BYTES / (microseconds(lambda: torch.mul(source, 1.0, out=target)) * 1e-6)
 
 
 def families(names: list[str]) -> Iterator[tuple[str, Any]]:
@@ -85,6 +86,7 @@ def families(names: list[str]) -> Iterator[tuple[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_kernels")
     parser.add_argument("families", nargs="*")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -98,6 +100,8 @@ def main() -> int:
     rows, failed = [], 0
     for family, module in families(arguments.families):
         for case in module.cases():
+            if arguments.only not in case.name:
+                continue
             try:
                 time = microseconds(case.run)
                 peers = {name: microseconds(run) for name, run in case.peers.items()}

@@ -170,7 +170,8 @@ def _attend(
     q_tail = _query(q_row, known, 448, 64)
 
     # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
-    top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
+    sink_top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
+    top = sink_top
     denominator = tl.zeros((HEADS,), tl.float32)
     low = _zeros(HEADS, 256, TRANSPOSED)
     mid = _zeros(HEADS, 128, TRANSPOSED)
@@ -244,7 +245,7 @@ def _attend(
         factor = tl.full((HEADS,), 1.0, tl.float32)
         stored = known & (begin < end)
     else:
-        factor = 1.0 / (denominator + tl.exp2(tl.load(sink + head, mask=known, other=0.0) * LOG2_E - top))
+        factor = 1.0 / (denominator + tl.exp2(sink_top - top))
         stored = known
     row = out + out_row[:, None] * 512
     _store(row, low, factor, stored, 0, 256, TRANSPOSED)
@@ -490,7 +491,11 @@ def sparse_attention(
     )
     if partials is not None:
         block = triton.next_power_of_2(splits)
-        _combine[(tokens * heads,)](*partials, sink, out, heads, splits, SPLITS_BLOCK=block, num_warps=4)
+        # Unfused: sink · log2(e) must round as it did in the parts, whose maximum it may be. The error of the product
+        # is no small thing for a huge sink: fused, 1e30 gave NaN on an H200.
+        _combine[(tokens * heads,)](
+            *partials, sink, out, heads, splits, SPLITS_BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )  # fmt: skip
     return out
 
 

@@ -154,13 +154,15 @@ def test_rotations_refuse():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 128), (8192, 64)])
 def test_real_sizes(tokens: int, heads: int, device: str):
+    torch.manual_seed(tokens)
     x = torch.randn(tokens, heads, 512, device=device).to(torch.bfloat16)
     positions = torch.randint(0, 1048576, (tokens,))
     out = rms_norm_rope(x, None, EPS, turns_at(positions, device), torch.full_like(x, POISON))
     rows = torch.randint(0, tokens, (64,))
     expected = reference.rms_norm_rope(x[rows].cpu(), None, EPS, positions[rows], frequencies())
     assert not out.isnan().any()
-    assert bf16_apart(out[rows], expected) <= 1
+    # Among millions, a rotation whose terms cancel turns the last bit of an input into two.
+    assert bf16_apart(out[rows], expected) <= 2
 
 
 def launches() -> None:

@@ -29,7 +29,7 @@ def convert(x_ptr, out_ptr, count, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     elif FORMAT == "e2m1":
         out = rounding.encode_e2m1(x)
     elif FORMAT == "e2m1 pair":
-        out = rounding.encode_e2m1_pair(x, -x)
+        out = rounding.encode_e2m1_pair(x, x * -1.0)  # compiled, -x is 0 - x: no sign for 0
     elif FORMAT == "e4m3 value":
         out = rounding.decode_e4m3(rounding.encode_e4m3(x) & 0x7F).to(tl.int32, bitcast=True)
     elif FORMAT == "ue8m0":
