@@ -1,0 +1,113 @@
+"""The plan that the device builds equals the reference's, wherever a pass stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4_sgl.cache.plan import Batch, plan_batch
+from tests.triton.support.resources import resources
+from triton_kernels.checks import KernelError
+from triton_kernels.metadata import Plan, resolve
+
+WINDOW = 128
+
+
+def sequences(starts: list[int], ends: list[int], *, seed: int = 0) -> Batch:
+    """Sequences whose pages are dealt at random, request slots too; columns past the ends are poisoned."""
+    generator = torch.Generator().manual_seed(seed)
+    capacity = -(-max(ends) // 256) * 256 + 256
+    pages = len(ends) * capacity // 256
+    order = torch.randperm(pages, generator=generator) + 1
+    full = (order[:, None] * 256 + torch.arange(256)).flatten().view(len(ends), capacity)
+    for row, end in zip(full, ends, strict=True):
+        row[end:] = 2**30
+    swa_pages = torch.randperm(pages + 1, generator=generator)
+    full_to_swa = (swa_pages[:, None] * 256 + torch.arange(256)).flatten()
+    requests = torch.randperm(len(ends) + 3, generator=generator)[: len(ends)]
+    return Batch(torch.tensor(starts), torch.tensor(ends), requests, full, full_to_swa)
+
+
+def device_plan(batch: Batch, device: str, *, columns: int, decode: bool) -> Plan:
+    """``resolve`` on poisoned outputs."""
+    counts = batch.ends - batch.starts
+    positions = torch.cat([torch.arange(a, b) for a, b in zip(batch.starts, batch.ends, strict=True)])
+    slots = torch.full((int(batch.requests.max()) + 1, batch.full_slots.shape[1] + 5), 2**30, dtype=torch.int32)
+    slots[batch.requests, : batch.full_slots.shape[1]] = batch.full_slots.int()
+    plan = Plan.allocate(
+        positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
+        window=WINDOW, columns=columns,
+    )  # fmt: skip
+    for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
+        tensor.fill_(-77)
+    for tensor in (plan.batch.owners, plan.batch.starts, plan.batch.bounds):
+        tensor.fill_(-77)
+    resolve(plan, batch.ends.to(device), None if decode else counts.int().to(device))
+    return plan
+
+
+CASES = {
+    "one token": ([0], [1]),
+    "decode": ([0, 126, 127, 128, 255, 256, 700], [1, 127, 128, 129, 256, 257, 701]),
+    "prefill": ([0, 0, 0], [1, 300, 127]),
+    "chunks": ([256, 131, 0, 511], [290, 132, 5, 513]),
+    "a request that adds nothing": ([64, 10, 3], [65, 10, 5]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str, device: str):
+    starts, ends = CASES[name]
+    batch = sequences(starts, ends)
+    decode = name in ("one token", "decode")
+    found = device_plan(batch, device, columns=9, decode=decode)
+    expected = plan_batch(batch, window=WINDOW, ratios=frozenset({4, 128}))
+    owners = torch.repeat_interleave(torch.arange(len(ends)), batch.ends - batch.starts)
+    assert torch.equal(found.batch.owners.cpu().long(), owners)
+    assert found.batch.starts.tolist() == starts
+    assert found.batch.bounds.tolist() == expected.bounds
+    assert torch.equal(found.window_write.cpu().long(), expected.swa_write_slots)
+    assert torch.equal(found.window_slots.cpu().long(), expected.swa_slots)
+    assert torch.equal(found.window_lengths.cpu().long(), (expected.swa_slots >= 0).sum(1))
+    lengths = (expected.positions + 1) // 128
+    assert torch.equal(found.entry_lengths.cpu().long(), lengths)
+    for row, length, wanted in zip(found.entry_slots.cpu(), lengths.tolist(), expected.hca_slots, strict=True):
+        assert torch.equal(row[:length].long(), wanted[:length])
+        assert bool((row[length:] == -77).all()), "written beyond what a query sees"
+
+
+def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
+    """Request slot 0, length 1: everything points into page 0."""
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
+    plan = Plan.allocate(zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, columns=4)
+    resolve(plan, zeros + 1)
+    assert plan.window_write.tolist() == [0, 0, 0] and plan.entry_lengths.tolist() == [0, 0, 0]
+    assert plan.window_slots[:, 0].tolist() == [0, 0, 0] and bool((plan.window_slots[:, 1:] == -1).all())
+
+
+def test_refusals(device: str):
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
+    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, columns=4)
+    with pytest.raises(KernelError, match="positions: expected shape"):
+        resolve(plan, zeros[:2])
+    with pytest.raises(KernelError, match="seq_lens: expected shape"):
+        resolve(plan, zeros, zeros[:2])
+    with pytest.raises(KernelError, match="slots: expected dtype"):
+        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, columns=4)
+        resolve(wrong, zeros[:2], zeros[:2])
+
+
+def launches() -> None:
+    zeros = torch.zeros(16, dtype=torch.int64)
+    plan = Plan.allocate(zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, columns=8)
+    resolve(plan, zeros)
+    resolve(plan, zeros, zeros)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_kernels_fit(architecture: int):
+    for usage in resources(__name__):
+        if usage.architecture == architecture:
+            usage.require_no_spills()
