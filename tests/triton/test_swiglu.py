@@ -1,0 +1,71 @@
+"""Clamped SwiGLU and gathered rows, in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4_sgl.ops.swiglu import clamped_swiglu
+from tests.triton.support.resources import resources
+from triton_kernels.checks import KernelError
+from triton_kernels.swiglu import gather_rows, swiglu
+
+LIMIT = 10.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", [(1, 128), (7, 1200), (3, 2048)])
+def test_swiglu(rows: int, width: int, dtype: torch.dtype, device: str):
+    gate_up = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(0)) * 8
+    gate_up[:, ::37] *= 1e4
+    gate_up[0, :3] = torch.tensor([-1e30, -0.0, 88.0])
+    gate_up = gate_up.to(dtype)
+    out = torch.full((rows, width + 3), torch.nan, dtype=dtype, device=device)
+    found = swiglu(gate_up.to(device), LIMIT, out[:, :width]).cpu().float()
+    expected = clamped_swiglu(gate_up.float()[:, :width], gate_up.float()[:, width:], LIMIT)
+    tolerance = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    assert bool(((found - expected).abs() <= expected.abs() * tolerance + 1e-30).all())
+    assert bool(out[:, width:].isnan().all())
+
+
+def test_nan_stays_nan(device: str):
+    gate_up = torch.zeros(2, 256, device=device)
+    gate_up[0, 3], gate_up[1, 130] = torch.nan, torch.nan
+    gate_up[1, 2] = 1.0
+    found = swiglu(gate_up, LIMIT, torch.zeros(2, 128, device=device))
+    assert found.isnan().nonzero().tolist() == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gather(dtype: torch.dtype, device: str):
+    x = torch.randn(9, 2500, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    source = torch.tensor([8, 0, -1, 3, 3, -1, 5], dtype=torch.int32, device=device)
+    out = torch.full((7, 2500), torch.inf, dtype=dtype, device=device)
+    gather_rows(x, source, out)
+    for row, at in enumerate(source.tolist()):
+        assert torch.equal(out[row], x[at] if at >= 0 else torch.full_like(out[row], torch.inf))
+
+
+def test_refusals(device: str):
+    x = torch.zeros(2, 6, device=device)
+    with pytest.raises(KernelError, match="out: expected shape"):
+        swiglu(x, LIMIT, x)
+    with pytest.raises(KernelError, match="columns"):
+        swiglu(x[:, :5], LIMIT, x[:, :2])
+    with pytest.raises(KernelError, match="limit"):
+        swiglu(x, 0.0, x[:, :3])
+    with pytest.raises(KernelError, match="source_row: expected dtype"):
+        gather_rows(x, torch.zeros(2, dtype=torch.int64, device=device), x)
+
+
+def launches() -> None:
+    x = torch.zeros(16, 4096, dtype=torch.bfloat16)
+    swiglu(x, LIMIT, x[:, :2048])
+    gather_rows(x, torch.zeros(16, dtype=torch.int32), x)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_kernels_fit(architecture: int):
+    for usage in resources(__name__):
+        if usage.architecture == architecture:
+            usage.require_no_spills()
