@@ -66,6 +66,7 @@ class Report:
     devices: list[str] = field(default_factory=list)
     target: str | None = None
     ops: dict[str, str | None] = field(default_factory=dict)
+    stand_in: str | None = None
     activation_modes: list[str] = field(default_factory=list)
     kv_row_modes: dict[str, str] = field(default_factory=dict)
     entry_points: list[EntryPointState] = field(default_factory=list)
@@ -157,10 +158,8 @@ def examine_target(report: Report) -> None:
     """Fill in devices, target, op implementations and activation modes."""
     import torch
 
-    from nvfp4_sgl.ops.dispatch import detect_target, implementations
-    from nvfp4_sgl.ops.linear import ActivationMode
+    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES, STAND_INS, detect_target, implementations
 
-    report.activation_modes = [mode.value for mode in ActivationMode]
     report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
     ]
@@ -170,7 +169,9 @@ def examine_target(report: Report) -> None:
         report.problems.append(str(error))
         return
     report.target = target.value
+    report.activation_modes = list(ACTIVATION_MODES[target])
     report.ops = dict(implementations(target))
+    report.stand_in = STAND_INS.get(target)
     missing = [op for op, where in report.ops.items() if where is None]
     if missing:
         report.problems.append(
@@ -218,6 +219,8 @@ def render(report: Report) -> str:
     if report.ops:
         lines += ["", f"Ops on {report.target}"]
         lines += [f"  {op:<20} {where or 'NOT IMPLEMENTED'}" for op, where in report.ops.items()]
+    if report.stand_in:
+        lines += [f"  STAND-IN: {report.stand_in}"]
     lines += ["", "Modes", f"  activations          {', '.join(report.activation_modes)}"]
     lines += [f"  KV rows, {mode:<11} {text}" for mode, text in report.kv_row_modes.items()]
     lines += ["", "SGLang entry points"]

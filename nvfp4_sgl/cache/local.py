@@ -23,6 +23,7 @@ class LocalCaches:
     Args:
         requests: sequences; capacity: tokens of each, rounded up to whole pages.
         packed: SGLang's 8-bit entries instead of rows in ``dtype``.
+        device: where the rows are; slots are planned on the CPU.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class LocalCaches:
         capacity: int = 2048,
         packed: bool = False,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ):
-        self._config, self._requests, self._packed, self._dtype = config, requests, packed, dtype
+        self._config, self._requests, self._packed, self._dtype, self._device = config, requests, packed, dtype, device
         self.capacity = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
         pages = requests * self.capacity // PAGE_TOKENS
         generator = torch.Generator().manual_seed(0)
@@ -51,9 +53,10 @@ class LocalCaches:
 
     def _rows(self, pages: int, page_size: int, dim: int, *, index: bool = False) -> RowStore:
         if not self._packed:
-            return ExactRows(torch.full((pages, page_size * dim), float("nan"), dtype=self._dtype), dim)
+            shape = (pages, page_size * dim)
+            return ExactRows(torch.full(shape, float("nan"), dtype=self._dtype, device=self._device), dim)
         entry = index_entry if index else kv_entry
-        buffer = torch.full((pages, entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
+        buffer = torch.full((pages, entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8, device=self._device)
         return PackedIndexRows(buffer, page_size) if index else PackedKvRows(buffer, page_size)
 
     def _layer(self, layer: int, pages: int) -> LayerCache:
@@ -63,14 +66,26 @@ class LocalCaches:
             return LayerCache(swa)
         rows = (pages if ratio == 4 else self._requests) * STATE_RING[ratio]
         compressed = self._rows(pages, PAGE_TOKENS // ratio, config.head_dim)
+
+        def state(width: int) -> torch.Tensor:
+            return torch.full((rows, width), float("nan"), device=self._device)
+
         if ratio == 128:
-            return LayerCache(swa, compressed, state=torch.full((rows, 2 * config.head_dim), float("nan")))
+            return LayerCache(swa, compressed, state=state(2 * config.head_dim))
         index = self._rows(pages, PAGE_TOKENS // ratio, config.index_head_dim, index=True)
-        state, index_state = (torch.full((rows, 4 * n), float("nan")) for n in (config.head_dim, config.index_head_dim))
-        return LayerCache(swa, compressed, index, state, index_state)
+        return LayerCache(swa, compressed, index, state(4 * config.head_dim), state(4 * config.index_head_dim))
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [requests, capacity], the full slot of every position."""
+        return self._full_slots
 
     def plan(self, counts: Mapping[int, int]) -> BatchPlan:
         """Plan a pass that appends ``counts[request]`` tokens to each request named, and advance their lengths."""
+        return plan_batch(self.advance(counts), window=self._config.sliding_window, ratios=self._ratios)
+
+    def advance(self, counts: Mapping[int, int]) -> Batch:
+        """Append ``counts[request]`` tokens to each request named: the batch that does so."""
         requests = list(counts)
         starts = torch.tensor([self.lengths[request] for request in requests])
         ends = starts + torch.tensor([counts[request] for request in requests])
@@ -78,5 +93,4 @@ class LocalCaches:
             raise ValueError(f"a sequence of {int(ends.max())} tokens exceeds the capacity of {self.capacity}")
         for request, end in zip(requests, ends.tolist(), strict=True):
             self.lengths[request] = end
-        batch = Batch(starts, ends, torch.tensor(requests), self._full_slots[requests], self._full_to_swa)
-        return plan_batch(batch, window=self._config.sliding_window, ratios=self._ratios)
+        return Batch(starts, ends, torch.tensor(requests), self._full_slots[requests], self._full_to_swa)

@@ -54,13 +54,13 @@ class PackedKvRows:
     is_quantized = True
 
     def __init__(self, pages: Tensor, page_size: int):
-        self._pages, self._page_size = pages.view(torch.uint8), page_size
+        self.pages, self.page_size = pages.view(torch.uint8), page_size
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        kv_entry.write_rows(self._pages, self._page_size, slots, rows)
+        kv_entry.write_rows(self.pages, self.page_size, slots, rows)
 
     def read(self, slots: Tensor) -> Tensor:
-        rows = kv_entry.read_rows(self._pages, self._page_size, slots.reshape(-1))
+        rows = kv_entry.read_rows(self.pages, self.page_size, slots.reshape(-1))
         return rows.view(*slots.shape, -1)
 
 
@@ -70,11 +70,11 @@ class PackedIndexRows:
     is_quantized = True
 
     def __init__(self, pages: Tensor, page_size: int):
-        self._pages, self._page_size = pages.view(torch.uint8), page_size
+        self.pages, self.page_size = pages.view(torch.uint8), page_size
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        index_entry.write_rows(self._pages, self._page_size, slots, rows)
+        index_entry.write_rows(self.pages, self.page_size, slots, rows)
 
     def read(self, slots: Tensor) -> Tensor:
-        rows = index_entry.read_rows(self._pages, self._page_size, slots.reshape(-1))
+        rows = index_entry.read_rows(self.pages, self.page_size, slots.reshape(-1))
         return rows.view(*slots.shape, -1)

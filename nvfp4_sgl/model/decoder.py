@@ -76,17 +76,24 @@ class Decoder(nn.Module):
         self.hc_head = HyperConnection(context.source, "hc_head")
         self.norm = frozen(context.source.read("norm.weight"))
 
-    def forward(self, embedded: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Residual streams [T, n, d] of ``token_ids``, int [T], from the whole embedding table [vocabulary, d]."""
+        return self.expand(table[token_ids])
+
+    def expand(self, embedded: Tensor) -> Tensor:
+        """Residual streams [T, n, d] of embeddings [T, d], in the model dtype."""
+        return self._ops.expand_streams(embedded, self._config.hc_mult)
+
+    def forward(self, streams: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]) -> Tensor:
         """Hidden states [T, d] for the LM head.
 
         Args:
-            embedded: [T, d] in the model dtype.
+            streams: [T, n, d] from :meth:`embed` or :meth:`expand`.
             token_ids: int [T]; the first layers route by them.
             plan: the batch's slots.
             caches: one a layer.
         """
         config, ops = self._config, self._ops
-        streams = ops.expand_streams(embedded, config.hc_mult)
         for layer, cache in zip(self.layers, caches, strict=True):
             streams = layer(streams, token_ids, plan, cache)
         head = self.hc_head

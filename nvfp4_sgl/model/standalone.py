@@ -18,7 +18,7 @@ from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.ops.dispatch import Ops, Target, load_ops
+from nvfp4_sgl.ops.dispatch import Ops, reference_ops
 from nvfp4_sgl.ops.linear import ActivationMode
 
 
@@ -51,7 +51,7 @@ class Standalone:
         reader = CheckpointReader(inventory)
         self._embed = reader.read("embed.weight").to(dtype)
         self._head = reader.read("head.weight").to(dtype)
-        self.decoder = Decoder(ModelContext(reader, self.config, ops or load_ops(Target.CPU), mode))
+        self.decoder = Decoder(ModelContext(reader, self.config, ops or reference_ops(), mode))
         reader.finish()
         self.caches = LocalCaches(self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype)
 
@@ -71,6 +71,7 @@ class Standalone:
         """
         counts = {request: len(ids) for request, ids in tokens.items()}
         ids = torch.tensor([token for request in tokens for token in tokens[request]])
-        hidden = self.decoder(self._embed[ids], ids, self.caches.plan(counts), self.caches.layers)
+        streams = self.decoder.embed(ids, self._embed)
+        hidden = self.decoder(streams, ids, self.caches.plan(counts), self.caches.layers)
         logits = hidden.float() @ self._head.float().t()
         return dict(zip(tokens, logits.split(list(counts.values())), strict=True))

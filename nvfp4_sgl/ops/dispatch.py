@@ -1,8 +1,9 @@
 """The one place that decides which implementation of an op runs on which target.
 
-A target maps every op to ``module:function``. The model receives an :class:`Ops` and contains neither a device
-branch nor a kernel launch. A target that lacks an implementation is refused as a whole: no op falls back to
-another target's.
+A target maps every op to ``module:function``, and has a decoder that composes them: on the CPU op by op
+(:mod:`nvfp4_sgl.model`, which receives an :class:`Ops`), on a GPU at the boundaries of the fused kernels
+(:mod:`nvfp4_sgl.gpu`). Neither contains a branch over targets. A target that lacks an implementation is refused as a
+whole: no op falls back to another target's.
 """
 
 from __future__ import annotations
@@ -74,9 +75,51 @@ _REFERENCES = {
     "sparse_attention": "attention",
 }
 
+_KERNELS = {
+    "rms_norm": "streams:rms_norm",
+    "rms_norm_rope": "rope:rms_norm_rope",
+    "apply_rope": "attention:sparse_attention",
+    "expand_streams": "streams:embed_streams",
+    "hyper_connection_pre": "hyper_connection:hyper_connection_next",
+    "hyper_connection_post": "hyper_connection:hyper_connection_next",
+    "hyper_connection_head": "hyper_connection:hyper_connection_next",
+    "route_topk": "routing:route_topk",
+    "route_hash": "routing:route_hash",
+    "compress_windows": "compressor:compress",
+    "indexer_query": "indexer:index_query",
+    "write_index_keys": "compressor:compress",
+    "select_entries": "topk:select_entries",
+    "sparse_attention": "attention:sparse_attention",
+}
+"""Ops that are Triton kernels on every GPU; one named twice does both in one launch."""
+
+_BF16_PRODUCTS = {
+    "linear": "MergedProjection",
+    "grouped_linear": "GroupedProjection",
+    "routed_experts": "ExpertProjection",
+    "expert_mlp": "ExpertProjection",
+}
+
 _TABLE: dict[Target, dict[str, str]] = {
     Target.CPU: {op: f"nvfp4_sgl.ops.{module}:{op}" for op, module in _REFERENCES.items()},
+    Target.SM90: {
+        **{op: f"nvfp4_sgl.triton_kernels.{where}" for op, where in _KERNELS.items()},
+        **{op: f"nvfp4_sgl.gpu.products:{where}" for op, where in _BF16_PRODUCTS.items()},
+    },
 }
+
+STAND_INS: dict[Target, str] = {
+    Target.SM90: "matrix products are bf16 matmuls on weights dequantised at load: 4 times the memory of NVFP4"
+}
+"""What a target does in another way than it should, for ``doctor`` and the log."""
+
+
+ACTIVATION_MODES: dict[Target, tuple[str, ...]] = {
+    Target.CPU: ("w4a16", "w4a4"),
+    Target.SM90: ("w4a16",),
+    Target.SM100: (),
+}
+"""What may enter products with NVFP4 weights, by target (:class:`nvfp4_sgl.ops.linear.ActivationMode`)."""
 
 
 def op_names() -> list[str]:
@@ -103,18 +146,27 @@ def detect_target() -> Target:
     return by_major[capability[0]]
 
 
-def load_ops(target: Target) -> Ops:
-    """Import the implementations of ``target``; :class:`UnsupportedError` if any op has none."""
-    table = implementations(target)
-    missing = [name for name, where in table.items() if where is None]
+def require_complete(target: Target) -> None:
+    """:class:`UnsupportedError` if ``target`` lacks an implementation of any op."""
+    missing = [name for name, where in implementations(target).items() if where is None]
     if missing:
         raise UnsupportedError(
-            f"target {target.value}: no implementation of {', '.join(missing)}; today only the CPU path is complete"
+            f"target {target.value}: no implementation of {', '.join(missing)}; today the CPU and sm_90a are complete"
             " (run where no CUDA device is visible, for example with CUDA_VISIBLE_DEVICES='')"
         )
+
+
+def load_implementations(target: Target) -> dict[str, Any]:
+    """Import what :func:`implementations` names; :class:`UnsupportedError` if any op has none."""
+    require_complete(target)
     loaded = {}
-    for name, where in table.items():
+    for name, where in implementations(target).items():
         assert where is not None
         module, function = where.split(":")
         loaded[name] = getattr(importlib.import_module(module), function)
-    return Ops(**loaded)
+    return loaded
+
+
+def reference_ops() -> Ops:
+    """The CPU's implementations, which are every op's reference."""
+    return Ops(**load_implementations(Target.CPU))

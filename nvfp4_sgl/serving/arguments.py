@@ -47,6 +47,12 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments of which only these values are implemented."""
 
+GPU_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "bfloat16"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
+}
+"""Narrower still on a GPU, whose kernels take bf16 activations and SGLang's packed pages."""
+
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
 _ONE: tuple[Any, ...] = (None, 1)
 
@@ -146,7 +152,7 @@ def preflight(server_args: Any) -> None:
     check_activation_mode(raw, overrides)
     config = ModelConfig.from_dir(path)
     check_checkpoint(path, config, raw)
-    check_target(given["device"])
+    check_target(given, {**raw, **overrides})
     check_parallel(config, given["tp_size"])
     bind_threads(given["tp_size"])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
@@ -165,15 +171,20 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"--quantization {given['quantization']}: how the matrices are stored is read from the checkpoint's"
             " tensors; leave the flag out"
         )
-    for name, allowed in OPTIONS.items():
-        if given[name] not in allowed:
-            values = ", ".join(str(value) for value in allowed if value is not None)
-            raise ConfigError(f"{flag(name)} {given[name]}: expected one of {values}")
+    check_options(given, OPTIONS)
     for name, off in UNSUPPORTED.items():
         if given[name] not in off:
             raise UnsupportedError(
                 f"{flag(name)} {given[name]}: not implemented for {ARCHITECTURE} by this package; leave the flag out"
             )
+
+
+def check_options(given: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Refuse a value that is not among the options of its argument."""
+    for name, allowed in options.items():
+        if given[name] not in allowed:
+            values = ", ".join(str(value) for value in allowed if value is not None)
+            raise ConfigError(f"{flag(name)} {given[name]}: expected one of {values}{where}")
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
@@ -210,17 +221,28 @@ def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) ->
     check_quantization_config(raw, summary)
 
 
-def check_target(device: str | None) -> None:
-    """Refuse a machine or ``--device`` for which some op has no implementation."""
-    from nvfp4_sgl.ops.dispatch import Target, detect_target, load_ops
+def check_target(given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a machine or ``--device`` for which some op has no implementation, and options it does not have."""
+    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES as MODES
+    from nvfp4_sgl.ops.dispatch import Target, detect_target, load_implementations
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         raise UnsupportedError("SGLANG_USE_CPU_ENGINE=1: SGLang's compiled CPU kernels are not used; unset it")
     target = detect_target()
     expected = "cpu" if target is Target.CPU else "cuda"
-    if device not in (None, expected):
-        raise UnsupportedError(f"--device {device}: this machine's target is {target.value}; leave the flag out")
-    load_ops(target)
+    if given["device"] not in (None, expected):
+        raise UnsupportedError(
+            f"--device {given['device']}: this machine's target is {target.value}; leave the flag out"
+        )
+    load_implementations(target)
+    if target is Target.CPU:
+        return
+    check_options(given, GPU_OPTIONS, f" on {target.value}")
+    mode = config.get("activation_mode", ACTIVATION_MODES[0])
+    if mode not in MODES[target]:
+        raise UnsupportedError(
+            f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(MODES[target])}"
+        )
 
 
 def check_parallel(config: ModelConfig, tp_size: int) -> None:
@@ -273,6 +295,8 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
         )
     given = private.given_arguments(server_args)
     declared: dict[str, Any] = {"attention_backend": BACKEND, "moe_runner_backend": "auto"}
+    if private.resolving_view(server_args).device != "cpu" and given["kv_cache_dtype"] == "auto":
+        declared["kv_cache_dtype"] = "fp8_e4m3"
     if private.resolving_view(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
         # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
         declared["kv_cache_dtype"] = "bfloat16"

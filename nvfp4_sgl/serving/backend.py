@@ -1,7 +1,7 @@
 """The attention backend: turns SGLang's forward batch into a plan, and SGLang's pools into row stores.
 
-Registered under the name ``nvfp4_sgl``. The model does the attention itself (it is an op); SGLang asks a backend
-only to prepare each batch's metadata.
+Registered under the name ``nvfp4_sgl``. The model does the attention itself; SGLang asks a backend only to prepare each
+batch's metadata. :class:`PoolBackend` is what all targets share, :class:`Nvfp4AttentionBackend` the CPU's.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
-from nvfp4_sgl.cache.plan import Batch, BatchPlan, plan_batch
+from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.serving import sglang_private as private
 
 
-class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
-    """Plans every forward pass of our DeepSeek-V4.
+class PoolBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
+    """What knows SGLang's pools.
 
     Attributes:
-        plan: the current batch's slots; ``None`` for an idle batch.
+        plan: what the decoder is given of the current batch; ``None`` for an idle one.
         caches: one :class:`LayerCache` a layer, views of SGLang's pools made once.
     """
 
@@ -38,11 +38,20 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.page_size = runner.page_size
-        config: ModelConfig = runner.model.model_config
-        self._window = config.sliding_window
-        self._ratios = frozenset(kind.value for kind in config.layer_kinds if kind is not LayerKind.SWA)
-        self.caches = [layer_cache(self.token_to_kv_pool, config, n) for n in range(config.num_hidden_layers)]
-        self.plan: BatchPlan | None = None
+        self.config: ModelConfig = runner.model.model_config
+        layers = range(self.config.num_hidden_layers)
+        self.caches = [layer_cache(self.token_to_kv_pool, self.config, layer) for layer in layers]
+        self.plan: Any = None
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False
+
+
+class Nvfp4AttentionBackend(PoolBackend):
+    """Plans every forward pass of our DeepSeek-V4 on the CPU: ``plan`` is a :class:`nvfp4_sgl.cache.plan.BatchPlan`."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan an eager pass from request slots, lengths and the request-to-token table."""
@@ -63,16 +72,11 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
             full_slots=table[requests, : int(ends.max())].long(),
             full_to_swa=private.full_to_swa_mapping(self.token_to_kv_pool),
         )
-        self.plan = plan_batch(batch, window=self._window, ratios=self._ratios)
+        ratios = frozenset(kind.value for kind in self.config.layer_kinds if kind is not LayerKind.SWA)
+        self.plan = plan_batch(batch, window=self.config.sliding_window, ratios=ratios)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate: this path is eager."""
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
-
-    def support_triton(self) -> bool:
-        return False
 
 
 def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.model.context import ModelContext
-from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.ops.dispatch import detect_target, load_ops
+from nvfp4_sgl.ops.dispatch import detect_target, require_complete
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.decoders import build_decoder
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.serving.decoders import AnyDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,14 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model_config = ModelConfig.from_dir(self.path)
         self.activation_mode = ActivationMode(private.activation_mode(config))
         self.target = detect_target()
-        self._ops = load_ops(self.target)
+        require_complete(self.target)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
         # DeepSeek's logits are fp32 products of the bf16 head (spec section 7); SGLang's default rounds them to bf16.
         config.enable_lm_head_fp32 = True
         self.logits_processor = private.LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
-        self.decoder: Decoder | None = None
+        self.decoder: AnyDecoder | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -59,7 +61,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
             module.weight.weight_loader(module.weight, reader.read(name))
         parallel = TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
-        self.decoder = Decoder(ModelContext(reader, self.model_config, self._ops, self.activation_mode, parallel))
+        self.decoder = build_decoder(self.target, reader, self.model_config, self.activation_mode, parallel)
         reader.finish()
         logger.info("%s", summary)
         return {name for name, _ in self.named_parameters()}
@@ -75,11 +77,18 @@ class DeepseekV4ForCausalLM(nn.Module):
         """SGLang's entry: logits of the batch that the backend has planned."""
         assert self.decoder is not None, "load_weights has not run"
         backend = private.get_attn_backend()
-        embedded = self.embed(input_ids) if input_embeds is None else input_embeds
-        hidden = embedded
-        if backend.plan is not None:
-            hidden = self.decoder(embedded, input_ids, backend.plan, backend.caches)
+        if backend.plan is None:
+            hidden = self.embed(input_ids)
+        else:
+            streams = self._streams(input_ids, input_embeds)
+            hidden = self.decoder(streams, input_ids, backend.plan, backend.caches)
         return self.logits_processor(input_ids, hidden, self.head, forward_batch)
+
+    def _streams(self, input_ids: Tensor, input_embeds: Tensor | None) -> Tensor:
+        assert self.decoder is not None
+        if input_embeds is None and private.tp_size() == 1:
+            return self.decoder.embed(input_ids, self.embed.weight)
+        return self.decoder.expand(self.embed(input_ids) if input_embeds is None else input_embeds)
 
 
 EntryClass = DeepseekV4ForCausalLM

@@ -63,10 +63,10 @@ def register_scheduler() -> None:
 
 def create_backend(runner: Any) -> Any:
     """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
-    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+    from nvfp4_sgl.serving.decoders import build_backend
 
     private.require_own_model(runner.model)
-    return Nvfp4AttentionBackend(runner)
+    return build_backend(runner)
 
 
 def is_ours(hf_config: Any) -> bool:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def describe_runtime(runner: Any) -> dict[str, Any] | None:
     """A JSON-ready description of what ``runner`` (SGLang's ModelRunner) runs, ``None`` if the model is not ours."""
-    from nvfp4_sgl.ops.dispatch import implementations
+    from nvfp4_sgl.ops.dispatch import STAND_INS, implementations
     from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 
     model = runner.model
@@ -33,6 +33,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
         "target": model.target.value,
+        "stand_in": STAND_INS.get(model.target),
         "ops": implementations(model.target),
     }
 

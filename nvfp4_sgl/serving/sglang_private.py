@@ -272,9 +272,9 @@ def require_own_model(model: Any) -> None:
 
 def require_own_backend(backend: Any) -> None:
     """:class:`UnsupportedError` unless our model runs on our backend."""
-    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+    from nvfp4_sgl.serving.backend import PoolBackend
 
-    if not isinstance(backend, Nvfp4AttentionBackend):
+    if not isinstance(backend, PoolBackend):
         raise UnsupportedError(
             f"architecture {ARCHITECTURE}: expected the attention backend '{BACKEND}', found {type(backend).__name__};"
             " leave the --attention-backend flags out"

@@ -20,7 +20,7 @@ from nvfp4_sgl.model.context import ModelContext
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.ops import hyper_connection, rope
-from nvfp4_sgl.ops.dispatch import Target, load_ops
+from nvfp4_sgl.ops.dispatch import reference_ops
 from tests.support.memory_reader import MemoryReader, original_names, randomise
 from tests.support.released import FLASH, PRO, config_json
 
@@ -106,7 +106,7 @@ def test_attention(name, ratio):
 
     reader = MemoryReader(original_names(module, "layers.0.attn"))
     del module
-    ours = Attention(ModelContext(reader, config, load_ops(Target.CPU)), 0)
+    ours = Attention(ModelContext(reader, config, reference_ops()), 0)
     assert ours._kind is LayerKind(ratio)
     for chunks in ([tokens], [131, 1, 1, 2, 120, 1, 3, 41]):
         caches = LocalCaches(config, capacity=512)
@@ -136,7 +136,7 @@ def test_moe(name, hashed):
     expected = module(x[None], ids[None])[0]
     reader = MemoryReader(original_names(module, "layers.0.ffn"))
     del module
-    ours = MoE(ModelContext(reader, config, load_ops(Target.CPU)), 0)
+    ours = MoE(ModelContext(reader, config, reference_ops()), 0)
     assert max_error(ours(x, ids), expected) <= 1e-5 * expected.abs().max().item()
 
 
@@ -150,7 +150,7 @@ def test_tensor_parallel_parts_sum_to_the_whole(size):
     reader = MemoryReader(original_names(attention, "layers.0.attn") | original_names(moe, "layers.0.ffn"))
     x = torch.randn(90, 512, generator=torch.Generator().manual_seed(42))
     ids = torch.zeros(90, dtype=torch.int64)
-    ops = load_ops(Target.CPU)
+    ops = reference_ops()
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         caches = LocalCaches(config, capacity=256)

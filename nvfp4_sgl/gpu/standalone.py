@@ -1,0 +1,88 @@
+"""The GPU decoder with no server around it: tokens in, logits out. See :mod:`nvfp4_sgl.model.standalone`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.gpu.context import GpuContext
+from nvfp4_sgl.gpu.decoder import GpuDecoder
+from nvfp4_sgl.gpu.products import multiply
+from nvfp4_sgl.gpu.step import Step
+from nvfp4_sgl.model.parallel import TensorParallel
+
+
+class GpuStandalone:
+    """A decoder with embedding, LM head and packed caches on ``device``.
+
+    Args:
+        path: checkpoint directory.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        requests, capacity: sequences held at once, and tokens of each.
+        parallel: this rank's share.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: torch.device | str = "cuda",
+        requests: int = 4,
+        capacity: int = 2048,
+        parallel: TensorParallel | None = None,
+    ):
+        self.device = torch.device(device)
+        self.config = ModelConfig.from_dir(path)
+        inventory = Inventory.open(path)
+        inventory.verify(self.config)
+        reader = CheckpointReader(inventory)
+        self._embed = reader.read("embed.weight").to(self.device).bfloat16()
+        self._head = reader.read("head.weight").to(self.device).bfloat16()
+        parallel = parallel or TensorParallel()
+        self.decoder = GpuDecoder(GpuContext(reader, self.config, self.device, parallel=parallel))
+        reader.finish()
+        self.caches = LocalCaches(self.config, requests=requests, capacity=capacity, packed=True, device=self.device)
+        self.slots = self.caches.slots.int().to(self.device)
+
+    def reset(self) -> None:
+        """Forget every sequence; caches keep their stale contents, as a server's do."""
+        self.caches.lengths = [0] * len(self.caches.lengths)
+
+    @torch.no_grad()
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Append tokens to sequences; prefill, chunks and decode alike.
+
+        Args:
+            tokens: new token ids by request, at least one each.
+
+        Returns:
+            fp32 logits [new tokens, vocab] by request, on the device.
+        """
+        counts = {request: len(ids) for request, ids in tokens.items()}
+        batch = self.caches.advance(counts)
+        added = batch.ends - batch.starts
+        spans = zip(batch.starts.tolist(), batch.ends.tolist(), strict=True)
+        positions = torch.cat([torch.arange(start, end) for start, end in spans])
+        ids = torch.tensor([token for request in tokens for token in tokens[request]]).to(self.device)
+        decode = set(counts.values()) == {1}
+        step = Step.allocate(
+            self.config,
+            positions.to(self.device),
+            batch.requests.to(self.device),
+            self.slots,
+            batch.full_to_swa.to(self.device),
+            longest=self.caches.capacity if decode else int(batch.ends.max()),
+            decode=decode,
+        )
+        ends = batch.ends.to(self.device)
+        step.prepare(self.decoder.frequencies, ends, None if decode else added.to(self.device))
+        hidden = self.decoder(self.decoder.embed(ids, self._embed), ids, step, self.caches.layers)
+        logits = multiply(hidden, self._head, torch.float32)
+        return dict(zip(tokens, logits.split(list(counts.values())), strict=True))

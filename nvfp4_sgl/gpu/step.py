@@ -1,0 +1,103 @@
+"""What all layers of one pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
+from nvfp4_sgl.triton_kernels.rope import rope_turns
+
+SCORE_VALUES = 1 << 26
+"""fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
+
+
+def index_entries(longest: int) -> int:
+    """Ratio-4 entries of a sequence, up to whole pages."""
+    return -(-max(longest // 4, 1) // 64) * 64
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """RoPE frequencies, fp32 [rope_dim / 2] on the device: window-only layers, and compressed ones."""
+
+    window: Tensor
+    compressed: Tensor
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device) -> Frequencies:
+        dim = config.qk_rope_head_dim
+        return cls(
+            inverse_frequencies(dim, config.rope_theta).to(device),
+            inverse_frequencies(dim, config.compress_rope_theta, config.yarn).to(device),
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass: where its tokens stand, and what the layers read of it.
+
+    Attributes:
+        plan: slots.
+        decode: every request adds one token.
+        window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
+        scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
+    """
+
+    plan: Plan
+    decode: bool
+    window_turns: Tensor
+    compressed_turns: Tensor
+    scores: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        positions: Tensor,
+        requests: Tensor,
+        slots: Tensor,
+        full_to_swa: Tensor,
+        *,
+        longest: int,
+        decode: bool,
+        scores: Tensor | None = None,
+    ) -> Step:
+        """Room for a pass over these tokens.
+
+        Args:
+            positions: int64 [T]. requests: int64 [B].
+            slots: int32 [request slots, columns]. full_to_swa: int64 [full slots].
+            longest: tokens of the longest sequence that may come, as the host knows it.
+            decode: every request adds one token.
+            scores: from :meth:`new_scores` for as many tokens or more.
+        """
+        tokens, device = positions.shape[0], positions.device
+        plan = Plan.allocate(
+            positions, requests, slots, full_to_swa, window=config.sliding_window, columns=max(1, longest // 128)
+        )
+        rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
+        scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
+        turns = torch.empty(2, tokens, config.qk_rope_head_dim, device=device)
+        return cls(plan, decode, turns[0], turns[1], scores)
+
+    @staticmethod
+    def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:
+        """fp32 [rows, ratio-4 entries of ``longest`` tokens]; no columns for a model that scores nothing."""
+        columns = index_entries(longest) if LayerKind.CSA in config.layer_kinds else 0
+        return torch.empty(rows, columns, device=device)
+
+    def prepare(self, frequencies: Frequencies, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
+        """Fill in everything but the scores; kernels only, so that a graph can hold it.
+
+        Args:
+            seq_lens: int [B], lengths after this pass. new_tokens: int [B]; ``None`` in decode.
+        """
+        resolve(self.plan, seq_lens, new_tokens)
+        positions = self.plan.batch.positions
+        rope_turns(positions, frequencies.window, self.window_turns)
+        rope_turns(positions, frequencies.compressed, self.compressed_turns)
