@@ -1,0 +1,5 @@
+"""Where the GPU decoder's tests run: on the GPU if there is one, else under Triton's interpreter."""
+
+from tests.support.interpreted import device, pytest_pycollect_makemodule, pytest_runtest_setup
+
+__all__ = ["device", "pytest_pycollect_makemodule", "pytest_runtest_setup"]

@@ -1,0 +1,106 @@
+"""The GPU decoder, run alone, against the CPU reference of the same mode: bf16 activations, packed cache rows.
+
+Both round activations to bf16, in different places, and a rounding that flips a choice of expert or entry moves a
+log-probability by much. So the yardstick is the reference itself: what bf16 costs the CPU reference, against the same
+model with fp32 activations, is what it may cost the GPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.model.standalone import Standalone
+from tests.support.interpreted import ON_GPU
+
+LENGTHS = (5, 127, 128, 129, 300, 641) if ON_GPU else (6,)
+DECODED = 12 if ON_GPU else 3
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(2, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=11)
+    return path
+
+
+def sequences() -> dict[int, list[int]]:
+    return {request: tokens(length + DECODED, seed=request) for request, length in enumerate(LENGTHS)}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Iterator[GpuStandalone]:
+    device = "cuda" if ON_GPU else "cpu"
+    yield GpuStandalone(checkpoint, device=device, requests=len(LENGTHS), capacity=1024 if ON_GPU else 256)
+
+
+def run(model: GpuStandalone | Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
+    """Log-probabilities of every position: ragged prefill (in chunks, if asked), then decode steps of all."""
+    model.reset()
+    everything = sequences()
+    parts: dict[int, list[torch.Tensor]] = {request: [] for request in everything}
+    done = dict.fromkeys(everything, 0)
+
+    def extend(counts: dict[int, int]) -> None:
+        batch = {r: everything[r][done[r] : done[r] + n] for r, n in counts.items() if n}
+        for request, logits in model.extend(batch).items():
+            parts[request].append(logits.float().cpu())
+            done[request] += len(batch[request])
+
+    while any(done[r] < LENGTHS[r] for r in everything):
+        extend({r: min(LENGTHS[r] - done[r], chunk or LENGTHS[r]) for r in everything})
+    for _ in range(DECODED):
+        extend(dict.fromkeys(everything, 1))
+    return {request: torch.cat(pieces).log_softmax(-1) for request, pieces in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """The CPU reference with bf16 and with fp32 activations, both on packed rows."""
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        reference = Standalone(checkpoint, packed=True, dtype=dtype, requests=len(LENGTHS), capacity=1024)
+        results.append(run(reference))
+    return results[0], results[1]
+
+
+def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Root mean square distance of the log-probabilities of each position."""
+    return torch.cat([(found[r] - expected[r]).square().mean(-1).sqrt() for r in expected])
+
+
+def require_as_good_as_the_reference(
+    found: dict[int, torch.Tensor], references: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+) -> None:
+    rounded, exact = references
+    ours, theirs = distances(found, exact), distances(rounded, exact)
+    assert bool(torch.isfinite(ours).all())
+    quantiles = torch.tensor([0.5, 0.9])
+    print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
+    for share in (0.5, 0.9):
+        assert ours.quantile(share) <= 1.3 * theirs.quantile(share)
+
+
+def test_prefill_and_decode(model: GpuStandalone, references):
+    require_as_good_as_the_reference(run(model), references)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [1, 97, 256])
+def test_chunked_prefill(chunk: int, model: GpuStandalone, references):
+    require_as_good_as_the_reference(run(model, chunk), references)
+
+
+@pytest.mark.gpu
+def test_same_input_same_bits(model: GpuStandalone):
+    first, second = run(model), run(model)
+    assert all(torch.equal(first[r], second[r]) for r in first)
