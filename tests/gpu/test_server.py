@@ -1,0 +1,143 @@
+"""The model served by SGLang on this GPU: its own pools, decode CUDA graphs, radix cache, chunked prefill.
+
+Log-probabilities are judged as in ``test_decoder``: against the CPU reference in the same mode, by what bf16 costs that
+reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.model.standalone import Standalone
+from tests.support.server import Server, ServerPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
+
+FLAGS = (
+    *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
+    *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs", "16"),
+    *("--chunked-prefill-size", "1024", "--swa-full-tokens-ratio", "0.5"),
+)
+SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
+LENGTHS = (1, 5, 127, 128, 129, 700, 2500)
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=3, **SHAPES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(25, 500, (length,), generator=generator).tolist()
+
+
+def generate(server: Server, ids: Sequence[int], tokens: int = TOKENS, **body: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    request = {"input_ids": list(ids), "return_logprob": True, "sampling_params": sampling, **body}
+    answer: dict[str, Any] = server.post("/generate", request)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probabilities of every position, by the CPU reference with bf16 and with fp32 activations."""
+    models = [Standalone(checkpoint, packed=True, dtype=dtype, requests=1, capacity=3072)
+              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+
+    def compute(ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        results = []
+        for model in models:
+            model.reset()
+            results.append(model.extend({0: ids})[0].log_softmax(-1))
+        return results[0], results[1]
+
+    return compute
+
+
+def errors(answer: dict[str, Any], ids: Sequence[int], references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absolute errors of the log-probabilities that the server gave, and of the bf16 reference's of the same tokens."""
+    meta, produced = answer["meta_info"], answer["output_ids"]
+    assert len(produced) == meta["completion_tokens"]
+    rounded, exact = references([*ids, *produced])
+    given = [(len(ids) - 1 + n, token, value) for n, (value, token, _) in enumerate(meta["output_token_logprobs"])]
+    for position, (value, token, _) in enumerate(meta.get("input_token_logprobs") or []):
+        if value is not None and token == ids[position]:
+            given.append((position - 1, token, value))
+    rows, columns = torch.tensor([(row, token) for row, token, _ in given]).unbind(1)
+    values = torch.tensor([value for _, _, value in given])
+    assert bool(torch.isfinite(values).all())
+    return (values - exact[rows, columns]).abs(), (rounded[rows, columns] - exact[rows, columns]).abs()
+
+
+def require_as_good(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    ours, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+    quantiles = torch.tensor([0.5, 0.9])
+    print("error of log-probabilities, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
+    for share in (0.5, 0.9):
+        assert ours.quantile(share) <= 1.3 * theirs.quantile(share)
+
+
+def test_cold_chunked_and_concurrent(serve: ServerPool, checkpoint: Path, references: Any):
+    """2500 tokens are three chunks; all requests at once decode in padded graphs."""
+    server = serve(checkpoint, *FLAGS)
+    pairs = [errors(generate(server, prompt(n), logprob_start_len=0), prompt(n), references) for n in LENGTHS]
+    require_as_good(pairs)
+    with ThreadPoolExecutor(len(LENGTHS)) as threads:
+        answers = list(threads.map(lambda n: generate(server, prompt(n, seed=2)), LENGTHS))
+    require_as_good([errors(a, prompt(n, seed=2), references) for a, n in zip(answers, LENGTHS, strict=True)])
+
+
+def test_prefix_cache(serve: ServerPool, checkpoint: Path, references: Any):
+    server = serve(checkpoint, *FLAGS)
+    ids = prompt(900, seed=5)
+    generate(server, ids)
+    pairs = []
+    for shared, length in ((768, 900), (512, 600), (256, 400)):
+        again = ids[:shared] + prompt(length - shared, seed=6)
+        answer = generate(server, again, 140 if shared == 512 else TOKENS)
+        assert answer["meta_info"]["cached_tokens"] == shared
+        pairs.append(errors(answer, again, references))
+    require_as_good(pairs)
+
+
+def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoint: Path):
+    """Batches of a captured size, so that the products have the same shapes in both."""
+
+    def outputs(server: Server) -> list[Any]:
+        alone = [generate(server, prompt(n, seed=7), 40)["meta_info"]["output_token_logprobs"] for n in (5, 129, 700)]
+        batch = [prompt(140, seed=20 + n) for n in range(4)]
+        sampling = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+        together = server.post("/generate", {"input_ids": batch, "return_logprob": True, "sampling_params": sampling})
+        return [*alone, *(answer["meta_info"]["output_token_logprobs"] for answer in together)]
+
+    captured = serve(checkpoint, *FLAGS)
+    with_graphs = outputs(captured)
+    assert "cuda graph: True" in captured.text()
+    without_graphs = outputs(serve(checkpoint, *FLAGS, "--disable-cuda-graph"))
+    assert with_graphs == without_graphs
+
+
+def test_the_server_says_what_stands_in(serve: ServerPool, checkpoint: Path):
+    server = serve(checkpoint, *FLAGS)
+    info = server.info()
+    assert info["target"] == "sm_90a" and "dequantised" in info["stand_in"]
+    assert info["attention_backend"].endswith("GpuAttentionBackend") and "584-byte" in info["kv_rows"]
+    assert "stand_in: matrix products are bf16" in server.text()
