@@ -40,9 +40,9 @@ from .checks import (
     require_same_device,
     require_shape,
 )
-from .nvfp4 import BLOCK, block_scale_bytes, layout_tile, split_pairs, store_quantized_row
+from .nvfp4 import BLOCK, block_scale_bytes, layout_tile, load_halves, store_halves, store_quantized_row
 from .quantize import check_outputs
-from .rounding import INTERPRETED, round_for
+from .rounding import INTERPRETED, round_for, round_to_bf16
 
 STREAMS = 4
 SITE_ROWS = (2 + STREAMS) * STREAMS
@@ -305,41 +305,37 @@ def _collapse(
 ):  # fmt: skip
     row = tokens - 1 - tl.program_id(0)
     token = row.to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
-    inside = column < d
-    at = streams + token * (4 * d) + column
+    BLOCKS: tl.constexpr = BLOCK_D // 16
+    at = streams + token * (4 * d)
     # Ahead of the coefficients, so that they are computed while these arrive.
-    x0 = tl.load(at, mask=inside, other=0.0)
-    x1 = tl.load(at + d, mask=inside, other=0.0)
-    x2 = tl.load(at + 2 * d, mask=inside, other=0.0)
-    x3 = tl.load(at + 3 * d, mask=inside, other=0.0)
+    first0, last0 = load_halves(at, d, BLOCKS)
+    first1, last1 = load_halves(at + d, d, BLOCKS)
+    first2, last2 = load_halves(at + 2 * d, d, BLOCKS)
+    first3, last3 = load_halves(at + 3 * d, d, BLOCKS)
     if FEW:
         _sum_parts(parts, mix, row + tl.arange(0, 1), tokens, splits, 1, BLOCK_SPLITS)
         mix += token * COLUMNS
-        inverse_rms = tl.rsqrt(tl.load(mix + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
-        p0, p1, p2, p3 = _pre(mix, inverse_rms, base, scale, hc_eps)
+        mix_rms = tl.rsqrt(tl.load(mix + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
+        p0, p1, p2, p3 = _pre(mix, mix_rms, base, scale, hc_eps)
     else:
         pre += token * 4
         p0, p1, p2, p3 = tl.load(pre), tl.load(pre + 1), tl.load(pre + 2), tl.load(pre + 3)
-    y = (p0 * x0.to(tl.float32) + p1 * x1.to(tl.float32)) + (p2 * x2.to(tl.float32) + p3 * x3.to(tl.float32))
-    y = round_for(y, streams)
+    first = round_to_bf16((p0 * first0 + p1 * first1) + (p2 * first2 + p3 * first3))
+    last = round_to_bf16((p0 * last0 + p1 * last1) + (p2 * last2 + p3 * last3))
     if NORM:
         # The row as the sublayer would read it: the statistics are those of the rounded values.
-        y = y.to(tl.float32)
-        y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + norm_eps)
-        y = round_for(y * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32), out)
-    tl.store(out + token * d + column, y, mask=inside)
+        inverse_rms = tl.rsqrt(tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / d + norm_eps)
+        first_weight, last_weight = load_halves(weight, d, BLOCKS)
+        first = round_to_bf16(first * inverse_rms * first_weight)
+        last = round_to_bf16(last * inverse_rms * last_weight)
+    store_halves(out + token * d, first.to(tl.bfloat16), last.to(tl.bfloat16), d, BLOCKS)
     if QUANTIZE:
-        BLOCKS: tl.constexpr = BLOCK_D // 16
-        even, odd = split_pairs(y.to(tl.float32), BLOCKS)
         store_quantized_row(
-            even, odd, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16, d // 16,
-            CONSTANT, TILE, BLOCKS,
+            first, last, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16,
+            d // 16, CONSTANT, TILE, BLOCKS,
         )  # fmt: skip
     if FEW and not HEAD:
-        _store_post_and_comb(
-            mix, inverse_rms, base, scale, post + token * 4, comb + token * 16, None, hc_eps, ITERATIONS
-        )
+        _store_post_and_comb(mix, mix_rms, base, scale, post + token * 4, comb + token * 16, None, hc_eps, ITERATIONS)
 
 
 @triton.jit

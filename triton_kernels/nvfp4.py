@@ -10,7 +10,9 @@ even, so that nothing can be fused; equal bit for bit::
     inv  = 1 / (s * g)
     code = e2m1(x * inv), saturating;  0 in a block with s = 0
 
-A row is held as two tiles fp32 [blocks, 8], its even and its odd elements, which share bytes of codes.
+A row is held as two tiles [blocks, 8], the first and the last eight elements of each block: eight bf16 are what one
+load takes, and with both tiles laid out alike a block is whole in one thread, which finds its maximum, its scale and
+its two words of codes alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_pair, encode_e4m3, finite
+from .rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_word, encode_e4m3, finite, reciprocal
 
 BLOCK = 16
 ATOM_ROWS = 128
@@ -54,38 +56,85 @@ def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
 
 
 @triton.jit
-def split_pairs(row, BLOCKS: tl.constexpr):
-    """[BLOCKS·16] → its even and its odd elements, [BLOCKS, 8] each."""
-    return tl.split(tl.reshape(row, (BLOCKS, 8, 2)))
+def _columns(BLOCKS: tl.constexpr):
+    """[BLOCKS, 8] int32: where in the row the first tile's elements are; the last tile's are eight further on."""
+    return tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
-def block_maxima(even, odd):
-    """Largest magnitude of each block as the bits of fp32, int32 [blocks]. In this order NaN is above infinity."""
-    even_bits = even.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    odd_bits = odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.maximum(even_bits, odd_bits), axis=1)
+def load_halves(row_ptr, k, BLOCKS: tl.constexpr):
+    """The two tiles, as fp32, of the row of ``k`` elements at ``row_ptr``; 0 beyond."""
+    column = _columns(BLOCKS)
+    first = tl.load(row_ptr + column, mask=column < k, other=0.0)
+    last = tl.load(row_ptr + 8 + column, mask=column + 8 < k, other=0.0)
+    return first.to(tl.float32), last.to(tl.float32)
 
 
 @triton.jit
-def quantize_blocks(even, odd, amax, g, BLOCKS: tl.constexpr):
+def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
+    """The reverse, of tiles in the dtype that is stored."""
+    column = _columns(BLOCKS)
+    tl.store(row_ptr + column, first, mask=column < k)
+    tl.store(row_ptr + 8 + column, last, mask=column + 8 < k)
+
+
+@triton.jit
+def split_pairs(half, BLOCKS: tl.constexpr):
+    """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
+    return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
+
+
+@triton.jit
+def join_pairs(even, odd, BLOCKS: tl.constexpr):
+    """The reverse."""
+    return tl.reshape(tl.join(even, odd), (BLOCKS, 8))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_maxima(first, last, BLOCKS: tl.constexpr):
+    """Largest magnitude of each block, fp32 [BLOCKS]; NaN if there is one."""
+    a, b = split_pairs(_larger(tl.abs(first), tl.abs(last)), BLOCKS)
+    a, b = tl.split(tl.reshape(_larger(a, b), (BLOCKS, 2, 2)))
+    a, b = tl.split(_larger(a, b))
+    return _larger(a, b)
+
+
+@triton.jit
+def _words(half, inverse, BLOCKS: tl.constexpr):
+    """int32 [BLOCKS]: the eight codes of each block's half."""
+    even, odd = split_pairs(half * inverse[:, None], BLOCKS)
+    x04, x26 = tl.split(tl.reshape(even, (BLOCKS, 2, 2)))
+    x15, x37 = tl.split(tl.reshape(odd, (BLOCKS, 2, 2)))
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7)
+
+
+@triton.jit
+def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
     """Codes and scales of blocks, given their maxima and the row's scale.
 
-    even, odd: fp32 [BLOCKS, 8], without NaN and infinity. amax: fp32 [BLOCKS]. g: fp32, one value.
+    first, last: fp32 [BLOCKS, 8], without NaN and infinity. amax: fp32 [BLOCKS]. g: fp32, one value.
     Returns int32 [BLOCKS, 2], eight codes each, and int32 [BLOCKS], E4M3 codes of the scales.
     """
-    scale = encode_e4m3((amax * tl.div_rn(1.0, g)) * INVERSE_E2M1_MAX)
+    scale = encode_e4m3((amax * reciprocal(g)) * INVERSE_E2M1_MAX)
     step = tl.where(scale == 0, 1.0, decode_e4m3(scale) * g)
-    inverse = tl.div_rn(1.0, step)[:, None]
-    pairs = encode_e2m1_pair(even * inverse, odd * inverse)
-    words = tl.reshape(pairs << (tl.arange(0, 8) % 4 * 8)[None, :], (BLOCKS, 2, 4))
-    return tl.where((scale == 0)[:, None], 0, tl.sum(words, axis=2)), scale
+    inverse = reciprocal(step)
+    words = tl.join(_words(first, inverse, BLOCKS), _words(last, inverse, BLOCKS))
+    return tl.where((scale == 0)[:, None], 0, words), scale
 
 
 @triton.jit
 def store_quantized_row(
-    even,
-    odd,
+    first,
+    last,
     constant,
     codes_ptr,
     block_scales_ptr,
@@ -100,22 +149,23 @@ def store_quantized_row(
 ):
     """Quantise a row, or a group of it, and store codes, block scales and row scale.
 
-    even, odd: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. constant: the row scale if CONSTANT, which is then not
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. constant: the row scale if CONSTANT, which is then not
     stored. codes_ptr (uint8, a multiple of 4) and row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of
     ``matrix_blocks`` columns, in which this is ``row`` (int64) from column ``first_block`` on.
     """
-    maxima = block_maxima(even, odd)
-    row_maximum = tl.max(maxima, axis=0)
+    maxima = block_maxima(first, last, BLOCKS)
+    # As integers: in the order of their bits NaN is above infinity.
+    row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
     if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
-        even, odd = finite(even), finite(odd)
-        maxima = block_maxima(even, odd)
-        row_maximum = tl.max(maxima, axis=0)
+        first, last = finite(first), finite(last)
+        maxima = block_maxima(first, last, BLOCKS)
+        row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
     if CONSTANT:
         g = constant
     else:
         g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
         tl.store(row_scale_ptr, g)
-    words, scale = quantize_blocks(even, odd, maxima.to(tl.float32, bitcast=True), g, BLOCKS)
+    words, scale = quantize_blocks(first, last, maxima, g, BLOCKS)
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
     word = block[:, None] * 2 + tl.arange(0, 2)[None, :]

@@ -24,7 +24,17 @@ from torch import Tensor
 
 from . import checks
 from .checks import OperandTypeError
-from .nvfp4 import BLOCK, TOKEN_TILES, block_scale_bytes, layout_tile, split_pairs, store_quantized_row
+from .nvfp4 import (
+    BLOCK,
+    TOKEN_TILES,
+    block_scale_bytes,
+    join_pairs,
+    layout_tile,
+    load_halves,
+    split_pairs,
+    store_halves,
+    store_quantized_row,
+)
 from .rope import mean_square_scale, require_norm_weight, require_turns, rotate
 from .rounding import UNFUSED, round_for, round_to_bf16
 
@@ -33,6 +43,11 @@ K_MULTIPLE = 64
 
 CODES_ALIGNMENT = 4
 """Bytes: codes are stored eight at a time."""
+
+BLOCKS_A_THREAD = {"quantize": 2, "rms_norm_quantize": 2, "swiglu_quantize": 1, "inverse_rope_quantize": 1}
+"""Blocks of a row that each thread quantises, where there are rows enough to fill the device."""
+
+MANY_ROWS = 512
 
 CONSTANT_SCALE_MIN, CONSTANT_SCALE_MAX = 2.0**-117, 2.0**116
 """Within these no step of the recipe is subnormal and no value infinite."""
@@ -63,13 +78,10 @@ def _quantize_kernel(
     if GATHER:
         source = tl.load(source_row + row).to(tl.int64)
     if source >= 0:
-        column = tl.arange(0, BLOCKS * 16)
-        values = x + source * x_row + group.to(tl.int64) * x_group
-        values = tl.load(values + column, mask=column < blocks * 16, other=0.0).to(tl.float32)
-        even, odd = split_pairs(values, BLOCKS)
+        first, last = load_halves(x + source * x_row + group.to(tl.int64) * x_group, blocks * 16, BLOCKS)
         store_quantized_row(
-            even,
-            odd,
+            first,
+            last,
             constant,
             codes + row * codes_row + group.to(tl.int64) * codes_group,
             block_scales,
@@ -133,7 +145,7 @@ def quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks),
+            num_warps=_warps("quantize", blocks, rows * groups),
         )
 
 
@@ -157,18 +169,18 @@ def _rms_norm_quantize_kernel(
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCKS * 16)
-    inside = column < blocks * 16
-    values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = mean_square_scale(tl.sum(values * values, axis=0), (blocks * 16).to(tl.float32), eps)
-    values = values * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    values = round_to_bf16(values)
+    k = blocks * 16
+    first, last = load_halves(x + row * x_row, k, BLOCKS)
+    squares = tl.sum(tl.sum(first * first + last * last, axis=1), axis=0)
+    scale = mean_square_scale(squares, k.to(tl.float32), eps)
+    first_weight, last_weight = load_halves(weight, k, BLOCKS)
+    first = round_to_bf16(first * scale * first_weight)
+    last = round_to_bf16(last * scale * last_weight)
     if KEEP:
-        tl.store(normed + row * normed_row + column, values.to(tl.bfloat16), mask=inside)
-    even, odd = split_pairs(values, BLOCKS)
+        store_halves(normed + row * normed_row, first.to(tl.bfloat16), last.to(tl.bfloat16), k, BLOCKS)
     store_quantized_row(
-        even,
-        odd,
+        first,
+        last,
         constant,
         codes + row * codes_row,
         block_scales,
@@ -235,9 +247,17 @@ def rms_norm_quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks),
+            num_warps=_warps("rms_norm_quantize", blocks),  # the same for every T: the order of a sum hangs on it
             **UNFUSED,
         )
+
+
+@triton.jit
+def _swiglu(gate, up, limit):
+    # Comparisons, not minimum and maximum: a NaN must stay one until the quantiser makes it 0.
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -259,21 +279,15 @@ def _swiglu_quantize_kernel(
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCKS * 16)
-    inside = column < blocks * 16
-    gate_at = gate_up + row * gate_up_row + column
-    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + blocks * 16, mask=inside, other=0.0).to(tl.float32)
-    # Comparisons, not minimum and maximum: a NaN must stay one until the quantiser makes it 0.
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    values = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    k = blocks * 16
+    first, last = load_halves(gate_up + row * gate_up_row, k, BLOCKS)
+    first_up, last_up = load_halves(gate_up + row * gate_up_row + k, k, BLOCKS)
+    first, last = _swiglu(first, first_up, limit), _swiglu(last, last_up, limit)
     if KEEP:
-        tl.store(hidden + row * hidden_row + column, round_to_bf16(values).to(tl.bfloat16), mask=inside)
-    even, odd = split_pairs(values, BLOCKS)
+        store_halves(hidden + row * hidden_row, round_for(first, hidden), round_for(last, hidden), k, BLOCKS)
     store_quantized_row(
-        even,
-        odd,
+        first,
+        last,
         constant,
         codes + row * codes_row,
         block_scales,
@@ -307,7 +321,8 @@ def swiglu_quantize(
             exceed is fp32(limit²/2688).
         hidden: bf16 [T, K], the last dimension contiguous: the values rounded to bf16, for a product in bf16.
 
-    Rounding: everything in fp32; silu as ``gate / (1 + exp(-gate))``, within 1e-6 of its value (exp is the device's).
+    Rounding: everything in fp32; silu as ``gate / (1 + exp(-gate))``, within 1e-6 of its value (exp and
+    the division are the device's).
     The codes are those of the values so computed: with another exp a value next to a tie may round the other way.
     Floor: 4·T·K bytes read (bf16), T·K/2 + T·K/16 and, where kept, 2·T·K written.
     """
@@ -339,9 +354,18 @@ def swiglu_quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks, 16),
+            num_warps=_warps("swiglu_quantize", blocks, rows),
             **UNFUSED,
         )
+
+
+@triton.jit
+def _turned_back(half, turns, rotates, x, BLOCKS: tl.constexpr):
+    """A half of blocks with the pairs of those that rotate turned back; ``turns`` fp32 [BLOCKS, 8], by pair."""
+    even, odd = split_pairs(half, BLOCKS)
+    cos, sin = split_pairs(turns, BLOCKS)
+    even, odd = rotate(even, odd, cos, -sin)
+    return tl.where(rotates, round_for(join_pairs(even, odd, BLOCKS), x).to(tl.float32), half)
 
 
 @triton.jit
@@ -365,22 +389,17 @@ def _inverse_rope_quantize_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    column = tl.arange(0, BLOCKS * 16)
-    values = tl.load(x + row * x_row + group * blocks * 16 + column, mask=column < blocks * 16, other=0.0)
-    even, odd = split_pairs(values.to(tl.float32), BLOCKS)
+    first, last = load_halves(x + row * x_row + group * blocks * 16, blocks * 16, BLOCKS)
 
     # Of each block its place among the blocks that rotate; negative in front of them.
-    place = tl.arange(0, BLOCKS) % HEAD_BLOCKS - (HEAD_BLOCKS - ROPE_BLOCKS)
-    rotates = (place >= 0)[:, None]
-    turn = turns + row * (ROPE_BLOCKS * 16) + place[:, None] * 16 + tl.arange(0, 8)[None, :] * 2
-    cos = tl.load(turn, mask=rotates, other=1.0)
-    sin = tl.load(turn + 1, mask=rotates, other=0.0)
-    turned_even, turned_odd = rotate(even, odd, cos, -sin)
-    even = tl.where(rotates, round_for(turned_even, x).to(tl.float32), even)
-    odd = tl.where(rotates, round_for(turned_odd, x).to(tl.float32), odd)
+    place = (tl.arange(0, BLOCKS) % HEAD_BLOCKS - (HEAD_BLOCKS - ROPE_BLOCKS))[:, None]
+    turn = turns + row * (ROPE_BLOCKS * 16) + place * 16 + tl.arange(0, 8)[None, :]
+    rotates = place >= 0
+    first = _turned_back(first, tl.load(turn, mask=rotates, other=0.0), rotates, x, BLOCKS)
+    last = _turned_back(last, tl.load(turn + 8, mask=rotates, other=0.0), rotates, x, BLOCKS)
     store_quantized_row(
-        even,
-        odd,
+        first,
+        last,
         constant,
         codes + row * codes_row + group.to(tl.int64) * codes_group,
         block_scales,
@@ -446,7 +465,7 @@ def inverse_rope_quantize(
             isinstance(row_scale, float),
             layout_tile(token_tile),
             blocks,
-            num_warps=_warps(blocks, 16),
+            num_warps=_warps("inverse_rope_quantize", blocks, rows * groups),
             **UNFUSED,
         )
 
@@ -501,6 +520,7 @@ def check_outputs(
     return codes, row_scale
 
 
-def _warps(blocks: int, elements: int = 32) -> int:
-    """Warps for a row of so many blocks. More elements a thread spread what it does once, but take registers."""
-    return max(1, min(16, blocks // (2 * elements)))
+def _warps(op: str, blocks: int, rows: int = MANY_ROWS) -> int:
+    """Warps for a row. More blocks a thread spread what it does once, but a row alone is done later."""
+    each = BLOCKS_A_THREAD[op] if rows >= MANY_ROWS else 1
+    return max(1, min(16, blocks // (32 * each)))

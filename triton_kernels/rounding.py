@@ -38,7 +38,10 @@ def round_to_bf16(x):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x != x, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
     else:
-        return x.to(tl.bfloat16).to(tl.float32)
+        # In pairs: the compiler converts one at a time, at a quarter of the rate.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        ).to(tl.float32)
 
 
 @triton.jit
@@ -51,21 +54,46 @@ def round_for(x, pointer):
 
 
 @triton.jit
+def reciprocal(x):
+    """``1 / x`` of fp32, correctly rounded: what ``div_rn`` gives, for half the instructions."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def encode_e4m3(x):
     """int32 E4M3 code (0..255) of fp32 ``x``, no NaN: nearest, ties to even, saturating at ±448; the sign is kept."""
-    magnitude = tl.minimum(tl.abs(x), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = (bits + ((bits >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
-    # Below 2^-6 codes count multiples of 2^-9, the spacing of fp32 at 2^14.
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    if INTERPRETED:
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = (bits + ((bits >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
+        # Below 2^-6 codes count multiples of 2^-9, the spacing of fp32 at 2^14.
+        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 pair;
+            cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, $1;
+            cvt.u32.u16 $0, pair;
+            }
+            """,
+            "=r,f",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
 def decode_e4m3(code):
     """fp32 value of a non-negative int32 E4M3 code (0..126), exact."""
-    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)  # 2^-9
+    # Exponent and mantissa where fp32 has them, subnormal codes as subnormal numbers; the biases differ by 120.
+    return (code << 20).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
@@ -81,27 +109,95 @@ def encode_e2m1(x):
 
 
 @triton.jit
-def encode_e2m1_pair(even, odd):
-    """int32 byte of two E2M1 codes, ``even`` in the low nibble; as :func:`encode_e2m1`, by one instruction on SM100."""
+def _e2m1_magnitude(x):
+    """int32 whose low byte is the E2M1 code of ``|x|``, 0..7, by sums alone: comparisons run at half their rate.
+
+    The code is ``4 sat(y) + 2 sat(y - 1) + sat(y - 2)`` of ``y = |x| / 2``, rounded to an integer, sat the clamp to
+    [0, 1]; each term reaches its end, an even code, before the next begins. The terms are exact where they count, and
+    added to 2^23, where fp32 counts integers, each addition rounds to nearest, ties to even.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 magnitude, part, sum;
+        abs.f32 magnitude, $1;
+        mul.rn.ftz.sat.f32 part, magnitude, 0f3F000000;
+        fma.rn.ftz.f32 sum, part, 0f40800000, 0f4B000000;
+        fma.rn.ftz.sat.f32 part, magnitude, 0f3F000000, 0fBF800000;
+        fma.rn.ftz.f32 sum, part, 0f40000000, sum;
+        fma.rn.ftz.sat.f32 part, magnitude, 0f3F000000, 0fC0000000;
+        add.rn.ftz.f32 sum, sum, part;
+        mov.b32 $0, sum;
+        }
+        """,
+        "=r,f",
+        [x],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7):
+    """int32 of the E2M1 codes of eight fp32, given their magnitudes' codes; see :func:`_e2m1_magnitude`."""
+    b0 = _e2m1_magnitude(x1) * 16 + _e2m1_magnitude(x0)
+    b1 = _e2m1_magnitude(x3) * 16 + _e2m1_magnitude(x2)
+    b2 = _e2m1_magnitude(x5) * 16 + _e2m1_magnitude(x4)
+    b3 = _e2m1_magnitude(x7) * 16 + _e2m1_magnitude(x6)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, codes, even, odd;
+        prmt.b32 low, $1, $2, 0x0040;
+        prmt.b32 high, $3, $4, 0x0040;
+        prmt.b32 codes, low, high, 0x5410;
+        prmt.b32 low, $5, $7, 0x0073;
+        prmt.b32 high, $9, $11, 0x0073;
+        prmt.b32 even, low, high, 0x5410;
+        prmt.b32 low, $6, $8, 0x0073;
+        prmt.b32 high, $10, $12, 0x0073;
+        prmt.b32 odd, low, high, 0x5410;
+        shr.u32 even, even, 4;
+        lop3.b32 codes, codes, even, 0x08080808, 0xF8;
+        lop3.b32 $0, codes, odd, 0x80808080, 0xF8;
+        }
+        """,
+        "=r,r,r,r,r,f,f,f,f,f,f,f,f",
+        [b0, b1, b2, b3, x0, x1, x2, x3, x4, x5, x6, x7],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7):
+    """int32 of the E2M1 codes of eight fp32, the first in the lowest nibble; each as :func:`encode_e2m1`."""
     if INTERPRETED:
-        return encode_e2m1(even) | (encode_e2m1(odd) << 4)
+        low = encode_e2m1(x0) | (encode_e2m1(x1) << 4) | (encode_e2m1(x2) << 8) | (encode_e2m1(x3) << 12)
+        high = encode_e2m1(x4) | (encode_e2m1(x5) << 4) | (encode_e2m1(x6) << 8) | (encode_e2m1(x7) << 12)
+        return low | (high << 16)
     elif tl.target_info.cuda_capability_geq(10, 0):
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b8 pair;
-            cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1;
-            cvt.u32.u8 $0, pair;
+            .reg .b8 b0, b1, b2, b3;
+            cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1;
+            cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;
+            cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5;
+            cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;
+            mov.b32 $0, {b0, b1, b2, b3};
             }
             """,
-            "=r,f,f",
-            [even, odd],
+            "=r,f,f,f,f,f,f,f,f",
+            [x0, x1, x2, x3, x4, x5, x6, x7],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     else:
-        return encode_e2m1(even) | (encode_e2m1(odd) << 4)
+        return _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7)
 
 
 @triton.jit

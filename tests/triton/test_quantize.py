@@ -386,6 +386,7 @@ def launches() -> None:
 
     x = torch.zeros(16, 16384, dtype=torch.bfloat16)
     quantize(x, **outputs(16, 16384))
+    quantize(torch.zeros(512, 7168, dtype=torch.bfloat16), **outputs(512, 7168))  # more blocks a thread
     quantize(x[:, :4096], **outputs(32, 4096), source_row=torch.zeros(32, dtype=torch.int32))
     rms_norm_quantize(x[:, :7168], x[0, :7168], EPS, **outputs(16, 7168), normed=x[:, :7168])
     swiglu_quantize(x[:, :6144], LIMIT, **outputs(16, 3072) | {"row_scale": swiglu_row_scale(LIMIT)})
@@ -396,10 +397,11 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert len(found) == 5
+    assert len(found) == 6
     for usage in found:
         usage.require_no_spills()
-        assert usage.count("fma") == 0
+        # Nothing is contracted; the encoder's own have another suffix.
+        assert usage.ptx.get("fma.rn.f32", 0) == 0
         assert (usage.count("cvt.rn.satfinite.e2m1x2") > 0) == (architecture >= 100)
         if "swiglu" not in usage.kernel:  # exp
             usage.require_exact_arithmetic()
