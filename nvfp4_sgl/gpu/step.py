@@ -77,9 +77,9 @@ class Step:
             scores: from :meth:`new_scores` for as many tokens or more.
         """
         tokens, device = positions.shape[0], positions.device
-        plan = Plan.allocate(
-            positions, requests, slots, full_to_swa, window=config.sliding_window, columns=max(1, longest // 128)
-        )
+        # Whole sixteens: Triton compiles apart for other strides.
+        columns = -(-max(longest // 128, 1) // 16) * 16
+        plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, device=device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nvfp4_sgl.gpu.attention import packed
 from nvfp4_sgl.gpu.step import Step
+from nvfp4_sgl.gpu.warm_up import warm_up
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.backend import PoolBackend
 
@@ -27,6 +28,16 @@ class GpuAttentionBackend(PoolBackend):
         self._longest = int(runner.model_config.context_len)
         self._frequencies = runner.model.decoder.frequencies
         self._scores: Tensor | None = None
+        warm_up(
+            runner.model.decoder,
+            self.config,
+            self.caches,
+            self.req_to_token_pool.req_to_token,
+            private.full_to_swa_mapping(self.token_to_kv_pool),
+            tokens=private.largest_prefill(),
+            requests=self.req_to_token_pool.size,
+            longest=self._longest,
+        )
 
     def _step(self, forward_batch: Any, *, longest: int, decode: bool, scores: Tensor | None = None) -> Step:
         return Step.allocate(

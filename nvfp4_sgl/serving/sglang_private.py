@@ -232,6 +232,13 @@ def model_path() -> Path:
     return Path(__getattr__("resolution_result")(served_arguments(), "model_path"))
 
 
+def largest_prefill() -> int:
+    """Tokens of the largest prefill pass: a chunk, or without chunked prefill what a batch may hold."""
+    arguments, resolved = served_arguments(), __getattr__("resolution_result")
+    chunk = resolved(arguments, "chunked_prefill_size")
+    return int(chunk if chunk and chunk > 0 else resolved(arguments, "max_prefill_tokens"))
+
+
 def activation_mode(hf_config: Any) -> str:
     """``activation_mode`` of config.json or of ``--json-model-override-args``; ``w4a16`` if neither has one."""
     return str(getattr(hf_config, "activation_mode", None) or "w4a16")

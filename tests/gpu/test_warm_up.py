@@ -1,0 +1,64 @@
+"""After the warm-up no pass compiles a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.gpu.warm_up import sizes, warm_up
+from tests.support.interpreted import ON_GPU
+
+CAPACITY = 2048
+
+
+def test_sizes():
+    assert sizes(1) == [1]
+    assert sizes(6) == [1, 2, 3, 4, 5, 6]
+    assert sizes(100) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100]
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of kernels as they are compiled, or loaded from Triton's cache on disk."""
+    names: list[str] = []
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        names.append(str(kwargs.get("repr") or args))
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = hook
+    yield names
+    triton.knobs.runtime.jit_cache_hook = before
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_afterwards(tmp_path: Any, compiled: list[str]):
+    assert ON_GPU
+    write_tiny(tmp_path, "nvfp4-full", seed=11)
+    model = GpuStandalone(tmp_path, requests=12, capacity=CAPACITY)
+    slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
+    full_to_swa = model.caches.advance({0: 0}).full_to_swa.cuda()
+    warm_up(
+        model.decoder, model.config, model.caches.layers, slots, full_to_swa, tokens=CAPACITY, requests=12,
+        longest=CAPACITY,
+    )  # fmt: skip
+    assert compiled, "the hook sees nothing"
+    compiled.clear()
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(2, 500, (count,), generator=generator).tolist()
+
+    for count in (7, 100, 431, 1200):
+        model.reset()
+        model.extend({0: tokens(count)})
+        model.extend({0: tokens(3), 5: tokens(129), 7: tokens(1)})
+        model.extend({request: tokens(1) for request in (0, 5, 7)})
+        model.extend({request: tokens(1) for request in range(12)})
+    assert not compiled
