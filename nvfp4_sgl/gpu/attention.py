@@ -14,7 +14,7 @@ from nvfp4_sgl.gpu.products import GroupedProjection, MergedProjection, multiply
 from nvfp4_sgl.gpu.step import Frequencies, Step
 from nvfp4_sgl.model.weights import Shard, frozen
 from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.compressor import Compressor, compress
+from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, compress, compress_pair
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
 from nvfp4_sgl.triton_kernels.kv_entry import norm_rope_store_kv
 from nvfp4_sgl.triton_kernels.rope import rms_norm_rope
@@ -115,14 +115,14 @@ class Attention(nn.Module):
     def _compress(self, parts: list[Tensor], step: Step, cache: LayerCache) -> None:
         """Bring the state up to date, and write the entries and indexer keys of the windows that close."""
         assert cache.state is not None
-        targets = [(parts[0], parts[1], cache.state, packed(cache.compressed))]
-        if self._kind is LayerKind.CSA:
-            assert cache.index_state is not None
-            targets.append((parts[2], parts[3], cache.index_state, packed(cache.index)))
-        for compressor, (kv, score, state, pages) in zip(self._compressors, targets, strict=True):
-            compress(
-                compressor, kv, score, state, step.plan.batch, *pages, self._frequencies.compressed, decode=step.decode
-            )
+        batch, frequencies = step.plan.batch, self._frequencies.compressed
+        main = Compression(self._compressors[0], parts[0], parts[1], cache.state, *packed(cache.compressed))
+        if self._kind is LayerKind.HCA:
+            compress(main, batch, frequencies, workspace=step.workspace)
+            return
+        assert cache.index_state is not None
+        index = Compression(self._compressors[1], parts[2], parts[3], cache.index_state, *packed(cache.index))
+        compress_pair(main, index, batch, frequencies)
 
     def _select(self, q: Tensor, weights: Tensor, step: Step, keys: Entries) -> tuple[Tensor, Tensor]:
         """Score the visible ratio-4 entries; slots of the best, int32 [T, index_topk], and how many."""

@@ -11,7 +11,7 @@ from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.gpu.attention import Attention
 from nvfp4_sgl.gpu.context import GpuContext
 from nvfp4_sgl.gpu.moe import MoE
-from nvfp4_sgl.gpu.step import Frequencies, Step
+from nvfp4_sgl.gpu.step import Frequencies, Scratch, Step
 from nvfp4_sgl.model.weights import frozen
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.triton_kernels.hyper_connection import Site, SiteState, hyper_connection_next, hyper_connection_pre
@@ -69,6 +69,7 @@ class GpuDecoder(nn.Module):
         context.parallel.check(context.config)
         self._config, self._parallel = context.config, context.parallel
         self.frequencies = Frequencies.of(context.config, context.device)
+        self.scratch = Scratch(context.device)
         blocks = [Block(context, layer, self.frequencies) for layer in range(context.config.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)
         self.hc_head = HyperConnection(context, "hc_head", "norm.weight", iterations=0)

@@ -74,6 +74,7 @@ class GpuStandalone:
         decode = set(counts.values()) == {1}
         step = Step.allocate(
             self.config,
+            self.decoder.scratch,
             positions.to(self.device),
             batch.requests.to(self.device),
             self.slots,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
 from nvfp4_sgl.triton_kernels.rope import rope_turns
 
@@ -37,6 +38,25 @@ class Frequencies:
         )
 
 
+class Scratch:
+    """Device memory that outlives a pass, because kernels find it as they left it. One decoder, one stream.
+
+    What was handed out stays allocated: a captured graph may hold it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._workspaces: list[tuple[int, int, Workspace]] = []
+
+    def workspace(self, tokens: int, requests: int) -> Workspace:
+        """A workspace of the compressors that is enough for a pass of so many tokens and requests."""
+        for known_tokens, known_requests, workspace in self._workspaces:
+            if tokens <= known_tokens and requests <= known_requests:
+                return workspace
+        self._workspaces.insert(0, (tokens, requests, new_workspace(tokens, requests, self._device)))
+        return self._workspaces[0][2]
+
+
 @dataclass(frozen=True)
 class Step:
     """One pass: where its tokens stand, and what the layers read of it.
@@ -46,6 +66,7 @@ class Step:
         decode: every request adds one token.
         window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
+        workspace: of the ratio-128 compressors.
     """
 
     plan: Plan
@@ -53,11 +74,13 @@ class Step:
     window_turns: Tensor
     compressed_turns: Tensor
     scores: Tensor
+    workspace: Workspace
 
     @classmethod
     def allocate(
         cls,
         config: ModelConfig,
+        scratch: Scratch,
         positions: Tensor,
         requests: Tensor,
         slots: Tensor,
@@ -70,6 +93,7 @@ class Step:
         """Room for a pass over these tokens.
 
         Args:
+            scratch: the decoder's.
             positions: int64 [T]. requests: int64 [B].
             slots: int32 [request slots, columns]. full_to_swa: int64 [full slots].
             longest: tokens of the longest sequence that may come, as the host knows it.
@@ -83,7 +107,7 @@ class Step:
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, device=device)
-        return cls(plan, decode, turns[0], turns[1], scores)
+        return cls(plan, decode, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]))
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:

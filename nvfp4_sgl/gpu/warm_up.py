@@ -50,7 +50,9 @@ def warm_up(
         positions = torch.arange(end - each, end, device=device).repeat(requests)
         zeros = torch.zeros_like(positions)
         lengths = torch.full((requests,), end, device=device)
-        step = Step.allocate(config, positions, zeros[:requests], slots, full_to_swa, longest=longest, decode=decode)
+        step = Step.allocate(
+            config, decoder.scratch, positions, zeros[:requests], slots, full_to_swa, longest=longest, decode=decode
+        )
         step.prepare(decoder.frequencies, lengths, None if decode else torch.full_like(lengths, each))
         streams = torch.randn(len(positions), config.hc_mult, config.hidden_size, device=device).bfloat16()
         decoder(streams, zeros, step, caches)

@@ -26,7 +26,7 @@ class GpuAttentionBackend(PoolBackend):
         for cache in self.caches:
             packed(cache.swa)  # refuse exact rows now rather than at the first request
         self._longest = int(runner.model_config.context_len)
-        self._frequencies = runner.model.decoder.frequencies
+        self._frequencies, self._scratch = runner.model.decoder.frequencies, runner.model.decoder.scratch
         self._scores: Tensor | None = None
         warm_up(
             runner.model.decoder,
@@ -42,6 +42,7 @@ class GpuAttentionBackend(PoolBackend):
     def _step(self, forward_batch: Any, *, longest: int, decode: bool, scores: Tensor | None = None) -> Step:
         return Step.allocate(
             self.config,
+            self._scratch,
             forward_batch.positions,
             forward_batch.req_pool_indices,
             self.req_to_token_pool.req_to_token,

@@ -38,6 +38,7 @@ class CapturedDecode:
         self.lengths = torch.ones(count, dtype=torch.int64, device="cuda")
         step = Step.allocate(
             model.config,
+            model.decoder.scratch,
             self.positions,
             self.requests,
             model.slots,
@@ -124,7 +125,7 @@ def test_a_pass_computes_by_our_kernels_and_products_alone(decode: bool, model: 
     tensors = batch.requests.cuda(), model.slots, batch.full_to_swa.cuda()
     ends, new = batch.ends.cuda(), None if decode else added.cuda()
     with Recorder() as recorder, torch.no_grad():
-        step = Step.allocate(model.config, positions, *tensors, longest=1024, decode=decode)
+        step = Step.allocate(model.config, model.decoder.scratch, positions, *tensors, longest=1024, decode=decode)
         step.prepare(model.decoder.frequencies, ends, new)
         model.decoder(model.decoder.embed(ids, model._embed), ids, step, model.caches.layers)
     assert recorder.names <= PRODUCTS, recorder.names - PRODUCTS
