@@ -1,0 +1,125 @@
+"""Windows of compressed tokens: who closes which, and what becomes of a pooled one (DEEPSEEK_V4.md §4.1, §4.4, §4.5).
+
+The work of a pass is cut into *units*. The head of a request is the unit of all windows that may need tokens of earlier
+passes, and it writes all state that another unit's history might lie in: so what is read before it is overwritten is
+read and overwritten by one program, in that order. Every other unit is one later window. A request of k tokens has at
+most ⌈k / ratio⌉ units, so that T tokens of B requests have at most ``unit_limit(T, B, ratio)``; B tokens of B requests
+have at most B.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .index_entry import hadamard128, store_index_row
+from .kv_entry import store_kv_entry
+from .rope import mean_square_scale, rotate
+from .rounding import round_for
+
+
+def unit_limit(tokens: int, requests: int, ratio: int) -> int:
+    """Σ ⌈k / ratio⌉ over requests of k tokens, at most; it depends on sizes alone."""
+    return min(tokens, (tokens + (ratio - 1) * requests) // ratio)
+
+
+@triton.jit
+def head_windows(RATIO: tl.constexpr):
+    """Windows from that of the first new token on that may need older tokens: the next one overlaps for ratio 4."""
+    return 2 if RATIO == 4 else 1
+
+
+@triton.jit
+def last_window(end, RATIO: tl.constexpr):
+    """One past the last window that has a unit: for ratio 4 an open one, too, since its tokens go into the state."""
+    return (end + 3) // 4 if RATIO == 4 else end // RATIO
+
+
+@triton.jit
+def unit_of_token(token, owners, starts, bounds, RATIO: tl.constexpr):
+    """(request, window, whether the head, whether there is one) of the unit that belongs to a token.
+
+    The head belongs to its request's first token, another unit to the first token of its window. So each unit belongs
+    to one token, whatever the requests' sizes.
+    """
+    request = tl.load(owners + token)
+    first, start = tl.load(bounds + request), tl.load(starts + request)
+    end = start + tl.load(bounds + request + 1) - first
+    position = start + token - first
+    window = position // RATIO
+    is_head = token == first
+    later = (window >= start // RATIO + head_windows(RATIO)) & (window < last_window(end, RATIO))
+    return request, window, is_head, is_head | ((position % RATIO == 0) & later)
+
+
+@triton.jit
+def unit_of_number(number, starts, bounds, requests, RATIO: tl.constexpr, PADDED: tl.constexpr):
+    """(request, window, whether the head, whether there is one) of the ``number``-th unit; PADDED >= requests.
+
+    Units are numbered request after request, heads first.
+    """
+    request = tl.arange(0, PADDED)
+    inside = request < requests
+    start = tl.load(starts + request, mask=inside, other=0)
+    count = tl.load(bounds + request + 1, mask=inside, other=0) - tl.load(bounds + request, mask=inside, other=0)
+    later = last_window(start + count, RATIO) - start // RATIO - head_windows(RATIO)
+    units = tl.where(count > 0, 1 + tl.maximum(later, 0), 0)
+    reached = tl.cumsum(units, 0)
+    owner = tl.sum((reached <= number).to(tl.int32), 0)
+    within = number - tl.max(tl.where(reached <= number, reached, 0), 0)
+    exists = owner < requests
+    owner = tl.minimum(owner, requests - 1)
+    later_by = tl.where(within > 0, within + head_windows(RATIO) - 1, 0)
+    return owner, tl.load(starts + owner) // RATIO + later_by, within == 0, exists
+
+
+@triton.jit
+def pool(values, scores):
+    """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent."""
+    weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
+    return tl.div_rn(tl.sum(values * weights, axis=0), tl.sum(weights, axis=0))
+
+
+@triton.jit
+def store_entry(
+    pooled,
+    position,
+    slot,
+    norm,
+    eps,
+    frequencies,
+    pages,
+    page_stride,
+    capacity,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``pages`` holds.
+
+    pooled: fp32 [n/64, 64]. slot: int64; outside the pool nothing is stored. pages: uint8 for packed entries, of 584
+    bytes for n = 512 and 132 for n = 128 (which are rotated by the Hadamard matrix first); else rows of n.
+    """
+    BLOCKS: tl.constexpr = pooled.shape[0]
+    block = tl.arange(0, BLOCKS)[:, None]
+    column = block * 64 + tl.arange(0, 64)[None, :]
+    scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, eps)
+    rows = pooled * scale * tl.load(norm + column).to(tl.float32)
+
+    # The last block alone: all that is added to it is zero.
+    is_tail = block == BLOCKS - 1
+    even, odd = tl.split(tl.reshape(tl.sum(tl.where(is_tail, rows, 0.0), axis=0), (32, 2)))
+    angle = position * tl.load(frequencies + tl.arange(0, 32))
+    even, odd = rotate(even, odd, tl.cos(angle), tl.sin(angle))
+
+    exists = (slot >= 0) & (slot < capacity)
+    if pages.dtype.element_ty == tl.uint8 and BLOCKS == 8:
+        if exists:
+            store_kv_entry(rows, even, odd, slot, pages, page_stride, PAGE_SIZE)
+    else:
+        rows = tl.where(is_tail, tl.reshape(tl.join(even, odd), (1, 64)), rows)
+        if pages.dtype.element_ty == tl.uint8:
+            keys = hadamard128(tl.reshape(rows, (1, 128)))
+            alone = tl.zeros((1,), tl.int64)
+            store_index_row(keys, alone + slot, (alone == 0) & exists, pages, page_stride, PAGE_SIZE)
+        else:
+            at = pages + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * (BLOCKS * 64) + column
+            tl.store(at, round_for(rows, pages), mask=exists)
