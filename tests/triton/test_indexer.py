@@ -1,0 +1,268 @@
+"""Index queries equal the reference's bits; scores are its scores wherever a token sees an entry, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.rows import PackedIndexRows
+from nvfp4_sgl.numerics import index_entry
+from nvfp4_sgl.ops.indexer import index_scores as reference_scores
+from nvfp4_sgl.ops.indexer import indexer_query
+from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
+from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.indexer import DECODE, PREFILL, Tiling, choose_splits, index_query, index_scores
+from nvfp4_sgl.triton_kernels.rope import rope_turns
+from tests.triton.support.passes import Pass, new_pass
+from tests.triton.support.resources import resources
+
+PAGE = 64
+FREQUENCIES = inverse_frequencies(64, 160000.0)
+
+
+def adversarial_queries(heads: int) -> Tensor:
+    """bf16 [7, heads, 128]: wide ranges, zeros, ties, what is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(7, heads, 128, generator=generator)
+    q[1] *= torch.exp2(torch.randint(-30, 30, (heads, 128), generator=generator).float())
+    q[2, 0], q[2, 1] = 0.0, -0.0
+    q[2, 2] = 1e-7
+    q[3, :, 64:] = 0.0
+    q[3, :, :64] = torch.randint(-4, 5, (heads, 64), generator=generator).float()
+    q[4, 0, ::7], q[4, 1, 5], q[4, 2, 100] = torch.nan, torch.inf, -torch.inf
+    q[5, 0] = 3e38
+    return q.to(torch.bfloat16)
+
+
+def queried(
+    q: Tensor, weights: Tensor, positions: Tensor, factor: float, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    tokens, heads = q.shape[:2]
+    turns = rope_turns(positions.to(device), FREQUENCIES.to(device), torch.empty(tokens, 64, device=device))
+    codes = torch.full((tokens, heads, 128), 0x7B, dtype=dtype, device=device)
+    scaled = torch.full((tokens, heads), torch.nan, device=device)
+    index_query(q, weights, turns, factor, codes, scaled)
+    return codes.cpu(), scaled.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [64, 16, 3])
+def test_queries_equal_the_reference(heads: int, dtype: torch.dtype, device: str):
+    generator = torch.Generator().manual_seed(1)
+    raw = adversarial_queries(heads).to(dtype)
+    if dtype == torch.float32:
+        raw += torch.randn(raw.shape, generator=generator) * 1e-3  # rounded to bf16 first
+    positions = torch.tensor([0, 1, 127, 65535, 300001, 1048574, 9])
+    factor = 128**-0.5 * heads**-0.5
+    wide = torch.randn(7, heads * 2, generator=generator).to(dtype)
+    given = torch.cat([raw, raw.new_full((7, 1, 128), torch.nan)], dim=1).to(device)[:, :heads]
+    codes, scaled = queried(given, wide.to(device)[:, heads:], positions, factor, torch.uint8, device)
+
+    rotated = apply_rope(raw.to(torch.bfloat16), positions, FREQUENCIES)
+    data, scale = index_entry.pack(index_entry.hadamard(rotated.float()).view(-1, 128))
+    assert torch.equal(codes, data.view(7, heads, 128))
+    assert torch.equal(scaled, wide[:, heads:].float() * torch.tensor(factor).float() * scale.view(7, heads))
+
+
+def test_exact_queries_are_rotated_only(device: str):
+    raw, positions = adversarial_queries(4)[:4], torch.tensor([0, 7, 300001, 5])
+    weights = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    codes, scaled = queried(raw.to(device), weights.to(device), positions, 0.25, torch.bfloat16, device)
+    assert torch.equal(codes.view(torch.int16), apply_rope(raw, positions, FREQUENCIES).view(torch.int16))
+    assert torch.equal(scaled, weights * 0.25)
+
+
+class Layer:
+    """Queries and cached keys of a pass: packed, or exact."""
+
+    def __init__(self, made: Pass, heads: int, *, exact: bool = False, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        tokens, self.made = made.batch.tokens, made
+        q = torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16)
+        self.weights = torch.randn(tokens, heads, generator=generator)  # of both signs
+        keys = torch.randn(made.pages * PAGE, 128, generator=generator).to(torch.bfloat16)
+        if exact:
+            self.pages, self.codes, self.scaled = keys.view(made.pages, -1), q, self.weights
+            self.q, self.keys = q.float(), keys.float()
+            return
+        self.pages = torch.full((made.pages, index_entry.page_bytes(PAGE)), 0xFF, dtype=torch.uint8)
+        slots = made.plan.csa_entry_slots.flatten()
+        slots = slots[slots >= 0]  # all else reads as NaN
+        index_entry.write_rows(self.pages, PAGE, slots, keys[slots])
+        store = PackedIndexRows(self.pages, PAGE)
+        self.keys = store.read(torch.arange(made.pages * PAGE))
+        self.q = indexer_query(q, store)
+        data, scale = index_entry.pack(index_entry.hadamard(q.float()).view(-1, 128))
+        self.codes, self.scaled = data.view(q.shape), self.weights * scale.view(tokens, heads)
+
+    def expected(self, token: int) -> tuple[Tensor, Tensor]:
+        """The reference's scores of what a token sees, and the sum of magnitudes that errors are measured by."""
+        owner, visible = int(self.made.batch.owners[token]), int(self.made.plan.csa_visible[token])
+        keys = self.keys[self.made.plan.csa_entry_slots[owner, :visible]]
+        q, weights = self.q[token], self.weights[token]
+        scores = reference_scores(q[None, None], weights[None, None], keys[None])[0, 0]
+        return scores, ((keys.abs() @ q.abs().T) * weights.abs()).sum(1)
+
+    def scores(
+        self, columns: int, topk: int, device: str, *, first: int = 0, rows: int | None = None, tiling: Tiling | None
+    ) -> Tensor:
+        rows = self.made.batch.tokens if rows is None else rows
+        part = slice(first, first + rows)
+        scores = torch.full((rows, columns + 16), torch.nan, device=device)[:, :columns]
+        given = (self.codes[part].to(device), self.scaled[part].to(device), self.pages.to(device), PAGE)
+        index_scores(*given, self.made.batch, topk, scores, first=first, tiling=tiling)
+        return scores.cpu()
+
+    def check(self, found: Tensor, topk: int, *, first: int = 0) -> None:
+        columns = found.shape[1]
+        for row in range(len(found)):
+            expected, magnitude = self.expected(first + row)
+            if len(expected) <= topk:
+                expected = expected[:0]
+            visible = min(len(expected), columns)
+            error = (found[row, :visible] - expected[:visible]).abs()
+            assert bool((error <= tolerance() * magnitude[:visible]).all()), f"row {row}: {error.max()}"
+            assert bool(found[row, visible:].isnan().all()), f"row {row} is written beyond what its token sees"
+
+
+def tolerance() -> float:
+    """Of the sum of magnitudes: fp32 under the interpreter and on Blackwell, on Hopper 14 bits of each step."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return 2.0**-9 if hopper else 2.0**-20
+
+
+TILINGS = {"decode": DECODE, "prefill": PREFILL, "fours": Tiling(queries=4, warps=4, stages=3, programs=2)}
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("heads", [64, 5])
+def test_decoding(heads: int, tiling: str, device: str):
+    """Visible counts around topk and around a page."""
+    counts = [0, 3, 4, 5, 63, 64, 65, 130]
+    made = new_pass([(4 * n, 4 * n + 1) for n in counts], device)
+    layer = Layer(made, heads)
+    layer.check(layer.scores(192, 4, device, tiling=TILINGS[tiling]), 4)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_prompts_in_parts(tiling: str, device: str):
+    """Ragged requests, several queries each, scored in parts whose tiles straddle requests."""
+    made = new_pass([(300, 309), (0, 7), (30, 31), (255, 266), (513, 514)], device)
+    layer = Layer(made, 16)
+    for begin, end in ((0, 6), (6, 7), (7, made.batch.tokens)):
+        found = layer.scores(128, 2, device, first=begin, rows=end - begin, tiling=TILINGS[tiling])
+        layer.check(found, 2, first=begin)
+
+
+def test_exact_keys(device: str):
+    made = new_pass([(300, 305), (7, 9), (80, 81)], device)
+    layer = Layer(made, 16, exact=True)
+    layer.check(layer.scores(80, 1, device, tiling=None), 1)
+
+
+def test_more_visible_than_columns(device: str):
+    made = new_pass([(400, 401), (90, 91)], device)
+    layer = Layer(made, 16)
+    layer.check(layer.scores(70, 4, device, tiling=None), 4)
+
+
+def test_scores_do_not_depend_on_the_company(device: str):
+    """The same query and keys: the same bits in a batch, in a part and alone, whatever the tiling."""
+    made = new_pass([(300, 309), (500, 501)], device)
+    layer = Layer(made, 64)
+    found = [layer.scores(130, 2, device, tiling=tiling) for tiling in TILINGS.values()]
+    found.append(torch.cat([layer.scores(130, 2, device, first=i, rows=1, tiling=None) for i in range(10)]))
+    for other in found[1:]:
+        assert torch.equal(other.view(torch.int32), found[0].view(torch.int32))
+
+
+def test_relu_comes_before_the_weight(device: str):
+    """Heads clipped to zero leave exactly zero, whatever their weights."""
+    made = new_pass([(40, 41)], device)
+    layer = Layer(made, 16)
+    layer.codes = torch.full_like(layer.codes, 0x38 | 0x80)  # −1
+    index_entry.write_rows(layer.pages, PAGE, made.plan.csa_entry_slots[0], torch.ones(10, 128))
+    assert bool((layer.scores(10, 1, device, tiling=None) == 0).all())
+    layer.codes = torch.full_like(layer.codes, 0x38)
+    layer.scaled = -torch.ones_like(layer.scaled)
+    assert torch.allclose(layer.scores(10, 1, device, tiling=None), torch.tensor(-16.0 * 128))
+
+
+def test_splits_fill_the_chip_and_no_more():
+    assert choose_splits(1, 4096, 132, DECODE) == 2 * DECODE.programs * 132
+    assert choose_splits(1, 7, 132, DECODE) == 7
+    assert choose_splits(64, 4096, 132, DECODE) == 17
+    assert choose_splits(100000, 4096, 132, PREFILL) == 1
+
+
+def test_refusals(device: str):
+    made = new_pass([(0, 5)], device)
+    codes, scaled = torch.zeros(5, 16, 128, dtype=torch.uint8, device=device), torch.zeros(5, 16, device=device)
+    pages = torch.zeros(2, 64 * 132, dtype=torch.uint8, device=device)
+    scores = torch.zeros(5, 64, device=device)
+    good = (codes, scaled, pages, 64, made.batch, 8, scores)
+    for index, bad, message in [
+        (0, codes[:4], "codes: expected shape"),
+        (0, codes.bfloat16(), "codes: expected dtype"),
+        (0, codes.new_zeros(5, 128, 128), "H of codes"),
+        (1, scaled.half(), "scaled: expected dtype"),
+        (2, pages[:, :-4], "pages: expected pages of 64"),
+        (2, pages.float(), "pages: expected dtype"),
+        (3, 128, "page_size: expected one of"),
+        (6, scores.half(), "scores: expected dtype"),
+        (6, scores.T, "scores: expected the last dimension"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            index_scores(*good[:index], bad, *good[index + 1 :])
+    with pytest.raises(KernelError, match="first: expected a value"):
+        index_scores(*good, first=1)
+    q, turns = torch.zeros(5, 16, 128, device=device), torch.zeros(5, 64, device=device)
+    for index, bad, message in [
+        (0, q[..., :64], "q: expected shape"),
+        (1, scaled[:, :8], "weights: expected shape"),
+        (2, turns[:, :32].contiguous(), "rope_dim of turns"),
+        (4, codes.float(), "codes: expected dtype"),
+        (5, scaled.half(), "scaled: expected dtype"),
+    ]:
+        arguments = [q, scaled, turns, 0.1, codes, scaled]
+        arguments[index] = bad
+        with pytest.raises(KernelError, match=message):
+            index_query(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_million_tokens(tokens: int, device: str):
+    """As far as a context goes, and a pool beyond 2 GiB whose pages are far apart."""
+    end = 1 << 20
+    made = new_pass([(end - tokens, end)], device)
+    layer = Layer(made, 64)
+    wide = torch.zeros(made.pages, 1 << 19, dtype=torch.uint8, device=device)
+    wide[:, : 64 * 132] = layer.pages.to(device)
+    scores = torch.full((tokens, 262144), torch.nan, device=device)
+    index_scores(layer.codes.to(device), layer.scaled.to(device), wide, PAGE, made.batch, 512, scores)
+    layer.check(scores.cpu(), 512)
+
+
+def launches() -> None:
+    decode, prefill = new_pass([(4, 5), (8, 9)], "cpu").batch, new_pass([(0, 16)], "cpu").batch
+    for batch in (decode, prefill):
+        tokens = batch.tokens
+        q, scaled = torch.zeros(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(tokens, 64)
+        codes, pages = torch.zeros(tokens, 64, 128, dtype=torch.uint8), torch.zeros(2, 64 * 132, dtype=torch.uint8)
+        index_query(q, scaled, torch.zeros(tokens, 64), 0.1, codes, scaled)
+        index_scores(codes, scaled, pages, PAGE, batch, 512, torch.zeros(tokens, 4096))
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_kernels_fit(architecture: int):
+    found = [usage for usage in resources(__name__) if usage.architecture == architecture]
+    assert sorted(usage.kernel for usage in found) == ["_query_kernel"] + ["_scores_kernel"] * 2
+    for usage in found:
+        usage.require_no_spills()
+        if usage.kernel == "_query_kernel":
+            usage.require_exact_arithmetic()
+            assert usage.count("fma") == 0
+        else:
+            assert usage.count({90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]) > 0, usage

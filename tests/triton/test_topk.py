@@ -1,0 +1,201 @@
+"""The best entries of each query: the reference's choice, ties to the lower entry, whatever lies around."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.topk import CHUNK, new_workspace, select_entries
+from tests.triton.support.passes import Pass, new_pass
+from tests.triton.support.resources import SHARED_LIMIT, resources
+
+
+def at_sight(visible: list[int]) -> list[tuple[int, int]]:
+    """Spans of decoding requests that see so many entries, some of them with a window begun."""
+    ends = [4 * count + index % 4 if count else 1 for index, count in enumerate(visible)]
+    return [(end - 1, end) for end in ends]
+
+
+def best(scores: Tensor, entries: Tensor, topk: int) -> list[int]:
+    """Of one query: slots of the ``topk`` largest scores in order of the entries, ties to the lower entry."""
+    order = sorted(enumerate(scores.tolist()), key=lambda pair: (math.isnan(pair[1]), -pair[1]))  # stable
+    return entries[sorted(index for index, _ in order[:topk])].tolist()
+
+
+def choose(made: Pass, scores: Tensor, topk: int, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    """What the kernel makes of the scores; columns that a token does not see are poisoned here."""
+    device = made.batch.positions.device
+    visible = made.plan.csa_visible[first : first + len(scores)]
+    poisoned = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], torch.nan)
+    slots = torch.full((len(scores), topk), -77, dtype=torch.int32, device=device)
+    lengths = torch.full((len(scores),), -77, dtype=torch.int32, device=device)
+    given = poisoned.to(device)
+    select_entries(given, made.batch, topk, slots, lengths, first=first)
+    assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
+    return slots.cpu(), lengths.cpu()
+
+
+def check(made: Pass, scores: Tensor, topk: int, *, first: int = 0) -> None:
+    slots, lengths = choose(made, scores, topk, first=first)
+    owners = made.batch.owners.cpu()
+    for row in range(len(scores)):
+        visible = int(made.plan.csa_visible[first + row])
+        entries = made.plan.csa_entry_slots[owners[first + row]]
+        count = min(visible, topk)
+        assert int(lengths[row]) == count
+        assert slots[row, :count].tolist() == best(scores[row, :visible], entries, topk)
+        assert bool((slots[row, count:] == -1).all())
+
+
+def random_scores(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("topk", [1, 2, 5, 8, 64, 100])
+def test_visible_counts_around_topk(topk: int, device: str):
+    visible = [0, 1, max(topk - 1, 0), topk, topk + 1, 2 * topk, 200]
+    check(new_pass(at_sight(visible), device), random_scores(len(visible), 200), topk)
+
+
+@pytest.mark.parametrize("topk", [512, 1024])
+def test_real_sizes_in_one_launch(topk: int, device: str):
+    visible = [topk - 1, topk, topk + 1, 2048, 2049, 5000, 4999]
+    check(new_pass(at_sight(visible), device), random_scores(len(visible), 5000), topk)
+
+
+@pytest.mark.parametrize("topk", [3, 512, 1024])
+def test_rows_of_several_chunks(topk: int, device: str):
+    visible = [2, topk, topk + 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + topk, 2 * CHUNK + 7]
+    made, scores = new_pass(at_sight(visible), device), random_scores(len(visible), 2 * CHUNK + 7)
+    check(made, scores, topk)
+    scores[-1] = torch.arange(2 * CHUNK + 7).float()  # all of the best in the last chunks
+    scores[-2] = -torch.arange(2 * CHUNK + 7).float()
+    scores[-3] = scores[-3].round()  # many ties, across chunks
+    scores[-4] = 0.25
+    check(made, scores, topk)
+
+
+def test_ties_go_to_the_lower_entry(device: str):
+    made = new_pass(at_sight([300] * 5), device)
+    scores = random_scores(5, 300)
+    scores[0] = 1.5
+    scores[1] = scores[1].round()
+    scores[2] = 0.0
+    scores[2, ::3] = -0.0  # equals +0
+    scores[3] = -torch.inf
+    scores[4, 50:] = scores[4, 49].clone()
+    check(made, scores, 17)
+    slots, _ = choose(made, scores, 17)
+    assert torch.equal(slots[0].long(), made.plan.csa_entry_slots[0, :17])
+
+
+def test_numbers_of_every_kind(device: str):
+    """Infinities, zeros, denormals and what is not a number, which comes last."""
+    tiny = 2.0**-149
+    kinds = torch.tensor([torch.inf, 3.4e38, 1.0, 2.0**-126, tiny, 0.0, -0.0, -tiny, -(2.0**-126), -3.4e38, -torch.inf])
+    made = new_pass(at_sight([90] * 6), device)
+    scores = kinds[torch.randint(len(kinds), (6, 90), generator=torch.Generator().manual_seed(1))]
+    scores[4:, 7::3] = torch.nan
+    scores[5, :80] = -torch.nan
+    for topk in (1, 8, 33, 70, 89):
+        check(made, scores, topk)
+
+
+def test_early_maxima_of_one_group(device: str):
+    """The largest scores lie where a strided group would hold them all, or none."""
+    made = new_pass(at_sight([8192] * 3), device)
+    scores = random_scores(3, 8192).abs()
+    scores[0, 5::2048] += 100
+    scores[1, :700] += 100
+    scores[2, 2048:2600] += 100
+    check(made, scores, 512)
+
+
+def test_tokens_of_prompts_in_parts(device: str):
+    """Several queries a request, in parts: each sees what its position allows."""
+    made = new_pass([(40, 75), (0, 9), (130, 131), (64, 64 + 21)], device)
+    scores = random_scores(made.batch.tokens, 40)
+    for begin, end in ((0, 30), (30, 31), (31, made.batch.tokens)):
+        check(made, scores[begin:end], 6, first=begin)
+
+
+def test_more_visible_than_columns(device: str):
+    """Memory outside the scores is left alone."""
+    made = new_pass(at_sight([50, 12]), device)
+    slots, lengths = choose(made, random_scores(2, 20), 8)
+    assert lengths.tolist() == [8, 8]
+    assert bool(torch.isin(slots[0].long(), made.plan.csa_entry_slots[0, :20]).all())
+
+
+def test_agrees_with_the_reference(device: str):
+    """On distinct scores: the sets of ``ops.indexer.select_entries``, which takes torch.topk."""
+    made = new_pass(at_sight([700, 513, 512, 60]), device)
+    scores = random_scores(4, 700)
+    slots, _ = choose(made, scores, 512)
+    hidden = torch.arange(700) >= made.plan.csa_visible[:, None]
+    chosen = scores.masked_fill(hidden, -torch.inf).topk(512)
+    expected = made.plan.csa_entry_slots.gather(1, chosen.indices).masked_fill(chosen.values == -torch.inf, -1)
+    assert torch.equal(slots.long().sort().values, expected.sort().values)
+
+
+def test_refusals(device: str):
+    made = new_pass([(0, 5)], device)
+    scores, slots = torch.zeros(5, 40, device=device), torch.zeros(5, 8, dtype=torch.int32, device=device)
+    lengths = slots[:, 0].contiguous()
+    for arguments, message in [
+        ((scores.half(), made.batch, 8, slots, lengths), "scores: expected dtype"),
+        ((scores.T, made.batch, 8, slots, lengths), "scores: expected the last dimension"),
+        ((scores, made.batch, 4, slots, lengths), "slots: expected shape"),
+        ((scores, made.batch, 8, slots.long(), lengths), "slots: expected dtype"),
+        ((scores, made.batch, 8, slots, lengths[:4]), "lengths: expected shape"),
+        ((scores, made.batch, 4096, slots, lengths), "topk: expected a value"),
+        ((scores.new_zeros(5, 17 * CHUNK), made.batch, 1024, slots.new_zeros(5, 1024), lengths), "chunks of scores"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            select_entries(*arguments)
+    with pytest.raises(KernelError, match="first: expected a value"):
+        select_entries(scores, made.batch, 8, slots, lengths, first=1)
+    wide = scores.new_zeros(5, CHUNK + 1)
+    with pytest.raises(KernelError, match="workspace: expected shape"):
+        select_entries(wide, made.batch, 8, slots, lengths, workspace=new_workspace(4, CHUNK + 1, 8, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [512, 1024])
+def test_a_million_tokens(topk: int, device: str):
+    columns = 262144
+    generator = torch.Generator().manual_seed(2)
+    visible = [columns, columns - 1, topk, 600, 20000, *torch.randint(columns, (59,), generator=generator).tolist()]
+    spans = [(4 * count, 4 * count + 1) for count in visible]
+    made = new_pass(spans, device)
+    scores = random_scores(64, columns)
+    slots, lengths = choose(made, scores, topk)
+    for row, count in enumerate(visible):
+        kept = min(count, topk)
+        order = scores[row, :count].to(device).sort(descending=True, stable=True).indices[:kept].cpu().sort().values
+        assert int(lengths[row]) == kept
+        assert torch.equal(slots[row, :kept].long(), made.plan.csa_entry_slots[row, order])
+        assert bool((slots[row, kept:] == -1).all())
+
+
+STACK = 320
+"""Bytes a thread: what is stored at the end, once; the bisection's keys stay in registers."""
+
+
+def launches() -> None:
+    made = new_pass([(0, 16)], "cpu")
+    for columns, topk in ((2048, 512), (CHUNK, 1024), (262144, 512), (262144, 1024)):
+        slots, lengths = torch.zeros(16, topk, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+        select_entries(torch.zeros(16, columns), made.batch, topk, slots, lengths)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_kernels_fit(architecture: int):
+    found = [usage for usage in resources(__name__) if usage.architecture == architecture]
+    assert len(found) == 6
+    for usage in found:
+        assert usage.shared <= SHARED_LIMIT and usage.stack <= STACK, usage
