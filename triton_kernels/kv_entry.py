@@ -63,6 +63,26 @@ def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: t
 
 
 @triton.jit
+def store_row(
+    x, weight, turns, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if so; nothing for a slot outside."""
+    if (slot >= 0) & (slot < capacity):
+        column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        tail = 448 + tl.arange(0, 64)
+        values = tl.load(x + column).to(tl.float32)
+        even, odd = tl.split(tl.reshape(tl.load(x + tail).to(tl.float32), (32, 2)))
+        if NORM_ROPE:
+            square_sum = tl.sum(tl.sum(values * values, axis=1), axis=0)
+            scale = mean_square_scale(square_sum, 512.0, eps)
+            values = values * scale * tl.load(weight + column).to(tl.float32)
+            even_weight, odd_weight = tl.split(tl.reshape(tl.load(weight + tail).to(tl.float32), (32, 2)))
+            cos, sin = load_turns(turns, 32)
+            even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
+        store_kv_entry(values, even, odd, slot, pages, page_stride, PAGE_SIZE)
+
+
+@triton.jit
 def _store_kernel(
     x,
     weight,
@@ -78,19 +98,7 @@ def _store_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    if (slot >= 0) & (slot < capacity):
-        column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
-        tail = 448 + tl.arange(0, 64)
-        values = tl.load(x + row * x_row + column).to(tl.float32)
-        even, odd = tl.split(tl.reshape(tl.load(x + row * x_row + tail).to(tl.float32), (32, 2)))
-        if NORM_ROPE:
-            square_sum = tl.sum(tl.sum(values * values, axis=1), axis=0)
-            scale = mean_square_scale(square_sum, 512.0, eps)
-            values = values * scale * tl.load(weight + column).to(tl.float32)
-            even_weight, odd_weight = tl.split(tl.reshape(tl.load(weight + tail).to(tl.float32), (32, 2)))
-            cos, sin = load_turns(turns + row * 64, 32)
-            even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
-        store_kv_entry(values, even, odd, slot, pages, page_stride, PAGE_SIZE)
+    store_row(x + row * x_row, weight, turns + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE)
 
 
 def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:

@@ -16,9 +16,8 @@ from nvfp4_sgl.model.weights import Shard, frozen
 from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, compress, compress_pair
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
-from nvfp4_sgl.triton_kernels.kv_entry import norm_rope_store_kv
-from nvfp4_sgl.triton_kernels.rope import rms_norm_rope
-from nvfp4_sgl.triton_kernels.streams import rms_norm
+from nvfp4_sgl.triton_kernels.latent import norm_latents
+from nvfp4_sgl.triton_kernels.rope import apply_rope_, rms_norm_rope
 from nvfp4_sgl.triton_kernels.topk import select_entries
 
 
@@ -83,12 +82,12 @@ class Attention(nn.Module):
         turns = step.compressed_turns if ratio else step.window_turns
         window = packed(cache.swa)
         q_lora, kv, *rest = self.from_x(x, torch.float32)
-        norm_rope_store_kv(kv, self.kv_norm, eps, turns, plan.window_write, *window)
-        q_lora = rms_norm(q_lora, self.q_norm, eps, out_dtype=torch.bfloat16)
+        normed = x.new_empty(q_lora.shape)
+        norm_latents(q_lora, self.q_norm, normed, kv, self.kv_norm, eps, turns, plan.window_write, *window)
         if ratio:
             self._compress(rest, step, cache)
 
-        q, *index_q = self.from_q(q_lora, torch.bfloat16)
+        q, *index_q = self.from_q(normed, torch.bfloat16)
         q = q.view(tokens, self._heads, config.head_dim)
         rms_norm_rope(q, None, eps, turns, q)
         extra, slots, lengths = None, None, None
@@ -107,8 +106,8 @@ class Attention(nn.Module):
             slots,
             window_lengths=plan.window_lengths,
             extra_lengths=lengths,
-            turns=turns,
         )
+        apply_rope_(o, turns, inverse=True)
         z = self.wo_a(o.view(tokens, self._groups, -1))
         return multiply(z, self.wo_b.weight, torch.bfloat16)
 
