@@ -12,19 +12,20 @@ split (:func:`choose_splits`) and :func:`_combine` adds the parts in a fixed ord
 number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone,
 wherever its entries lie.
 
+The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
+(``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
+
 Precision:
 
 * a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
 * logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
   divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
-  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits.
+  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; turned back,
+  an element of a pair has its own such bound times |cos| plus the other's times |sin|.
 
 Floor: 584 bytes per entry and query (1024 for bf16 rows) plus q and o; 2·(512 + 512) operations per head and entry.
 For 64 heads and 584 bytes that is 224 operations a byte, near the balance of an H200, so both floors count.
-
-The output is still rotated by the keys' positions. Its last 64 columns are an accumulator of their own, so that a
-fused inverse RoPE finds them in registers.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ from .checks import (
     require_same_device,
     require_shape,
 )
-from .kv_entry import DIM, page_bytes
-from .rounding import INTERPRETED, round_for, round_to_bf16
+from .kv_entry import DIM, ROPE_DIM, page_bytes
+from .rope import load_turns, rotate
+from .rounding import INTERPRETED, UNFUSED, round_for, round_to_bf16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
@@ -112,14 +114,19 @@ def _accumulate(total, decay, weights, keys, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _store(row, total, factor, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """total · factor to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32."""
+def _scaled(total, factor, TRANSPOSED: tl.constexpr):
+    """total · factor, [HEADS, WIDTH]."""
     if TRANSPOSED:
-        value = tl.trans(total * factor[None, :])
+        return tl.trans(total * factor[None, :])
     else:
-        value = total * factor[:, None]
+        return total * factor[:, None]
+
+
+@triton.jit
+def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    """fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32."""
     address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
-    tl.store(address, round_for(value, row), mask=known[:, None])
+    tl.store(address, round_for(values, row), mask=known[:, None])
 
 
 @triton.jit
@@ -139,6 +146,7 @@ def _attend(
     extra_columns,
     sink,
     scale_log2,
+    turns,
     out,
     partial_stats,
     heads,
@@ -148,6 +156,7 @@ def _attend(
     HAS_EXTRA: tl.constexpr,
     HAS_WINDOW_LENGTHS: tl.constexpr,
     HAS_EXTRA_LENGTHS: tl.constexpr,
+    HAS_TURNS: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -156,7 +165,7 @@ def _attend(
 ):
     """Program (query · head blocks + head block, split).
 
-    ``out`` is the output or, if SPLIT, the partials' values, fp32 [T, H, splits, 512].
+    ``out`` is the output or, if SPLIT, the partials' values, fp32 [T, H, splits, 512], which are not turned.
     """
     head_blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -248,31 +257,58 @@ def _attend(
         factor = 1.0 / (denominator + tl.exp2(sink_top - top))
         stored = known
     row = out + out_row[:, None] * 512
-    _store(row, low, factor, stored, 0, 256, TRANSPOSED)
-    _store(row, mid, factor, stored, 256, 128, TRANSPOSED)
-    _store(row, high, factor, stored, 384, 64, TRANSPOSED)
-    _store(row, tail, factor, stored, 448, 64, TRANSPOSED)
+    _store(row, _scaled(low, factor, TRANSPOSED), stored, 0, 256)
+    _store(row, _scaled(mid, factor, TRANSPOSED), stored, 256, 128)
+    _store(row, _scaled(high, factor, TRANSPOSED), stored, 384, 64)
+    rotated = _scaled(tail, factor, TRANSPOSED)
+    if HAS_TURNS and not SPLIT:
+        cos, sin = load_turns(turns + token * 64, 32)
+        even, odd = tl.split(tl.reshape(rotated, (HEADS, 32, 2)))
+        even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
+        rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
+    _store(row, rotated, stored, 448, 64)
 
 
 @triton.jit
-def _combine(values, stats, sink, out, heads, splits, SPLITS_BLOCK: tl.constexpr):
-    """Program (query · heads + head): parts in order of the keys; a part with denominator 0 is not read."""
+def _combine(
+    values,
+    stats,
+    sink,
+    turns,
+    out,
+    heads,
+    splits,
+    HAS_TURNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (query · heads + head, block of columns): all parts at once; one with denominator 0 is not read.
+
+    PARTS: ``splits`` or more; it alone determines the order of the sums.
+    """
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_BLOCK)
-    part = stats + (row * splits + split) * 2
-    tops = tl.load(part, mask=split < splits, other=float("-inf"))
-    denominators = tl.load(part + 1, mask=split < splits, other=0.0)
+    part = row * splits + tl.arange(0, PARTS)
+    known = tl.arange(0, PARTS) < splits
+    tops = tl.load(stats + part * 2, mask=known, other=float("-inf"))
+    denominators = tl.load(stats + part * 2 + 1, mask=known, other=0.0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    found = tl.load(values + part[:, None] * 512 + column[None, :], mask=(denominators > 0)[:, None], other=0.0)
+
     top = tl.max(tops, axis=0)
+    weights = tl.exp2(tops - top)
     sink_weight = tl.exp2(tl.load(sink + row % heads) * LOG2_E - top)
-    denominator = tl.sum(denominators * tl.exp2(tops - top), axis=0) + sink_weight
-    column = tl.arange(0, 512)
-    total = tl.zeros((512,), tl.float32)
-    for index in range(splits):
-        position = row * splits + index
-        weight = tl.exp2(tl.load(stats + position * 2) - top)
-        present = tl.load(stats + position * 2 + 1) > 0
-        total += tl.load(values + position * 512 + column, mask=present, other=0.0) * weight
-    tl.store(out + row * 512 + column, round_for(total / denominator, out))
+    denominator = tl.sum(denominators * weights, axis=0) + sink_weight
+    total = tl.sum(found * weights[:, None], axis=0) / denominator
+    if HAS_TURNS:
+        # Pairs before the last 32 are turned by nothing.
+        pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2) - 224
+        turn = turns + row // heads * 64 + pair * 2
+        cos = tl.load(turn, mask=pair >= 0, other=1.0)
+        sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
+        even, odd = tl.split(tl.reshape(total, (COLUMNS // 2, 2)))
+        even, odd = rotate(even, odd, cos, -sin)
+        total = tl.reshape(tl.join(even, odd), (COLUMNS,))
+    tl.store(out + row * 512 + column, round_for(total, out))
 
 
 class Entries(NamedTuple):
@@ -341,21 +377,31 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     return BLACKWELL if packed else BLACKWELL_PLAIN
 
 
+MAX_SPLITS = 256
+"""Parts that one program of the sum takes at once."""
+
+
 def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: int, tiling: Tiling = HOPPER) -> int:
     """Into how many programs to split each query's keys, from sizes alone, so that a CUDA graph may hold the launch.
 
     Counts waves of programs times the tiles that each walks, plus two tiles' time to load the query, store the part and
     add it later; the fewest splits among equals.
 
+    The queries are counted as the next power of two. The number of splits orders the sums, so it decides the last bits
+    of a result; this way it is the same for 3 queries run as they are and in a graph captured for 4, as long as graphs
+    are captured for the powers of two among their sizes. At worst, just above a power of two that fills the chip, a
+    split is missed that would have paid.
+
     Args:
-        columns: widths of the slot lists.
+        columns: widths of the slot lists. They count as the queries do: give graph and eager step the same.
         processors: multiprocessors of the chip.
     """
+    queries = triton.next_power_of_2(queries)
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
     programs, places = queries * triton.cdiv(heads, tiling.heads), processors * tiling.resident
     costs = {
         splits: triton.cdiv(programs * splits, places) * (triton.cdiv(tiles, splits) + 2 * (splits > 1))
-        for splits in range(1, max(min(tiles, places), 1) + 1)
+        for splits in range(1, max(min(tiles, places, MAX_SPLITS), 1) + 1)
     }
     return min(costs, key=lambda splits: (costs[splits], splits))
 
@@ -384,6 +430,7 @@ def sparse_attention(
     *,
     window_lengths: Tensor | None = None,
     extra_lengths: Tensor | None = None,
+    turns: Tensor | None = None,
     splits: int | None = None,
     partials: Partials | None = None,
     out: Tensor | None = None,
@@ -399,7 +446,10 @@ def sparse_attention(
         extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
             ``window_slots``; both ``None`` in window-only layers.
         window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
-        splits: programs per query and block of heads; by default what :func:`choose_splits` says of this device.
+        turns: fp32 [T, 64] from ``rope.rope_turns`` of the queries' positions: the last 64 columns are turned back by
+            them, in fp32; not at all by default.
+        splits: programs per query and block of heads, up to ``MAX_SPLITS``; by default what :func:`choose_splits` says
+            of this device.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
         out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
         tiling: by default the architecture's.
@@ -427,7 +477,11 @@ def sparse_attention(
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
     if splits is None:
         splits = choose_splits(tokens, heads, columns, _processors(q.device), tiling) if q.is_cuda else 1
-    require_range("splits", splits, 1, 65535)
+    require_range("splits", splits, 1, MAX_SPLITS)
+    if turns is not None:
+        require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")
+        require_dtype("turns", turns, torch.float32)
+        require_contiguous("turns", turns)
     if out is None:
         out = torch.empty(tokens, heads, DIM, dtype=q.dtype, device=q.device)
     require_shape("out", out, q.shape, "[T, H, 512]")
@@ -451,6 +505,7 @@ def sparse_attention(
         extra_slots=extra_slots,
         extra_lengths=extra_lengths,
         sink=sink,
+        turns=turns,
         out=out,
         **({} if partials is None else partials._asdict()),
     )
@@ -458,6 +513,8 @@ def sparse_attention(
         return out
 
     target, stats = (out, out) if partials is None else partials
+    has_turns = turns is not None
+    turns = sink if turns is None else turns
     _attend[(tokens * triton.cdiv(heads, tiling.heads), splits)](
         q,
         q.stride(0),
@@ -472,6 +529,7 @@ def sparse_attention(
         columns[1],
         sink,
         scale * LOG2_E.value,
+        turns,
         target,
         stats,
         heads,
@@ -481,6 +539,7 @@ def sparse_attention(
         HAS_EXTRA=has_extra,
         HAS_WINDOW_LENGTHS=window_lengths is not None,
         HAS_EXTRA_LENGTHS=extra_lengths is not None,
+        HAS_TURNS=has_turns,
         SPLIT=partials is not None,
         HEADS=tiling.heads,
         KEYS=tiling.keys,
@@ -490,12 +549,24 @@ def sparse_attention(
         num_stages=tiling.stages,
     )
     if partials is not None:
-        block = triton.next_power_of_2(splits)
+        parts = triton.next_power_of_2(splits)
+        # 32 to 64 values a thread, all asked for at once. Never by the batch's size, which would order the sums.
+        block = min(DIM, max(32, 4096 // parts))
         # Unfused: sink · log2(e) must round as it did in the parts, whose maximum it may be. The error of the product
         # is no small thing for a huge sink: fused, 1e30 gave NaN on an H200.
-        _combine[(tokens * heads,)](
-            *partials, sink, out, heads, splits, SPLITS_BLOCK=block, num_warps=4, enable_fp_fusion=False
-        )  # fmt: skip
+        _combine[(tokens * heads, DIM // block)](
+            *partials,
+            sink,
+            turns,
+            out,
+            heads,
+            splits,
+            HAS_TURNS=has_turns,
+            PARTS=parts,
+            COLUMNS=block,
+            num_warps=4,
+            **UNFUSED,
+        )
     return out
 
 

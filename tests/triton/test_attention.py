@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -12,10 +13,12 @@ from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.numerics import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
+from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention import (
     BLACKWELL,
     FEW_HEADS,
     HOPPER,
+    MAX_SPLITS,
     Entries,
     Partials,
     Tiling,
@@ -165,6 +168,55 @@ def test_the_reference_agrees(device: str) -> None:
     assert ((check(case, device) - whole).abs() <= 1.02 * BOUND * size).all()
 
 
+def turns_of(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """(cos, sin) by pair, fp32 [T, 64]."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "splits"),
+    [
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
+        *((FEW_HEADS, splits) for splits in (2, 9, 40)),
+        *(pytest.param(FEW_HEADS, splits, marks=pytest.mark.gpu) for splits in (20, 100, MAX_SPLITS)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.heads}x{value.keys}x{value.transposed}",
+)
+def test_the_output_is_turned_back(tiling: Tiling, splits: int, device: str) -> None:
+    """Whichever kernel rounds it, in every width of its blocks: the reference in fp32, turned, is rounded once."""
+    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
+        pytest.skip("another architecture's")
+    case = problem(3, [70, 30], tokens=2, seed=splits)
+    positions, frequencies = torch.tensor([70_001, 3]), inverse_frequencies(64, 10000.0)
+    turns = turns_of(positions, frequencies)
+    plain, turned = (case.run(device, tiling=tiling, splits=splits, turns=table) for table in (None, turns))
+    exact, size = case.exact()
+    expected = apply_rope(exact.float(), positions, frequencies, inverse=True)
+    cos, sin = turns.abs()[:, None].unflatten(-1, (32, 2)).unbind(-1)
+    even, odd = size[..., 448:].unflatten(-1, (32, 2)).unbind(-1)
+    size[..., 448:] = torch.stack((even * cos + odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    assert ((turned - expected).abs() <= 1.01 * BOUND * size).all()
+    assert torch.equal(turned[..., :448], plain[..., :448])
+    assert not torch.equal(turned[..., 448:], plain[..., 448:])
+    still = turns_of(torch.zeros(2), frequencies)
+    assert torch.equal(case.run(device, tiling=tiling, splits=splits, turns=still), plain)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_turning_rounds_once(splits: int, device: str) -> None:
+    """The output is a third of one key, so that it does not fit bf16: rounded before the turn, too, it would differ."""
+    case = problem(8, [1], tokens=4, holes=0.0)
+    case.q.zero_()
+    case.sink.fill_(math.log(2))
+    positions, frequencies = torch.tensor([1, 5, 999, 123_456]), inverse_frequencies(64, 160000.0)
+    third = case.stores[0].read(case.slots[0].long()).expand(4, 8, 512) / 3
+    expected = apply_rope(third, positions, frequencies, inverse=True).bfloat16()
+    turned = case.run(device, splits=splits, turns=turns_of(positions, frequencies))
+    # The last bit of fp32 may decide a tie; a second rounding changes a tenth of all.
+    assert (turned != expected)[..., 448:].float().mean() < 2e-3
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_query_that_sees_nothing_gives_zero(splits: int, device: str) -> None:
     case = problem(8, [20, 70], tokens=2)
@@ -308,6 +360,19 @@ def test_splits_fill_the_chip() -> None:
     assert splits(1, 8, 0) == 1
     for queries in (1, 3, 8, 64, 100, 256):
         assert 1 <= splits(queries, 128, 128, 1024) <= 18
+    assert 200 < choose_splits(1, 8, (128, 1 << 20), 132, FEW_HEADS) <= MAX_SPLITS
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+def test_a_step_and_the_graph_that_pads_it_split_alike(heads: int) -> None:
+    """SGLang captures the powers of two and sizes between them; a step runs in the least graph that holds it."""
+    captured = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 257, 8)]
+    tiling = default_tiling(heads, packed=True)
+    for queries in range(1, 257):
+        graph = min(size for size in captured if size >= queries)
+        for columns in ((128,), (128, 512), (128, 8192)):
+            alone, padded = (choose_splits(count, heads, columns, 132, tiling) for count in (queries, graph))
+            assert alone == padded
 
 
 def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
@@ -339,6 +404,10 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"extra_slots": slots[1][:1]},
         {"window_lengths": torch.ones(3, dtype=torch.int32)},
         {"splits": 0},
+        {"splits": MAX_SPLITS + 1},
+        {"turns": torch.zeros(2, 32)},
+        {"turns": torch.zeros(2, 64, dtype=torch.float64)},
+        {"turns": torch.zeros(2, 128)[:, ::2]},
         {"splits": 2, "partials": new_partials(case.q, 3)},
         {"splits": 1, "partials": Partials(torch.empty(0), torch.empty(0))},
         {"out": torch.empty(2, 8, 512)},
