@@ -1,8 +1,9 @@
 """Times of the Triton kernels on a CUDA GPU, beside their floors and their peers, in one run.
 
-Every case is captured in a CUDA graph of several runs and replayed; the median replay counts. Inputs stay the same, so
-what fits L2 is read from there: floors, which are bytes over the measured copy bandwidth, bind only cases well past
-the cache. ``over empty`` is the time beyond that of an empty kernel in such a graph.
+Every case is captured in a CUDA graph of several runs and replayed; the median replay counts. Floors are the larger of
+bytes over the measured copy bandwidth and operations over the measured rate of bf16 products. Inputs stay the same, so
+what fits L2 is read from there: floors by bytes bind only cases well past the cache. ``over empty`` is the time beyond
+that of an empty kernel in such a graph. A peer whose results are not ours is named as such and not timed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import pkgutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_report import HEADER, Chip, measure, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, REPLAYS = 20, 15
+GRAPH_US = 20_000
+"""Runs longer than a ``RUNS``-th of it share a graph with fewer."""
 COPY_BYTES = 2**30
+PRODUCT_SIZE = 8192
 
 
 def _import_paths() -> None:
@@ -43,26 +49,31 @@ def _import_paths() -> None:
         spec.loader.exec_module(module)
 
 
+def elapsed(work: Callable[[], object]) -> float:
+    """Microseconds between events around ``work``."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000
+
+
 def microseconds(run: Callable[[], object]) -> float:
-    """Median time of one run inside a graph of ``RUNS``."""
+    """Median time of one run inside a graph of several."""
     torch.cuda.synchronize()  # the case's tensors are still being filled
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             run()
+        first = elapsed(run)
     torch.cuda.synchronize()
+    runs = min(max(int(GRAPH_US / first), 1), RUNS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(RUNS):
+        for _ in range(runs):
             run()
-    times = []
-    for _ in range(REPLAYS + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / RUNS)
+    times = [elapsed(graph.replay) / runs for _ in range(REPLAYS + 2)]
     return statistics.median(times[2:])
 
 
@@ -71,6 +82,22 @@ def copy_bandwidth() -> float:
     source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / (microseconds(lambda: torch.mul(source, 1.0, out=target)) * 1e-6)
+
+
+def matrix_rate() -> float:
+    """Operations a second of a large bf16 product of random matrices (constant ones draw less power, so run faster)."""
+    a, b = torch.randn(2, PRODUCT_SIZE, PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16).unbind()
+    out = torch.empty_like(a)
+    return 2 * PRODUCT_SIZE**3 / (microseconds(lambda: torch.mm(a, b, out=out)) * 1e-6)
+
+
+def measured_chip() -> Chip:
+    return Chip(
+        name=torch.cuda.get_device_name(),
+        bandwidth=copy_bandwidth(),
+        rate=matrix_rate(),
+        empty_us=microseconds(lambda: torch.cuda._sleep(0)),
+    )
 
 
 def families(names: list[str]) -> Iterator[tuple[str, Any]]:
@@ -87,39 +114,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_kernels")
     parser.add_argument("families", nargs="*")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
+    parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels: no CUDA device; it measures, and measures nothing without one")
     _import_paths()
-    bandwidth, empty = copy_bandwidth(), microseconds(lambda: torch.cuda._sleep(0))
-    chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    print(f"{chip}, torch {torch.__version__}, {date}: copy {bandwidth / 1e12:.2f} TB/s, empty kernel {empty:.2f} us")
-    print("| case | us | floor us | of floor | over empty us | peers us (theirs / ours) |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    rows, failed = [], 0
+    chip, date = measured_chip(), datetime.date.today().isoformat()
+    print(
+        f"{chip.name}, torch {torch.__version__}, {date}: copy {chip.bandwidth / 1e12:.2f} TB/s,"
+        f" bf16 products {chip.rate / 1e12:.0f} TFLOP/s, empty kernel {chip.empty_us:.2f} us"
+    )
+    print(HEADER)
+    rows = []
     for family, module in families(arguments.families):
         for case in module.cases():
-            if arguments.only not in case.name:
-                continue
-            try:
-                time = microseconds(case.run)
-                peers = {name: microseconds(run) for name, run in case.peers.items()}
-            except Exception as error:
-                failed += 1
-                print(f"| {case.name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:120]} | | | | |")
-                continue
-            floor = case.bytes / bandwidth * 1e6
-            beside = ", ".join(f"{name} {peer:.1f} ({peer / time:.2f}x)" for name, peer in peers.items())
-            print(
-                f"| {case.name} | {time:.1f} | {floor:.1f} | {floor / time:.0%} | {time - empty:.1f} | {beside} |",
-                flush=True,
-            )
-            rows.append({"family": family, "case": case.name, "us": time, "floor_us": floor, "peers_us": peers})
+            if arguments.only in case.name:
+                rows.append(measure(family, case, chip, microseconds, peers=not arguments.no_peers))
+                print(rows[-1].line(chip.empty_us), flush=True)
+    print("\n" + "\n".join(summary(rows)))
     if arguments.json:
-        report = {"chip": chip, "date": date, "copy_bytes_per_second": bandwidth, "empty_us": empty, "cases": rows}
+        report = {
+            "chip": asdict(chip),
+            "torch": torch.__version__,
+            "date": date,
+            "cases": [row.as_json() for row in rows],
+        }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if failed else 0
+    return 1 if any(row.us is None for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation of a case's op, on tensors of its own.
+
+    Attributes:
+        run: the op; may be captured in a CUDA graph and replayed.
+        error: relative error of its results against ours, asked for once, after both ran. A plain callable instead of
+            a ``Peer`` is not compared.
+        limit: errors beyond it, or NaN, mean that it computes something else: it is not timed.
+        part: it does a part of the job, or sets a mark, so being faster means nothing.
+    """
+
+    run: Callable[[], object]
+    error: Callable[[], float] | None = None
+    limit: float = 0.01
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -11,10 +32,10 @@ class Case:
     """One op at one shape, its tensors already on the device.
 
     Attributes:
-        name: op and shape, for example ``quantize/flash/8192x4096``.
+        name: op, model and shape, for example ``quantize/flash/8192x4096``; the shape begins with the tokens.
         run: the op; may be captured in a CUDA graph and replayed.
         bytes: the floor of bytes moved: inputs read once and outputs written once.
-        flops: floating-point operations that matter to a floor; 0 for ops bound by memory.
+        flops: floating-point operations of its products; 0 for ops without.
         peers: other implementations of the same op, by name.
     """
 
@@ -22,4 +43,16 @@ class Case:
     run: Callable[[], object]
     bytes: int
     flops: int = 0
-    peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    peers: Mapping[str, Peer | Callable[[], object]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the shape, or 0 for a name that does not say."""
+        found = re.match(r"\d+", self.name.rsplit("/", 1)[-1])
+        return int(found[0]) if found else 0
+
+
+def relative_error(theirs: Tensor, ours: Tensor) -> float:
+    """Norm of the difference over ours; both as fp32, NaN wherever either has one."""
+    difference = (theirs.float() - ours.float()).norm()
+    return float(difference / ours.float().norm().clamp(min=1e-30))

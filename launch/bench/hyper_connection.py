@@ -10,7 +10,7 @@ import torch
 
 from nvfp4_sgl.triton_kernels import hyper_connection as hc
 
-from . import Case
+from . import Case, Peer
 
 WIDTHS = {"flash": 4096, "pro": 7168}
 TOKENS = (1, 8, 64, 256, 8192)
@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
                 partial(hc.hyper_connection_next, site, output, streams, state),
                 bytes=moved + site.fn.nbytes,
                 flops=2 * site.fn.numel() * tokens,
-                peers={"copy": partial(torch.empty_like(source).copy_, source)},
+                peers={"copy": Peer(partial(torch.empty_like(source).copy_, source), part=True)},
             )
             quantized = hc.Quantized.allocate(tokens, d, 128, "cuda")
             yield Case(

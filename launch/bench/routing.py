@@ -9,7 +9,7 @@ import torch
 
 from nvfp4_sgl.triton_kernels import routing
 
-from . import Case
+from . import Case, Peer
 
 MODELS = {"flash": (4096, 256), "pro": (7168, 384)}
 TOKENS = (1, 8, 64, 256, 8192)
@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
                     routing.route_topk, logits, bias, TOPK, 2.5, shared_expert=True, experts=experts, weights=weights
                 ),
                 bytes=logits.nbytes + chosen,
-                peers={"torch.topk alone": partial(torch.topk, logits, TOPK, sorted=False)},
+                peers={"torch.topk alone": Peer(partial(torch.topk, logits, TOPK, sorted=False), part=True)},
             )
             table = torch.randint(count, (129280, TOPK), device="cuda", dtype=torch.int32)
             ids = torch.randint(len(table), (tokens,), device="cuda")
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
                 f"permute/{shape}",
                 partial(routing.permute, experts, tile, place),
                 bytes=2 * experts.nbytes + place.source_row.nbytes + place.offsets.nbytes + place.counts.nbytes,
-                peers={"torch.sort alone": partial(torch.sort, experts.view(-1), stable=True)},
+                peers={"torch.sort alone": Peer(partial(torch.sort, experts.view(-1), stable=True), part=True)},
             )
             routing.permute(experts, tile, place)
             rows = torch.randn(place.source_row.numel(), d, device="cuda", dtype=torch.bfloat16)
