@@ -54,26 +54,37 @@ MAX_WIDTH = 16384
 FEW_TOKENS = 256
 """Up to here ``_collapse`` computes the coefficients itself: one launch less."""
 BLOCK_D = 32
-"""Columns that ``_mix`` takes at a time."""
+"""Columns of each stream that ``_mix`` takes at a time."""
+SMALL_TILE = 16
+"""Tokens of one program of ``_mix``, which share a reading of ``fn``, where there are up to twice as many."""
+LARGE_TILE, LARGE_TILE_WARPS, LARGE_TILE_STAGES = 64, 4, 3
+"""Where there are more. With 128 the compiler spills; with eight warps a multiprocessor holds one program only."""
 PROGRAMS = 264
 """What ``_mix`` is split into where possible: two programs for each multiprocessor of an H200."""
 
 
 @triton.jit
-def _dot(x, weight, total):
-    """``total + x @ weight^T`` from bf16 x [T, K] and fp32 weight [N, K], products exact, sums fp32."""
+def _products(x, weight):
+    """``x @ weight^T`` from bf16 x [T, K] and fp32 weight [N, K], products exact, sums fp32."""
     if not INTERPRETED and not (x.shape[0] >= 64 and target_info.cuda_capability_geq(10, 0)):
         # Keeps the compiler from computing x a second time in the layout that the tensor core wants, which costs
         # more registers than there are. tcgen05, taken from 64 rows on, reads x from shared memory.
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    total = tl.zeros((x.shape[0], weight.shape[0]), tl.float32)
     for _ in tl.static_range(3):
-        part = weight.to(tl.bfloat16)
+        part = round_to_bf16(weight)
         if INTERPRETED:
-            total = tl.dot(x.to(tl.float32), tl.trans(part.to(tl.float32)), total, input_precision="ieee")
+            total = tl.dot(x.to(tl.float32), tl.trans(part), total, input_precision="ieee")
         else:
-            total = tl.dot(x, tl.trans(part), total)
-        weight -= part.to(tl.float32)
+            total = tl.dot(x, tl.trans(part.to(tl.bfloat16)), total)
+        weight -= part
     return total
+
+
+@triton.jit
+def _by_column(x0, x1, x2, x3):
+    """Four [N, K] as [N, 4 * K], those of a column next to each other."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (x0.shape[0], 4 * x0.shape[1]))
 
 
 @triton.jit
@@ -138,15 +149,16 @@ def _mix(
         c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
         c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
     for start in tl.range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D):
-        column = start + tl.arange(0, BLOCK_D)
-        inside = (column < d) | EVEN
-        mask = here[:, None] & inside[None, :]
-        at = token[:, None] * (4 * d) + column[None, :]
-        x0 = tl.load(streams + at, mask=mask, other=0.0)
-        x1 = tl.load(streams + at + d, mask=mask, other=0.0)
-        x2 = tl.load(streams + at + 2 * d, mask=mask, other=0.0)
-        x3 = tl.load(streams + at + 3 * d, mask=mask, other=0.0)
+        # The tensor core takes the columns of all streams at a time: each product with it waits for the one before.
         if POST:
+            column = start + tl.arange(0, BLOCK_D)
+            inside = (column < d) | EVEN
+            mask = here[:, None] & inside[None, :]
+            at = token[:, None] * (4 * d) + column[None, :]
+            x0 = tl.load(streams + at, mask=mask, other=0.0)
+            x1 = tl.load(streams + at + d, mask=mask, other=0.0)
+            x2 = tl.load(streams + at + 2 * d, mask=mask, other=0.0)
+            x3 = tl.load(streams + at + 3 * d, mask=mask, other=0.0)
             h = tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0)
             y0 = round_for(_mixed(h, x0, x1, x2, x3, p0, c00, c10, c20, c30), next_streams)
             y1 = round_for(_mixed(h, x0, x1, x2, x3, p1, c01, c11, c21, c31), next_streams)
@@ -156,19 +168,26 @@ def _mix(
             tl.store(next_streams + at + d, y1, mask=mask)
             tl.store(next_streams + at + 2 * d, y2, mask=mask)
             tl.store(next_streams + at + 3 * d, y3, mask=mask)
-            x0, x1, x2, x3 = y0, y1, y2, y3
-        weight = fn + row[:, None] * (4 * d) + column[None, :]
-        w_mask = (row < ROWS)[:, None] & inside[None, :]
+            x = _by_column(y0, y1, y2, y3)
+            at = fn + row[:, None] * (4 * d) + column[None, :]
+            w_mask = (row < ROWS)[:, None] & inside[None, :]
+            w0 = tl.load(at, mask=w_mask, other=0.0)
+            w1 = tl.load(at + d, mask=w_mask, other=0.0)
+            w2 = tl.load(at + 2 * d, mask=w_mask, other=0.0)
+            w3 = tl.load(at + 3 * d, mask=w_mask, other=0.0)
+            weight = _by_column(w0, w1, w2, w3)
+        else:
+            # A token's streams are one row.
+            column = 4 * start + tl.arange(0, 4 * BLOCK_D)
+            inside = (column < 4 * d) | EVEN
+            at = token[:, None] * (4 * d) + column[None, :]
+            x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
+            at = row[:, None] * (4 * d) + column[None, :]
+            weight = tl.load(fn + at, mask=(row < ROWS)[:, None] & inside[None, :], other=0.0)
         # The tensor core cuts a sum off where fp32 would round it; over thousands of additions that is a drift, so
         # the long sum is not left to it.
-        step = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
-        step = _dot(x0, tl.load(weight, mask=w_mask, other=0.0), step)
-        step = _dot(x1, tl.load(weight + d, mask=w_mask, other=0.0), step)
-        step = _dot(x2, tl.load(weight + 2 * d, mask=w_mask, other=0.0), step)
-        step = _dot(x3, tl.load(weight + 3 * d, mask=w_mask, other=0.0), step)
-        total += step
-        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        squares += tl.sum((f0 * f0 + f1 * f1) + (f2 * f2 + f3 * f3), axis=1)
+        total += _products(x, weight)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
     parts += (split.to(tl.int64) * tokens + first) * COLUMNS
     at = token[:, None] * COLUMNS + row[None, :]
@@ -176,9 +195,20 @@ def _mix(
 
 
 @triton.jit
+def _reciprocal(x):
+    """``1 / x`` of a normal fp32, to its last bit but one: Sinkhorn is a chain of these, and waits for each."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def _divided(a, b, c, d, eps):
     """Four numbers over their sum plus ``eps``."""
-    inverse = 1.0 / ((a + b) + (c + d) + eps)
+    inverse = _reciprocal((a + b) + (c + d) + eps)
     return a * inverse, b * inverse, c * inverse, d * inverse
 
 
@@ -453,8 +483,8 @@ class SiteState:
 
 
 def _block_t(tokens: int) -> int:
-    """Tokens of one program of ``_mix``, which share a reading of ``fn``."""
-    return 16 if tokens <= 32 else 64
+    """Tokens of one program of ``_mix``."""
+    return SMALL_TILE if tokens <= 2 * SMALL_TILE else LARGE_TILE
 
 
 def _splits(tokens: int, d: int) -> tuple[int, int]:
@@ -491,12 +521,12 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, mixed: tuple[
     parts = state.workspace
     mix = parts[splits * tokens * COLUMNS.value :]
     pre = mix[tokens * COLUMNS.value :]
-    rows, head, few = site.fn.shape[0], site.is_head, tokens <= FEW_TOKENS
+    rows, head, few, large = site.fn.shape[0], site.is_head, tokens <= FEW_TOKENS, block_t == LARGE_TILE
     output, next_streams = mixed or (None, streams)
     _mix[(triton.cdiv(tokens, block_t), splits)](
         streams, output, state.post, state.comb, site.fn, next_streams, parts, tokens, d, d_per_split,
         POST=mixed is not None, ROWS=rows, EVEN=d % BLOCK_D == 0, BLOCK_T=block_t, BLOCK_D=BLOCK_D,
-        num_warps=8 if block_t == 64 else 4, num_stages=3 if block_t == 64 else 2,
+        num_warps=LARGE_TILE_WARPS if large else 4, num_stages=LARGE_TILE_STAGES if large else 2,
     )  # fmt: skip
     constants = {"ROWS": rows, "HEAD": head, "ITERATIONS": site.iterations}
     if not few:

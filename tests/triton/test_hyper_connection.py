@@ -278,7 +278,7 @@ def test_what_no_kernel_takes_is_refused(damage, device: str) -> None:
 
 
 def launches() -> None:
-    for tokens, d in ((1, 7168), (8192, 7168)):
+    for tokens, d in ((1, 7168), (64, 7168), (8192, 7168)):
         site = make_site(64, "cpu")
         site = replace(site, fn=torch.empty(24, 4 * d), norm=torch.empty(d, dtype=torch.bfloat16))
         site = replace(site, **{name: getattr(site, name).to("meta") for name in ("fn", "base", "scale", "norm")})
