@@ -36,10 +36,12 @@ from .rounding import round_for
 MAX_EXPERTS = 512
 FEW_PAIRS = 512
 """Up to here one program permutes: one launch in place of three."""
-BLOCK_PAIRS = 128
+BLOCK_PAIRS = 256
 """Pairs of one program where there are more."""
 CHUNK = tl.constexpr(32)
-"""Pairs, or blocks of pairs, that meet all experts at a time."""
+"""Pairs that a block of pairs is compared with at a time."""
+BLOCK_EXPERTS = 32
+"""Experts of one program of the scan: a line of memory of each block of pairs."""
 
 
 @triton.jit
@@ -121,21 +123,25 @@ def _route_hash(
 
 
 @triton.jit
-def _visits(experts, first, pairs, count, LENGTH: tl.constexpr, BLOCK_E: tl.constexpr):
-    """int32 [LENGTH, BLOCK_E]: 1 where a pair, from ``first`` on, has that expert, one of ``count``."""
+def _experts_of(experts, first, pairs, count, LENGTH: tl.constexpr):
+    """Of pairs from ``first`` on, [LENGTH] each: the expert, 0 if there is none, and whether there is one."""
     pair = first + tl.arange(0, LENGTH)
-    expert = tl.arange(0, BLOCK_E)[None, :]
-    visited = tl.load(experts + pair, mask=pair < pairs, other=-1)[:, None]
-    return ((visited == expert) & (expert < count)).to(tl.int32)
+    expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    routed = (expert >= 0) & (expert < count)
+    return tl.where(routed, expert, 0), routed
 
 
 @triton.jit
-def _rank(experts, first, pairs, LENGTH: tl.constexpr):
+def _rank(expert, experts, first, pairs, LENGTH: tl.constexpr):
     """How many pairs before each one of a block have its expert, [LENGTH]."""
     pair = tl.arange(0, LENGTH)
-    here = tl.load(experts + first + pair, mask=first + pair < pairs, other=-1)
-    same = (here[:, None] == here[None, :]) & (pair[None, :] < pair[:, None])
-    return tl.sum(same.to(tl.int32), axis=1)
+    rank = tl.zeros((LENGTH,), tl.int32)
+    for start in range(0, LENGTH, CHUNK):
+        other_pair = start + tl.arange(0, CHUNK)
+        other = tl.load(experts + first + other_pair, mask=first + other_pair < pairs, other=-1)
+        same = (expert[:, None] == other[None, :]) & (other_pair[None, :] < pair[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
+    return rank
 
 
 @triton.jit
@@ -152,29 +158,29 @@ def _offsets(counts, tile):
 
 
 @triton.jit
+def _fill_padding(source_row, first, last, BLOCK_R: tl.constexpr):
+    for start in range(first, last, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        tl.store(source_row + row, tl.full((BLOCK_R,), -1, tl.int32), mask=row < last)
+
+
+@triton.jit
 def _permute_few(
     experts, source_row, destination, offsets, counts, pairs, rows, tile, count,
-    TOPK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOPK: tl.constexpr, LENGTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    for first in range(0, rows, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        tl.store(source_row + row, tl.full((BLOCK_R,), -1, tl.int32), mask=row < rows)
+    _fill_padding(source_row, 0, rows, BLOCK_R)
+    chosen, routed = _experts_of(experts, 0, pairs, count, LENGTH)
+    rank = _rank(chosen, experts, 0, pairs, LENGTH)
     expert = tl.arange(0, BLOCK_E)
-    visits = tl.zeros((CHUNK, BLOCK_E), tl.int32)
-    for first in range(0, pairs, CHUNK):
-        visits += _visits(experts, first, pairs, count, CHUNK, BLOCK_E)
-    visited = tl.sum(visits, axis=0)
-    begin = _offsets(visited, tile)
-    tl.store(counts + expert, visited, mask=expert < count)
+    visits = tl.histogram(chosen, BLOCK_E, mask=routed)
+    begin = _offsets(visits, tile)
+    tl.store(counts + expert, visits, mask=expert < count)
     tl.store(offsets + expert, begin, mask=expert < count)
     # The padding must be there before rows are put over it.
     tl.debug_barrier()
-    for first in range(0, pairs, CHUNK):
-        visits = _visits(experts, first, pairs, count, CHUNK, BLOCK_E)
-        routed = tl.sum(visits, axis=1) > 0
-        row = tl.sum(visits * begin[None, :], axis=1) + _rank(experts, first, pairs, CHUNK)
-        _store_pairs(source_row, destination, first + tl.arange(0, CHUNK), row, routed, pairs, TOPK)
-        begin += tl.sum(visits, axis=0)
+    row = tl.gather(begin, chosen, axis=0) + rank
+    _store_pairs(source_row, destination, tl.arange(0, LENGTH), row, routed, pairs, TOPK)
 
 
 @triton.jit
@@ -182,44 +188,38 @@ def _count(experts, source_row, starts, pairs, rows, rows_each, count, LENGTH: t
            BLOCK_R: tl.constexpr):  # fmt: skip
     """Each expert's pairs in a block of them; and padding everywhere."""
     block = tl.program_id(0)
-    expert = tl.arange(0, BLOCK_E)
-    visits = tl.zeros((CHUNK, BLOCK_E), tl.int32)
-    for first in range(0, LENGTH, CHUNK):
-        visits += _visits(experts, block * LENGTH + first, pairs, count, CHUNK, BLOCK_E)
-    tl.store(starts + block * BLOCK_E + expert, tl.sum(visits, axis=0))
-    for first in range(block * rows_each, min((block + 1) * rows_each, rows), BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        tl.store(source_row + row, tl.full((BLOCK_R,), -1, tl.int32), mask=row < rows)
+    chosen, routed = _experts_of(experts, block * LENGTH, pairs, count, LENGTH)
+    tl.store(starts + block * BLOCK_E + tl.arange(0, BLOCK_E), tl.histogram(chosen, BLOCK_E, mask=routed))
+    _fill_padding(source_row, block * rows_each, min((block + 1) * rows_each, rows), BLOCK_R)
 
 
 @triton.jit
-def _scan(starts, offsets, counts, blocks, tile, count, BLOCK_E: tl.constexpr):
-    """Counts of blocks to where in their expert's rows they start; one program."""
-    expert = tl.arange(0, BLOCK_E)
-    total = tl.zeros((BLOCK_E,), tl.int32)
-    for first in range(0, blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
+def _scan(starts, counts, blocks, count, BLOCK_E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Counts of blocks to where among their expert's pairs they start; some experts a program."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
         at = starts + block[:, None] * BLOCK_E + expert[None, :]
         mask = (block < blocks)[:, None]
         visits = tl.load(at, mask=mask, other=0)
         tl.store(at, tl.cumsum(visits, axis=0) - visits + total[None, :], mask=mask)
         total += tl.sum(visits, axis=0)
     tl.store(counts + expert, total, mask=expert < count)
-    tl.store(offsets + expert, _offsets(total, tile), mask=expert < count)
 
 
 @triton.jit
-def _place(experts, source_row, destination, offsets, starts, pairs, count, TOPK: tl.constexpr, LENGTH: tl.constexpr,
-           BLOCK_E: tl.constexpr):  # fmt: skip
+def _place(experts, source_row, destination, offsets, counts, starts, pairs, tile, count, TOPK: tl.constexpr,
+           LENGTH: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
-    pair = block * LENGTH + tl.arange(0, LENGTH)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
-    routed = (expert >= 0) & (expert < count)
-    row = tl.load(offsets + expert, mask=routed, other=0) + tl.load(
-        starts + block * BLOCK_E + expert, mask=routed, other=0
-    )
-    row += _rank(experts, block * LENGTH, pairs, LENGTH)
-    _store_pairs(source_row, destination, pair, row, routed, pairs, TOPK)
+    expert = tl.arange(0, BLOCK_E)
+    begin = _offsets(tl.load(counts + expert, mask=expert < count, other=0), tile)
+    if block == 0:
+        tl.store(offsets + expert, begin, mask=expert < count)
+    chosen, routed = _experts_of(experts, block * LENGTH, pairs, count, LENGTH)
+    row = tl.gather(begin, chosen, axis=0) + tl.load(starts + block * BLOCK_E + chosen)
+    row += _rank(chosen, experts, block * LENGTH, pairs, LENGTH)
+    _store_pairs(source_row, destination, block * LENGTH + tl.arange(0, LENGTH), row, routed, pairs, TOPK)
 
 
 @triton.jit
@@ -358,6 +358,11 @@ def padded_rows(pairs: int, experts: int, tile: int) -> int:
     return (pairs + min(experts, pairs) * (tile - 1)) // tile * tile
 
 
+def _bins(experts: int) -> int:
+    """Of the histograms: a power of two, and a warp's at least."""
+    return max(triton.next_power_of_2(experts), 32)
+
+
 @dataclass(frozen=True)
 class Permutation:
     """Which row is whose; allocate once for each number of tokens that is captured, or for the most.
@@ -390,7 +395,7 @@ class Permutation:
             new(tokens, topk),
             new(experts),
             new(experts),
-            new(blocks * triton.next_power_of_2(experts)),
+            new(blocks * _bins(experts)),
         )
 
 
@@ -409,7 +414,7 @@ def permute(experts: Tensor, tile: int, out: Permutation) -> None:
     require_range(f"{op}: number of experts", count, 1, MAX_EXPERTS)
     require_range(f"{op}: tile", tile, 1, 1024)
     require_range(f"{op}: pairs", pairs, 0, 2**31 - 1 - MAX_EXPERTS * tile)
-    block_e = triton.next_power_of_2(count)
+    block_e = _bins(count)
     blocks = triton.cdiv(pairs, BLOCK_PAIRS) if pairs > FEW_PAIRS else 0
     require_shape(f"{op}: source_row", out.source_row, (padded_rows(pairs, count, tile),), "[padded_rows(...)]")
     require_shape(f"{op}: destination", out.destination, (tokens, topk), "[tokens, topk]")
@@ -421,19 +426,24 @@ def permute(experts: Tensor, tile: int, out: Permutation) -> None:
         require_contiguous(f"{op}: {name}", tensor)
         require_same_device("experts", experts, **{f"{op}: {name}": tensor})
     if not blocks:
+        # As many threads as pairs or fewer, so that no thread holds a pair of another and counts it again.
+        length = max(triton.next_power_of_2(pairs), 128)
         _permute_few[(1,)](
             experts, out.source_row, out.destination, out.offsets, out.counts, pairs, rows, tile, count,
-            TOPK=max(topk, 1), BLOCK_E=block_e, BLOCK_R=1024, num_warps=16,
+            TOPK=max(topk, 1), LENGTH=length, BLOCK_E=block_e, BLOCK_R=1024, num_warps=min(length // 32, 16),
         )  # fmt: skip
         return
     _count[(blocks,)](
         experts, out.source_row, out.starts, pairs, rows, triton.cdiv(rows, blocks), count,
-        LENGTH=BLOCK_PAIRS, BLOCK_E=block_e, BLOCK_R=512, num_warps=8,
+        LENGTH=BLOCK_PAIRS, BLOCK_E=block_e, BLOCK_R=256, num_warps=BLOCK_PAIRS // 32,
     )  # fmt: skip
-    _scan[(1,)](out.starts, out.offsets, out.counts, blocks, tile, count, BLOCK_E=block_e, num_warps=16)
+    _scan[(block_e // BLOCK_EXPERTS,)](
+        out.starts, out.counts, blocks, count,
+        BLOCK_E=block_e, EXPERTS=BLOCK_EXPERTS, BLOCK_B=min(triton.next_power_of_2(blocks), 256), num_warps=8,
+    )  # fmt: skip
     _place[(blocks,)](
-        experts, out.source_row, out.destination, out.offsets, out.starts, pairs, count,
-        TOPK=topk, LENGTH=BLOCK_PAIRS, BLOCK_E=block_e, num_warps=4,
+        experts, out.source_row, out.destination, out.offsets, out.counts, out.starts, pairs, tile, count,
+        TOPK=topk, LENGTH=BLOCK_PAIRS, BLOCK_E=block_e, num_warps=BLOCK_PAIRS // 32,
     )  # fmt: skip
 
 
