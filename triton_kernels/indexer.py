@@ -142,7 +142,7 @@ class Tiling:
     Attributes:
         queries: scored against each key that is read.
         warps, stages: of a program; stages of keys under way.
-        programs: that share a multiprocessor.
+        programs: for each multiprocessor, if there are as many pages of keys.
     """
 
     queries: int
@@ -151,9 +151,10 @@ class Tiling:
     programs: int
 
 
-DECODE = Tiling(queries=1, warps=4, stages=4, programs=4)
-"""Each request's queries alone: its keys are read at the memory's pace."""
-PREFILL = Tiling(queries=2, warps=4, stages=3, programs=4)
+DECODE = Tiling(queries=1, warps=4, stages=4, programs=8)
+"""Each request's query alone: its keys are read at the memory's pace. More programs than run at once, since contexts
+differ in length."""
+PREFILL = Tiling(queries=2, warps=4, stages=3, programs=8)
 """A product of 64 keys and 2 · 64 heads, its accumulator 64 registers a thread: of the programs that share a
 multiprocessor some multiply while others reduce."""
 
@@ -165,6 +166,20 @@ def _operand(x):
         return x.to(tl.float32)
     else:
         return x
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    """The lower and the upper half of the heads of [ROWS, QUERIES · HEADS] or [ROWS, QUERIES, HEADS]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, QUERIES, 2, HEADS // 2)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _quarters(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    low, high = _halves(x, ROWS, QUERIES, HEADS)
+    first, second = _halves(low, ROWS, QUERIES, HEADS // 2)
+    third, fourth = _halves(high, ROWS, QUERIES, HEADS // 2)
+    return first, second, third, fourth
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
@@ -193,6 +208,7 @@ def _scores_kernel(
     STAGES: tl.constexpr,
 ):
     begin = tl.program_id(0).to(tl.int64) * QUERIES
+    split, splits = tl.program_id(1), tl.num_programs(1)
     row = begin + tl.arange(0, QUERIES)
     inside = row < rows
     position = tl.load(positions + first + row, mask=inside, other=-1)
@@ -205,6 +221,7 @@ def _scores_kernel(
         known = (begin + column // HEADS < rows) & (head < heads)
         at = (begin + column // HEADS) * heads + head
         weight = tl.load(scaled + at, mask=known, other=0.0)
+        w0, w1, w2, w3 = _quarters(weight, 1, QUERIES, HEADS)
         dim = tl.arange(0, 128)
         q = tl.load(queries + at[:, None] * 128 + dim[None, :], mask=known[:, None], other=0.0)
         q = tl.trans(_operand(q))
@@ -214,12 +231,20 @@ def _scores_kernel(
             seen = tl.where(owner == request, visible, 0)
             pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES)
             page_slots = table + tl.load(requests + request) * table_stride
-            for page in tl.range(tl.program_id(1), pages, tl.num_programs(1), num_stages=STAGES):
-                # Entries of a page of 256 tokens lie together. The page is read as a vector, which can be prefetched.
-                index = (tl.load(page_slots + page * PAGE + tl.zeros((ENTRIES,), tl.int32)) // PAGE).to(tl.int64)
-                key = tl.load(keys + (index * page_stride + within * 128)[:, None] + dim[None, :])
-                dots = tl.maximum(tl.dot(_operand(key), q), 0.0)
-                score = tl.sum(tl.reshape(dots * weight[None, :], (ENTRIES, QUERIES, HEADS)), axis=2)
+            # The page of the next step is looked up during this one.
+            following = tl.load(page_slots + split * PAGE, mask=split < pages, other=0)
+            for page in tl.range(split, pages, splits, num_stages=STAGES):
+                index = (following // PAGE).to(tl.int64)
+                ahead = page + splits
+                following = tl.load(page_slots + ahead * PAGE, mask=ahead < pages, other=0)
+                key = tl.load(keys + index * page_stride + (within[:, None] * 128 + dim[None, :]))
+                d0, d1, d2, d3 = _quarters(tl.dot(_operand(key), q), ENTRIES, QUERIES, HEADS)
+                # Most of the sum as multiply-adds; a sum of products would be a tree of products and additions.
+                part = tl.maximum(d0, 0.0) * w0
+                part += tl.maximum(d1, 0.0) * w1
+                part += tl.maximum(d2, 0.0) * w2
+                part += tl.maximum(d3, 0.0) * w3
+                score = tl.sum(part, axis=2)
                 if PACKED:
                     score *= tl.load(key_scales + index * scale_stride + within)[:, None]
                 entry = page * ENTRIES + within
@@ -320,8 +345,8 @@ def index_scores(
 
 
 def choose_splits(tiles: int, pages: int, processors: int, tiling: Tiling) -> int:
-    """Programs that share the keys of one tile of queries: two for each place on the chip, and no more than pages."""
-    return max(1, min(pages, triton.cdiv(2 * tiling.programs * processors, tiles)))
+    """Programs that share the keys of one tile of queries."""
+    return max(1, min(pages, triton.cdiv(tiling.programs * processors, tiles)))
 
 
 def _processors(device: torch.device) -> int:

@@ -25,6 +25,8 @@ CHUNK = 16384
 """Scores that a program holds."""
 GROUPS = 2048
 """Of a chunk, for the first estimate of its threshold: the most that a query may choose."""
+SMALL = 4096
+"""Scores that cost less: of short contexts where many columns were captured."""
 CANDIDATES = 16384
 """What the chunks of a row may yield together."""
 
@@ -58,10 +60,11 @@ def _bisect(keys, k, low, high):
 
 
 @triton.jit
-def _choose(keys, k, GROUPS: tl.constexpr):
-    """(chosen, place) of each of the keys [n]: the k largest, at places 0 to k − 1 in order of index.
+def _cut(keys, k, GROUPS: tl.constexpr):
+    """Where the k largest of keys [n] end: (threshold, how many equal to it are among them, counts).
 
-    At least k keys are not ABSENT_KEY; equal ones are chosen from the first. k <= GROUPS.
+    counts, [n]: how many of the keys so far are above the threshold, in the upper half, and equal to it, in the lower.
+    At least k keys are not ABSENT_KEY; equal ones count from the first. k <= GROUPS.
     """
     low = NAN_KEY
     high = tl.max(keys, axis=0) + 1
@@ -70,13 +73,29 @@ def _choose(keys, k, GROUPS: tl.constexpr):
         maxima = tl.max(tl.reshape(keys, (keys.shape[0] // GROUPS, GROUPS)), axis=0)
         low = _bisect(maxima, k, low, high)
     threshold = _bisect(keys, k, low, high)
-    above = keys > threshold
-    equal = keys == threshold
-    counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), axis=0)
-    equals_taken = k - tl.sum(above.to(tl.int32))
+    above = (keys > threshold).to(tl.int32)
+    counts = tl.cumsum((above << 16) + (keys == threshold).to(tl.int32), axis=0)
+    return threshold, k - tl.sum(above), counts
+
+
+@triton.jit
+def _placed(keys, counts, threshold, equals_taken):
+    """(chosen, place) of each key by :func:`_cut`: the chosen at places 0 to k − 1 in order of index."""
     equals = counts & 0xFFFF
-    chosen = above | (equal & (equals <= equals_taken))
+    chosen = (keys > threshold) | ((keys == threshold) & (equals <= equals_taken))
     return chosen, (counts >> 16) + tl.minimum(equals, equals_taken) - 1
+
+
+@triton.jit
+def _piece(x, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Elements PIECE · n/PIECES and following, n/PIECES of them, of x [n]; 1 or 4 pieces."""
+    if PIECES == 1:
+        return x
+    else:
+        low, high = tl.split(tl.trans(tl.reshape(x, (2, x.shape[0] // 2))))
+        half = high if PIECE >= 2 else low
+        low, high = tl.split(tl.trans(tl.reshape(half, (2, x.shape[0] // 4))))
+        return high if PIECE % 2 == 1 else low
 
 
 @triton.jit
@@ -86,11 +105,71 @@ def _entry_slot(table, entry, known):
 
 
 @triton.jit
-def _take_all(table, visible, out, TOPK: tl.constexpr, PADDED: tl.constexpr):
+def _take_all(table, visible, slots, TOPK: tl.constexpr, PADDED: tl.constexpr):
     """All of at most TOPK visible entries, then −1."""
     entry = tl.arange(0, PADDED)
     known = entry < visible
-    tl.store(out + entry, tl.where(known, _entry_slot(table, entry, known), -1), mask=entry < TOPK)
+    tl.store(slots + entry, tl.where(known, _entry_slot(table, entry, known), -1), mask=entry < TOPK)
+
+
+@triton.jit
+def _keys(scores, count, BLOCK: tl.constexpr):
+    """Of ``count`` scores, then ABSENT_KEY: [BLOCK]."""
+    index = tl.arange(0, BLOCK)
+    present = index < count
+    return tl.where(present, _ordered(tl.load(scores + index, mask=present, other=0.0)), ABSENT_KEY)
+
+
+@triton.jit
+def _select(scores, visible, table, slots, TOPK: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """Slots of the best of TOPK to BLOCK scores."""
+    # In pieces: what is stored at once is in registers at once.
+    PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
+    keys = _keys(scores, visible, BLOCK)
+    threshold, equals_taken, counts = _cut(keys, TOPK, GROUPS)
+    for piece in tl.static_range(PIECES):
+        entry = piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
+        chosen, place = _placed(_piece(keys, piece, PIECES), _piece(counts, piece, PIECES), threshold, equals_taken)
+        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
+
+
+@triton.jit
+def _nominate(scores, begin, visible, candidates, TOPK: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr):
+    """Keys and entries of the best of the chunk of scores at ``begin``, all of it if it has no more than TOPK."""
+    PIECES: tl.constexpr = 4 if CHUNK > 2 * GROUPS else 1
+    count = visible - begin
+    keys = _keys(scores + begin, count, CHUNK)
+    threshold, equals_taken, counts = _cut(keys, tl.minimum(count, TOPK), GROUPS)
+    for piece in tl.static_range(PIECES):
+        entry = begin + piece * (CHUNK // PIECES) + tl.arange(0, CHUNK // PIECES)
+        key = _piece(keys, piece, PIECES)
+        chosen, place = _placed(key, _piece(counts, piece, PIECES), threshold, equals_taken)
+        tl.store(candidates + place, key, mask=chosen)
+        tl.store(candidates + TOPK + place, entry, mask=chosen)
+
+
+@triton.jit
+def _elect(
+    candidates,
+    visible,
+    table,
+    slots,
+    TOPK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Slots of the best of at most BLOCK candidates."""
+    PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
+    index = tl.arange(0, BLOCK)
+    present = index % TOPK < visible - index // TOPK * CHUNK
+    keys = tl.load(candidates + index + index // TOPK * TOPK, mask=present, other=ABSENT_KEY)
+    threshold, equals_taken, counts = _cut(keys, TOPK, GROUPS)
+    for piece in tl.static_range(PIECES):
+        chosen, place = _placed(_piece(keys, piece, PIECES), _piece(counts, piece, PIECES), threshold, equals_taken)
+        index = piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
+        entry = tl.load(candidates + TOPK + index + index // TOPK * TOPK, mask=chosen, other=0)
+        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -106,56 +185,37 @@ def _select_kernel(
     slots,
     lengths,
     first,
+    workspace,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
+    SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    token = first + row
-    visible = visible_entries(tl.load(positions + token), columns)
-    table += tl.load(requests + tl.load(owners + token)) * table_stride
-    slots += row * TOPK
-    tl.store(lengths + row, tl.minimum(visible, TOPK))
-    if visible <= TOPK:
-        _take_all(table, visible, slots, TOPK, PADDED)
-    else:
-        entry = tl.arange(0, BLOCK)
-        present = entry < visible
-        keys = _ordered(tl.load(scores + row * row_stride + entry, mask=present, other=0.0))
-        chosen, place = _choose(tl.where(present, keys, ABSENT_KEY), TOPK, GROUPS)
-        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _select_in_chunks_kernel(
-    scores,
-    row_stride,
-    columns,
-    positions,
-    workspace,
-    first,
-    TOPK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    visible = visible_entries(tl.load(positions + first + row), columns)
-    begin = chunk * CHUNK
-    if (visible > TOPK) & (visible > begin):
-        entry = begin + tl.arange(0, CHUNK)
-        present = entry < visible
-        keys = _ordered(tl.load(scores + row * row_stride + entry, mask=present, other=0.0))
-        keys = tl.where(present, keys, ABSENT_KEY)
-        chosen, place = _choose(keys, tl.minimum(visible - begin, TOPK), GROUPS)
-        out = workspace + (row * tl.num_programs(1) + chunk) * TOPK
-        tl.store(out + place, (keys.to(tl.int64) << 32) | entry, mask=chosen)
+    token = first + row
+    visible = visible_entries(tl.load(positions + token), columns)
+    scores += row * row_stride
+    if chunk == 0:
+        tl.store(lengths + row, tl.minimum(visible, TOPK))
+        table += tl.load(requests + tl.load(owners + token)) * table_stride
+        slots += row * TOPK
+        if visible <= TOPK:
+            _take_all(table, visible, slots, TOPK, PADDED)
+        elif visible <= SMALL:
+            _select(scores, visible, table, slots, TOPK, SMALL, GROUPS)
+        elif visible <= BLOCK:
+            _select(scores, visible, table, slots, TOPK, BLOCK, GROUPS)
+    if CHUNKED:
+        begin = chunk * BLOCK
+        if (visible > BLOCK) & (visible > begin):
+            candidates = workspace + (row * tl.num_programs(1) + chunk) * (2 * TOPK)
+            _nominate(scores, begin, visible, candidates, TOPK, BLOCK, GROUPS)
 
 
 @triton.jit(do_not_specialize=["first"])
-def _merge_chunks_kernel(
-    workspace,
-    chunks,
+def _elect_kernel(
     columns,
     positions,
     owners,
@@ -163,10 +223,11 @@ def _merge_chunks_kernel(
     table,
     table_stride,
     slots,
-    lengths,
     first,
+    workspace,
+    chunks,
     TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
+    SMALL: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -174,24 +235,20 @@ def _merge_chunks_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = first + row
     visible = visible_entries(tl.load(positions + token), columns)
-    table += tl.load(requests + tl.load(owners + token)) * table_stride
-    slots += row * TOPK
-    tl.store(lengths + row, tl.minimum(visible, TOPK))
-    if visible <= TOPK:
-        _take_all(table, visible, slots, TOPK, PADDED)
-    else:
-        candidate = tl.arange(0, BLOCK)
-        chunk, place = candidate // TOPK, candidate % TOPK
-        present = place < visible - chunk * CHUNK
-        found = tl.load(workspace + row * chunks * TOPK + candidate, mask=present, other=0)
-        chosen, place = _choose(tl.where(present, (found >> 32).to(tl.int32), ABSENT_KEY), TOPK, GROUPS)
-        tl.store(slots + place, _entry_slot(table, found & 0xFFFFFFFF, chosen), mask=chosen)
+    if visible > CHUNK:
+        candidates = workspace + row * chunks * (2 * TOPK)
+        table += tl.load(requests + tl.load(owners + token)) * table_stride
+        slots += row * TOPK
+        if tl.cdiv(visible, CHUNK) * TOPK <= SMALL:
+            _elect(candidates, visible, table, slots, TOPK, CHUNK, SMALL, GROUPS)
+        else:
+            _elect(candidates, visible, table, slots, TOPK, CHUNK, BLOCK, GROUPS)
 
 
 def new_workspace(rows: int, columns: int, topk: int, device: torch.device | str) -> Tensor:
-    """int64 [rows, chunks, topk] for :func:`select_entries`; no chunks where a row is chosen from in one launch."""
+    """int32 [rows, chunks, 2, topk] for :func:`select_entries`; no chunks where a row is chosen from in one launch."""
     chunks = triton.cdiv(columns, CHUNK) if columns > CHUNK else 0
-    return torch.empty(rows, chunks, topk, dtype=torch.int64, device=device)
+    return torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
 
 
 def select_entries(
@@ -237,38 +294,45 @@ def select_entries(
         checks.require_range("topk times chunks of scores", topk * chunks, 1, CANDIDATES)
         if workspace is None:
             workspace = new_workspace(rows, columns, topk, scores.device)
-        checks.require_dtype("workspace", workspace, torch.int64)
-        checks.require_shape("workspace", workspace, (rows, chunks, topk), "[rows, chunks, topk]")
+        checks.require_dtype("workspace", workspace, torch.int32)
+        checks.require_shape("workspace", workspace, (rows, chunks, 2, topk), "[rows, chunks, 2, topk]")
         checks.require_contiguous("workspace", workspace)
     checks.require_same_device(
         "scores", scores, slots=slots, lengths=lengths, workspace=workspace, positions=batch.positions
     )
     if not rows:
         return
-    padded = triton.next_power_of_2(topk)
-    place = (batch.positions, batch.owners, batch.requests, batch.slots, batch.slots.stride(0), slots, lengths, first)
-    if chunks <= 1:
-        block = max(128, triton.next_power_of_2(columns))
-        _select_kernel[(rows,)](
-            scores, scores.stride(0), columns, *place, topk, padded, block, GROUPS, num_warps=_warps(block)
-        )
-        return
-    _select_in_chunks_kernel[(rows, chunks)](
+    where = (columns, batch.positions, batch.owners, batch.requests, batch.slots, batch.slots.stride(0), slots)
+    block = min(max(128, triton.next_power_of_2(columns)), CHUNK)
+    _select_kernel[(rows, max(chunks, 1))](
         scores,
         scores.stride(0),
-        columns,
-        batch.positions,
-        workspace,
+        *where,
+        lengths,
         first,
+        lengths if workspace is None else workspace,
         topk,
-        CHUNK,
+        triton.next_power_of_2(topk),
+        min(SMALL, block),
+        block,
         GROUPS,
-        num_warps=_warps(CHUNK),
+        chunks > 1,
+        num_warps=_warps(block),
     )
-    block = triton.next_power_of_2(topk * chunks)
-    _merge_chunks_kernel[(rows,)](
-        workspace, chunks, columns, *place, topk, padded, CHUNK, block, GROUPS, num_warps=_warps(block)
-    )
+    if chunks > 1:
+        block = max(128, triton.next_power_of_2(topk * chunks))
+        _elect_kernel[(rows,)](
+            *where,
+            first,
+            workspace,
+            chunks,
+            topk,
+            min(SMALL, block),
+            CHUNK,
+            block,
+            GROUPS,
+            num_warps=_warps(block),
+        )
 
 
 def _warps(block: int) -> int:

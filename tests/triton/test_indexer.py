@@ -132,7 +132,7 @@ def tolerance() -> float:
     return 2.0**-9 if hopper else 2.0**-20
 
 
-TILINGS = {"decode": DECODE, "prefill": PREFILL, "fours": Tiling(queries=4, warps=4, stages=3, programs=2)}
+TILINGS = {"decode": DECODE, "prefill": PREFILL, "fours": Tiling(queries=4, warps=4, stages=3, programs=4)}
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -190,7 +190,7 @@ def test_relu_comes_before_the_weight(device: str):
 
 
 def test_splits_fill_the_chip_and_no_more():
-    assert choose_splits(1, 4096, 132, DECODE) == 2 * DECODE.programs * 132
+    assert choose_splits(1, 4096, 132, DECODE) == DECODE.programs * 132
     assert choose_splits(1, 7, 132, DECODE) == 7
     assert choose_splits(64, 4096, 132, DECODE) == 17
     assert choose_splits(100000, 4096, 132, PREFILL) == 1
