@@ -132,6 +132,50 @@ def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def quantize_row(first, last, constant, CONSTANT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Quantise a row, or a group of it.
+
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond the row. constant: the row scale if CONSTANT.
+    Returns what :func:`quantize_blocks` does, and the row scale.
+    """
+    maxima = block_maxima(first, last, BLOCKS)
+    # As integers: in the order of their bits NaN is above infinity.
+    row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
+    if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
+        first, last = finite(first), finite(last)
+        maxima = block_maxima(first, last, BLOCKS)
+        row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
+    if CONSTANT:
+        g = constant
+    else:
+        g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
+    words, scale = quantize_blocks(first, last, maxima, g, BLOCKS)
+    return words, scale, g
+
+
+@triton.jit
+def store_codes_and_scales(
+    words,
+    scale,
+    codes_ptr,
+    block_scales_ptr,
+    row,
+    first_block,
+    blocks,
+    matrix_blocks,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Store what :func:`quantize_row` gave; the arguments are those of :func:`store_quantized_row`."""
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
+    offset = block_scale_offset(row, first_block + block, matrix_blocks, TILE)
+    tl.store(block_scales_ptr + offset, scale.to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def store_quantized_row(
     first,
     last,
@@ -153,22 +197,9 @@ def store_quantized_row(
     stored. codes_ptr (uint8, a multiple of 4) and row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of
     ``matrix_blocks`` columns, in which this is ``row`` (int64) from column ``first_block`` on.
     """
-    maxima = block_maxima(first, last, BLOCKS)
-    # As integers: in the order of their bits NaN is above infinity.
-    row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
-    if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
-        first, last = finite(first), finite(last)
-        maxima = block_maxima(first, last, BLOCKS)
-        row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
-    if CONSTANT:
-        g = constant
-    else:
-        g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
+    words, scale, g = quantize_row(first, last, constant, CONSTANT, BLOCKS)
+    if not CONSTANT:
         tl.store(row_scale_ptr, g)
-    words, scale = quantize_blocks(first, last, maxima, g, BLOCKS)
-    block = tl.arange(0, BLOCKS)
-    inside = block < blocks
-    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
-    offset = block_scale_offset(row, first_block + block, matrix_blocks, TILE)
-    tl.store(block_scales_ptr + offset, scale.to(tl.uint8), mask=inside)
+    store_codes_and_scales(
+        words, scale, codes_ptr, block_scales_ptr, row, first_block, blocks, matrix_blocks, TILE, BLOCKS
+    )

@@ -31,7 +31,9 @@ from .nvfp4 import (
     join_pairs,
     layout_tile,
     load_halves,
+    quantize_row,
     split_pairs,
+    store_codes_and_scales,
     store_halves,
     store_quantized_row,
 )
@@ -96,6 +98,35 @@ def _quantize_kernel(
         )
 
 
+@triton.jit
+def _quantize_scattered_kernel(
+    x,
+    destination,
+    codes,
+    block_scales,
+    row_scale,
+    constant,
+    blocks,
+    x_row,
+    codes_row,
+    COPIES: tl.constexpr,
+    CONSTANT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    source = tl.program_id(0).to(tl.int64)
+    first, last = load_halves(x + source * x_row, blocks * 16, BLOCKS)
+    words, scale, g = quantize_row(first, last, constant, CONSTANT, BLOCKS)
+    for copy in range(COPIES):
+        row = tl.load(destination + source * COPIES + copy).to(tl.int64)
+        if row >= 0:
+            if not CONSTANT:
+                tl.store(row_scale + row, g)
+            store_codes_and_scales(
+                words, scale, codes + row * codes_row, block_scales, row, 0, blocks, blocks, TILE, BLOCKS
+            )
+
+
 def quantize(
     x: Tensor,
     codes: Tensor,
@@ -146,6 +177,59 @@ def quantize(
             layout_tile(token_tile),
             blocks,
             num_warps=_warps("quantize", blocks, rows * groups),
+        )
+
+
+def quantize_scattered(
+    x: Tensor,
+    destination: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    row_scale: Tensor | float,
+    *,
+    token_tile: int = 128,
+) -> None:
+    """Quantise rows, each once, and store each wherever it is wanted: tokens in the rows of their experts.
+
+    Args:
+        x: bf16 or fp32 [S, K], the last dimension contiguous.
+        destination: int32 [S, k], the rows of the outputs that are made of each row of ``x``, as
+            ``routing.Permutation`` has them; −1 for none. Others must be rows of the outputs, and no two alike; that
+            is not checked.
+        codes, block_scales, row_scale, token_tile: see the module; T is taken from ``codes``. Rows that nothing is
+            made of are left alone.
+
+    Bit-equal to :func:`quantize` with the ``source_row`` of the same permutation, which reads and rounds a row as often
+    as it is wanted. Floor: 2·S·K bytes read (bf16), S·k·(K/2 + K/16) written.
+    """
+    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
+    checks.require_dimensions("x", x, 2, "[S, K]")
+    checks.require_rows("x", x)
+    sources, k = x.shape
+    checks.require_dimensions("destination", destination, 2, "[S, k]")
+    checks.require_shape("destination", destination, (sources, destination.shape[1]), "[S, k]")
+    checks.require_dtype("destination", destination, torch.int32)
+    checks.require_contiguous("destination", destination)
+    checks.require_dimensions("codes", codes, 2, "[T, K/2]")
+    scale, constant = check_outputs(x, (codes.shape[0],), k, codes, block_scales, row_scale, token_tile)
+    checks.require_same_device("x", x, destination=destination)
+    if sources and destination.shape[1]:
+        blocks = triton.next_power_of_2(k // BLOCK)
+        _quantize_scattered_kernel[(sources,)](
+            x,
+            destination,
+            codes,
+            block_scales.view(torch.uint8),
+            scale,
+            constant,
+            k // BLOCK,
+            x.stride(0),
+            codes.stride(0),
+            destination.shape[1],
+            isinstance(row_scale, float),
+            layout_tile(token_tile),
+            blocks,
+            num_warps=_warps("quantize", blocks, sources),
         )
 
 

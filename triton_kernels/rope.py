@@ -18,6 +18,9 @@ from torch import Tensor
 from . import checks
 from .rounding import UNFUSED, round_for
 
+HEADS_A_PROGRAM = 32
+"""Of ``apply_rope_``, at most: a program's turns serve all its heads."""
+
 
 @triton.jit
 def load_turns(turns_ptr, PAIRS: tl.constexpr):
@@ -116,7 +119,7 @@ def apply_rope_(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
     rope = require_turns("turns", turns, tokens, width)
     checks.require_same_device("x", x, turns=turns)
     if tokens and heads:
-        per_program = min(16, triton.next_power_of_2(heads))
+        per_program = min(HEADS_A_PROGRAM, triton.next_power_of_2(heads))
         grid = (tokens, triton.cdiv(heads, per_program))
         _apply_rope_kernel[grid](
             x,
@@ -129,7 +132,7 @@ def apply_rope_(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
             per_program,
             inverse,
             # No element in two warps, of which one might store what the other has yet to load.
-            num_warps=max(1, per_program // 4),
+            num_warps=max(1, per_program * rope // (32 * 16)),
             **UNFUSED,
         )
     return x

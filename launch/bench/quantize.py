@@ -10,7 +10,13 @@ from torch import Tensor
 
 from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.triton_kernels.nvfp4 import block_scale_bytes
-from nvfp4_sgl.triton_kernels.quantize import inverse_rope_quantize, quantize, rms_norm_quantize, swiglu_quantize
+from nvfp4_sgl.triton_kernels.quantize import (
+    inverse_rope_quantize,
+    quantize,
+    quantize_scattered,
+    rms_norm_quantize,
+    swiglu_quantize,
+)
 
 from . import Case
 
@@ -28,6 +34,7 @@ def cases() -> Iterator[Case]:
             for width in (query_rank, hidden, groups * 1024):
                 yield _plain(f"quantize/{model}/{tokens}x{width}", tokens, width)
             yield _gathered(f"quantize gathered/{model}/{tokens}x{hidden}", tokens, hidden)
+            yield _scattered(f"quantize scattered/{model}/{tokens}x{hidden}", tokens, hidden)
             yield _norm(f"rms_norm_quantize/{model}/{tokens}x{hidden}", tokens, hidden)
             yield _swiglu(f"swiglu_quantize/{model}/{tokens}x{inner}", tokens, inner)
             yield _inverse_rope(f"inverse_rope_quantize/{model}/{tokens}x{heads}x512", tokens, heads, groups)
@@ -62,6 +69,15 @@ def _gathered(name: str, tokens: int, k: int) -> Case:
     source[1::2] = -1
     run = partial(quantize, x, *_outputs(rows, k), source_row=source)
     return Case(name, run, x.nbytes + source.nbytes + _written(rows // 2, k))
+
+
+def _scattered(name: str, tokens: int, k: int) -> Case:
+    """The same, each token quantised once; to rows as far from each other as experts' are."""
+    x, rows = _random(tokens, k), 2 * EXPERTS_PER_TOKEN * tokens
+    destination = 2 * torch.arange(tokens * EXPERTS_PER_TOKEN, device="cuda", dtype=torch.int32)
+    destination = destination.view(EXPERTS_PER_TOKEN, tokens).t().contiguous()
+    run = partial(quantize_scattered, x, destination, *_outputs(rows, k))
+    return Case(name, run, x.nbytes + destination.nbytes + _written(rows // 2, k))
 
 
 def _norm(name: str, rows: int, k: int) -> Case:

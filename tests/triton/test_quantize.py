@@ -19,7 +19,13 @@ from nvfp4_sgl.ops.swiglu import clamped_swiglu
 from tests.triton.support.resources import resources
 from triton_kernels.checks import KernelError
 from triton_kernels.nvfp4 import TOKEN_TILES, block_scale_bytes
-from triton_kernels.quantize import inverse_rope_quantize, quantize, rms_norm_quantize, swiglu_quantize
+from triton_kernels.quantize import (
+    inverse_rope_quantize,
+    quantize,
+    quantize_scattered,
+    rms_norm_quantize,
+    swiglu_quantize,
+)
 from triton_kernels.rope import rope_turns
 
 POISON = 0xA5
@@ -208,6 +214,20 @@ def test_gathered_rows_and_padding(token_tile: int, device: str):
     out.require(quantize_rows(x[source[written].long()]), written)
 
 
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("token_tile", [8, 128])
+def test_scattered_rows(token_tile: int, constant: bool, device: str):
+    x = adversarial_rows(192).to(torch.bfloat16)[[0, 4, 1, 13, 10]]
+    destination = torch.tensor([[3, -1, 0], [17, 2, 23], [-1, -1, -1], [9, 8, -1], [-1, 1, 16]], dtype=torch.int32)
+    out = Outputs.make(24, 192, device, token_tile)
+    row_scale = swiglu_row_scale(10.0)
+    tensors = out.constant(row_scale) if constant else out.tensors()
+    quantize_scattered(moved(x, device), destination.to(device), **tensors)
+    written, order = destination[destination >= 0].sort()
+    sources = (destination >= 0).nonzero()[:, 0][order]
+    out.require(quantize_rows(x[sources], row_scale if constant else None), written.long(), constant)
+
+
 @pytest.mark.parametrize(("rows", "k"), [(3, 64), (2, 1536), (1, 4096)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_norm_and_quantise(rows: int, k: int, keep: bool, device: str):
@@ -340,6 +360,16 @@ def test_refusals():
     ]:
         with pytest.raises(KernelError, match=message):
             quantize(**({"x": x} | good | change))
+    for destination, message in [
+        (torch.zeros(3, 2, dtype=torch.int32), "destination: expected shape"),
+        (torch.zeros(4, 2, dtype=torch.int64), "destination: expected dtype"),
+        (torch.zeros(4, dtype=torch.int32), "destination: expected shape"),
+        (torch.zeros(2, 4, dtype=torch.int32).t(), "destination: expected a contiguous"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            quantize_scattered(x, destination, **good)
+    with pytest.raises(KernelError, match="codes: expected shape"):
+        quantize_scattered(x, torch.zeros(4, 2, dtype=torch.int32), **good | {"codes": out.codes[:, :60]})
     with pytest.raises(KernelError, match="normed: expected dtype"):
         rms_norm_quantize(x, x[0], EPS, **good, normed=x)
     with pytest.raises(KernelError, match="limit: expected"):
@@ -388,6 +418,7 @@ def launches() -> None:
     quantize(x, **outputs(16, 16384))
     quantize(torch.zeros(512, 7168, dtype=torch.bfloat16), **outputs(512, 7168))  # more blocks a thread
     quantize(x[:, :4096], **outputs(32, 4096), source_row=torch.zeros(32, dtype=torch.int32))
+    quantize_scattered(x[:, :4096], torch.zeros(16, 7, dtype=torch.int32), **outputs(128, 4096))
     rms_norm_quantize(x[:, :7168], x[0, :7168], EPS, **outputs(16, 7168), normed=x[:, :7168])
     swiglu_quantize(x[:, :6144], LIMIT, **outputs(16, 3072) | {"row_scale": swiglu_row_scale(LIMIT)})
     o = x.view(16, 32, 512)
@@ -397,7 +428,7 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert len(found) == 6
+    assert len(found) == 7
     for usage in found:
         usage.require_no_spills()
         # Nothing is contracted; the encoder's own have another suffix.
