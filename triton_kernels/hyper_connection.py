@@ -436,7 +436,7 @@ class Quantized:
         return cls(
             torch.empty(tokens, d // 2, dtype=torch.uint8, device=device),
             torch.empty(block_scale_bytes(tokens, d, token_tile), dtype=torch.uint8, device=device),
-            torch.empty(tokens, device=device),
+            torch.empty(tokens, dtype=torch.float32, device=device),
             token_tile,
         )
 
@@ -471,9 +471,9 @@ class SiteState:
         """Room for up to ``tokens`` tokens."""
         return cls(
             torch.empty(tokens, d, dtype=torch.bfloat16, device=device),
-            torch.empty(tokens, STREAMS, device=device),
-            torch.empty(tokens, STREAMS, STREAMS, device=device),
-            torch.empty(workspace_size(tokens), device=device),
+            torch.empty(tokens, STREAMS, dtype=torch.float32, device=device),
+            torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device),
+            torch.empty(workspace_size(tokens), dtype=torch.float32, device=device),
         )
 
     def first(self, tokens: int) -> SiteState:

@@ -22,7 +22,7 @@ def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
     """The matrix in bf16 on ``device``, shape [..., N, K]."""
     if not isinstance(matrix, NvFp4Matrix):
         return matrix.weight.data.to(device).bfloat16()
-    one = torch.ones((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     unscaled = NvFp4Tensor(matrix.weight.data.to(device), matrix.weight_scale.data.to(device), one).unscaled()
     rows = torch.tensor(matrix.shard_rows, device=device)
     alpha = matrix.weight_scale_2.data.to(device).repeat_interleave(rows, dim=-1)

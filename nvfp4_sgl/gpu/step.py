@@ -32,10 +32,10 @@ class Frequencies:
     @classmethod
     def of(cls, config: ModelConfig, device: torch.device) -> Frequencies:
         dim = config.qk_rope_head_dim
-        return cls(
-            inverse_frequencies(dim, config.rope_theta).to(device),
-            inverse_frequencies(dim, config.compress_rope_theta, config.yarn).to(device),
-        )
+        with torch.device("cpu"):  # a GPU's powers differ in the last place, and SGLang loads models under its device
+            window = inverse_frequencies(dim, config.rope_theta)
+            compressed = inverse_frequencies(dim, config.compress_rope_theta, config.yarn)
+        return cls(window.to(device), compressed.to(device))
 
 
 class Scratch:
@@ -106,14 +106,14 @@ class Step:
         plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
-        turns = torch.empty(2, tokens, config.qk_rope_head_dim, device=device)
+        turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         return cls(plan, decode, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]))
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:
         """fp32 [rows, ratio-4 entries of ``longest`` tokens]; no columns for a model that scores nothing."""
         columns = index_entries(longest) if LayerKind.CSA in config.layer_kinds else 0
-        return torch.empty(rows, columns, device=device)
+        return torch.empty(rows, columns, dtype=torch.float32, device=device)
 
     def prepare(self, frequencies: Frequencies, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
         """Fill in everything but the scores; kernels only, so that a graph can hold it.

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
 
 FLAGS = (
     *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
-    *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs", "16"),
+    *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"),
     *("--chunked-prefill-size", "1024", "--swa-full-tokens-ratio", "0.5"),
 )
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
