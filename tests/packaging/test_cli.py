@@ -150,6 +150,14 @@ def test_doctor_says_that_a_gpu_target_lacks_its_ops(monkeypatch: pytest.MonkeyP
     assert any(f"no implementation of {len(table)} of {len(table)} ops" in problem for problem in report.problems)
 
 
+def test_doctor_says_what_stands_in_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.SM90)
+    report = doctor.examine()
+    assert report.target == "sm_90a" and report.activation_modes == ["w4a16"]
+    assert not any("no implementation" in problem for problem in report.problems)
+    assert "STAND-IN: matrix products are bf16 matmuls on weights dequantised at load" in doctor.render(report)
+
+
 def test_doctor_reports_a_directory_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(tmp_path)]) == 1
     assert "config.json: not found" in capsys.readouterr().out
