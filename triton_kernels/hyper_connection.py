@@ -8,7 +8,7 @@ sublayer's input and normalised (*pre*). :func:`hyper_connection_next` does all 
                   sum of squares. Split over tokens, and for few tokens over d, too: the parts are summed later in a
                   fixed order.
 ``_coefficients`` sigmoids and Sinkhorn of many tokens, a token a lane, all 16 entries in a lane's registers. For few
-                  tokens the next kernel does this itself, every thread the same.
+                  tokens programs of the next kernel do this, every thread the same, beside those of the rows.
 ``_collapse``     reads the next X again, collapses, normalises and, if wanted, quantises to NVFP4; a row a program.
 
 The products use bf16 tensor cores without loss: X is bf16, and the fp32 ``fn`` is the sum of three bf16.
@@ -326,14 +326,12 @@ def _coefficients(
 
 
 @triton.jit
-def _collapse(
-    streams, parts, mix, base, scale, pre, post, comb, weight, out, codes, block_scales, row_scale, constant,
+def _collapse_row(
+    streams, parts, mix, base, scale, pre, weight, out, codes, block_scales, row_scale, constant, row,
     tokens, d, splits, mean_of, hc_eps, norm_eps,
-    FEW: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr,
-    QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    FEW: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tokens - 1 - tl.program_id(0)
     token = row.to(tl.int64)
     BLOCKS: tl.constexpr = BLOCK_D // 16
     at = streams + token * (4 * d)
@@ -364,8 +362,30 @@ def _collapse(
             first, last, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16,
             d // 16, CONSTANT, TILE, BLOCKS,
         )  # fmt: skip
-    if FEW and not HEAD:
-        _store_post_and_comb(mix, mix_rms, base, scale, post + token * 4, comb + token * 16, None, hc_eps, ITERATIONS)
+
+
+@triton.jit
+def _collapse(
+    streams, parts, mix, base, scale, pre, post, comb, weight, out, codes, block_scales, row_scale, constant,
+    tokens, d, splits, mean_of, hc_eps, norm_eps,
+    FEW: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tokens - 1 - tl.program_id(0)
+    if FEW and tl.program_id(1) == 1:
+        # The same sums as the row's other program leaves in ``mix``, bit for bit. Sinkhorn takes as long as all else.
+        _sum_parts(parts, mix, row + tl.arange(0, 1), tokens, splits, 1, BLOCK_SPLITS)
+        token = row.to(tl.int64)
+        sums = mix + token * COLUMNS
+        mix_rms = tl.rsqrt(tl.load(sums + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
+        _store_post_and_comb(sums, mix_rms, base, scale, post + token * 4, comb + token * 16, None, hc_eps, ITERATIONS)
+    else:
+        _collapse_row(
+            streams, parts, mix, base, scale, pre, weight, out, codes, block_scales, row_scale, constant, row,
+            tokens, d, splits, mean_of, hc_eps, norm_eps, FEW, ROWS, NORM, QUANTIZE, CONSTANT, TILE, BLOCK_SPLITS,
+            BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -528,13 +548,14 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, mixed: tuple[
         POST=mixed is not None, ROWS=rows, EVEN=d % BLOCK_D == 0, BLOCK_T=block_t, BLOCK_D=BLOCK_D,
         num_warps=LARGE_TILE_WARPS if large else 4, num_stages=LARGE_TILE_STAGES if large else 2,
     )  # fmt: skip
-    constants = {"ROWS": rows, "HEAD": head, "ITERATIONS": site.iterations}
+    constants = {"ROWS": rows, "ITERATIONS": site.iterations}
     if not few:
         _coefficients[(triton.cdiv(tokens, 32),)](
             parts, mix, site.base, site.scale, pre, state.post, state.comb, tokens, splits, STREAMS * d,
-            site.hc_eps, site.norm_eps, BLOCK_T=32, num_warps=1, **constants,
+            site.hc_eps, site.norm_eps, HEAD=head, BLOCK_T=32, num_warps=1, **constants,
         )  # fmt: skip
-    _collapse[(tokens,)](
+    # Of few tokens, but for the final collapse, a second program a row computes what is passed on.
+    _collapse[(tokens, 2 if few and not head else 1)](
         next_streams, parts, mix, site.base, site.scale, pre, state.post, state.comb, site.norm, state.x, codes,
         block_scales, row_scale, constant, tokens, d, splits, STREAMS * d, site.hc_eps, site.norm_eps, FEW=few,
         NORM=site.norm is not None, QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile,
