@@ -2,10 +2,10 @@
 
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; of more than topk it attends to those of the largest
 scores. A program holds up to :data:`CHUNK` scores of one query in registers as integers of the same order, finds the
-topk-th largest by bisection, and stores what is chosen at the place that a prefix sum gives it, so in the order of the
-entries. Longer rows take a second launch: each chunk first yields its own best, which hold all of the row's best, and
-the same choice is made among them. Equal scores go to the lower entry in either case, and nothing else is left to
-chance: the result depends on the scores alone.
+topk-th largest by counting those that reach a bound, and stores what is chosen at the place that a prefix sum gives it,
+so in the order of the entries. Longer rows take a second launch: each chunk first nominates its own best, which hold
+all of the row's best, and the same choice is made among them. Equal scores go to the lower entry in either case, and
+nothing else is left to chance: the result depends on the scores alone.
 
 The order of scores is that of the numbers, −inf to +inf; −0 equals +0, and NaN is below all.
 """
@@ -30,7 +30,11 @@ SMALL = 4096
 CANDIDATES = 16384
 """What the chunks of a row may yield together."""
 
+REGISTERS = 64
+"""Of a thread, so that a multiprocessor holds two programs of 512 threads: one loads while the other counts."""
+
 NAN_KEY = tl.constexpr(-0x7F800001)
+AIMED_STEPS = tl.constexpr(16)
 ABSENT_KEY = tl.constexpr(-0x7F800002)
 
 
@@ -43,19 +47,27 @@ def _ordered(scores):
 
 
 @triton.jit
-def _bisect(keys, k, low, high):
+def _bound(keys, k, low, high):
     """A bound that at least ``k`` keys reach: exactly ``k``, or else it is the k-th largest key.
 
-    low: a bound that at least k keys reach; high: one that fewer do. int32.
+    low: a bound that at least k keys reach; high: one that none does. int32.
     """
     count = tl.sum((keys >= low).to(tl.int32))
+    fewer = 0  # that reach high
+    steps = 0
     while (count != k) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
+        # First where the k-th key would be if they lay evenly, which takes half the steps of halving; but that ends.
+        share = tl.where(steps < AIMED_STEPS, (count - k).to(tl.float32) / (count - fewer).to(tl.float32), 0.5)
+        gap = high.to(tl.int64) - low
+        step = tl.minimum(tl.maximum((gap.to(tl.float32) * share).to(tl.int64), 1), gap - 1)
+        middle = (low + step).to(tl.int32)
         reached = tl.sum((keys >= middle).to(tl.int32))
         enough = reached >= k
         low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
         count = tl.where(enough, reached, count)
+        high = tl.where(enough, high, middle)
+        fewer = tl.where(enough, fewer, reached)
+        steps += 1
     return low
 
 
@@ -71,8 +83,8 @@ def _cut(keys, k, GROUPS: tl.constexpr):
     if keys.shape[0] > GROUPS:
         # Of k groups whose maximum reaches a bound, k keys do. Groups are strided: neighbours often score alike.
         maxima = tl.max(tl.reshape(keys, (keys.shape[0] // GROUPS, GROUPS)), axis=0)
-        low = _bisect(maxima, k, low, high)
-    threshold = _bisect(keys, k, low, high)
+        low = _bound(maxima, k, low, high)
+    threshold = _bound(keys, k, low, high)
     above = (keys > threshold).to(tl.int32)
     counts = tl.cumsum((above << 16) + (keys == threshold).to(tl.int32), axis=0)
     return threshold, k - tl.sum(above), counts
@@ -318,6 +330,7 @@ def select_entries(
         GROUPS,
         chunks > 1,
         num_warps=_warps(block),
+        maxnreg=REGISTERS,
     )
     if chunks > 1:
         block = max(128, triton.next_power_of_2(topk * chunks))
@@ -332,6 +345,7 @@ def select_entries(
             block,
             GROUPS,
             num_warps=_warps(block),
+            maxnreg=REGISTERS,
         )
 
 

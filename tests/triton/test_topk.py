@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.topk import CHUNK, new_workspace, select_entries
+from nvfp4_sgl.triton_kernels.topk import CHUNK, REGISTERS, new_workspace, select_entries
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
@@ -182,8 +182,8 @@ def test_a_million_tokens(topk: int, device: str):
         assert bool((slots[row, kept:] == -1).all())
 
 
-STACK = 64
-"""Bytes a thread: addresses and sizes. The keys stay in registers."""
+STACK = 448
+"""Bytes a thread, for what is stored at the end: the loops that count keep their keys in registers."""
 
 
 def launches() -> None:
@@ -198,4 +198,4 @@ def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     assert len(found) == 6
     for usage in found:
-        assert usage.shared <= SHARED_LIMIT and usage.stack <= STACK, usage
+        assert usage.registers <= REGISTERS and usage.shared <= SHARED_LIMIT and usage.stack <= STACK, usage
