@@ -14,16 +14,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 
 from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
-
-if TYPE_CHECKING:
-    from nvfp4_sgl.ops.dispatch import Target
 
 DISTRIBUTION = "nvfp4-sgl"
 PLUGIN_NAME = "nvfp4_sgl"
@@ -158,13 +155,13 @@ def examine_target(report: Report) -> None:
     """Fill in devices, target, op implementations and activation modes."""
     import torch
 
-    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES, STAND_INS, detect_target, implementations
+    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES, STAND_INS, Target, detect_target, implementations
 
     report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
     ]
     try:
-        target: Target = detect_target()
+        target = detect_target()
     except Nvfp4SglError as error:
         report.problems.append(str(error))
         return
@@ -172,6 +169,8 @@ def examine_target(report: Report) -> None:
     report.activation_modes = list(ACTIVATION_MODES[target])
     report.ops = dict(implementations(target))
     report.stand_in = STAND_INS.get(target)
+    if target is not Target.CPU:
+        report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
     missing = [op for op, where in report.ops.items() if where is None]
     if missing:
         report.problems.append(

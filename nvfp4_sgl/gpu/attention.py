@@ -17,7 +17,7 @@ from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, compress, compress_pair
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
 from nvfp4_sgl.triton_kernels.latent import norm_latents
-from nvfp4_sgl.triton_kernels.rope import apply_rope_, rms_norm_rope
+from nvfp4_sgl.triton_kernels.rope import rms_norm_rope
 from nvfp4_sgl.triton_kernels.topk import select_entries
 
 
@@ -106,8 +106,8 @@ class Attention(nn.Module):
             slots,
             window_lengths=plan.window_lengths,
             extra_lengths=lengths,
+            turns=turns,
         )
-        apply_rope_(o, turns, inverse=True)
         z = self.wo_a(o.view(tokens, self._groups, -1))
         return multiply(z, self.wo_b.weight, torch.bfloat16)
 

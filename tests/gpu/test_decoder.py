@@ -1,14 +1,16 @@
 """The GPU decoder, run alone, against the CPU reference of the same mode: bf16 activations, packed cache rows.
 
-Both round activations to bf16, in different places, and a rounding that flips a choice of expert or entry moves a
-log-probability by much. So the yardstick is the reference itself: what bf16 costs the CPU reference, against the same
-model with fp32 activations, is what it may cost the GPU, too.
+Both round activations to bf16, in different places. So the yardstick is the reference itself: what bf16 costs the CPU
+reference, against the same model with fp32 activations, is what it may cost the GPU, too. A rounding that flips a
+choice of expert or entry moves a log-probability by much: one checkpoint leaves nothing to choose, and shows smaller
+mistakes; the other chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.model.standalone import Standalone
 from tests.support.interpreted import ON_GPU
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "nothing to choose": {"n_routed_experts": 6, "index_topk": 512},
+    "choices": {},
+}
 LENGTHS = (5, 127, 128, 129, 300, 641) if ON_GPU else (6,)
 DECODED = 12 if ON_GPU else 3
 
@@ -26,10 +32,10 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(2, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[name for name in SHAPES if ON_GPU or name == "nothing to choose"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    write_tiny(path, "nvfp4-full", seed=11)
+    write_tiny(path, "nvfp4-full", seed=11, **SHAPES[request.param])
     return path
 
 
@@ -86,7 +92,7 @@ def require_as_good_as_the_reference(
     assert bool(torch.isfinite(ours).all())
     quantiles = torch.tensor([0.5, 0.9])
     print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
-    for share in (0.5, 0.9):
+    for share in (0.5, 0.9) if len(ours) > 100 else (0.5,):
         assert ours.quantile(share) <= 1.3 * theirs.quantile(share)
 
 
