@@ -114,7 +114,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_kernels")
     parser.add_argument("families", nargs="*")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
-    parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument(
+        "--without", metavar="TEXT", help="leave out peers whose names contain it: nvcc (compiled by it) or ''"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -130,7 +132,7 @@ def main() -> int:
     for family, module in families(arguments.families):
         for case in module.cases():
             if arguments.only in case.name:
-                rows.append(measure(family, case, chip, microseconds, peers=not arguments.no_peers))
+                rows.append(measure(family, case, chip, microseconds, without=arguments.without))
                 print(rows[-1].line(chip.empty_us), flush=True)
     print("\n" + "\n".join(summary(rows)))
     if arguments.json:

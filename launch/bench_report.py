@@ -116,15 +116,16 @@ def judge(peer: Peer | Callable[[], object], ours: Callable[[], object], time: T
         return Judged(problem=describe(error), part=peer.part)
 
 
-def measure(family: str, case: Case, chip: Chip, time: Timer, *, peers: bool = True) -> Row:
-    """Time ``case``, then its peers, each apart from the others' failures."""
+def measure(family: str, case: Case, chip: Chip, time: Timer, *, without: str | None = None) -> Row:
+    """Time ``case``, then its peers (not those whose names contain ``without``), each apart from the others' failures."""
     floor_us, bound = chip.floor(case)
     row = Row(family, case.name, case.tokens, case.bytes, case.flops, floor_us, bound)
     try:
         us = time(case.run)
     except Exception as error:
         return Row(**{**vars(row), "problem": describe(error)})
-    judged = {name: judge(peer, case.run, time) for name, peer in case.peers.items()} if peers else {}
+    peers = {name: peer for name, peer in case.peers.items() if without is None or without not in name}
+    judged = {name: judge(peer, case.run, time) for name, peer in peers.items()}
     return Row(**{**vars(row), "us": us, "peers": judged})
 
 

@@ -35,7 +35,7 @@ class Case:
         name: op, model and shape, for example ``quantize/flash/8192x4096``; the shape begins with the tokens.
         run: the op; may be captured in a CUDA graph and replayed.
         bytes: the floor of bytes moved: inputs read once and outputs written once.
-        flops: floating-point operations of its products; 0 for ops without.
+        flops: floating-point operations of its bf16 products, and half of those in FP8; 0 for ops without.
         peers: other implementations of the same op, by name.
     """
 

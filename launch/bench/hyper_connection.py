@@ -1,4 +1,8 @@
-"""Hyper-connections between two sublayers, at the shapes of Flash and Pro."""
+"""Hyper-connections between two sublayers, at the shapes of Flash and Pro.
+
+Peers (``mhc_peers``): SGLang's TileLang kernels, which its server runs; its Triton kernels for the same steps;
+DeepGEMM's product alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from mhc_peers import head_peers, next_peers, post_peers, pre_peers
 
 from nvfp4_sgl.triton_kernels import hyper_connection as hc
 
@@ -47,7 +52,10 @@ def cases() -> Iterator[Case]:
                 partial(hc.hyper_connection_next, site, output, streams, state),
                 bytes=moved + site.fn.nbytes,
                 flops=2 * site.fn.numel() * tokens,
-                peers={"copy": Peer(partial(torch.empty_like(source).copy_, source), part=True)},
+                peers={
+                    "copy": Peer(partial(torch.empty_like(source).copy_, source), part=True),
+                    **next_peers(site, output, streams, post, comb),
+                },
             )
             quantized = hc.Quantized.allocate(tokens, d, 128, "cuda")
             yield Case(
@@ -61,15 +69,19 @@ def cases() -> Iterator[Case]:
                 partial(hc.hyper_connection_pre, site, streams, state),
                 bytes=streams.nbytes + output.nbytes + site.fn.nbytes,
                 flops=2 * site.fn.numel() * tokens,
+                peers=pre_peers(site, streams, state),
             )
             yield Case(
                 f"hyper_connection_head/{shape}",
                 partial(hc.hyper_connection_pre, head, streams, state),
                 bytes=streams.nbytes + output.nbytes + head.fn.nbytes,
                 flops=2 * head.fn.numel() * tokens,
+                peers=head_peers(head, streams, state),
             )
+            mixed = torch.empty_like(streams)
             yield Case(
                 f"hyper_connection_post/{shape}",
-                partial(hc.hyper_connection_post, output, streams, post, comb, out=torch.empty_like(streams)),
+                partial(hc.hyper_connection_post, output, streams, post, comb, out=mixed),
                 bytes=2 * streams.nbytes + output.nbytes,
+                peers=post_peers(output, streams, post, comb, mixed),
             )

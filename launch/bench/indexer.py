@@ -90,7 +90,7 @@ def _scored(name: str, batch: Batch, context: int) -> Iterator[Case]:
         f"index_scores/{name}/{tokens}x{columns}",
         partial(_all_scores, codes, scaled, pages, batch, scores),
         bytes=requests * columns * ENTRY_BYTES + codes.nbytes + scaled.nbytes + 4 * seen,
-        flops=seen * HEADS * 2 * DIM,
+        flops=seen * HEADS * 2 * DIM // 2,  # FP8
     )
     rows = len(scores)
     for model, topk in TOPK.items():

@@ -1,11 +1,17 @@
-"""Quantisation to NVFP4, alone and fused, at the shapes of Flash and Pro. Peer: the reference recipe in torch."""
+"""Quantisation to NVFP4, alone and fused, at the shapes of Flash and Pro.
+
+Peers: the reference recipe in torch, and what SGLang does in the same places for products in FP8: groups of 128 values
+(E4M3 codes and fp32 scales, so nearly twice our bytes written). Its kernels but RMSNorm are compiled by nvcc at their
+first call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from bench_peers import foreign, installed
 from torch import Tensor
 
 from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
@@ -20,6 +26,8 @@ from nvfp4_sgl.triton_kernels.quantize import (
 
 from . import Case
 
+GROUP = 128
+QUANTIZE_FP8 = foreign("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8")
 TOKENS = (1, 8, 64, 256, 8192)
 EPS, LIMIT = 1e-6, 10.0
 EXPERTS_PER_TOKEN = 6
@@ -58,7 +66,9 @@ def _written(rows: int, k: int) -> int:
 
 def _plain(name: str, rows: int, k: int) -> Case:
     x, outputs = _random(rows, k), _outputs(rows, k)
-    peers = {"torch": partial(quantize_rows, x)}
+    peers: dict[str, Callable[[], object]] = {"torch": partial(quantize_rows, x)}
+    if installed("sglang"):
+        peers["sglang fp8 per-token-group (nvcc)"] = partial(_fp8, x)
     return Case(name, partial(quantize, x, *outputs), x.nbytes + _written(rows, k), peers=peers)
 
 
@@ -82,18 +92,49 @@ def _scattered(name: str, tokens: int, k: int) -> Case:
 
 def _norm(name: str, rows: int, k: int) -> Case:
     x, normed = _random(rows, k), _random(rows, k)
-    run = partial(rms_norm_quantize, x, _random(k), EPS, *_outputs(rows, k), normed=normed)
-    return Case(name, run, x.nbytes + normed.nbytes + _written(rows, k))
+    weight = _random(k)
+    run = partial(rms_norm_quantize, x, weight, EPS, *_outputs(rows, k), normed=normed)
+    peers: dict[str, Callable[[], object]] = {}
+    if installed("sglang", "sgl_kernel"):
+        norm = foreign("sgl_kernel", "rmsnorm")
+        peers["sgl_kernel norm, sglang fp8 per-token-group (nvcc)"] = lambda: _fp8(norm(x, weight, EPS))
+    return Case(name, run, x.nbytes + normed.nbytes + _written(rows, k), peers=peers)
 
 
 def _swiglu(name: str, rows: int, k: int) -> Case:
     gate_up = _random(rows, 2 * k)
     codes, scales, _ = _outputs(rows, k)
     run = partial(swiglu_quantize, gate_up, LIMIT, codes, scales, swiglu_row_scale(LIMIT))
-    return Case(name, run, gate_up.nbytes + _written(rows, k))
+    peers: dict[str, Callable[[], object]] = {}
+    if installed("sglang"):
+        peers["sglang fp8 silu_and_mul_contig_post_quant (nvcc)"] = partial(
+            foreign("sglang.kernels.ops.activation.silu_and_mul_clamp", "silu_and_mul_contig_post_quant"),
+            gate_up,
+            torch.empty(rows, k, device="cuda", dtype=torch.float8_e4m3fn),
+            torch.empty(rows, k // GROUP, device="cuda"),
+            GROUP,
+            swiglu_limit=LIMIT,
+        )
+    return Case(name, run, gate_up.nbytes + _written(rows, k), peers=peers)
 
 
 def _inverse_rope(name: str, rows: int, heads: int, groups: int) -> Case:
     x, turns, k = _random(rows, heads, 512), torch.randn(rows, 64, device="cuda"), heads * 512 // groups
     run = partial(inverse_rope_quantize, x, turns, *_outputs(rows, k, groups))
-    return Case(name, run, x.nbytes + turns.nbytes + groups * _written(rows, k))
+    peers: dict[str, Callable[[], object]] = {}
+    if installed("sglang"):
+        rotated, positions = x.clone(), torch.zeros(rows, device="cuda", dtype=torch.int64)
+        table = torch.ones(1, 32, device="cuda", dtype=torch.complex64)
+        rotate = foreign("sglang.kernels.ops.attention.dsv4.norm_rope", "fused_rope_inplace")
+
+        def rotate_quantize() -> None:
+            rotate(rotated[..., -64:], None, table, positions, True)
+            _fp8(rotated.view(rows * groups, k))
+
+        peers["sglang rope, fp8 per-token-group (nvcc)"] = rotate_quantize
+    return Case(name, run, x.nbytes + turns.nbytes + groups * _written(rows, k), peers=peers)
+
+
+def _fp8(x: Tensor) -> object:
+    """As SGLang's products on Hopper want it: scales column by column, padded for their bulk loads."""
+    return QUANTIZE_FP8(x, GROUP, column_major_scales=True, scale_tma_aligned=True)

@@ -1,28 +1,33 @@
-"""Rotations and the store of key-value entries, at the shapes of Flash and Pro. Peers: SGLang's, if installed."""
+"""Rotations and the store of key-value entries, at the shapes of Flash and Pro.
+
+Peers: SGLang's CUDA kernels for the same places, which nvcc compiles at their first call. They look turns up in a table
+of all positions; ours are computed once a pass (``rope_turns``) and read by every layer.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
+from bench_peers import compared, foreign, installed
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.kv_entry import ENTRY_BYTES, norm_rope_store_kv, page_bytes
 from nvfp4_sgl.triton_kernels.rope import apply_rope_, rms_norm_rope, rope_turns
 
-from . import Case
+from . import Case, Peer, relative_error
 
 TOKENS = (1, 8, 64, 256, 8192)
 HEADS = {"flash": 64, "pro": 128}
 INDEX_HEADS = 64
+NORM_ROPE = "sglang.kernels.ops.attention.dsv4.norm_rope"
 EPS, PAGE_SIZE, CONTEXT = 1e-6, 256, 65536
 
 
 def cases() -> Iterator[Case]:
     frequencies = inverse_frequencies(64, 160000.0).cuda()
+    table = _table(frequencies)
     for tokens in TOKENS:
         positions = torch.randint(0, CONTEXT, (tokens,), device="cuda")
         turns = torch.empty(tokens, 64, device="cuda")
@@ -37,13 +42,11 @@ def cases() -> Iterator[Case]:
                 f"rms_norm_rope/{model}/{tokens}x{heads}x512",
                 partial(rms_norm_rope, q, None, EPS, turns, out),
                 2 * q.nbytes + turns.nbytes,
-                peers=_sglang("fused_q_norm_rope", q, out, EPS, _table(frequencies), positions),
+                peers=_norm_peers(q, out, table, positions),
             )
-            yield _rotation(
-                f"apply_rope inverse/{model}/{tokens}x{heads}x512", out, turns, positions, frequencies, True
-            )
+            yield _rotation(f"apply_rope inverse/{model}/{tokens}x{heads}x512", out, turns, positions, table, True)
         index_q = torch.randn(tokens, INDEX_HEADS, 128, device="cuda", dtype=torch.bfloat16)
-        yield _rotation(f"apply_rope/index/{tokens}x{INDEX_HEADS}x128", index_q, turns, positions, frequencies, False)
+        yield _rotation(f"apply_rope/index/{tokens}x{INDEX_HEADS}x128", index_q, turns, positions, table, False)
 
         keys = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
         weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
@@ -53,39 +56,59 @@ def cases() -> Iterator[Case]:
             f"norm_rope_store_kv/{tokens}x512",
             partial(norm_rope_store_kv, keys, weight, EPS, turns, slots, pages, PAGE_SIZE),
             keys.nbytes + turns.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
-            peers=_sglang(
-                "fused_k_norm_rope_flashmla",
-                *(keys, weight, EPS, _table(frequencies), positions, slots, pages, PAGE_SIZE),
-            ),
+            peers=_store_peers(keys, weight, table, positions, slots, pages),
         )
 
 
 def _rotation(
-    name: str,
-    x: torch.Tensor,
-    turns: torch.Tensor,
-    positions: torch.Tensor,
-    frequencies: torch.Tensor,
-    inverse: bool,
+    name: str, x: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool
 ) -> Case:
     tail = x[..., -64:]
+    peers = {}
+    if installed("sglang"):
+        rope, own = foreign(NORM_ROPE, "fused_rope_inplace"), x.clone()
+
+        def error() -> float:
+            """Of one rotation: both turn what they find in place, again and again."""
+            ours, theirs = x.clone(), x.clone()
+            apply_rope_(ours, turns, inverse=inverse)
+            rope(theirs[..., -64:], None, table, positions, inverse)
+            return relative_error(theirs, ours)
+
+        peers["sglang (nvcc)"] = Peer(partial(rope, own[..., -64:], None, table, positions, inverse), error)
     return Case(
         name,
         partial(apply_rope_, x, turns, inverse=inverse),
         2 * tail.numel() * tail.element_size() + turns.nbytes,
-        peers=_sglang("fused_rope_inplace", tail, None, _table(frequencies), positions, inverse),
+        peers=peers,
     )
+
+
+def _norm_peers(q: torch.Tensor, out: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> dict[str, Peer]:
+    if not installed("sglang"):
+        return {}
+    own = torch.empty_like(out)
+    run = partial(foreign(NORM_ROPE, "fused_q_norm_rope"), q, own, EPS, table, positions)
+    return {"sglang (nvcc)": compared(run, out, own)}
+
+
+def _store_peers(
+    keys: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+) -> dict[str, Peer]:
+    if not installed("sglang"):
+        return {}
+    own = torch.zeros_like(pages)
+    store = foreign(NORM_ROPE, "fused_k_norm_rope_flashmla")
+    run = partial(store, keys, weight, EPS, table, positions, slots.int(), own, PAGE_SIZE)
+    return {"sglang (nvcc)": compared(run, pages, own, limit=0.03)}
 
 
 def _table(frequencies: torch.Tensor) -> torch.Tensor:
     """complex64 [CONTEXT, 32], the table of all positions that SGLang's kernels read."""
     angles = torch.arange(CONTEXT, device=frequencies.device, dtype=torch.float32)[:, None] * frequencies
     return torch.polar(torch.ones_like(angles), angles)
-
-
-def _sglang(function: str, *arguments: Any) -> dict[str, Callable[[], object]]:
-    if importlib.util.find_spec("sglang") is None:
-        return {}
-    from sglang.kernels.ops.attention.dsv4 import norm_rope
-
-    return {"sglang": partial(getattr(norm_rope, function), *arguments)}

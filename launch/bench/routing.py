@@ -1,4 +1,8 @@
-"""Routing, permutation and the final sum of experts, at the shapes of Flash and Pro."""
+"""Routing, permutation and the final sum of experts, at the shapes of Flash and Pro.
+
+Peers: what SGLang's fused experts call: ``moe_fused_gate`` and ``moe_fused_mul_sum`` (Triton), ``hash_topk`` (compiled
+by nvcc at its first call) and ``moe_align_block_size`` (AOT).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from bench_peers import compared, foreign, installed
 
 from nvfp4_sgl.triton_kernels import routing
 
-from . import Case, Peer
+from . import Case, Peer, relative_error
 
 MODELS = {"flash": (4096, 256), "pro": (7168, 384)}
 TOKENS = (1, 8, 64, 256, 8192)
-TOPK = 6
+TOPK, SCALE = 6, 2.5
 
 
 def cases() -> Iterator[Case]:
@@ -23,33 +28,54 @@ def cases() -> Iterator[Case]:
             shape = f"{model}/{tokens}x{count}"
             logits = torch.randn(tokens, count, device="cuda")
             bias = torch.randn(count, device="cuda")
-            experts, weights = routing.route_topk(logits, bias, TOPK, 2.5, shared_expert=True)
+            experts, weights = routing.route_topk(logits, bias, TOPK, SCALE, shared_expert=True)
             chosen = experts.nbytes + weights.nbytes
             yield Case(
                 f"route_topk/{shape}",
                 partial(
-                    routing.route_topk, logits, bias, TOPK, 2.5, shared_expert=True, experts=experts, weights=weights
+                    routing.route_topk,
+                    logits,
+                    bias,
+                    TOPK,
+                    SCALE,
+                    shared_expert=True,
+                    experts=experts,
+                    weights=weights,
                 ),
                 bytes=logits.nbytes + chosen,
-                peers={"torch.topk alone": Peer(partial(torch.topk, logits, TOPK, sorted=False), part=True)},
+                peers={
+                    "torch.topk alone": Peer(partial(torch.topk, logits, TOPK, sorted=False), part=True),
+                    **_gate(logits, bias, weights),
+                },
             )
             table = torch.randint(count, (129280, TOPK), device="cuda", dtype=torch.int32)
             ids = torch.randint(len(table), (tokens,), device="cuda")
             yield Case(
                 f"route_hash/{shape}",
                 partial(
-                    routing.route_hash, logits, table, ids, 2.5, shared_expert=True, experts=experts, weights=weights
+                    routing.route_hash,
+                    logits,
+                    table,
+                    ids,
+                    SCALE,
+                    shared_expert=True,
+                    experts=experts,
+                    weights=weights,
                 ),
                 bytes=2 * chosen + ids.nbytes,
+                peers=_hash(logits, ids, table, weights),
             )
-            routing.route_topk(logits, bias, TOPK, 2.5, shared_expert=True, experts=experts, weights=weights)
+            routing.route_topk(logits, bias, TOPK, SCALE, shared_expert=True, experts=experts, weights=weights)
             tile = 8 if tokens <= 64 else 128
             place = routing.Permutation.allocate(tokens, TOPK + 1, count + 1, tile, "cuda")
             yield Case(
                 f"permute/{shape}",
                 partial(routing.permute, experts, tile, place),
                 bytes=2 * experts.nbytes + place.source_row.nbytes + place.offsets.nbytes + place.counts.nbytes,
-                peers={"torch.sort alone": Peer(partial(torch.sort, experts.view(-1), stable=True), part=True)},
+                peers={
+                    "torch.sort alone": Peer(partial(torch.sort, experts.view(-1), stable=True), part=True),
+                    **_align(experts, count + 1, tile, place),
+                },
             )
             routing.permute(experts, tile, place)
             rows = torch.randn(place.source_row.numel(), d, device="cuda", dtype=torch.bfloat16)
@@ -58,4 +84,63 @@ def cases() -> Iterator[Case]:
                 f"finalize/{model}/{tokens}x{TOPK + 1}x{d}",
                 partial(routing.finalize, rows, place.destination, weights, out),
                 bytes=out.nbytes * (TOPK + 2),
+                peers=_weighted_sum(rows, place.destination, weights, out),
             )
+
+
+def _gate(logits: torch.Tensor, bias: torch.Tensor, weights: torch.Tensor) -> dict[str, Peer]:
+    """Without the shared expert's column."""
+    if not installed("sglang"):
+        return {}
+    gate = partial(
+        foreign("sglang.kernels.ops.moe.moe_fused_gate", "moe_fused_gate"),
+        *(logits, bias, TOPK),
+        scoring_func="sqrtsoftplus",
+        renormalize=True,
+        routed_scaling_factor=SCALE,
+        apply_routed_scaling_factor_on_output=True,
+    )
+    return {"sglang moe_fused_gate": Peer(gate, lambda: relative_error(_sorted(gate()[0]), _sorted(weights)))}
+
+
+def _hash(logits: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> dict[str, Peer]:
+    """Without the shared expert's column and the scaling, which SGLang leaves to the experts' sum."""
+    if not installed("sglang"):
+        return {}
+    choose = partial(foreign("sglang.kernels.ops.moe.dsv4", "hash_topk"), logits, ids, table)
+    return {"sglang hash_topk (nvcc)": Peer(choose, lambda: relative_error(SCALE * choose()[0], weights[:, :TOPK]))}
+
+
+def _sorted(weights: torch.Tensor) -> torch.Tensor:
+    """Of the routed experts: equal scores may come in any order."""
+    return weights[:, :TOPK].sort().values
+
+
+def _align(experts: torch.Tensor, count: int, tile: int, place: routing.Permutation) -> dict[str, Peer]:
+    """SGLang's experts read their rows through the sorted ids, so it writes no inverse."""
+    if not installed("sglang", "sgl_kernel"):
+        return {}
+    align = partial(
+        foreign("sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size", "moe_align_block_size"),
+        *(experts, tile, count),
+    )
+
+    def error() -> float:
+        padded = (place.counts + tile - 1) // tile * tile
+        return relative_error(align()[2][:1], padded.sum()[None])
+
+    return {"sglang moe_align_block_size": Peer(align, error)}
+
+
+def _weighted_sum(
+    rows: torch.Tensor, destination: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> dict[str, Peer]:
+    """Over rows in the tokens' order, where SGLang's experts leave them."""
+    if not installed("sglang"):
+        return {}
+    function = foreign("sglang.kernels.ops.moe.moe_fused_mul_sum", "moe_fused_mul_sum")
+    return {
+        "sglang moe_fused_mul_sum": compared(
+            partial(function, rows[destination.long()], weights, torch.empty_like(out)), out
+        )
+    }

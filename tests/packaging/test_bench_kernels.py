@@ -108,8 +108,10 @@ def test_a_failing_peer_or_case_costs_nothing_else():
     json.dumps([row.as_json(), failed.as_json()])
 
 
-def test_peers_can_be_left_out():
-    assert measure("family", case(8.0, peers={"a": broken}), CHIP, stopwatch, peers=False).peers == {}
+@pytest.mark.parametrize(("without", "left"), [(None, ["a (nvcc)", "b"]), ("nvcc", ["b"]), ("", [])])
+def test_peers_can_be_left_out(without: str | None, left: list[str]):
+    peers = {"a (nvcc)": op(9.0), "b": op(9.0)}
+    assert list(measure("family", case(8.0, peers=peers), CHIP, stopwatch, without=without).peers) == left
 
 
 def test_summary_names_what_misses_a_goal():
