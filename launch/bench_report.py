@@ -117,7 +117,7 @@ def judge(peer: Peer | Callable[[], object], ours: Callable[[], object], time: T
 
 
 def measure(family: str, case: Case, chip: Chip, time: Timer, *, without: str | None = None) -> Row:
-    """Time ``case``, then its peers (not those whose names contain ``without``), each apart from the others' failures."""
+    """Time ``case``, then its peers (those whose names hold ``without`` stay out), each apart from others' failures."""
     floor_us, bound = chip.floor(case)
     row = Row(family, case.name, case.tokens, case.bytes, case.flops, floor_us, bound)
     try:

@@ -1,5 +1,5 @@
 """The lightning indexer: queries, scores and the choice of entries, in decoding and prefill. Flash and Pro differ in
-topk alone."""
+topk alone. Peers: ``indexer_peers``, torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from indexer_peers import query_peers, score_peers, selection_peers
 from torch import Tensor
 
+from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
 from nvfp4_sgl.triton_kernels.index_entry import ENTRY_BYTES, page_bytes
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
+from nvfp4_sgl.triton_kernels.rope import rope_turns
 from nvfp4_sgl.triton_kernels.topk import new_workspace, select_entries
 
 from . import Case
@@ -65,12 +68,15 @@ def _all_scores(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scor
 def cases() -> Iterator[Case]:
     for tokens in (*DECODING, PROMPT):
         q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        weights, turns = torch.randn(tokens, HEADS, device="cuda"), torch.randn(tokens, 64, device="cuda")
+        weights, turns = torch.randn(tokens, HEADS, device="cuda"), torch.empty(tokens, 64, device="cuda")
+        positions, frequencies = torch.arange(tokens, device="cuda"), inverse_frequencies(64, 160000.0).cuda()
+        rope_turns(positions, frequencies, turns)
         codes, scaled = _codes(tokens, HEADS, DIM), torch.empty_like(weights)
         yield Case(
             f"index_query/{tokens}x{HEADS}x{DIM}",
             partial(index_query, q, weights, turns, FACTOR, codes, scaled),
             bytes=q.nbytes + weights.nbytes + turns.nbytes + codes.nbytes + scaled.nbytes,
+            peers=query_peers(q, weights, FACTOR, frequencies, positions, codes),
         )
     for name, context in CONTEXTS.items():
         for requests in DECODING:
@@ -91,6 +97,7 @@ def _scored(name: str, batch: Batch, context: int) -> Iterator[Case]:
         partial(_all_scores, codes, scaled, pages, batch, scores),
         bytes=requests * columns * ENTRY_BYTES + codes.nbytes + scaled.nbytes + 4 * seen,
         flops=seen * HEADS * 2 * DIM // 2,  # FP8
+        peers=score_peers(codes, scaled, pages, batch, scores),
     )
     rows = len(scores)
     for model, topk in TOPK.items():
@@ -102,5 +109,8 @@ def _scored(name: str, batch: Batch, context: int) -> Iterator[Case]:
             f"select_entries/{model}/{name}/{rows}x{columns}",
             partial(select_entries, scores, batch, topk, slots, lengths, first=first, workspace=workspace),
             bytes=4 * int(((batch.positions[first:] + 1) // 4).sum()) + slots.nbytes + lengths.nbytes,
-            peers={"torch": partial(torch.topk, scores, min(topk, columns), sorted=False)},
+            peers={
+                "torch.topk": partial(torch.topk, scores, min(topk, columns), sorted=False),
+                **selection_peers(scores, batch, first, slots),
+            },
         )
