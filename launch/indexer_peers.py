@@ -89,7 +89,8 @@ def selection_peers(scores: Tensor, batch: Batch, first: int, slots: Tensor) -> 
     if not installed("sglang"):
         return {}
     visible, table = _visible(batch)[first:].contiguous(), _page_table(batch)[first:]
-    own, plans = torch.empty_like(slots), []
+    own = torch.empty_like(slots)
+    plans: list[Tensor] = []
     plan, select = foreign(f"{DSV4}.topk", "plan_topk_v2"), foreign(f"{DSV4}.topk", "topk_transform_paged_v2")
 
     def run() -> None:
