@@ -26,8 +26,6 @@ from .rounding import UNFUSED
 from .windows import unit_limit
 
 ROPE_DIM = 64
-RING = {4: 8, 128: 128}
-"""Rows of a ring of the state, by ratio."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,6 @@ def _check(call: Compression, batch: Batch, frequencies: Tensor) -> None:
     checks.require_dimensions("compress: state", call.state, 2, "[rows, 2w]")
     checks.require_shape("compress: state", call.state, (call.state.shape[0], 2 * width), "[rows, 2w]")
     checks.require_rows("compress: state", call.state)
-    checks.require_multiple("compress: state", "rows", call.state.shape[0], RING[compressor.ratio])
     _check_pages(call)
     checks.require_shape("compress: frequencies", frequencies, (ROPE_DIM // 2,), "[rope_dim/2]")
     checks.require_dtype("compress: frequencies", frequencies, torch.float32)
