@@ -124,8 +124,7 @@ def _compress(
     PAGE_SIZE: tl.constexpr,
 ):
     """One unit of one compressor: first all that reads the state, then all that writes it."""
-    stop = tl.minimum(tl.where(is_head, window + 2, window + 1), end // 4)
-    for closing in tl.range(window, stop):
+    for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
         _close(
             *(closing, start, first, slots, full_to_swa, frequencies, kv, score, state, ape, norm, pages, eps),
             *(kv_row, score_row, state_row, state_rows, page_stride, capacity, N, PAGE_SIZE),
@@ -133,16 +132,15 @@ def _compress(
     tl.debug_barrier()
 
     # A page keeps its last 8 tokens, or the pass's. The head writes those of the page that the pass begins in, where
-    # its history lies. No unit has history in other pages: each writes the tokens of its own window, and the head those
-    # of its second one.
+    # its history lies; of other pages, where none has history, each unit writes what lies in its own windows. Pages
+    # that several requests share are full, and nobody writes there.
     row = tl.arange(0, 8)
-    own = tl.where(is_head, window + 1, window) * 4
     for part in tl.range(tl.where(is_head, 0, 1), 2):
-        begin = tl.where(part == 0, start, own)
-        horizon = tl.minimum((begin // 256 + 1) * 256, end)
-        if (part == 0) | ((own // 256 > start // 256) & (own < end) & (own + 4 > horizon - 8)):
-            position = tl.where(part == 0, horizon - 8, own) + row
-            kept = (position >= tl.maximum(start, horizon - 8)) & (position < end) & ((part == 0) | (row < 4))
+        position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
+        page = position // 256
+        kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
+        kept = kept & ((page > start // 256) == (part == 1))
+        if tl.max(kept.to(tl.int32), 0) > 0:
             _remember(
                 *(position, kept, start, first, slots, full_to_swa, kv, score, state),
                 *(kv_row, score_row, state_row, state_rows, N),

@@ -26,6 +26,8 @@ from .rounding import UNFUSED
 from .windows import unit_limit
 
 ROPE_DIM = 64
+PROGRAMS = 16
+"""Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,10 @@ def compress(call: Compression, batch: Batch, frequencies: Tensor, *, workspace:
 
     The window's angle is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
 
-    Rounding: state bit-equal to ``ops.compress_windows``. Entries in fp32 up to their format's own rounding; the
-    pooling's exponential and sums have an error and an order of their own, below 2^-20 of the largest pooled value, so
-    a code may, next to a tie, differ from the reference's by one. An entry's bytes do not depend on how its tokens
-    were dealt to passes, as long as the state is fp32.
+    Rounding: the state equals that of ``ops.compress_windows`` bit for bit. Entries are fp32 up to their format's own
+    rounding. The pooling's exponential and sums have an error and an order of their own: (R + 16) · 2^-23 of the
+    largest pooled value at most, of a window of R rows; so next to a tie a code may differ from the reference's by one.
+    How its tokens are dealt to passes does not change an entry's bytes, as long as the state holds them exactly.
 
     Floor: every new row read once, what is kept written once; per closing window the cached rows it needs.
     """
@@ -155,7 +157,7 @@ def _launch_csa(calls: list[Compression], batch: Batch, frequencies: Tensor) -> 
             other.compressor.size,
             other.page_size,
             batch.is_decode,
-            triton.next_power_of_2(requests),
+            _padded(batch),
             num_warps=4,
             **UNFUSED,
         )
@@ -171,13 +173,15 @@ def _launch_hca(call: Compression, batch: Batch, frequencies: Tensor, workspace:
     _check_workspace(workspace, units, call.kv)
     if batch.tokens:
         *tensors, eps, kv_row, score_row, state_row, state_rows, page_stride, capacity = _operands(call)
-        compress_hca_kernel[(units, BLOCKS.value)](
+        per_program = min(triton.next_power_of_2(triton.cdiv(batch.tokens, PROGRAMS)), 16) if batch.is_decode else 0
+        compress_hca_kernel[(triton.cdiv(units, max(per_program, 1)), BLOCKS.value)](
             batch.owners,
             batch.starts,
             batch.bounds,
             batch.requests,
             batch.slots,
             frequencies,
+            batch.tokens,
             requests,
             batch.slots.stride(0),
             *tensors,
@@ -191,11 +195,16 @@ def _launch_hca(call: Compression, batch: Batch, frequencies: Tensor, workspace:
             page_stride,
             capacity,
             call.page_size,
-            batch.is_decode,
-            triton.next_power_of_2(requests),
+            per_program,
+            _padded(batch),
             num_warps=8,
             **UNFUSED,
         )
+
+
+def _padded(batch: Batch) -> int:
+    """Requests that a program looks through for its unit; one kernel for all sizes of decode, where it need not."""
+    return 1 if batch.is_decode else triton.next_power_of_2(batch.requests.shape[0])
 
 
 def _operands(call: Compression) -> tuple[object, ...]:

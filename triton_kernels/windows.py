@@ -1,10 +1,9 @@
 """Windows of compressed tokens: who closes which, and what becomes of a pooled one (DEEPSEEK_V4.md §4.1, §4.4, §4.5).
 
-The work of a pass is cut into *units*. The head of a request is the unit of all windows that may need tokens of earlier
-passes, and it writes all state that another unit's history might lie in: so what is read before it is overwritten is
-read and overwritten by one program, in that order. Every other unit is one later window. A request of k tokens has at
-most ⌈k / ratio⌉ units, so that T tokens of B requests have at most ``unit_limit(T, B, ratio)``; B tokens of B requests
-have at most B.
+The windows of a request that a pass touches are cut into *units*: two each for ratio 4, one for ratio 128. The first
+unit, the *head*, has all windows that may need tokens of earlier passes (of ratio 4 the second window overlaps the
+first), and it writes all state rows in which such history may lie. So what is read before it is overwritten is read
+and overwritten by one program, in that order, whatever the sizes of a pass.
 """
 
 from __future__ import annotations
@@ -19,58 +18,69 @@ from .rounding import round_for
 
 
 def unit_limit(tokens: int, requests: int, ratio: int) -> int:
-    """Σ ⌈k / ratio⌉ over requests of k tokens, at most; it depends on sizes alone."""
-    return min(tokens, (tokens + (ratio - 1) * requests) // ratio)
+    """Units of any pass of so many tokens and requests, at most; one a token at most, in decode exactly.
+
+    A request of k tokens touches at most ⌊(k + 6) / 4⌋ windows of ratio 4, an open one included: ⌊(k + 10) / 8⌋ units;
+    and it closes at most ⌈k / 128⌉ of ratio 128.
+    """
+    if ratio == 4:
+        return min(tokens, (tokens + 10 * requests) // 8)
+    return min(tokens, (tokens + 127 * requests) // 128)
 
 
 @triton.jit
-def head_windows(RATIO: tl.constexpr):
-    """Windows from that of the first new token on that may need older tokens: the next one overlaps for ratio 4."""
+def span(RATIO: tl.constexpr):
+    """Windows of a unit."""
     return 2 if RATIO == 4 else 1
 
 
 @triton.jit
-def last_window(end, RATIO: tl.constexpr):
-    """One past the last window that has a unit: for ratio 4 an open one, too, since its tokens go into the state."""
-    return (end + 3) // 4 if RATIO == 4 else end // RATIO
+def unit_count(start, end, RATIO: tl.constexpr):
+    """Units of requests that add the positions start .. end − 1.
+
+    For ratio 4 an open window counts, too, since its tokens go into the state; for ratio 128 the head writes them all.
+    """
+    last = (end + 3) // 4 if RATIO == 4 else end // RATIO
+    units = (last - start // RATIO + span(RATIO) - 1) // span(RATIO)
+    return tl.where(end > start, tl.maximum(units, 1), 0)
 
 
 @triton.jit
 def unit_of_token(token, owners, starts, bounds, RATIO: tl.constexpr):
-    """(request, window, whether the head, whether there is one) of the unit that belongs to a token.
+    """(request, its first window, whether the head, whether there is one) of the unit that belongs to a token.
 
-    The head belongs to its request's first token, another unit to the first token of its window. So each unit belongs
-    to one token, whatever the requests' sizes.
+    The head belongs to its request's first token, any other to the first token of its first window: every unit to
+    one token, whatever the requests' sizes.
     """
     request = tl.load(owners + token)
     first, start = tl.load(bounds + request), tl.load(starts + request)
     end = start + tl.load(bounds + request + 1) - first
     position = start + token - first
     window = position // RATIO
+    later = window - start // RATIO
+    begins = (
+        (position % RATIO == 0) & (later % span(RATIO) == 0) & (later // span(RATIO) < unit_count(start, end, RATIO))
+    )
     is_head = token == first
-    later = (window >= start // RATIO + head_windows(RATIO)) & (window < last_window(end, RATIO))
-    return request, window, is_head, is_head | ((position % RATIO == 0) & later)
+    return request, window, is_head, is_head | begins
 
 
 @triton.jit
 def unit_of_number(number, starts, bounds, requests, RATIO: tl.constexpr, PADDED: tl.constexpr):
-    """(request, window, whether the head, whether there is one) of the ``number``-th unit; PADDED >= requests.
+    """(request, its first window, whether the head, whether there is one) of the ``number``-th unit.
 
-    Units are numbered request after request, heads first.
+    Units are numbered request after request, heads first. PADDED: a power of two, requests or more.
     """
     request = tl.arange(0, PADDED)
     inside = request < requests
     start = tl.load(starts + request, mask=inside, other=0)
     count = tl.load(bounds + request + 1, mask=inside, other=0) - tl.load(bounds + request, mask=inside, other=0)
-    later = last_window(start + count, RATIO) - start // RATIO - head_windows(RATIO)
-    units = tl.where(count > 0, 1 + tl.maximum(later, 0), 0)
-    reached = tl.cumsum(units, 0)
+    reached = tl.cumsum(unit_count(start, start + count, RATIO), 0)
     owner = tl.sum((reached <= number).to(tl.int32), 0)
     within = number - tl.max(tl.where(reached <= number, reached, 0), 0)
     exists = owner < requests
     owner = tl.minimum(owner, requests - 1)
-    later_by = tl.where(within > 0, within + head_windows(RATIO) - 1, 0)
-    return owner, tl.load(starts + owner) // RATIO + later_by, within == 0, exists
+    return owner, tl.load(starts + owner) // RATIO + within * span(RATIO), within == 0, exists
 
 
 @triton.jit

@@ -1,0 +1,126 @@
+"""Compression of windows, in decoding and prefill.
+
+Flash and Pro have the same compressors, and a context's length only says where its windows begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.layout import STATE_RING
+from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels import index_entry, kv_entry
+from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
+from nvfp4_sgl.triton_kernels.compressor import (
+    Compression,
+    Compressor,
+    compress,
+    compress_pair,
+    new_workspace,
+)
+
+from . import Case
+
+CONTEXT = 65536
+REQUESTS = (1, 8, 64, 256)
+PREFILL = 8192
+DECODE = {"none close": 0, "all close": 127, "as it comes": None}
+"""Position of the new tokens in their window of 128; or one after another."""
+OWN_PAGES = 2
+"""Pages of a request, over and over: all that a decode step reads of a long one lies in its last two."""
+
+
+def cases() -> Iterator[Case]:
+    for requests in REQUESTS:
+        for kind, phase in DECODE.items():
+            phases = torch.arange(requests) % 128 if phase is None else torch.full((requests,), phase)
+            yield from _layers(_batch(CONTEXT - 256 + phases, torch.ones_like(phases)), f"decode {kind}")
+    yield from _layers(_batch(torch.tensor([CONTEXT - PREFILL]), torch.tensor([PREFILL])), "prefill")
+    starts = torch.arange(64) * 37
+    yield from _layers(_batch(starts, torch.full_like(starts, PREFILL // 64)), "prefill of 64")
+
+
+def _layers(batch: Batch, kind: str) -> Iterator[Case]:
+    main, index = _compression(batch, 4, 512), _compression(batch, 4, 128)
+    frequencies = inverse_frequencies(64, 160000.0).cuda()
+    yield Case(
+        f"compress csa/{kind}/{batch.tokens}",
+        partial(compress_pair, main, index, batch, frequencies),
+        _bytes(batch, main) + _bytes(batch, index),
+    )
+    main = _compression(batch, 128, 512)
+    workspace = new_workspace(batch.tokens, batch.requests.shape[0], "cuda")
+    yield Case(
+        f"compress hca/{kind}/{batch.tokens}",
+        partial(compress, main, batch, frequencies, workspace=workspace),
+        _bytes(batch, main),
+    )
+
+
+def _batch(starts: Tensor, counts: Tensor) -> Batch:
+    requests = len(starts)
+    owners = torch.repeat_interleave(torch.arange(requests), counts)
+    bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    positions = starts[owners] + torch.arange(len(owners)) - bounds[owners]
+    # A prefill's pages are all its own.
+    pages = max(OWN_PAGES, int(counts.max()) // PAGE_TOKENS + 2)
+    column = torch.arange(CONTEXT)
+    slots = column // PAGE_TOKENS % pages * PAGE_TOKENS + column % PAGE_TOKENS
+    slots = torch.arange(requests)[:, None] * (pages * PAGE_TOKENS) + slots
+    batch = Batch(
+        positions=positions,
+        owners=owners.int(),
+        starts=starts.int(),
+        bounds=bounds.int(),
+        requests=torch.arange(requests),
+        slots=slots.int(),
+        full_to_swa=torch.arange(requests * pages * PAGE_TOKENS),
+    )
+    return Batch(**{name: tensor.cuda() for name, tensor in vars(batch).items()})
+
+
+def _compression(batch: Batch, ratio: int, n: int) -> Compression:
+    width = 2 * n if ratio == 4 else n
+    compressor = Compressor(
+        ratio,
+        torch.randn(ratio, width, device="cuda"),
+        torch.ones(n, device="cuda", dtype=torch.bfloat16),
+        1e-6,
+    )
+    product = torch.randn(batch.tokens, 2 * width + 2048, device="cuda")
+    pages = batch.full_to_swa.shape[0] // PAGE_TOKENS
+    owners = pages if ratio == 4 else batch.requests.shape[0]
+    page_size = PAGE_TOKENS // ratio
+    entry = kv_entry if n == kv_entry.DIM else index_entry
+    return Compression(
+        compressor,
+        product[:, 2048 : 2048 + width],
+        product[:, 2048 + width :],
+        torch.randn(owners * STATE_RING[ratio], 2 * width, device="cuda"),
+        torch.zeros(pages, entry.page_bytes(page_size), device="cuda", dtype=torch.uint8),
+        page_size,
+    )
+
+
+def _bytes(batch: Batch, call: Compression) -> int:
+    """New rows, state rows that are kept, history that closing windows need, entries."""
+    compressor, ratio = call.compressor, call.compressor.ratio
+    starts, bounds = batch.starts.cpu().long(), batch.bounds.cpu().long()
+    ends = starts + bounds.diff()
+    row = 2 * compressor.width * 4
+    if ratio == 4:
+        # Of a page its last 8, or the pass's; of history half of each row, up to the beginning of the window before.
+        whole = ends // PAGE_TOKENS - starts // PAGE_TOKENS
+        kept = torch.minimum(8 * (whole + 1), ends - starts)
+        history = (starts % 4 + 4) * (row // 2)
+    else:
+        kept = torch.minimum(torch.tensor(128), ends - starts)
+        history = starts % 128 * row
+    windows = ends // ratio - starts // ratio
+    entry = kv_entry.ENTRY_BYTES if compressor.size == kv_entry.DIM else index_entry.ENTRY_BYTES
+    history = torch.where(windows > 0, history, 0)
+    return int((row * (ends - starts) + row * kept + history + entry * windows).sum())
