@@ -10,7 +10,7 @@ they go into its weights; a key's multiplies the sum over the heads.
 Precision of the scores: products of E4M3 are exact, 128 of them are added in fp32 by the tensor cores. Blackwell's keep
 fp32; Hopper's align the 32 products of an instruction and what was added before to the largest among them and keep 13
 bits below its leading one, so a dot is off by at most 132 · 2^-13 times the largest product or partial sum. Weighted
-sums over heads are fp32, in one order for all queries: a score depends on its query and key alone.
+sums over heads are fp32, their order the tiling's: with the same one a score depends on its query and key alone.
 """
 
 from __future__ import annotations
@@ -142,21 +142,33 @@ class Tiling:
     Attributes:
         queries: scored against each key that is read.
         warps, stages: of a program; stages of keys under way.
+        registers: of a thread at most, None for no limit.
         programs: for each multiprocessor, if there are as many pages of keys.
     """
 
     queries: int
     warps: int
     stages: int
+    registers: int | None
     programs: int
 
 
-DECODE = Tiling(queries=1, warps=4, stages=4, programs=8)
+DECODE = Tiling(queries=1, warps=4, stages=4, registers=None, programs=8)
 """Each request's query alone: its keys are read at the memory's pace. More programs than run at once, since contexts
 differ in length."""
-PREFILL = Tiling(queries=2, warps=4, stages=3, programs=8)
-"""A product of 64 keys and 2 · 64 heads, its accumulator 64 registers a thread: of the programs that share a
-multiprocessor some multiply while others reduce."""
+PREFILL = Tiling(queries=2, warps=4, stages=3, registers=None, programs=8)
+"""A product of 64 keys and 2 · 64 heads: of the programs that share a multiprocessor some multiply while others
+reduce."""
+HOPPER_PREFILL = Tiling(queries=4, warps=8, stages=3, registers=128, programs=8)
+"""Twice the queries, so that keys are asked of the second-level cache half as often; two programs fit a
+multiprocessor."""
+
+
+def default_tiling(batch: Batch, device: torch.device) -> Tiling:
+    if batch.is_decode:
+        return DECODE
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return HOPPER_PREFILL if hopper else PREFILL
 
 
 @triton.jit
@@ -310,7 +322,7 @@ def index_scores(
     checks.require_same_device("codes", codes, scaled=scaled, pages=pages, scores=scores, positions=batch.positions)
     if not rows or not columns:
         return
-    tiling = tiling or (DECODE if batch.is_decode else PREFILL)
+    tiling = tiling or default_tiling(batch, codes.device)
     tiles = triton.cdiv(rows, tiling.queries)
     splits = choose_splits(tiles, triton.cdiv(columns, page_size), _processors(codes.device), tiling)
     keys, scales = pages, pages
@@ -341,6 +353,7 @@ def index_scores(
         packed,
         tiling.stages,
         num_warps=tiling.warps,
+        maxnreg=tiling.registers,
     )
 
 
