@@ -65,6 +65,15 @@ class GpuAttentionBackend(PoolBackend):
             self.plan = self._step(forward_batch, longest=longest, decode=False)
             self.plan.prepare(self._frequencies, forward_batch.seq_lens, forward_batch.extend_seq_lens)
 
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Compressors and indexers read the scheduler's tables of slots up to the last layer: it must wait that long.
+
+        SGLang's default lets it go on as soon as the slots are resolved. A request that has just ended still runs one
+        step then; with its row given to another, that step would write into the other's pages.
+        """
+        ends = private.SharedReadEnds
+        return ends.POST_REPLAY if mode.is_decode() else ends.UNKNOWN
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Index scores of the largest graph; graphs run one at a time and share them."""
         self._scores = Step.new_scores(self.config, max_bs, self._longest, self.device)
