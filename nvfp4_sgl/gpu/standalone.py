@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,21 @@ from nvfp4_sgl.gpu.decoder import GpuDecoder
 from nvfp4_sgl.gpu.products import multiply
 from nvfp4_sgl.gpu.step import Step
 from nvfp4_sgl.model.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens to append, and where they stand.
+
+    Attributes:
+        ids: int64 [T]. step: not prepared yet.
+        ends: int64 [B], lengths afterwards. added: int64 [B], tokens of each request; ``None`` in decode.
+    """
+
+    ids: Tensor
+    step: Step
+    ends: Tensor
+    added: Tensor | None
 
 
 class GpuStandalone:
@@ -55,7 +71,6 @@ class GpuStandalone:
         """Forget every sequence; caches keep their stale contents, as a server's do."""
         self.caches.lengths = [0] * len(self.caches.lengths)
 
-    @torch.no_grad()
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Append tokens to sequences; prefill, chunks and decode alike.
 
@@ -65,6 +80,11 @@ class GpuStandalone:
         Returns:
             fp32 logits [new tokens, vocab] by request, on the device.
         """
+        logits = self.forward(self.begin(tokens))
+        return dict(zip(tokens, logits.split([len(ids) for ids in tokens.values()]), strict=True))
+
+    def begin(self, tokens: Mapping[int, Sequence[int]]) -> Pass:
+        """The pass that :meth:`extend` makes of ``tokens``; the sequences count them as theirs already."""
         counts = {request: len(ids) for request, ids in tokens.items()}
         batch = self.caches.advance(counts)
         added = batch.ends - batch.starts
@@ -82,8 +102,19 @@ class GpuStandalone:
             longest=self.caches.capacity if decode else int(batch.ends.max()),
             decode=decode,
         )
-        ends = batch.ends.to(self.device)
-        step.prepare(self.decoder.frequencies, ends, None if decode else added.to(self.device))
-        hidden = self.decoder(self.decoder.embed(ids, self._embed), ids, step, self.caches.layers)
-        logits = multiply(hidden, self._head, torch.float32)
-        return dict(zip(tokens, logits.split(list(counts.values())), strict=True))
+        return Pass(ids, step, batch.ends.to(self.device), None if decode else added.to(self.device))
+
+    @torch.no_grad()
+    def forward(self, work: Pass) -> Tensor:
+        """fp32 logits [T, vocab] of a pass; kernels only, so that a graph can hold it."""
+        work.step.prepare(self.decoder.frequencies, work.ends, work.added)
+        hidden = self.decoder(self.embed(work.ids), work.ids, work.step, self.caches.layers)
+        return self.logits(hidden)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Residual streams bf16 [T, n, d]."""
+        return self.decoder.embed(ids, self._embed)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [T, vocab] of hidden states bf16 [T, d]."""
+        return multiply(hidden, self._head, torch.float32)

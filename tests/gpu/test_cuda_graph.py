@@ -3,7 +3,6 @@ products and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.gpu.products import multiply
+from nvfp4_sgl.gpu.captured import CapturedDecode
 from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.gpu.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -27,48 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GpuStandalone:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=11)
     return GpuStandalone(path, requests=len(STARTS), capacity=1024)
-
-
-class CapturedDecode:
-    """One token of each of ``count`` requests, captured; the runner's buffers are this object's."""
-
-    def __init__(self, model: GpuStandalone, count: int, full_to_swa: torch.Tensor):
-        self.model = model
-        self.ids, self.positions, self.requests = torch.zeros(3, count, dtype=torch.int64, device="cuda").unbind()
-        self.lengths = torch.ones(count, dtype=torch.int64, device="cuda")
-        step = Step.allocate(
-            model.config,
-            model.decoder.scratch,
-            self.positions,
-            self.requests,
-            model.slots,
-            full_to_swa.cuda(),
-            longest=model.caches.capacity,
-            decode=True,
-        )
-
-        def forward() -> torch.Tensor:
-            step.prepare(model.decoder.frequencies, self.lengths, None)
-            hidden = model.decoder(model.decoder.embed(self.ids, model._embed), self.ids, step, model.caches.layers)
-            return multiply(hidden, model._head, torch.float32)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), torch.no_grad():
-            forward()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), torch.no_grad():
-            self.logits = forward()
-
-    def __call__(self, tokens: Mapping[int, list[int]]) -> dict[int, torch.Tensor]:
-        batch = self.model.caches.advance(dict.fromkeys(tokens, 1))
-        self.ids.copy_(torch.tensor([ids[0] for ids in tokens.values()]))
-        self.positions.copy_(batch.starts)
-        self.requests.copy_(batch.requests)
-        self.lengths.copy_(batch.ends)
-        self.graph.replay()
-        return dict(zip(tokens, self.logits.clone().split(1), strict=True))
 
 
 def decode_inputs(seed: int) -> list[dict[int, list[int]]]:
@@ -89,7 +45,7 @@ def test_replays_give_the_bits_of_eager_passes(model: GpuStandalone):
     eager = [model.extend(tokens) for tokens in decode_inputs(0)]
     # Captured on another state of the caches: a replay may depend on nothing but its buffers and theirs. The capture
     # runs request 0 at position 0, so what stands there is written again.
-    captured = CapturedDecode(model, len(STARTS), model.caches.advance({0: 0}).full_to_swa)
+    captured = CapturedDecode(model, len(STARTS))
     prefill(model)
     for step, tokens in enumerate(decode_inputs(0)):
         for request, logits in captured(tokens).items():
@@ -117,16 +73,8 @@ PRODUCTS = {"aten.mm.out", "aten.mm.dtype_out", "aten.bmm.out", "aten._grouped_m
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_pass_computes_by_our_kernels_and_products_alone(decode: bool, model: GpuStandalone):
     prefill(model)
-    batch = model.caches.advance(dict.fromkeys(range(len(STARTS)), 1 if decode else 5))
-    added = batch.ends - batch.starts
-    spans = zip(batch.starts.tolist(), batch.ends.tolist(), strict=True)
-    positions = torch.cat([torch.arange(start, end) for start, end in spans]).cuda()
-    ids = torch.full_like(positions, 7)
-    tensors = batch.requests.cuda(), model.slots, batch.full_to_swa.cuda()
-    ends, new = batch.ends.cuda(), None if decode else added.cuda()
-    with Recorder() as recorder, torch.no_grad():
-        step = Step.allocate(model.config, model.decoder.scratch, positions, *tensors, longest=1024, decode=decode)
-        step.prepare(model.decoder.frequencies, ends, new)
-        model.decoder(model.decoder.embed(ids, model._embed), ids, step, model.caches.layers)
+    work = model.begin(dict.fromkeys(range(len(STARTS)), [7] * (1 if decode else 5)))
+    with Recorder() as recorder:
+        model.forward(work)
     assert recorder.names <= PRODUCTS, recorder.names - PRODUCTS
     assert "aten._grouped_mm.default" in recorder.names

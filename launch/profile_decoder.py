@@ -1,0 +1,151 @@
+"""Launches of the GPU decoder by layer kind, on a tiny checkpoint with the real head size and number of entries chosen.
+
+One layer of each kind runs by itself: attention, its experts, and the two mHC sites behind them. Decode runs from CUDA
+graphs, as it is served. Products of a tiny model say nothing about real ones; the order and the number of launches, and
+what our kernels cost beside an empty one, do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import pkgutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from profile_report import Section, device_events, median_launches
+from triton.runtime.jit import KernelInterface
+
+from nvfp4_sgl import triton_kernels
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.gpu.captured import CapturedDecode, capture
+from nvfp4_sgl.gpu.decoder import Block
+from nvfp4_sgl.gpu.standalone import GpuStandalone, Pass
+from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next, hyper_connection_pre
+
+SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
+DECODING, PROMPT = (1, 64), 2048
+CONTEXT = 2500
+"""Tokens before a decode pass: more ratio-4 entries than are chosen."""
+REPEATS = 5
+
+
+def launches(run: Callable[[], object], attempts: int = 3) -> list[tuple[str, float]]:
+    """Name and median microseconds of each kernel, copy and fill that ``run`` launches.
+
+    The profiler now and then loses a record, which shows as runs that differ: then once more.
+    """
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    try:
+        return median_launches(device_events(events), REPEATS)
+    except ValueError:
+        if attempts == 1:
+            raise
+    return launches(run, attempts - 1)
+
+
+def our_kernels() -> set[str]:
+    """Names of all functions in ``triton_kernels`` that Triton compiles."""
+    modules = [
+        importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(triton_kernels.__path__)
+    ]
+    return {
+        value.__name__ for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)
+    }
+
+
+def parts(model: GpuStandalone, work: Pass) -> Iterator[tuple[str, Callable[[], object]]]:
+    """A pass in parts: what lies around the layers, and the last layer of each kind, on its own random input."""
+    decoder, config, tokens = model.decoder, model.config, len(work.ids)
+    blocks = cast(list[Block], list(decoder.layers))
+    streams = model.embed(work.ids)
+    state = SiteState.allocate(tokens, config.hidden_size, model.device)
+
+    def around() -> None:
+        work.step.prepare(decoder.frequencies, work.ends, work.added)
+        hyper_connection_pre(blocks[0].hc_attn.site, model.embed(work.ids), state)
+        model.logits(state.x)
+
+    yield "around the layers", around
+    for layer in {kind: layer for layer, kind in enumerate(config.layer_kinds)}.values():
+        block, cache = blocks[layer], model.caches.layers[layer]
+
+        def run(block: Block = block, cache: LayerCache = cache) -> None:
+            output = block.attn(state.x, work.step, cache)
+            hyper_connection_next(block.hc_ffn.site, output, streams, state)
+            output = block.ffn(state.x, work.ids)
+            hyper_connection_next(block.hc_attn.site, output, streams, state)
+
+        yield f"{config.kind(layer).name} (layer {layer})", run
+
+
+def prompt(count: int) -> list[int]:
+    return torch.randint(25, 500, (count,)).tolist()
+
+
+@torch.no_grad()
+def sections(model: GpuStandalone) -> Iterator[Section]:
+    ours = our_kernels()
+
+    def section(title: str, part: str, run: Callable[[], object]) -> Section:
+        return Section.of(title, part, launches(run), ours)
+
+    for requests in DECODING:
+        title = f"decode of {requests}"
+        model.reset()
+        for request in range(requests):
+            model.extend({request: prompt(CONTEXT)})
+        captured = CapturedDecode(model, requests)
+        captured({request: [7] for request in range(requests)})
+        yield section(title, "the whole pass", captured.graph.replay)
+        for part, run in parts(model, model.begin({request: [7] for request in range(requests)})):
+            yield section(title, part, capture(run).replay)
+    model.reset()
+    work = model.begin({0: prompt(PROMPT)})
+    title = f"prefill of {PROMPT}"
+    yield section(title, "the whole pass", lambda: model.forward(work))
+    for part, run in parts(model, work):
+        yield section(title, part, run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="launch/profile_decoder")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("profile_decoder: no CUDA device")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(folder, "nvfp4-full", seed=3, **SHAPES)
+        model = GpuStandalone(folder, requests=max(DECODING), capacity=4096)
+    launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
+    chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
+    print(f"{chip}, torch {torch.__version__}, {date}: tiny checkpoint, {SHAPES}")
+    found = []
+    for section in sections(model):
+        found.append(section)
+        print("\n" + section.text(), flush=True)
+    if arguments.json:
+        report = {"chip": chip, "torch": torch.__version__, "date": date, "sections": [asdict(one) for one in found]}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The parts of launch/profile_decoder that need no GPU: reading a trace and judging what it names."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+from profile_decoder import our_kernels
+from profile_report import Section, device_events, kind_of, median_launches
+
+
+def event(name: str, begin: float, us: float, category: str = "kernel") -> dict[str, Any]:
+    return {"name": name, "ts": begin, "dur": us, "cat": category}
+
+
+def test_device_events_come_in_order_and_without_the_host():
+    trace = [
+        event("b", 20, 2),
+        event("launch", 1, 9, "cuda_runtime"),
+        event("a", 10, 1),
+        event("m", 5, 3, "gpu_memset"),
+    ]
+    assert device_events([*trace, {"ph": "M", "name": "process_name"}]) == [("m", 3.0), ("a", 1.0), ("b", 2.0)]
+
+
+def test_medians_are_of_each_launch():
+    runs = [("a", 1.0), ("a", 10.0), ("a", 3.0), ("a", 30.0), ("a", 2.0), ("a", 90.0)]
+    assert median_launches(runs, 3) == [("a", 2.0), ("a", 30.0)]
+
+
+@pytest.mark.parametrize("names", ["ababa", "abba"])
+def test_runs_that_differ_are_refused(names: str):
+    with pytest.raises(ValueError, match="equal runs"):
+        median_launches([(name, 1.0) for name in names], 2)
+
+
+PRODUCTS = [
+    "nvjet_tst_64x8_64x16_1x2_h_bz_TNT",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm::kernel::GemmUniversal>>",
+    "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+    "void gemv2T_kernel_val<int, int, __nv_bfloat16>",
+]
+
+
+def test_kinds():
+    ours = our_kernels()
+    assert {"_copy_to_streams", "_scores_kernel", "_route_topk"} <= ours
+    for name in ("_copy_to_streams", "nvfp4_sgl.triton_kernels.indexer._scores_kernel"):
+        assert kind_of(name, ours) == "ours"
+    for name in PRODUCTS:
+        assert kind_of(name, ours) == "product"
+    for name in ("Memset (Device)", "void at::native::elementwise_kernel<128, 4>", "_some_other_kernel"):
+        assert kind_of(name, ours) == "neither"
+
+
+def test_text_counts_kinds():
+    section = Section.of("decode of 1", "SWA (layer 0)", [("_mine", 2.0), ("nvjet", 3.0), ("_mine", 2.5)], {"_mine"})
+    heading, *lines = section.text().splitlines()
+    assert heading == "decode of 1, SWA (layer 0): 3 launches: 1 product (3.0 us), 2 ours (4.5 us), 0 neither (0.0 us)"
+    assert [line.split()[-1] for line in lines] == ["_mine", "nvjet", "_mine"]
