@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,11 @@ def installed(*packages: str) -> bool:
 
 
 def foreign(module: str, function: str) -> Callable[..., Any]:
-    """``module.function``, imported by its first call."""
+    """``module.function`` (or a class's, with a dot), imported by its first call."""
 
     @functools.cache
     def load() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = operator.attrgetter(function)(importlib.import_module(module))
         return found
 
     return lambda *args, **kwargs: load()(*args, **kwargs)

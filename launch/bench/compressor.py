@@ -1,6 +1,7 @@
 """Compression of windows, in decoding and prefill.
 
-Flash and Pro have the same compressors, and a context's length only says where its windows begin.
+Flash and Pro have the same compressors, and a context's length only says where its windows begin. Peers:
+``compressor_peers``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from compressor_peers import compress_peers
 from torch import Tensor
 
 from nvfp4_sgl.cache.layout import STATE_RING
@@ -51,6 +53,9 @@ def _layers(batch: Batch, kind: str) -> Iterator[Case]:
         f"compress csa/{kind}/{batch.tokens}",
         partial(compress_pair, main, index, batch, frequencies),
         _bytes(batch, main) + _bytes(batch, index),
+        peers=compress_peers(
+            [main, index], batch, frequencies, lambda calls: compress_pair(*calls, batch, frequencies)
+        ),
     )
     main = _compression(batch, 128, 512)
     workspace = new_workspace(batch.tokens, batch.requests.shape[0], "cuda")
@@ -58,6 +63,9 @@ def _layers(batch: Batch, kind: str) -> Iterator[Case]:
         f"compress hca/{kind}/{batch.tokens}",
         partial(compress, main, batch, frequencies, workspace=workspace),
         _bytes(batch, main),
+        peers=compress_peers(
+            [main], batch, frequencies, lambda calls: compress(*calls, batch, frequencies, workspace=workspace)
+        ),
     )
 
 
