@@ -23,11 +23,11 @@ def median_launches(events: Sequence[tuple[str, float]], repeats: int) -> list[t
     """Of ``repeats`` runs one after another: each launch, with the median of its times.
 
     Raises:
-        ValueError: the runs launched different things.
+        ValueError: the runs launched nothing, or different things.
     """
-    count, rest = divmod(len(events), repeats)
+    count = len(events) // repeats
     names = [name for name, _ in events]
-    if rest or names != names[:count] * repeats:
+    if not names or names != names[:count] * repeats:
         raise ValueError(f"expected {repeats} equal runs, found {len(events)} launches: {names[: count + 1]} ...")
     return [(names[i], statistics.median(us for _, us in events[i::count])) for i in range(count)]
 
