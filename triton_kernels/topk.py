@@ -253,7 +253,7 @@ def _elect_kernel(
         slots += row * TOPK
         if tl.cdiv(visible, CHUNK) * TOPK <= SMALL:
             _elect(candidates, visible, table, slots, TOPK, CHUNK, SMALL, GROUPS)
-        else:
+        elif BLOCK > SMALL:
             _elect(candidates, visible, table, slots, TOPK, CHUNK, BLOCK, GROUPS)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.topk import CHUNK, REGISTERS, new_workspace, select_entries
+from nvfp4_sgl.triton_kernels.topk import CHUNK, REGISTERS, SMALL, new_workspace, select_entries
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
@@ -77,6 +77,16 @@ def test_rows_of_several_chunks(topk: int, device: str):
     scores[-3] = scores[-3].round()  # many ties, across chunks
     scores[-4] = 0.25
     check(made, scores, topk)
+
+
+def test_blocks_of_every_size(device: str):
+    """Rows at the edges of blocks and more candidates than a small block holds; the last entries are among the best."""
+    visible = [4 * CHUNK + 500, CHUNK + 300, SMALL + 1, SMALL, CHUNK, 2 * CHUNK]
+    made, scores = new_pass(at_sight(visible), device), random_scores(6, 4 * CHUNK + 500)
+    scores[0, ::7] = scores[0, 3]
+    for row, count in zip(scores, visible, strict=True):
+        row[count - 3 : count] = 9.0
+    check(made, scores, 1024)
 
 
 def test_ties_go_to_the_lower_entry(device: str):
