@@ -68,7 +68,8 @@ def _all_scores(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scor
 def cases() -> Iterator[Case]:
     for tokens in (*DECODING, PROMPT):
         q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        weights, turns = torch.randn(tokens, HEADS, device="cuda"), torch.empty(tokens, 64, device="cuda")
+        weights = torch.randn(tokens, HEADS, device="cuda").bfloat16().float()
+        turns = torch.empty(tokens, 64, device="cuda")
         positions, frequencies = torch.arange(tokens, device="cuda"), inverse_frequencies(64, 160000.0).cuda()
         rope_turns(positions, frequencies, turns)
         codes, scaled = _codes(tokens, HEADS, DIM), torch.empty_like(weights)
@@ -76,7 +77,7 @@ def cases() -> Iterator[Case]:
             f"index_query/{tokens}x{HEADS}x{DIM}",
             partial(index_query, q, weights, turns, FACTOR, codes, scaled),
             bytes=q.nbytes + weights.nbytes + turns.nbytes + codes.nbytes + scaled.nbytes,
-            peers=query_peers(q, weights, FACTOR, frequencies, positions, codes),
+            peers=query_peers(q, weights, FACTOR, frequencies, positions, codes, scaled),
         )
     for name, context in CONTEXTS.items():
         for requests in DECODING:
