@@ -349,8 +349,11 @@ class Tiling:
     transposed: bool = False
 
 
-HOPPER = Tiling()
-"""Accumulators fill half of each thread's registers; 166 KiB of shared memory (bf16 rows: 193).
+HOPPER = Tiling(stages=2)
+"""Accumulators fill half of each thread's registers; about 166 KiB of shared memory.
+
+Two stages rather than three: 3 to 4 % faster at every size on an H200, 2026-11-21 (64 heads, 640 keys, 2048 queries:
+988 against 1025 us; 64 queries: 43.5 against 45.0).
 
 Per 64 entries and 64 heads: 3072 cycles of the tensor cores, a third of them repeated (the compiler gives a product
 that feeds another to each warp group whole, so both compute all logits), which bounds it by 2/3 of the bf16 peak; 1600
