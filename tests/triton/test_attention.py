@@ -139,10 +139,14 @@ def check(case: Problem, device: str, **options: object) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("tiling", [HOPPER, BLACKWELL, FEW_HEADS], ids=["heads x 512", "512 x heads", "few heads"])
+@pytest.mark.parametrize(
+    "tiling",
+    [HOPPER, BLACKWELL, FEW_HEADS, Tiling(apart=True, warps=16)],
+    ids=["heads x 512", "512 x heads", "few heads", "apart"],
+)
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
-    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
+    if device != "cpu" and tiling.transposed != default_tiling(64, packed=True).transposed and tiling != FEW_HEADS:
         pytest.skip("another architecture's")
     check(problem(heads, [70, 20], tokens=1, seed=heads), device, tiling=tiling, splits=1)
 
