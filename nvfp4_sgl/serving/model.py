@@ -63,7 +63,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         parallel = TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
         self.decoder = build_decoder(self.target, reader, self.model_config, self.activation_mode, parallel)
         reader.finish()
-        logger.info("%s", summary)
+        logger.info("checkpoint\n%s", summary.table())
         return {name for name, _ in self.named_parameters()}
 
     @torch.no_grad()
