@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nvfp4_sgl.model.weights import Matrix, NvFp4Matrix, Shard, WeightSource, frozen, load_matrix
 from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
@@ -29,10 +30,10 @@ def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
     return unscaled.mul_(alpha.unsqueeze(-1)).bfloat16()
 
 
-def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``x @ weight^T`` with fp32 accumulation: [T, N] in ``dtype``, bf16 or fp32, from bf16 [T, K] and [N, K]."""
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) if out is None else out
-    if not x.is_cuda:  # kernels under the interpreter: no bf16 product of the CPU accumulates in fp32
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+    if not x.is_cuda:  # beside Triton's interpreter: bf16 products of the CPU have no fp32 result
         return out.copy_(x.float() @ weight.float().t())
     if dtype == torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
@@ -87,11 +88,4 @@ class ExpertProjection(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """bf16 [R, N] from bf16 [R, K]: rows ``ends[e - 1] .. ends[e] - 1`` by expert e, ``ends`` int32 [E]."""
-        if not rows.is_cuda:
-            out = rows.new_full((rows.shape[0], self.weight.shape[1]), torch.nan)
-            begin = 0
-            for weight, end in zip(self.weight, ends.tolist(), strict=True):
-                out[begin:end] = rows[begin:end].float() @ weight.float().t()
-                begin = end
-            return out
-        return torch._grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
+        return functional.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
