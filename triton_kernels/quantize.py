@@ -11,8 +11,8 @@ The recipe is that of ``nvfp4.py``, bit for bit. Every op takes the same outputs
 Nothing is allocated and no grid depends on a tensor's data. Scales that pad the last atoms are left alone: they are
 multiplied into rows of the product that nobody keeps.
 
-Each docstring gives the floor in bytes. On an H200 (2026-11-21, 8192 rows) they reach 53 to 76 % of it, rows for experts
-25 to 39 %: encoding takes some 17 instructions an element, as many as the memory leaves time for.
+Each docstring gives the floor in bytes. On an H200 (2026-11-21, 8192 rows) they reach 53 to 76 % of it, rows for
+experts 25 to 39 %: encoding takes some 17 instructions an element, as many as the memory leaves time for.
 """
 
 from __future__ import annotations
