@@ -76,7 +76,7 @@ _REFERENCES = {
 }
 
 _KERNELS = {
-    "rms_norm": "streams:rms_norm",
+    "rms_norm": "latent:norm_latents",
     "rms_norm_rope": "rope:rms_norm_rope",
     "apply_rope": "attention:sparse_attention",
     "expand_streams": "streams:embed_streams",
