@@ -1,0 +1,160 @@
+"""Two tensor-parallel ranks of the GPU decoder against one, on a single device.
+
+The ranks are threads of which one at a time runs: Triton's interpreter is not made for threads, so the ranks hand over
+to each other, and do so only where they would exchange anything, in ``all_reduce``. That adds two bf16 tensors as a
+collective does: one sum, rounded once to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Condition
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.model.parallel import TensorParallel
+from nvfp4_sgl.model.standalone import Standalone
+from tests.support.interpreted import ON_GPU
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+RANKS = (0, 1)
+LAYERS = range(3)
+"""Window-only, CSA and HCA."""
+
+PASSES = ({0: [5, 61, 7]}, {0: [300]})
+"""Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
+
+
+class Exchange:
+    """Sums of what both ranks give; only the rank whose turn it is runs."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._changed = Condition()
+        self.given: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def reduce(part: Tensor) -> Tensor:
+            self.given[rank].append(part)
+            place = len(self.given[rank]) - 1
+            self.hand_over(rank)
+            self.wait(rank)
+            return self.given[0][place] + self.given[1][place]
+
+        return reduce
+
+    def wait(self, rank: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turn == rank, timeout=300)
+
+    def hand_over(self, rank: int) -> None:
+        with self._changed:
+            self._turn = 1 - rank
+            self._changed.notify_all()
+
+    def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
+        """``work(rank)`` of both, in two threads."""
+
+        def of_rank(rank: int) -> Tensor:
+            self.wait(rank)
+            try:
+                return work(rank)
+            finally:
+                self.hand_over(rank)
+
+        with ThreadPoolExecutor(len(RANKS)) as threads:
+            return list(threads.map(of_rank, RANKS))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=11, num_hidden_layers=len(LAYERS), n_routed_experts=6)
+    return path
+
+
+def load(checkpoint: Path, parallel: TensorParallel) -> GpuStandalone:
+    return GpuStandalone(checkpoint, device=DEVICE, requests=1, capacity=256, parallel=parallel)
+
+
+@pytest.fixture(scope="module")
+def exchange() -> Exchange:
+    return Exchange()
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path) -> GpuStandalone:
+    return load(checkpoint, TensorParallel())
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoint: Path, exchange: Exchange) -> list[GpuStandalone]:
+    return [load(checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of the worst row."""
+    assert bool(torch.isfinite(found).all())
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parts_of_sublayers_add_up(layer: int, whole: GpuStandalone, ranks: list[GpuStandalone]):
+    """But for the rounding of each part and their sum to bf16."""
+    ids = torch.tensor([5, 61, 7, 300, 12, 95], device=DEVICE)
+    x = torch.randn(len(ids), whole.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def sublayers(model: GpuStandalone) -> tuple[Tensor, Tensor]:
+        model.reset()
+        work = model.begin({0: ids.tolist()})
+        work.step.prepare(model.decoder.frequencies, work.ends, work.added)
+        block = model.decoder.layers[layer]
+        attended = block.attn(x.to(DEVICE), work.step, model.caches.layers[layer])
+        return attended.float(), block.ffn(x.to(DEVICE), ids).float()
+
+    for expected, *parts in zip(sublayers(whole), *map(sublayers, ranks), strict=True):
+        assert relative_error(torch.stack(parts).sum(0), expected) < 0.01
+
+
+def log_probabilities(model: GpuStandalone | Standalone) -> Tensor:
+    model.reset()
+    return torch.cat([model.extend(tokens)[0] for tokens in PASSES]).log_softmax(-1)
+
+
+def median_distance(found: Tensor, expected: Tensor) -> float:
+    """Of the root mean square distances of the positions."""
+    return float((found - expected).square().mean(-1).sqrt().median())
+
+
+def test_log_probabilities(whole: GpuStandalone, ranks: list[GpuStandalone], exchange: Exchange, checkpoint: Path):
+    """Each number of ranks may be as far from fp32 activations as rounding to bf16 takes the CPU reference, so twice
+    that from the other."""
+    rounded, exact = (
+        log_probabilities(Standalone(checkpoint, packed=True, dtype=dtype, requests=1, capacity=256))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
+    assert torch.equal(*found)
+    collectives = 2 * len(LAYERS) * len(PASSES)
+    assert [len(given) for given in exchange.given] == [collectives] * len(RANKS)
+    distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
+    print("median distance of two ranks from one, of bf16 from fp32:", distance, yardstick)
+    assert distance <= 2 * yardstick
+
+
+def test_a_model_that_cannot_be_split_is_refused(checkpoint: Path):
+    with pytest.raises(ConfigError, match="o_groups is 2, expected a multiple of 4"):
+        load(checkpoint, TensorParallel(0, 4))
