@@ -6,6 +6,7 @@ are those of ``--device cpu``, and the model and its backend are the GPU's.
 
 import importlib.machinery
 import sys
+from typing import Any
 
 
 def _take_the_gpu_classes(decoders):
@@ -39,13 +40,14 @@ class _Patcher:
         if name not in PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def execute_and_patch(module):
             execute(module)
             PATCHES[name](module)
 
-        spec.loader.exec_module = execute_and_patch
+        loader.exec_module = execute_and_patch
         return spec
 
 
