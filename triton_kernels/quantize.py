@@ -12,7 +12,7 @@ Nothing is allocated and no grid depends on a tensor's data. Scales that pad the
 multiplied into rows of the product that nobody keeps.
 
 Each docstring gives the floor in bytes. On an H200 (2026-11-21, 8192 rows) they reach 53 to 76 % of it, rows for
-experts 25 to 39 %: encoding takes some 17 instructions an element, as many as the memory leaves time for.
+experts 25 to 39 %: by the compiled code, encoding takes some 17 instructions an element.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ def swiglu_quantize(
             exceed is fp32(limit²/2688).
         hidden: bf16 [T, K], the last dimension contiguous: the values rounded to bf16, for a product in bf16.
 
-    Rounding: everything in fp32; silu as ``gate / (1 + exp(-gate))``, within 1e-6 of its value (exp and
+    Rounding: everything in fp32; silu as ``gate / (1 + exp(-gate))``, within 2e-6 of its value (exp and
     the division are the device's).
     The codes are those of the values so computed: with another exp a value next to a tie may round the other way.
     Floor: 4·T·K bytes read (bf16), T·K/2 + T·K/16 and, where kept, 2·T·K written.

@@ -16,8 +16,6 @@ from torch.nn import functional
 from nvfp4_sgl.model.weights import Matrix, NvFp4Matrix, Shard, WeightSource, frozen, load_matrix
 from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
 
-DESCRIPTION = "bf16 matmul on weights dequantised at load (stand-in)"
-
 
 def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
     """The matrix in bf16 on ``device``, shape [..., N, K]."""

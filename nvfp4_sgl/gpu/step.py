@@ -63,14 +63,12 @@ class Step:
 
     Attributes:
         plan: slots.
-        decode: every request adds one token.
         window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
     """
 
     plan: Plan
-    decode: bool
     window_turns: Tensor
     compressed_turns: Tensor
     scores: Tensor
@@ -107,7 +105,7 @@ class Step:
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
-        return cls(plan, decode, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]))
+        return cls(plan, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]))
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:

@@ -128,7 +128,7 @@ def test_attention(layer: int, pair: Pair, monkeypatch: pytest.MonkeyPatch):
     for seed, counts in enumerate(PASSES, start=1):
         x = inputs(pair, sum(counts.values()), seed)
         found, expected, step = attend(pair, layer, counts, x)
-        assert step.scores.shape[0] == (len(x) if step.decode else SCORED_AT_ONCE)
+        assert step.scores.shape[0] == (len(x) if len(x) == len(counts) else SCORED_AT_ONCE)
         errors = dict(zip(counts, relative_errors(found, expected).split(list(counts.values())), strict=True))
         for request, rows in errors.items():
             chooses = layer == CSA and CACHED.get(request, 0) // 4 > pair.reference.config.index_topk
