@@ -6,7 +6,7 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.model.standalone import Standalone
+from tests.support import bf16_logprobs
+from tests.support.bf16_logprobs import TOKENS, References, errors, generate, prompt
 from tests.support.server import Server, ServerPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
@@ -27,7 +28,6 @@ FLAGS = (
 )
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 LENGTHS = (1, 5, 127, 128, 129, 700, 2500)
-TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -44,47 +44,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pool.close()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(25, 500, (length,), generator=generator).tolist()
-
-
-def generate(server: Server, ids: Sequence[int], tokens: int = TOKENS, **body: Any) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    request = {"input_ids": list(ids), "return_logprob": True, "sampling_params": sampling, **body}
-    answer: dict[str, Any] = server.post("/generate", request)
-    return answer
-
-
 @pytest.fixture(scope="module")
-def references(checkpoint: Path) -> Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities of every position, by the CPU reference with bf16 and with fp32 activations."""
-    models = [Standalone(checkpoint, packed=True, dtype=dtype, requests=1, capacity=3072)
-              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
-
-    def compute(ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        results = []
-        for model in models:
-            model.reset()
-            results.append(model.extend({0: ids})[0].log_softmax(-1))
-        return results[0], results[1]
-
-    return compute
-
-
-def errors(answer: dict[str, Any], ids: Sequence[int], references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absolute errors of the log-probabilities that the server gave, and of the bf16 reference's of the same tokens."""
-    meta, produced = answer["meta_info"], answer["output_ids"]
-    assert len(produced) == meta["completion_tokens"]
-    rounded, exact = references([*ids, *produced])
-    given = [(len(ids) - 1 + n, token, value) for n, (value, token, _) in enumerate(meta["output_token_logprobs"])]
-    for position, (value, token, _) in enumerate(meta.get("input_token_logprobs") or []):
-        if value is not None and token == ids[position]:
-            given.append((position - 1, token, value))
-    rows, columns = torch.tensor([(row, token) for row, token, _ in given]).unbind(1)
-    values = torch.tensor([value for _, _, value in given])
-    assert bool(torch.isfinite(values).all())
-    return (values - exact[rows, columns]).abs(), (rounded[rows, columns] - exact[rows, columns]).abs()
+def references(checkpoint: Path) -> References:
+    return bf16_logprobs.references(checkpoint, capacity=3072)
 
 
 def require_as_good(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -7,7 +7,6 @@ prompts end far from a page, and chunks, prefix hits and captured graphs are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.model.standalone import Standalone
-from tests.gpu.test_server import errors, generate, prompt
+from tests.support import bf16_logprobs
+from tests.support.bf16_logprobs import References, errors, generate, prompt
 from tests.support.server import Server, ServerPool
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -47,18 +46,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(checkpoint: Path) -> Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities of every position, by the CPU reference with bf16 and with fp32 activations."""
-    models = [Standalone(checkpoint, packed=True, dtype=dtype, requests=1) for dtype in (torch.bfloat16, torch.float32)]
-
-    def compute(ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        results = []
-        for model in models:
-            model.reset()
-            results.append(model.extend({0: ids})[0].log_softmax(-1))
-        return results[0], results[1]
-
-    return compute
+def references(checkpoint: Path) -> References:
+    return bf16_logprobs.references(checkpoint, capacity=256)
 
 
 @pytest.fixture
