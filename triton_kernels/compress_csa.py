@@ -1,4 +1,4 @@
-"""Ratio 4: windows of four tokens that overlap, of the main compressor and the indexer's in one launch.
+"""Ratio 4: windows of four tokens that overlap, of the main compressor and the indexer's.
 
 A window pools the first half of the channels of the four tokens before it and the second half of its own four. The
 state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (DEEPSEEK_V4.md §4.1, §4.3).
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .rounding import round_for
-from .windows import pool, store_entry, unit_of_number, unit_of_token
+from .windows import pool, span_of_request, store_entry, unit_of_number, unit_of_token
 
 
 @triton.jit
@@ -22,194 +22,71 @@ def _ring_rows(position, present, slots, full_to_swa):
 
 
 @triton.jit
-def _close(
-    window,
-    start,
-    first,
-    slots,
-    full_to_swa,
-    frequencies,
-    kv,
-    score,
-    state,
-    ape,
-    norm,
-    pages,
-    eps,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    page_stride,
-    capacity,
-    N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
+def _close(window, start, first, slots, batch, call):
     """Pool a complete window and store its entry; rows before ``start`` come from the state, others from the pass."""
+    N: tl.constexpr = call.N
     row = tl.arange(0, 8)
     position = window * 4 - 4 + row
     fresh = position >= start
-    ring = _ring_rows(position, (position >= 0) & (position < start), slots, full_to_swa)
-    cached = (ring >= 0) & (ring < state_rows)
+    ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
+    cached = (ring >= 0) & (ring < call.state_rows)
     token = (first + position - start).to(tl.int64)[:, None]
     column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
 
     new, old = fresh[:, None], cached[:, None]
-    history = state + ring[:, None] * state_row + column
-    values = tl.load(kv + token * kv_row + column, mask=new, other=0.0).to(tl.float32)
+    history = call.state + ring[:, None] * call.state_row + column
+    values = tl.load(call.kv + token * call.kv_row + column, mask=new, other=0.0).to(tl.float32)
     values = tl.where(new, values, tl.load(history, mask=old, other=0.0).to(tl.float32))
-    scores = tl.load(score + token * score_row + column, mask=new, other=0.0).to(tl.float32)
+    scores = tl.load(call.score + token * call.score_row + column, mask=new, other=0.0).to(tl.float32)
     scores = tl.where(new, scores, tl.load(history + 2 * N, mask=old, other=float("-inf")).to(tl.float32))
-    scores += tl.load(ape + (row % 4 * (2 * N))[:, None] + column)
+    scores += tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
 
     pooled = tl.reshape(pool(values, scores), (N // 64, 64))
     slot = tl.load(slots + window * 4).to(tl.int64) // 4
-    store_entry(pooled, window * 4, slot, norm, eps, frequencies, pages, page_stride, capacity, PAGE_SIZE)
+    store_entry(pooled, window * 4, slot, call, batch.frequencies)
 
 
 @triton.jit
-def _remember(
-    position,
-    kept,
-    start,
-    first,
-    slots,
-    full_to_swa,
-    kv,
-    score,
-    state,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    N: tl.constexpr,
-):
+def _remember(position, kept, start, first, slots, batch, call):
     """Put the tokens of this pass at those positions [8] that are ``kept`` into the state."""
-    ring = _ring_rows(position, kept, slots, full_to_swa)
-    kept = (kept & (ring >= 0) & (ring < state_rows))[:, None]
+    N: tl.constexpr = call.N
+    ring = _ring_rows(position, kept, slots, batch.full_to_swa)
+    kept = (kept & (ring >= 0) & (ring < call.state_rows))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     for half in tl.static_range(2):
         column = half * N + tl.arange(0, N)[None, :]
-        to = state + ring[:, None] * state_row + column
-        values = tl.load(kv + token * kv_row + column, mask=kept, other=0.0).to(tl.float32)
-        tl.store(to, round_for(values, state), mask=kept)
-        scores = tl.load(score + token * score_row + column, mask=kept, other=0.0).to(tl.float32)
-        tl.store(to + 2 * N, round_for(scores, state), mask=kept)
+        to = call.state + ring[:, None] * call.state_row + column
+        values = tl.load(call.kv + token * call.kv_row + column, mask=kept, other=0.0).to(tl.float32)
+        tl.store(to, round_for(values, call.state), mask=kept)
+        scores = tl.load(call.score + token * call.score_row + column, mask=kept, other=0.0).to(tl.float32)
+        tl.store(to + 2 * N, round_for(scores, call.state), mask=kept)
 
 
 @triton.jit
-def _compress(
-    window,
-    is_head,
-    start,
-    end,
-    first,
-    slots,
-    full_to_swa,
-    frequencies,
-    kv,
-    score,
-    state,
-    ape,
-    norm,
-    pages,
-    eps,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    page_stride,
-    capacity,
-    N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """One unit of one compressor: first all that reads the state, then all that writes it."""
-    for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
-        _close(
-            *(closing, start, first, slots, full_to_swa, frequencies, kv, score, state, ape, norm, pages, eps),
-            *(kv_row, score_row, state_row, state_rows, page_stride, capacity, N, PAGE_SIZE),
-        )
-    tl.debug_barrier()
+def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constexpr):
+    """One unit of one compressor: first all that reads the state, then all that writes it.
 
-    # A page keeps its last 8 tokens, or the pass's. The head writes those of the page that the pass begins in, where
-    # its history lies; of other pages, where none has history, each unit writes what lies in its own windows. Pages
-    # that several requests share are full, and nobody writes there.
-    row = tl.arange(0, 8)
-    for part in tl.range(tl.where(is_head, 0, 1), 2):
-        position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
-        page = position // 256
-        kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
-        kept = kept & ((page > start // 256) == (part == 1))
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            _remember(
-                *(position, kept, start, first, slots, full_to_swa, kv, score, state),
-                *(kv_row, score_row, state_row, state_rows, N),
-            )
-
-
-@triton.jit
-def compress_csa_kernel(
-    owners,
-    starts,
-    bounds,
-    requests,
-    slots,
-    full_to_swa,
-    frequencies,
-    request_count,
-    slots_row,
-    kv,
-    score,
-    state,
-    ape,
-    norm,
-    pages,
-    eps,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    page_stride,
-    capacity,
-    other_kv,
-    other_score,
-    other_state,
-    other_ape,
-    other_norm,
-    other_pages,
-    other_eps,
-    other_kv_row,
-    other_score_row,
-    other_state_row,
-    other_state_rows,
-    other_page_stride,
-    other_capacity,
-    N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    OTHER_N: tl.constexpr,
-    OTHER_PAGE_SIZE: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Grid: (units, compressors). BY_TOKEN: a program for each token, else for each number up to the limit."""
+    BY_TOKEN: the unit of token ``number``, if it has one; else the unit of that number, if there are so many.
+    """
     if BY_TOKEN:
-        request, window, is_head, exists = unit_of_token(tl.program_id(0), owners, starts, bounds, 4)
+        request, window, is_head, exists = unit_of_token(number, batch, 4)
     else:
-        request, window, is_head, exists = unit_of_number(tl.program_id(0), starts, bounds, request_count, 4, PADDED)
+        request, window, is_head, exists = unit_of_number(number, batch, 4, PADDED)
     if exists:
-        first, start = tl.load(bounds + request), tl.load(starts + request)
-        end = start + tl.load(bounds + request + 1) - first
-        slots += tl.load(requests + request) * slots_row
-        if tl.program_id(1) == 0:
-            _compress(
-                *(window, is_head, start, end, first, slots, full_to_swa, frequencies),
-                *(kv, score, state, ape, norm, pages, eps),
-                *(kv_row, score_row, state_row, state_rows, page_stride, capacity, N, PAGE_SIZE),
-            )
-        else:
-            _compress(
-                *(window, is_head, start, end, first, slots, full_to_swa, frequencies),
-                *(other_kv, other_score, other_state, other_ape, other_norm, other_pages, other_eps),
-                *(other_kv_row, other_score_row, other_state_row, other_state_rows),
-                *(other_page_stride, other_capacity, OTHER_N, OTHER_PAGE_SIZE),
-            )
+        first, start, end = span_of_request(request, batch)
+        slots = batch.slots + tl.load(batch.requests + request) * batch.slots_row
+        for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
+            _close(closing, start, first, slots, batch, call)
+        tl.debug_barrier()
+
+        # A page keeps its last 8 tokens, or the pass's. The head writes those of the page that the pass begins in,
+        # where its history lies; of other pages, where none has history, each unit writes what lies in its own
+        # windows. Pages that several requests share are full, and nobody writes there.
+        row = tl.arange(0, 8)
+        for part in tl.range(tl.where(is_head, 0, 1), 2):
+            position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
+            page = position // 256
+            kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
+            kept = kept & ((page > start // 256) == (part == 1))
+            if tl.max(kept.to(tl.int32), 0) > 0:
+                _remember(position, kept, start, first, slots, batch, call)

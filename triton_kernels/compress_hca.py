@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .rounding import round_for
-from .windows import pool, store_entry, unit_of_number, unit_of_token
+from .windows import pool, span_of_request, store_entry, unit_of_number, unit_of_token
 
 CHANNELS = tl.constexpr(32)
 """Of a program: 128 bytes a row in fp32, and few enough registers for several programs on a processor."""
@@ -24,150 +24,82 @@ BLOCKS = tl.constexpr(512 // 32)
 
 
 @triton.jit
-def _remember(token, kept, ring, column, kv, score, state, kv_row, score_row, state_row):
+def _remember(token, kept, ring, column, call):
     """Put the tokens (int64 [R]) that are kept into rows ``ring`` of the state; the channels ``column`` of them."""
     kept = kept[:, None]
-    to = state + ring[:, None] * state_row + column[None, :]
-    values = tl.load(kv + token[:, None] * kv_row + column[None, :], mask=kept, other=0.0).to(tl.float32)
-    tl.store(to, round_for(values, state), mask=kept)
-    scores = tl.load(score + token[:, None] * score_row + column[None, :], mask=kept, other=0.0).to(tl.float32)
-    tl.store(to + 512, round_for(scores, state), mask=kept)
+    to = call.state + ring[:, None] * call.state_row + column[None, :]
+    values = tl.load(call.kv + token[:, None] * call.kv_row + column[None, :], mask=kept, other=0.0).to(tl.float32)
+    tl.store(to, round_for(values, call.state), mask=kept)
+    scores = tl.load(call.score + token[:, None] * call.score_row + column[None, :], mask=kept, other=0.0)
+    tl.store(to + 512, round_for(scores.to(tl.float32), call.state), mask=kept)
 
 
 @triton.jit
-def _compress(
-    unit,
-    channels,
-    owner,
-    window,
-    is_head,
-    starts,
-    bounds,
-    requests,
-    slots,
-    slots_row,
-    frequencies,
-    kv,
-    score,
-    state,
-    ape,
-    norm,
-    pages,
-    pooled_rows,
-    arrivals,
-    eps,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    page_stride,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-):
+def _compress(unit, channels, owner, window, is_head, batch, call, workspace):
     """One unit's block of channels: first all that reads the state, then all that writes it."""
-    first, start = tl.load(bounds + owner), tl.load(starts + owner)
-    end = start + tl.load(bounds + owner + 1) - first
-    request = tl.load(requests + owner)
+    first, start, end = span_of_request(owner, batch)
+    request = tl.load(batch.requests + owner)
     row = tl.arange(0, 128)
     column = channels * CHANNELS + tl.arange(0, CHANNELS)
     if (window + 1) * 128 <= end:
         position = window * 128 + row
         new = (position >= start)[:, None]
         token = (first + position - start).to(tl.int64)[:, None]
-        values = tl.load(kv + token * kv_row + column[None, :], mask=new, other=0.0).to(tl.float32)
-        scores = tl.load(score + token * score_row + column[None, :], mask=new, other=0.0).to(tl.float32)
+        values = tl.load(call.kv + token * call.kv_row + column[None, :], mask=new, other=0.0).to(tl.float32)
+        scores = tl.load(call.score + token * call.score_row + column[None, :], mask=new, other=0.0).to(tl.float32)
         if window * 128 < start:
             ring = request * 128 + row
-            old = ((position < start) & (ring < state_rows))[:, None]
-            history = state + ring[:, None] * state_row + column[None, :]
+            old = ((position < start) & (ring < call.state_rows))[:, None]
+            history = call.state + ring[:, None] * call.state_row + column[None, :]
             values = tl.where(new, values, tl.load(history, mask=old, other=0.0).to(tl.float32))
             scores = tl.where(new, scores, tl.load(history + 512, mask=old, other=float("-inf")).to(tl.float32))
-        scores += tl.load(ape + row[:, None] * 512 + column[None, :])
-        tl.store(pooled_rows + unit * 512 + column, pool(values, scores))
+        scores += tl.load(call.ape + row[:, None] * 512 + column[None, :])
+        tl.store(workspace.pooled + unit * 512 + column, pool(values, scores))
         # All of the program's channels lie in memory before it is counted in.
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + unit, 1, sem="acq_rel", scope="gpu") == BLOCKS - 1:
-            tl.store(arrivals + unit, 0)
+        if tl.atomic_add(workspace.arrivals + unit, 1, sem="acq_rel", scope="gpu") == BLOCKS - 1:
+            tl.store(workspace.arrivals + unit, 0)
             whole = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
-            pooled = tl.load(pooled_rows + unit * 512 + whole, cache_modifier=".cg")
-            slot = tl.load(slots + request * slots_row + window * 128).to(tl.int64) // 128
-            store_entry(pooled, window * 128, slot, norm, eps, frequencies, pages, page_stride, capacity, PAGE_SIZE)
+            pooled = tl.load(workspace.pooled + unit * 512 + whole, cache_modifier=".cg")
+            slot = tl.load(batch.slots + request * batch.slots_row + window * 128).to(tl.int64) // 128
+            store_entry(pooled, window * 128, slot, call, batch.frequencies)
 
     if is_head:
         tl.debug_barrier()
         position = end - 128 + row
         ring = request * 128 + (position & 127)
         token = (first + position - start).to(tl.int64)
-        kept = (position >= start) & (ring < state_rows)
-        _remember(token, kept, ring, column, kv, score, state, kv_row, score_row, state_row)
+        kept = (position >= start) & (ring < call.state_rows)
+        _remember(token, kept, ring, column, call)
 
 
 @triton.jit
-def compress_hca_kernel(
-    owners,
-    starts,
-    bounds,
-    requests,
-    slots,
-    frequencies,
-    tokens,
-    request_count,
-    slots_row,
-    kv,
-    score,
-    state,
-    ape,
-    norm,
-    pages,
-    pooled_rows,
-    arrivals,
-    eps,
-    kv_row,
-    score_row,
-    state_row,
-    state_rows,
-    page_stride,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Grid: (units, blocks of channels).
+def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr, PADDED: tl.constexpr):
+    """A block of channels of some units.
 
-    TOKENS: 0, and a program has the unit of its number; else it has those of so many tokens, one after another, but
-    first it puts into the state, all at once, what is alone in its request and closes nothing: no unit then reads or
+    TOKENS: 0, and it is the unit of that number, if there are so many; else those of so many tokens, one after another,
+    but first all at once goes into the state what is alone in its request and closes nothing: no unit then reads or
     writes that request's ring.
     """
-    channels = tl.program_id(1)
     if TOKENS == 0:
-        unit = tl.program_id(0)
-        owner, window, is_head, exists = unit_of_number(unit, starts, bounds, request_count, 128, PADDED)
+        owner, window, is_head, exists = unit_of_number(number, batch, 128, PADDED)
         if exists:
-            _compress(
-                *(unit, channels, owner, window, is_head, starts, bounds, requests, slots, slots_row, frequencies),
-                *(kv, score, state, ape, norm, pages, pooled_rows, arrivals, eps),
-                *(kv_row, score_row, state_row, state_rows, page_stride, capacity, PAGE_SIZE),
-            )
+            _compress(number, channels, owner, window, is_head, batch, call, workspace)
     else:
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-        inside = token < tokens
-        of = tl.load(owners + token, mask=inside, other=0)
-        position = tl.load(starts + of)
-        alone = tl.load(bounds + of + 1) - tl.load(bounds + of) == 1
+        token = number * TOKENS + tl.arange(0, TOKENS)
+        inside = token < batch.tokens
+        of = tl.load(batch.owners + token, mask=inside, other=0)
+        position = tl.load(batch.starts + of)
+        alone = tl.load(batch.bounds + of + 1) - tl.load(batch.bounds + of) == 1
         simple = inside & alone & (position % 128 != 127)
-        ring = tl.load(requests + of) * 128 + position % 128
+        ring = tl.load(batch.requests + of) * 128 + position % 128
         column = channels * CHANNELS + tl.arange(0, CHANNELS)
-        kept = simple & (ring < state_rows)
-        _remember(token.to(tl.int64), kept, ring, column, kv, score, state, kv_row, score_row, state_row)
+        _remember(token.to(tl.int64), simple & (ring < call.state_rows), ring, column, call)
 
-        others = tl.where(inside & (simple == 0), token, tokens)
+        others = tl.where(inside & (simple == 0), token, batch.tokens)
         unit = tl.min(others, 0)
-        while unit < tokens:
-            owner, window, is_head, exists = unit_of_token(unit, owners, starts, bounds, 128)
+        while unit < batch.tokens:
+            owner, window, is_head, exists = unit_of_token(unit, batch, 128)
             if exists:
-                _compress(
-                    *(unit, channels, owner, window, is_head, starts, bounds, requests, slots, slots_row, frequencies),
-                    *(kv, score, state, ape, norm, pages, pooled_rows, arrivals, eps),
-                    *(kv_row, score_row, state_row, state_rows, page_stride, capacity, PAGE_SIZE),
-                )
-            unit = tl.min(tl.where(others > unit, others, tokens), 0)
+                _compress(unit, channels, owner, window, is_head, batch, call, workspace)
+            unit = tl.min(tl.where(others > unit, others, batch.tokens), 0)

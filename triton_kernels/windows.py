@@ -8,13 +8,67 @@ and overwritten by one program, in that order, whatever the sizes of a pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .batch import Batch
 from .index_entry import hadamard128, store_index_row
 from .kv_entry import store_kv_entry
 from .rope import mean_square_scale, rotate
 from .rounding import round_for
+
+
+class PassArguments(NamedTuple):
+    """A :class:`~.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation."""
+
+    owners: Tensor
+    starts: Tensor
+    bounds: Tensor
+    requests: Tensor
+    slots: Tensor
+    full_to_swa: Tensor
+    frequencies: Tensor
+    slots_row: int
+    tokens: int
+    request_count: int
+
+    @classmethod
+    def of(cls, batch: Batch, frequencies: Tensor) -> PassArguments:
+        return cls(
+            owners=batch.owners,
+            starts=batch.starts,
+            bounds=batch.bounds,
+            requests=batch.requests,
+            slots=batch.slots,
+            full_to_swa=batch.full_to_swa,
+            frequencies=frequencies,
+            slots_row=batch.slots.stride(0),
+            tokens=batch.tokens,
+            request_count=batch.requests.shape[0],
+        )
+
+
+class CompressionArguments(NamedTuple):
+    """A :class:`~.compressor.Compression` as a kernel takes it; strides in elements, N and PAGE_SIZE constants."""
+
+    kv: Tensor
+    score: Tensor
+    state: Tensor
+    ape: Tensor
+    norm: Tensor
+    pages: Tensor
+    eps: float
+    kv_row: int
+    score_row: int
+    state_row: int
+    state_rows: int
+    page_stride: int
+    capacity: int
+    N: tl.constexpr
+    PAGE_SIZE: tl.constexpr
 
 
 def unit_limit(tokens: int, requests: int, ratio: int) -> int:
@@ -46,15 +100,21 @@ def unit_count(start, end, RATIO: tl.constexpr):
 
 
 @triton.jit
-def unit_of_token(token, owners, starts, bounds, RATIO: tl.constexpr):
+def span_of_request(request, batch):
+    """(its first token in the pass, that token's position, the position after its last)."""
+    first, start = tl.load(batch.bounds + request), tl.load(batch.starts + request)
+    return first, start, start + tl.load(batch.bounds + request + 1) - first
+
+
+@triton.jit
+def unit_of_token(token, batch, RATIO: tl.constexpr):
     """(request, its first window, whether the head, whether there is one) of the unit that belongs to a token.
 
     The head belongs to its request's first token, any other to the first token of its first window: every unit to
     one token, whatever the requests' sizes.
     """
-    request = tl.load(owners + token)
-    first, start = tl.load(bounds + request), tl.load(starts + request)
-    end = start + tl.load(bounds + request + 1) - first
+    request = tl.load(batch.owners + token)
+    first, start, end = span_of_request(request, batch)
     position = start + token - first
     window = position // RATIO
     later = window - start // RATIO
@@ -66,21 +126,22 @@ def unit_of_token(token, owners, starts, bounds, RATIO: tl.constexpr):
 
 
 @triton.jit
-def unit_of_number(number, starts, bounds, requests, RATIO: tl.constexpr, PADDED: tl.constexpr):
+def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
     """(request, its first window, whether the head, whether there is one) of the ``number``-th unit.
 
     Units are numbered request after request, heads first. PADDED: a power of two, requests or more.
     """
     request = tl.arange(0, PADDED)
-    inside = request < requests
-    start = tl.load(starts + request, mask=inside, other=0)
-    count = tl.load(bounds + request + 1, mask=inside, other=0) - tl.load(bounds + request, mask=inside, other=0)
-    reached = tl.cumsum(unit_count(start, start + count, RATIO), 0)
+    inside = request < batch.request_count
+    start = tl.load(batch.starts + request, mask=inside, other=0)
+    end = start + tl.load(batch.bounds + request + 1, mask=inside, other=0)
+    end -= tl.load(batch.bounds + request, mask=inside, other=0)
+    reached = tl.cumsum(unit_count(start, end, RATIO), 0)
     owner = tl.sum((reached <= number).to(tl.int32), 0)
     within = number - tl.max(tl.where(reached <= number, reached, 0), 0)
-    exists = owner < requests
-    owner = tl.minimum(owner, requests - 1)
-    return owner, tl.load(starts + owner) // RATIO + within * span(RATIO), within == 0, exists
+    exists = owner < batch.request_count
+    owner = tl.minimum(owner, batch.request_count - 1)
+    return owner, tl.load(batch.starts + owner) // RATIO + within * span(RATIO), within == 0, exists
 
 
 @triton.jit
@@ -91,28 +152,17 @@ def pool(values, scores):
 
 
 @triton.jit
-def store_entry(
-    pooled,
-    position,
-    slot,
-    norm,
-    eps,
-    frequencies,
-    pages,
-    page_stride,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-):
-    """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``pages`` holds.
+def store_entry(pooled, position, slot, call, frequencies):
+    """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``call.pages`` holds.
 
-    pooled: fp32 [n/64, 64]. slot: int64; outside the pool nothing is stored. pages: uint8 for packed entries, of 584
-    bytes for n = 512 and 132 for n = 128 (which are rotated by the Hadamard matrix first); else rows of n.
+    pooled: fp32 [n/64, 64]. slot: int64; outside the pool nothing is stored. Pages of uint8 are for packed entries, of
+    584 bytes for n = 512 and 132 for n = 128 (which are rotated by the Hadamard matrix first); else rows of n.
     """
     BLOCKS: tl.constexpr = pooled.shape[0]
     block = tl.arange(0, BLOCKS)[:, None]
     column = block * 64 + tl.arange(0, 64)[None, :]
-    scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, eps)
-    rows = pooled * scale * tl.load(norm + column).to(tl.float32)
+    scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, call.eps)
+    rows = pooled * scale * tl.load(call.norm + column).to(tl.float32)
 
     # The last block alone: all that is added to it is zero.
     is_tail = block == BLOCKS - 1
@@ -120,16 +170,17 @@ def store_entry(
     angle = position * tl.load(frequencies + tl.arange(0, 32))
     even, odd = rotate(even, odd, tl.cos(angle), tl.sin(angle))
 
-    exists = (slot >= 0) & (slot < capacity)
-    if pages.dtype.element_ty == tl.uint8 and BLOCKS == 8:
+    exists = (slot >= 0) & (slot < call.capacity)
+    if call.pages.dtype.element_ty == tl.uint8 and BLOCKS == 8:
         if exists:
-            store_kv_entry(rows, even, odd, slot, pages, page_stride, PAGE_SIZE)
+            store_kv_entry(rows, even, odd, slot, call.pages, call.page_stride, call.PAGE_SIZE)
     else:
         rows = tl.where(is_tail, tl.reshape(tl.join(even, odd), (1, 64)), rows)
-        if pages.dtype.element_ty == tl.uint8:
+        if call.pages.dtype.element_ty == tl.uint8:
             keys = hadamard128(tl.reshape(rows, (1, 128)))
             alone = tl.zeros((1,), tl.int64)
-            store_index_row(keys, alone + slot, (alone == 0) & exists, pages, page_stride, PAGE_SIZE)
+            store_index_row(keys, alone + slot, (alone == 0) & exists, call.pages, call.page_stride, call.PAGE_SIZE)
         else:
-            at = pages + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * (BLOCKS * 64) + column
-            tl.store(at, round_for(rows, pages), mask=exists)
+            page = call.pages + slot // call.PAGE_SIZE * call.page_stride
+            at = page + slot % call.PAGE_SIZE * (BLOCKS * 64) + column
+            tl.store(at, round_for(rows, call.pages), mask=exists)

@@ -14,14 +14,12 @@ from bench_peers import compared, foreign, installed
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.kv_entry import ENTRY_BYTES, norm_rope_store_kv, page_bytes
-from nvfp4_sgl.triton_kernels.latent import norm_latents
 from nvfp4_sgl.triton_kernels.rope import apply_rope_, rms_norm_rope, rope_turns
 
 from . import Case, Peer, relative_error
 
 TOKENS = (1, 8, 64, 256, 8192)
 HEADS = {"flash": 64, "pro": 128}
-RANKS = {"flash": 1024, "pro": 1536}
 INDEX_HEADS = 64
 NORM_ROPE = "sglang.kernels.ops.attention.dsv4.norm_rope"
 EPS, PAGE_SIZE, CONTEXT = 1e-6, 256, 65536
@@ -60,43 +58,6 @@ def cases() -> Iterator[Case]:
             keys.nbytes + turns.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
             peers=_store_peers(keys, weight, table, positions, slots, pages),
         )
-        for model, rank in RANKS.items():
-            yield _latents(f"norm_latents/{model}/{tokens}x{rank}+512", rank, keys, turns, slots, table, positions)
-
-
-def _latents(
-    name: str,
-    rank: int,
-    keys: torch.Tensor,
-    turns: torch.Tensor,
-    slots: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-) -> Case:
-    """Both latents as columns of one product, in fp32; the peers, a norm and a store, read bf16 rows of their own."""
-    tokens = len(keys)
-    product = torch.randn(tokens, rank + 512, device="cuda")
-    q_lora, kv = product.split([rank, 512], dim=1)
-    q_norm, kv_norm = torch.ones(rank, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
-    out = torch.empty(tokens, rank, device="cuda", dtype=torch.bfloat16)
-    pages = torch.zeros(64, page_bytes(PAGE_SIZE), device="cuda", dtype=torch.uint8)
-    peers = {}
-    if installed("sglang", "sgl_kernel"):
-        norm, store = foreign("sgl_kernel", "rmsnorm"), foreign(NORM_ROPE, "fused_k_norm_rope_flashmla")
-        rows, own, own_pages = q_lora.bfloat16(), torch.empty_like(out), torch.zeros_like(pages)
-        own_keys, own_slots = kv.bfloat16(), slots.int()
-
-        def run() -> None:
-            norm(rows, q_norm, EPS, own)
-            store(own_keys, kv_norm, EPS, table, positions, own_slots, own_pages, PAGE_SIZE)
-
-        peers["sgl_kernel norm, sglang store (nvcc)"] = compared(run, out, own)
-    return Case(
-        name,
-        partial(norm_latents, q_lora, q_norm, out, kv, kv_norm, EPS, turns, slots, pages, PAGE_SIZE),
-        product.nbytes + out.nbytes + turns.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
-        peers=peers,
-    )
 
 
 def _rotation(

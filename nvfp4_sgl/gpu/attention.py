@@ -14,9 +14,10 @@ from nvfp4_sgl.gpu.products import GroupedProjection, MergedProjection, multiply
 from nvfp4_sgl.gpu.step import Frequencies, Step
 from nvfp4_sgl.model.weights import Shard, frozen
 from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, compress, compress_pair
+from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
+from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
-from nvfp4_sgl.triton_kernels.latent import norm_latents
+from nvfp4_sgl.triton_kernels.latent import Latents
 from nvfp4_sgl.triton_kernels.rope import rms_norm_rope
 from nvfp4_sgl.triton_kernels.topk import select_entries
 
@@ -83,9 +84,9 @@ class Attention(nn.Module):
         window = packed(cache.swa)
         q_lora, kv, *rest = self.from_x(x, torch.float32)
         normed = x.new_empty(q_lora.shape)
-        norm_latents(q_lora, self.q_norm, normed, kv, self.kv_norm, eps, turns, plan.window_write, *window)
-        if ratio:
-            self._compress(rest, step, cache)
+        latents = Latents(q_lora, self.q_norm, normed, kv, self.kv_norm, eps, turns, plan.window_write, *window)
+        compressions, frequencies = self._compressions(rest, cache), self._frequencies.compressed
+        prepare_attention(latents, compressions, plan.batch, frequencies, workspace=step.workspace)
 
         q, *index_q = self.from_q(normed, torch.bfloat16)
         q = q.view(tokens, self._heads, config.head_dim)
@@ -111,17 +112,15 @@ class Attention(nn.Module):
         z = self.wo_a(o.view(tokens, self._groups, -1))
         return multiply(z, self.wo_b.weight, torch.bfloat16)
 
-    def _compress(self, parts: list[Tensor], step: Step, cache: LayerCache) -> None:
-        """Bring the state up to date, and write the entries and indexer keys of the windows that close."""
-        assert cache.state is not None
-        batch, frequencies = step.plan.batch, self._frequencies.compressed
-        main = Compression(self._compressors[0], parts[0], parts[1], cache.state, *packed(cache.compressed))
-        if self._kind is LayerKind.HCA:
-            compress(main, batch, frequencies, workspace=step.workspace)
-            return
-        assert cache.index_state is not None
-        index = Compression(self._compressors[1], parts[2], parts[3], cache.index_state, *packed(cache.index))
-        compress_pair(main, index, batch, frequencies)
+    def _compressions(self, parts: list[Tensor], cache: LayerCache) -> list[Compression]:
+        """Of the layer's compressors: the columns of the product that they read, and the pools that they write."""
+        states, rows = (cache.state, cache.index_state), (cache.compressed, cache.index)
+        found = []
+        for n, compressor in enumerate(self._compressors):
+            state = states[n]
+            assert state is not None
+            found.append(Compression(compressor, parts[2 * n], parts[2 * n + 1], state, *packed(rows[n])))
+        return found
 
     def _select(self, q: Tensor, weights: Tensor, step: Step, keys: Entries) -> tuple[Tensor, Tensor]:
         """Score the visible ratio-4 entries; slots of the best, int32 [T, index_topk], and how many."""

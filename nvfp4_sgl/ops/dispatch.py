@@ -76,7 +76,7 @@ _REFERENCES = {
 }
 
 _KERNELS = {
-    "rms_norm": "latent:norm_latents",
+    "rms_norm": "attention_inputs:prepare_attention",
     "rms_norm_rope": "rope:rms_norm_rope",
     "apply_rope": "attention:sparse_attention",
     "expand_streams": "streams:embed_streams",
@@ -85,9 +85,9 @@ _KERNELS = {
     "hyper_connection_head": "hyper_connection:hyper_connection_next",
     "route_topk": "routing:route_topk",
     "route_hash": "routing:route_hash",
-    "compress_windows": "compressor:compress",
+    "compress_windows": "attention_inputs:prepare_attention",
     "indexer_query": "indexer:index_query",
-    "write_index_keys": "compressor:compress",
+    "write_index_keys": "attention_inputs:prepare_attention",
     "select_entries": "topk:select_entries",
     "sparse_attention": "attention:sparse_attention",
 }

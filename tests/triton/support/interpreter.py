@@ -1,0 +1,20 @@
+"""What the interpreter does differently on request."""
+
+from __future__ import annotations
+
+import pytest
+from triton.runtime import interpreter
+
+from tests.support.interpreted import INTERPRETED
+
+
+def run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the programs of every launch run last first; skips a test where there is no interpreter."""
+    if not INTERPRETED:
+        pytest.skip("a GPU's order is its own")
+    builder, forwards = interpreter.interpreter_builder, interpreter.InterpreterBuilder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        forwards(builder, *(size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)

@@ -1,0 +1,129 @@
+"""All that an attention layer makes of its first product, in one launch: what its queries begin with, and its caches.
+
+The latents, the rows of the compressor and those of the indexer's are columns of one product, and what becomes of one
+does not depend on another (DEEPSEEK_V4.md §3.1, §4): they are written to buffers of their own, and each program does
+one part of the work. Programs that may have a window to close come first, since they take longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import checks
+from .batch import Batch
+from .compress_csa import compress_csa
+from .compress_hca import BLOCKS, compress_hca
+from .compressor import Compression, Workspace
+from .latent import Latents, store_latent
+from .rounding import UNFUSED
+from .windows import PassArguments, unit_limit
+
+PROGRAMS = 16
+"""Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
+WARPS = {0: 4, 4: 4, 128: 8}
+"""Of a program, by ratio; 0: latents alone. Not by the size of a pass: the order of sums is the same in all passes."""
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _attention_inputs(
+    batch,
+    latents,
+    calls,
+    workspace,
+    groups,
+    RATIO: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then the latents'.
+
+    calls: none, one, or two of ratio 4. latents: or nothing. workspace: for ratio 128. TOKENS: of a program in decode;
+    else 0, and PADDED requests or fewer.
+    """
+    PARTS: tl.constexpr = BLOCKS if RATIO == 128 else len(calls)
+    program = tl.program_id(0)
+    part, number = program // groups, program % groups
+    if RATIO == 128:
+        if part < PARTS:
+            compress_hca(number, part, batch, calls[0], workspace, TOKENS, PADDED)
+    else:
+        for i in tl.static_range(PARTS):
+            if part == i:
+                compress_csa(number, batch, calls[i], TOKENS, PADDED)
+    if len(latents) > 0:
+        rest = program - groups * PARTS
+        if rest >= 0:
+            store_latent((rest // 2).to(tl.int64), rest % 2, latents)
+
+
+def prepare_attention(
+    latents: Latents | None,
+    calls: Sequence[Compression],
+    batch: Batch,
+    frequencies: Tensor,
+    *,
+    workspace: Workspace | None = None,
+) -> None:
+    """Store the latents of a pass, close its windows, store their entries and bring the states up to date.
+
+    Args:
+        latents: ``None`` leaves them out.
+        calls: none for a window-only layer, that of an HCA layer, the two of a CSA layer.
+        batch: where the pass's tokens stand. Rows of padding (request slot 0, position 0, full slot 0) end in the state
+            rows of page 0 and request 0. A slot or state row outside its buffer is left out.
+        frequencies: fp32 [32], the compressed layers' RoPE frequencies.
+        workspace: for ratio 128, from :func:`~.compressor.new_workspace`.
+
+    The window's angle is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
+
+    Rounding: q_lora as of :func:`streams.rms_norm`, keys as of :func:`kv_entry.norm_rope_store_kv`. The state equals
+    that of ``ops.compress_windows`` bit for bit. Entries are fp32 up to their format's own rounding. The pooling's
+    exponential and sums have an error and an order of their own: (R + 16) · 2^-23 of the largest pooled value at most,
+    of a window of R rows; so next to a tie a code may differ from the reference's by one. How its tokens are dealt to
+    passes does not change an entry's bytes, as long as the state holds them exactly.
+
+    Floor: every column of the product read once, what is kept written once; per closing window the cached rows it
+    needs.
+    """
+    op = "prepare_attention"
+    batch.check(op)
+    for call in calls:
+        call.check(batch, frequencies)
+    ratio = calls[0].compressor.ratio if calls else 0
+    if [call.compressor.ratio for call in calls] not in ([], [4], [4, 4], [128]):
+        raise checks.OperandValueError(
+            f"{op}: calls: expected none, one, or two of ratio 4, found {[call.compressor.ratio for call in calls]}"
+        )
+    tokens, requests = batch.tokens, batch.requests.shape[0]
+    units = unit_limit(tokens, requests, ratio) if calls else 1
+    if ratio == 128:
+        if workspace is None:
+            raise checks.OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
+        workspace.check(units, calls[0].kv)
+    if latents is not None:
+        checks.require_shape(f"{op}: kv of latents", latents.kv, (tokens, latents.kv.shape[-1]), "[T, 512]")
+        latents.check()
+    if not tokens:
+        return
+    # One kernel for all sizes of decode, where no program looks through the requests for its unit.
+    each, padded = 0, triton.next_power_of_2(requests)
+    if batch.is_decode:
+        each, padded = (min(triton.next_power_of_2(triton.cdiv(tokens, PROGRAMS)), 16) if ratio == 128 else 1), 1
+    groups = triton.cdiv(units, max(each, 1))
+    programs = groups * (BLOCKS.value if ratio == 128 else len(calls))
+    _attention_inputs[(programs + (2 * tokens if latents else 0),)](
+        PassArguments.of(batch, frequencies) if calls else (),
+        latents.arguments() if latents else (),
+        tuple(call.arguments() for call in calls),
+        workspace if ratio == 128 else (),
+        groups,
+        ratio,
+        each if calls else 0,
+        padded if calls else 0,
+        num_warps=WARPS[ratio],
+        **UNFUSED,
+    )
