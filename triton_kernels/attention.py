@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import (
+    OperandTypeError,
     require_aligned,
     require_contiguous,
     require_dimensions,
@@ -53,7 +54,7 @@ from .checks import (
     require_shape,
 )
 from .kv_entry import DIM, ROPE_DIM, page_bytes
-from .rope import load_turns, rotate
+from .rope import load_turns, mean_square_scale, rotate
 from .rounding import INTERPRETED, UNFUSED, round_for, round_to_bf16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -89,11 +90,35 @@ def _query(row, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rounded(weights):
+def _rounded(values):
+    """fp32 to what a product takes."""
     if INTERPRETED:
-        return round_to_bf16(weights)
+        return round_to_bf16(values)
     else:
-        return weights.to(tl.bfloat16)
+        return values.to(tl.bfloat16)
+
+
+@triton.jit
+def _square_sum(values):
+    values = values.to(tl.float32)
+    return tl.sum(values * values, axis=1)
+
+
+@triton.jit
+def _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS: tl.constexpr):
+    """Raw queries, in their four pieces [HEADS, ...]: each row over its root mean square, the tail turned.
+
+    cos, sin: fp32 [32]. Each piece is rounded to bf16 once. Squares of bf16 are exact in fp32, so fused or not, a sum
+    of squares has the same bits.
+    """
+    square_sum = _square_sum(q_low) + _square_sum(q_mid) + (_square_sum(q_high) + _square_sum(q_tail))
+    scale = mean_square_scale(square_sum, 512.0, eps)[:, None]
+    even, odd = tl.split(tl.reshape(q_tail.to(tl.float32) * scale, (HEADS, 32, 2)))
+    even, odd = rotate(even, odd, cos[None, :], sin[None, :])
+    q_low = _rounded(q_low.to(tl.float32) * scale)
+    q_mid = _rounded(q_mid.to(tl.float32) * scale)
+    q_high = _rounded(q_high.to(tl.float32) * scale)
+    return q_low, q_mid, q_high, _rounded(tl.reshape(tl.join(even, odd), (HEADS, 64)))
 
 
 @triton.jit
@@ -160,6 +185,8 @@ def _attend(
     out,
     partial_stats,
     heads,
+    eps,
+    RAW: tl.constexpr,
     PACKED: tl.constexpr,
     WINDOW_SHIFT: tl.constexpr,
     EXTRA_SHIFT: tl.constexpr,
@@ -176,27 +203,12 @@ def _attend(
 ):
     """Program (query · head blocks + head block, split).
 
-    ``out`` is the output or, if SPLIT, the partials' values, fp32 [T, H, splits, 512], which are not turned.
+    ``out`` is the output or, if SPLIT, :class:`Partials`' values.
     """
     head_blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
     known = head < heads
-
-    q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
-    q_low = _query(q_row, known, 0, 256)
-    q_mid = _query(q_row, known, 256, 128)
-    q_high = _query(q_row, known, 384, 64)
-    q_tail = _query(q_row, known, 448, 64)
-
-    # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
-    sink_top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
-    top = sink_top
-    denominator = tl.zeros((HEADS,), tl.float32)
-    low = _zeros(HEADS, 256, TRANSPOSED)
-    mid = _zeros(HEADS, 128, TRANSPOSED)
-    high = _zeros(HEADS, 64, TRANSPOSED)
-    tail = _zeros(HEADS, 64, TRANSPOSED)
 
     window_length = window_columns
     if HAS_WINDOW_LENGTHS:
@@ -211,6 +223,32 @@ def _attend(
     split, splits = tl.program_id(1), tl.num_programs(1)
     begin = split * tiles // splits
     end = (split + 1) * tiles // splits
+
+    out_row = token * heads + head
+    if SPLIT:
+        out_row = out_row * splits + split
+        if begin >= end:
+            # No part, as a sum of 0 says: where a list is long and few of its columns count, most programs have none.
+            tl.store(partial_stats + out_row * 2 + 1, tl.zeros((HEADS,), tl.float32), mask=known)
+            return
+
+    q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
+    q_low = _query(q_row, known, 0, 256)
+    q_mid = _query(q_row, known, 256, 128)
+    q_high = _query(q_row, known, 384, 64)
+    q_tail = _query(q_row, known, 448, 64)
+    if RAW:
+        cos, sin = load_turns(turns + token * 64, 32)
+        q_low, q_mid, q_high, q_tail = _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS)
+
+    # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
+    sink_top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
+    top = sink_top
+    denominator = tl.zeros((HEADS,), tl.float32)
+    low = _zeros(HEADS, 256, TRANSPOSED)
+    mid = _zeros(HEADS, 128, TRANSPOSED)
+    high = _zeros(HEADS, 64, TRANSPOSED)
+    tail = _zeros(HEADS, 64, TRANSPOSED)
 
     for tile in tl.range(begin, end, num_stages=STAGES):
         # One loop over both sets, so that the loads of the next tile run ahead across their border.
@@ -263,27 +301,24 @@ def _attend(
         high = _accumulate(high, decay, weights, k_high, TRANSPOSED)
         tail = _accumulate(tail, decay, weights, k_tail, TRANSPOSED)
 
-    out_row = token * heads + head
     if SPLIT:
-        out_row = out_row * splits + split
         tl.store(partial_stats + out_row * 2, top, mask=known)
         tl.store(partial_stats + out_row * 2 + 1, denominator, mask=known)
-        factor = tl.full((HEADS,), 1.0, tl.float32)
-        stored = known & (begin < end)
+        # Not left as they are: the compiler runs the products of accumulators that are stored untouched one by one.
+        factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_top - top))
-        stored = known
     row = out + out_row[:, None] * 512
-    _store(row, _scaled(low, factor, TRANSPOSED), stored, 0, 256)
-    _store(row, _scaled(mid, factor, TRANSPOSED), stored, 256, 128)
-    _store(row, _scaled(high, factor, TRANSPOSED), stored, 384, 64)
+    _store(row, _scaled(low, factor, TRANSPOSED), known, 0, 256)
+    _store(row, _scaled(mid, factor, TRANSPOSED), known, 256, 128)
+    _store(row, _scaled(high, factor, TRANSPOSED), known, 384, 64)
     rotated = _scaled(tail, factor, TRANSPOSED)
     if HAS_TURNS and not SPLIT:
         cos, sin = load_turns(turns + token * 64, 32)
         even, odd = tl.split(tl.reshape(rotated, (HEADS, 32, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
-    _store(row, rotated, stored, 448, 64)
+    _store(row, rotated, known, 448, 64)
 
 
 @triton.jit
@@ -299,23 +334,23 @@ def _combine(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (query · heads + head, block of columns): all parts at once; one with denominator 0 is not read.
+    """Program (query · heads + head, block of columns): all parts at once; of one whose sum is 0 nothing else is read.
 
     PARTS: ``splits`` or more; it alone determines the order of the sums.
     """
     row = tl.program_id(0).to(tl.int64)
     part = row * splits + tl.arange(0, PARTS)
     known = tl.arange(0, PARTS) < splits
-    tops = tl.load(stats + part * 2, mask=known, other=float("-inf"))
-    denominators = tl.load(stats + part * 2 + 1, mask=known, other=0.0)
+    sums = tl.load(stats + part * 2 + 1, mask=known, other=0.0)
+    found = sums > 0
+    tops = tl.load(stats + part * 2, mask=found, other=float("-inf"))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    found = tl.load(values + part[:, None] * 512 + column[None, :], mask=(denominators > 0)[:, None], other=0.0)
+    parts = tl.load(values + part[:, None] * 512 + column[None, :], mask=found[:, None], other=0.0)
 
-    top = tl.max(tops, axis=0)
-    weights = tl.exp2(tops - top)
-    sink_weight = tl.exp2(tl.load(sink + row % heads) * LOG2_E - top)
-    denominator = tl.sum(denominators * weights, axis=0) + sink_weight
-    total = tl.sum(found * weights[:, None], axis=0) / denominator
+    sink_top = tl.load(sink + row % heads) * LOG2_E
+    top = tl.maximum(tl.max(tops, axis=0), sink_top)
+    weights = sums * tl.exp2(tops - top)
+    total = tl.sum(parts * weights[:, None], axis=0) / (tl.sum(weights, axis=0) + tl.exp2(sink_top - top))
     if HAS_TURNS:
         # Pairs before the last 32 are turned by nothing.
         pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2) - 224
@@ -340,7 +375,11 @@ class Entries(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What the programs of one query leave for the sum, fp32: values [T, H, S, 512], (maximum, sum) [T, H, S, 2]."""
+    """What the programs of one query leave for the sum of their parts; where a sum is 0, nothing else is defined.
+
+    values: fp32 [T, H, S, 512], each part over its own sum of weights, not turned back.
+    stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
+    """
 
     values: Tensor
     stats: Tensor
@@ -452,6 +491,7 @@ def sparse_attention(
     window_lengths: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     turns: Tensor | None = None,
+    query_eps: float | None = None,
     splits: int | None = None,
     partials: Partials | None = None,
     out: Tensor | None = None,
@@ -460,7 +500,8 @@ def sparse_attention(
     """One softmax over two sets of cached entries and a sink; keys are the values too. See the module's text.
 
     Args:
-        q: bf16 [T, H, 512] after RoPE, the last dimension contiguous; any H.
+        q: bf16 [T, H, 512], the last dimension contiguous; any H. Normalised and rotated, or, with ``query_eps``, the
+            projection.
         window, window_slots: the sliding window's pool and int32 or int64 [T, W]; a negative slot is none.
         sink: fp32 [H], finite, in logit units, not scaled; it has no value.
         scale: softmax scale, ``512**-0.5``.
@@ -469,6 +510,8 @@ def sparse_attention(
         window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
         turns: fp32 [T, 64] from ``rope.rope_turns`` of the queries' positions: the last 64 columns are turned back by
             them, in fp32; not at all by default.
+        query_eps: divide each row of ``q`` by its root mean square, with this added to the mean square, and turn its
+            last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
         splits: programs per query and block of heads, up to ``MAX_SPLITS``; by default what :func:`choose_splits` says
             of this device.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
@@ -503,6 +546,10 @@ def sparse_attention(
         require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")
         require_dtype("turns", turns, torch.float32)
         require_contiguous("turns", turns)
+    if query_eps is not None:
+        require_range("query_eps", query_eps, 0.0, 1.0)
+        if turns is None:
+            raise OperandTypeError("turns: expected them with query_eps, by which raw queries are rotated, found None")
     if out is None:
         out = torch.empty(tokens, heads, DIM, dtype=q.dtype, device=q.device)
     require_shape("out", out, q.shape, "[T, H, 512]")
@@ -554,6 +601,8 @@ def sparse_attention(
         target,
         stats,
         heads,
+        0.0 if query_eps is None else query_eps,
+        RAW=query_eps is not None,
         PACKED=packed,
         WINDOW_SHIFT=window.page_size.bit_length() - 1,
         EXTRA_SHIFT=extra.page_size.bit_length() - 1,

@@ -5,7 +5,7 @@ pass asks for the same angles, so they are evaluated once: :func:`rope_turns` fi
 [T, rope_dim], of (cos, sin) by pair, one row for each token of the pass (or each entry of a compressor), and every
 kernel that rotates reads its token's row. No table of all positions is kept.
 
-Rounding: the rotation is two fp32 products and their fp32 sum or difference, each rounded (fusion is off).
+Rounding: the rotation is two fp32 products and their fp32 sum or difference, each rounded, in any launch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
-from .rounding import UNFUSED, round_for
-
-HEADS_A_PROGRAM = 32
-"""Of ``apply_rope_``, at most: a program's turns serve all its heads."""
+from .rounding import UNFUSED, product
 
 
 @triton.jit
@@ -30,8 +27,8 @@ def load_turns(turns_ptr, PAIRS: tl.constexpr):
 
 @triton.jit
 def rotate(even, odd, cos, sin):
-    """The pairs (even, odd) turned forward; give −sin to turn back."""
-    return even * cos - odd * sin, even * sin + odd * cos
+    """The pairs (even, odd) turned forward, without fusion; give −sin to turn back."""
+    return product(even, cos) - product(odd, sin), product(even, sin) + product(odd, cos)
 
 
 @triton.jit
@@ -78,154 +75,6 @@ def rope_turns(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     if tokens:
         block = 16
         _turns_kernel[(triton.cdiv(tokens, block),)](positions, frequencies, out, tokens, pairs, block, **UNFUSED)
-    return out
-
-
-@triton.jit
-def _apply_rope_kernel(
-    x, turns, heads, x_token, x_head, tail, PAIRS: tl.constexpr, HEADS: tl.constexpr, INVERSE: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    cos, sin = load_turns(turns + token * (2 * PAIRS), PAIRS)
-    if INVERSE:
-        sin = -sin
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    inside = (head < heads)[:, None]
-    at = x + token * x_token + head.to(tl.int64)[:, None] * x_head + tail + tl.arange(0, 2 * PAIRS)[None, :]
-    pairs = tl.reshape(tl.load(at, mask=inside, other=0.0).to(tl.float32), (HEADS, PAIRS, 2))
-    even, odd = tl.split(pairs)
-    even, odd = rotate(even, odd, cos[None, :], sin[None, :])
-    turned = tl.reshape(tl.join(even, odd), (HEADS, 2 * PAIRS))
-    tl.store(at, round_for(turned, x), mask=inside)
-
-
-def apply_rope_(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the last rope_dim dimensions of ``x``, in place; the others are neither read nor written.
-
-    Args:
-        x: bf16 or fp32 [T, H, n], n >= rope_dim, the last dimension contiguous.
-        turns: fp32 [T, rope_dim] from :func:`rope_turns`.
-        inverse: turn back, as the attention output is, at the query's position.
-
-    Returns:
-        ``x``.
-
-    Rounding: fp32 rotation, one rounding to ``x``'s dtype. Floor: T·H·rope_dim read and written once, the turns read.
-    """
-    checks.require_dimensions("x", x, 3, "[T, H, n]")
-    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
-    checks.require_rows("x", x)
-    tokens, heads, width = x.shape
-    rope = require_turns("turns", turns, tokens, width)
-    checks.require_same_device("x", x, turns=turns)
-    if tokens and heads:
-        per_program = min(HEADS_A_PROGRAM, triton.next_power_of_2(heads))
-        grid = (tokens, triton.cdiv(heads, per_program))
-        _apply_rope_kernel[grid](
-            x,
-            turns,
-            heads,
-            x.stride(0),
-            x.stride(1),
-            width - rope,
-            rope // 2,
-            per_program,
-            inverse,
-            # No element in two warps, of which one might store what the other has yet to load.
-            num_warps=max(1, per_program * rope // (32 * 16)),
-            **UNFUSED,
-        )
-    return x
-
-
-@triton.jit
-def _norm_rope_kernel(
-    x,
-    weight,
-    turns,
-    out,
-    eps,
-    heads,
-    x_token,
-    x_head,
-    out_token,
-    out_head,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
-    TAIL: tl.constexpr = WIDTH - 2 * PAIRS
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    inside = (head < heads)[:, None]
-    rows = x + token * x_token + head.to(tl.int64)[:, None] * x_head
-    out_rows = out + token * out_token + head.to(tl.int64)[:, None] * out_head
-    column = tl.arange(0, PADDED)[None, :]
-    values = tl.load(rows + column, mask=inside & (column < WIDTH), other=0.0).to(tl.float32)
-    rotary = tl.arange(0, 2 * PAIRS)[None, :]
-    tail = tl.load(rows + TAIL + rotary, mask=inside, other=0.0).to(tl.float32)
-
-    scale = mean_square_scale(tl.sum(values * values, axis=1), WIDTH * 1.0, eps)[:, None]
-    values, tail = values * scale, tail * scale
-    if WEIGHTED:
-        values *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        tail *= tl.load(weight + TAIL + rotary).to(tl.float32)
-    cos, sin = load_turns(turns + token * (2 * PAIRS), PAIRS)
-    even, odd = tl.split(tl.reshape(tail, (HEADS, PAIRS, 2)))
-    even, odd = rotate(even, odd, cos[None, :], sin[None, :])
-    tl.store(out_rows + column, round_for(values, out), mask=inside & (column < TAIL))
-    turned = tl.reshape(tl.join(even, odd), (HEADS, 2 * PAIRS))
-    tl.store(out_rows + TAIL + rotary, round_for(turned, out), mask=inside)
-
-
-def rms_norm_rope(x: Tensor, weight: Tensor | None, eps: float, turns: Tensor, out: Tensor) -> Tensor:
-    """Root-mean-square normalisation of each head, then the rotation of its tail.
-
-    Args:
-        x: bf16 or fp32 [T, H, n], the last dimension contiguous.
-        weight: bf16 or fp32 [n], or ``None`` (queries).
-        eps: added to the mean square.
-        turns: fp32 [T, rope_dim] from :func:`rope_turns`.
-        out: bf16 or fp32 [T, H, n], the last dimension contiguous; may be ``x``.
-
-    Returns:
-        ``out``.
-
-    Rounding: everything in fp32, one rounding to ``out``'s dtype; the sum of squares in an order of its own, the same
-    for every T and H. Floor: ``x`` read and ``out`` written once.
-    """
-    checks.require_dimensions("x", x, 3, "[T, H, n]")
-    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
-    checks.require_rows("x", x)
-    checks.require_dtype("out", out, torch.bfloat16, torch.float32)
-    checks.require_shape("out", out, x.shape, "x's shape")
-    checks.require_rows("out", out)
-    tokens, heads, width = x.shape
-    rope = require_turns("turns", turns, tokens, width)
-    if weight is not None:
-        require_norm_weight(weight, width)
-    checks.require_same_device("x", x, weight=weight, turns=turns, out=out)
-    if tokens and heads:
-        per_program = 4
-        grid = (tokens, triton.cdiv(heads, per_program))
-        _norm_rope_kernel[grid](
-            x,
-            x if weight is None else weight,
-            turns,
-            out,
-            eps,
-            heads,
-            *x.stride()[:2],
-            *out.stride()[:2],
-            width,
-            triton.next_power_of_2(width),
-            rope // 2,
-            per_program,
-            weight is not None,
-            **UNFUSED,
-        )
     return out
 
 

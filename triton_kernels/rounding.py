@@ -54,6 +54,17 @@ def round_for(x, pointer):
 
 
 @triton.jit
+def product(x, y):
+    """fp32 ``x · y``, rounded before it is added to anything, whether or not the launch is ``UNFUSED``."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` of fp32, correctly rounded: what ``div_rn`` gives, for half the instructions."""
     if INTERPRETED:

@@ -1,7 +1,8 @@
 """Sparse attention over packed entries, in decoding and prefill: Flash, one of its eight ranks, Pro.
 
 Peers, as SGLang calls them: FlashMLA's sparse decoding and SGLang's own Triton kernel over the same pages, FlashMLA's
-sparse prefill over rows of bf16. Each gets the same lists, lengths and sink.
+sparse prefill over rows of bf16. Each gets the same lists, lengths and sink. Over packed entries ours normalises and
+rotates the queries, as a layer asks for; the peers get them ready.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192
 """Compressed entries per query (``None``: the model's top-k) and their page size."""
 QUERIES = (1, 8, 64, 256, 8192)
 SCALE = 512**-0.5
+EPS = 1e-6
 
 
 def _pool(entries: int, page_size: int) -> Entries:
@@ -148,6 +150,8 @@ def cases() -> Iterator[Case]:
                 extra_slots = _lists(queries, width, in_extra) if width else None
                 lengths = _all_of(queries, WINDOW), _all_of(queries, width)
                 q = torch.randn(queries, heads, 512, device="cuda", dtype=torch.bfloat16)
+                turns = torch.tensor([1.0, 0.0], device="cuda").repeat(queries, 32)  # by nothing
+                ready = torch.nn.functional.rms_norm(q.float(), (512,), eps=EPS).bfloat16()
                 sink, out = torch.randn(heads, device="cuda"), torch.empty_like(q)
                 tiling = default_tiling(heads, packed=True)
                 splits = choose_splits(queries, heads, (WINDOW, width), processors, tiling)
@@ -163,6 +167,8 @@ def cases() -> Iterator[Case]:
                     extra_slots,
                     window_lengths=lengths[0],
                     extra_lengths=lengths[1] if width else None,
+                    turns=turns,
+                    query_eps=EPS,
                     splits=splits,
                     partials=new_partials(q, splits),
                     out=out,
@@ -170,9 +176,9 @@ def cases() -> Iterator[Case]:
                 yield Case(
                     f"sparse_attention/{model}/{layer}/{queries}x{WINDOW + width}",
                     run,
-                    bytes=keys * 584 + q.nbytes + out.nbytes,
+                    bytes=keys * 584 + q.nbytes + out.nbytes + turns.nbytes,
                     flops=keys * heads * 2 * (512 + 512),
-                    peers=_paged(q, window, window_slots, sink, extra, extra_slots, lengths, out),
+                    peers=_paged(ready, window, window_slots, sink, extra, extra_slots, lengths, out),
                 )
         yield _prefill_of_rows(model, heads, WINDOW + topk)
 

@@ -1,4 +1,4 @@
-"""Rotations and the store of key-value entries, at the shapes of Flash and Pro.
+"""The table of turns, and the store of key-value entries, at the shapes of Flash and Pro.
 
 Peers: SGLang's CUDA kernels for the same places, which nvcc compiles at their first call. They look turns up in a table
 of all positions; ours are computed once a pass (``rope_turns``) and read by every layer.
@@ -14,13 +14,11 @@ from bench_peers import compared, foreign, installed
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.kv_entry import ENTRY_BYTES, norm_rope_store_kv, page_bytes
-from nvfp4_sgl.triton_kernels.rope import apply_rope_, rms_norm_rope, rope_turns
+from nvfp4_sgl.triton_kernels.rope import rope_turns
 
-from . import Case, Peer, relative_error
+from . import Case, Peer
 
 TOKENS = (1, 8, 64, 256, 8192)
-HEADS = {"flash": 64, "pro": 128}
-INDEX_HEADS = 64
 NORM_ROPE = "sglang.kernels.ops.attention.dsv4.norm_rope"
 EPS, PAGE_SIZE, CONTEXT = 1e-6, 256, 65536
 
@@ -35,19 +33,6 @@ def cases() -> Iterator[Case]:
         fill()
         yield Case(f"rope_turns/{tokens}", fill, positions.nbytes + turns.nbytes)
 
-        for model, heads in HEADS.items():
-            q = torch.randn(tokens, heads, 512, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty_like(q)
-            yield Case(
-                f"rms_norm_rope/{model}/{tokens}x{heads}x512",
-                partial(rms_norm_rope, q, None, EPS, turns, out),
-                2 * q.nbytes + turns.nbytes,
-                peers=_norm_peers(q, out, table, positions),
-            )
-            yield _rotation(f"apply_rope inverse/{model}/{tokens}x{heads}x512", out, turns, positions, table, True)
-        index_q = torch.randn(tokens, INDEX_HEADS, 128, device="cuda", dtype=torch.bfloat16)
-        yield _rotation(f"apply_rope/index/{tokens}x{INDEX_HEADS}x128", index_q, turns, positions, table, False)
-
         keys = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
         weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
         pages = torch.zeros(64, page_bytes(PAGE_SIZE), device="cuda", dtype=torch.uint8)
@@ -58,38 +43,6 @@ def cases() -> Iterator[Case]:
             keys.nbytes + turns.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
             peers=_store_peers(keys, weight, table, positions, slots, pages),
         )
-
-
-def _rotation(
-    name: str, x: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool
-) -> Case:
-    tail = x[..., -64:]
-    peers = {}
-    if installed("sglang"):
-        rope, own = foreign(NORM_ROPE, "fused_rope_inplace"), x.clone()
-
-        def error() -> float:
-            """Of one rotation: both turn what they find in place, again and again."""
-            ours, theirs = x.clone(), x.clone()
-            apply_rope_(ours, turns, inverse=inverse)
-            rope(theirs[..., -64:], None, table, positions, inverse)
-            return relative_error(theirs, ours)
-
-        peers["sglang (nvcc)"] = Peer(partial(rope, own[..., -64:], None, table, positions, inverse), error)
-    return Case(
-        name,
-        partial(apply_rope_, x, turns, inverse=inverse),
-        2 * tail.numel() * tail.element_size() + turns.nbytes,
-        peers=peers,
-    )
-
-
-def _norm_peers(q: torch.Tensor, out: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> dict[str, Peer]:
-    if not installed("sglang"):
-        return {}
-    own = torch.empty_like(out)
-    run = partial(foreign(NORM_ROPE, "fused_q_norm_rope"), q, own, EPS, table, positions)
-    return {"sglang (nvcc)": compared(run, out, own)}
 
 
 def _store_peers(

@@ -18,7 +18,6 @@ from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
 from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor
 from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
 from nvfp4_sgl.triton_kernels.latent import Latents
-from nvfp4_sgl.triton_kernels.rope import rms_norm_rope
 from nvfp4_sgl.triton_kernels.topk import select_entries
 
 
@@ -90,7 +89,6 @@ class Attention(nn.Module):
 
         q, *index_q = self.from_q(normed, torch.bfloat16)
         q = q.view(tokens, self._heads, config.head_dim)
-        rms_norm_rope(q, None, eps, turns, q)
         extra, slots, lengths = None, None, None
         if self._kind is LayerKind.HCA:
             extra, slots, lengths = packed(cache.compressed), plan.entry_slots, plan.entry_lengths
@@ -108,6 +106,7 @@ class Attention(nn.Module):
             window_lengths=plan.window_lengths,
             extra_lengths=lengths,
             turns=turns,
+            query_eps=eps,
         )
         z = self.wo_a(o.view(tokens, self._groups, -1))
         return multiply(z, self.wo_b.weight, torch.bfloat16)

@@ -77,7 +77,7 @@ _REFERENCES = {
 
 _KERNELS = {
     "rms_norm": "attention_inputs:prepare_attention",
-    "rms_norm_rope": "rope:rms_norm_rope",
+    "rms_norm_rope": "attention:sparse_attention",
     "apply_rope": "attention:sparse_attention",
     "expand_streams": "streams:embed_streams",
     "hyper_connection_pre": "hyper_connection:hyper_connection_next",

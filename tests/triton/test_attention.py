@@ -13,7 +13,7 @@ from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.numerics import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
-from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
+from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
 from nvfp4_sgl.triton_kernels.attention import (
     BLACKWELL,
     FEW_HEADS,
@@ -221,6 +221,47 @@ def test_turning_rounds_once(splits: int, device: str) -> None:
     assert (turned != expected)[..., 448:].float().mean() < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("tiling", "splits"),
+    [(HOPPER, 1), (BLACKWELL, 1), (FEW_HEADS, 1), (FEW_HEADS, 3), pytest.param(HOPPER, 3, marks=pytest.mark.gpu)],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.heads}x{value.keys}x{value.transposed}",
+)
+def test_raw_queries(tiling: Tiling, splits: int, device: str) -> None:
+    """The bits of queries made ready by the reference. Sums of their squares are exact, whatever the order."""
+    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
+        pytest.skip("another architecture's")
+    case = problem(20, [40, 30], tokens=3)
+    raw = torch.randint(-31, 32, case.q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    raw[1] *= 2**-11  # where what is added to the mean square counts
+    raw[2] *= 2**40
+    eps = 1e-6
+    positions, frequencies = torch.tensor([70_001, 3, 1_048_575]), inverse_frequencies(64, 160000.0)
+    turns = turns_of(positions, frequencies)
+    case.q = rms_norm_rope(raw, None, eps, positions, frequencies)
+    expected = check(case, device, tiling=tiling, splits=splits)
+    turned = case.run(device, tiling=tiling, splits=splits, turns=turns)
+    case.q = raw
+    found = case.run(device, tiling=tiling, splits=splits, turns=turns, query_eps=eps)
+    assert torch.equal(found, turned) and torch.equal(found[..., :448], expected[..., :448])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_raw_queries_of_any_size(seed: int, device: str) -> None:
+    """Rows from 2^-40 to 2^50: the order of a sum of squares may show in the last bit of a query, and no further."""
+    case = problem(20, [40, 30], tokens=2, seed=seed)
+    raw = (case.q.float() * torch.exp2(torch.linspace(-40, 50, 20))[:, None]).bfloat16()
+    raw[:, 7] = 0
+    positions, frequencies = torch.tensor([12, 99_999]), inverse_frequencies(64, 10000.0)
+    turns = turns_of(positions, frequencies)
+    case.q = rms_norm_rope(raw, None, 1e-6, positions, frequencies)
+    _, size = case.exact()
+    ready = case.run(device, turns=turns)
+    case.q = raw
+    found = case.run(device, turns=turns, query_eps=1e-6)
+    assert ((found - ready).float().abs() <= 0.02 * size.amax(-1, keepdim=True)).all()
+    assert (found != ready).float().mean() < 0.05
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_query_that_sees_nothing_gives_zero(splits: int, device: str) -> None:
     case = problem(8, [20, 70], tokens=2)
@@ -407,6 +448,8 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"window_slots": slots[0].float()},
         {"extra_slots": slots[1][:1]},
         {"window_lengths": torch.ones(3, dtype=torch.int32)},
+        {"query_eps": 1e-6},
+        {"query_eps": float("nan"), "turns": torch.zeros(2, 64)},
         {"splits": 0},
         {"splits": MAX_SPLITS + 1},
         {"turns": torch.zeros(2, 32)},

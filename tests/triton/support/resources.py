@@ -36,6 +36,8 @@ class Resources:
     Attributes:
         registers: per thread. stack, local: bytes per thread, where registers are spilled. shared: bytes per block.
         ptx: how often each PTX instruction occurs, by its full name: which roundings the compiler chose.
+        group_waits: machine instructions that wait for products of warp groups. One after each says that the assembler
+            could not run them together, and they take turns with their latency.
     """
 
     kernel: str
@@ -46,6 +48,7 @@ class Resources:
     local: int
     shared: int
     ptx: dict[str, int]
+    group_waits: int
 
     def count(self, prefix: str) -> int:
         """PTX instructions whose name begins with ``prefix``."""
@@ -118,7 +121,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
-        command = [str(tool), "--dump-resource-usage", str(cubin)]
+        command = [str(tool), "--dump-resource-usage", "--dump-sass", str(cubin)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return Resources(
@@ -130,6 +133,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         local=usage["LOCAL"],
         shared=kernel.metadata.shared,
         ptx=dict(Counter(re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.[\w:]+)*)\s", kernel.asm["ptx"], re.M))),
+        group_waits=text.count("WARPGROUP.DEPBAR"),
     )
 
 
