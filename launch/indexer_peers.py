@@ -19,7 +19,7 @@ PAGE, DIM = PAGE_TOKENS // 4, 128
 def query_peers(
     q: Tensor, weights: Tensor, factor: float, frequencies: Tensor, positions: Tensor, codes: Tensor, scaled: Tensor
 ) -> dict[str, Peer]:
-    """Of ``index_query``, whose weights must be values of bf16, as SGLang's are."""
+    """Of ``prepare_queries``, whose weights must be values of bf16, as SGLang's are."""
     if not installed("sglang"):
         return {}
     angles = torch.arange(int(positions.max()) + 1, device=q.device, dtype=torch.float32)[:, None] * frequencies
@@ -36,15 +36,27 @@ def query_peers(
     return {"sglang (nvcc)": Peer(run, error, limit=0.05)}
 
 
-def score_peers(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scores: Tensor) -> dict[str, Peer]:
-    """Of ``index_scores`` of all tokens, as many at once as ``scores`` has rows, the last of which it ends with."""
+def score_peers(
+    codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scores: Tensor, preparations: dict[str, Peer]
+) -> dict[str, Peer]:
+    """Of ``index_scores`` of all tokens, as many at once as ``scores`` has rows, the last of which it ends with.
+
+    The products take our ``codes`` and ``scaled``, but SGLang's preparation of its own, if there is one among
+    ``preparations``, is run before them.
+    """
     if not installed("deep_gemm"):
         return {}
     queries, visible = codes.view(torch.float8_e4m3fn), _visible(batch)
     rows, columns = scores.shape
     parts = [slice(first, min(first + rows, len(codes))) for first in range(0, len(codes), rows)]
 
-    def peer(run: Any) -> Peer:
+    def peer(products: Any) -> Peer:
+        def run() -> Tensor:
+            for preparation in preparations.values():
+                preparation.run()
+            logits: Tensor = products()
+            return logits
+
         def error() -> float:
             last = parts[-1]
             seen = torch.arange(columns, device=codes.device) < visible[last, None]
@@ -69,7 +81,8 @@ def score_peers(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scor
             )
         return logits
 
-    peers = {"deep_gemm fp8_paged_mqa_logits (nvcc)": peer(run_paged)}
+    before = "sglang query + " if preparations else ""
+    peers = {f"{before}deep_gemm fp8_paged_mqa_logits (nvcc)": peer(run_paged)}
     if not batch.is_decode and batch.requests.shape[0] == 1:
         flat = foreign("deep_gemm", "fp8_mqa_logits")
         order = batch.slots[0, ::PAGE_TOKENS].long() // PAGE_TOKENS
@@ -87,7 +100,7 @@ def score_peers(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scor
                 )
             return logits
 
-        peers["deep_gemm fp8_mqa_logits, keys gathered before (nvcc)"] = peer(run_flat)
+        peers[f"{before}deep_gemm fp8_mqa_logits, keys gathered before (nvcc)"] = peer(run_flat)
     return peers
 
 

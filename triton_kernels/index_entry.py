@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
-from .rounding import INTERPRETED, UNFUSED, encode_e4m3, finite
+from .rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3
 
 DIM = 128
 ENTRY_BYTES = 132
@@ -53,8 +53,10 @@ def pack_index_row(rows):
 
     NaN counts as +0, magnitudes are clamped to the largest finite bf16. No row's scale depends on another row.
     """
-    rows = finite(rows)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(rows), axis=1), AMAX_FLOOR), 448.0)
+    rows = tl.where(rows != rows, 0.0, rows)
+    # What is clamped has the largest code, clamped or not.
+    largest = tl.minimum(tl.max(tl.abs(rows), axis=1), BF16_MAX)
+    scale = tl.div_rn(tl.maximum(largest, AMAX_FLOOR), 448.0)
     return encode_e4m3(rows * tl.div_rn(1.0, scale)[:, None]), scale
 
 

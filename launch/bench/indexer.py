@@ -1,5 +1,5 @@
-"""The lightning indexer: queries, scores and the choice of entries, in decoding and prefill. Flash and Pro differ in
-topk alone. Peers: ``indexer_peers``, torch."""
+"""The lightning indexer: scores of raw queries and the choice of entries, in decoding and prefill; what prefill does to
+its queries. Flash and Pro differ in topk alone. Peers: ``indexer_peers``, torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
 from nvfp4_sgl.triton_kernels.index_entry import ENTRY_BYTES, page_bytes
-from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
+from nvfp4_sgl.triton_kernels.index_query import prepare_queries
+from nvfp4_sgl.triton_kernels.indexer import index_scores
 from nvfp4_sgl.triton_kernels.rope import rope_turns
 from nvfp4_sgl.triton_kernels.topk import new_workspace, select_entries
 
-from . import Case
+from . import Case, Peer
 
 HEADS, DIM, PAGE = 64, 128, PAGE_TOKENS // 4
 FACTOR = DIM**-0.5 * HEADS**-0.5
@@ -58,27 +59,48 @@ def _pages(entries: int) -> Tensor:
     return pages
 
 
-def _all_scores(codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scores: Tensor) -> None:
+class _Queries:
+    """Raw ones at positions of their own, and what is made of them."""
+
+    def __init__(self, positions: Tensor):
+        tokens, self.positions = len(positions), positions
+        self.q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.weights = torch.randn(tokens, HEADS, device="cuda").bfloat16().float()
+        self.frequencies = inverse_frequencies(64, 160000.0).cuda()
+        self.turns = rope_turns(positions, self.frequencies, torch.empty(tokens, 64, device="cuda"))
+        self.codes = torch.empty(tokens, HEADS, DIM, device="cuda", dtype=torch.float8_e4m3fn)
+        self.scaled = torch.empty_like(self.weights)
+        self.prepare()
+
+    def prepare(self) -> None:
+        prepare_queries(self.q, self.weights, self.turns, FACTOR, self.codes, self.scaled)
+
+    def peers(self) -> dict[str, Peer]:
+        return query_peers(
+            self.q, self.weights, FACTOR, self.frequencies, self.positions, self.codes.view(torch.uint8), self.scaled
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.q.nbytes + self.weights.nbytes + self.turns.nbytes
+
+
+def _all_scores(queries: _Queries, pages: Tensor, batch: Batch, scores: Tensor) -> None:
     """Of all tokens, as many at once as there is room for."""
-    for first in range(0, len(codes), len(scores)):
-        part = slice(first, first + len(scores))
-        index_scores(codes[part], scaled[part], pages, PAGE, batch, 0, scores[: len(codes[part])], first=first)
+    for first in range(0, batch.tokens, len(scores)):
+        part = slice(first, min(first + len(scores), batch.tokens))
+        query = (queries.q[part], queries.weights[part], queries.turns[part], FACTOR)
+        index_scores(*query, pages, PAGE, batch, 0, scores[: part.stop - first], first=first)
 
 
 def cases() -> Iterator[Case]:
-    for tokens in (*DECODING, PROMPT):
-        q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        weights = torch.randn(tokens, HEADS, device="cuda").bfloat16().float()
-        turns = torch.empty(tokens, 64, device="cuda")
-        positions, frequencies = torch.arange(tokens, device="cuda"), inverse_frequencies(64, 160000.0).cuda()
-        rope_turns(positions, frequencies, turns)
-        codes, scaled = _codes(tokens, HEADS, DIM), torch.empty_like(weights)
-        yield Case(
-            f"index_query/{tokens}x{HEADS}x{DIM}",
-            partial(index_query, q, weights, turns, FACTOR, codes, scaled),
-            bytes=q.nbytes + weights.nbytes + turns.nbytes + codes.nbytes + scaled.nbytes,
-            peers=query_peers(q, weights, FACTOR, frequencies, positions, codes, scaled),
-        )
+    queries = _Queries(torch.arange(PROMPT, device="cuda"))
+    yield Case(
+        f"prepare_queries/{PROMPT}x{HEADS}x{DIM}",
+        queries.prepare,
+        bytes=queries.bytes + queries.codes.nbytes + queries.scaled.nbytes,
+        peers=queries.peers(),
+    )
     for name, context in CONTEXTS.items():
         for requests in DECODING:
             if requests * context // 4 <= ENTRIES:
@@ -89,16 +111,16 @@ def cases() -> Iterator[Case]:
 def _scored(name: str, batch: Batch, context: int) -> Iterator[Case]:
     """Scores of all entries that are seen, and the choice among as many at once as scores are held."""
     tokens, columns, requests = batch.tokens, context // 4, batch.requests.shape[0]
-    codes, scaled = _codes(tokens, HEADS, DIM), torch.randn(tokens, HEADS, device="cuda")
+    queries = _Queries(batch.positions)
     pages = _pages(requests * columns)
     scores = torch.randn(min(tokens, SCORES // columns), columns, device="cuda")
     seen = int(((batch.positions + 1) // 4).sum())
     yield Case(
         f"index_scores/{name}/{tokens}x{columns}",
-        partial(_all_scores, codes, scaled, pages, batch, scores),
-        bytes=requests * columns * ENTRY_BYTES + codes.nbytes + scaled.nbytes + 4 * seen,
+        partial(_all_scores, queries, pages, batch, scores),
+        bytes=requests * columns * ENTRY_BYTES + queries.bytes + 4 * seen,
         flops=seen * HEADS * 2 * DIM // 2,  # FP8
-        peers=score_peers(codes, scaled, pages, batch, scores),
+        peers=score_peers(queries.codes.view(torch.uint8), queries.scaled, pages, batch, scores, queries.peers()),
     )
     rows = len(scores)
     for model, topk in TOPK.items():

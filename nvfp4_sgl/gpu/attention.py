@@ -16,7 +16,7 @@ from nvfp4_sgl.model.weights import Shard, frozen
 from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
 from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor
-from nvfp4_sgl.triton_kernels.indexer import index_query, index_scores
+from nvfp4_sgl.triton_kernels.indexer import index_scores
 from nvfp4_sgl.triton_kernels.latent import Latents
 from nvfp4_sgl.triton_kernels.topk import select_entries
 
@@ -125,17 +125,15 @@ class Attention(nn.Module):
         """Score the visible ratio-4 entries; slots of the best, int32 [T, index_topk], and how many."""
         config, batch = self._config, step.plan.batch
         heads, dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        tokens = q.shape[0]
-        codes = q.new_empty(tokens, heads, dim, dtype=torch.uint8)
-        scaled = q.new_empty(tokens, heads, dtype=torch.float32)
-        factor = dim**-0.5 * heads**-0.5
-        index_query(q.view(tokens, heads, dim), weights, step.compressed_turns, factor, codes, scaled)
+        tokens, factor = q.shape[0], dim**-0.5 * heads**-0.5
+        q = q.view(tokens, heads, dim)
         slots = q.new_empty(tokens, topk, dtype=torch.int32)
         lengths = q.new_empty(tokens, dtype=torch.int32)
         rows = step.scores.shape[0]
         for first in range(0, tokens, rows):
             part = slice(first, min(first + rows, tokens))
             scores = step.scores[: part.stop - first]
-            index_scores(codes[part], scaled[part], *keys, batch, topk, scores, first=first)
+            query = (q[part], weights[part], step.compressed_turns[part], factor)
+            index_scores(*query, *keys, batch, topk, scores, first=first)
             select_entries(scores, batch, topk, slots[part], lengths[part], first=first)
         return slots, lengths

@@ -1,6 +1,9 @@
-"""Index queries equal the reference's bits; scores are its scores wherever a token sees an entry, and nowhere else."""
+"""Index queries equal the reference's bits, whoever prepares them; scores are its scores of what a token sees, and
+nothing else is written."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +15,13 @@ from nvfp4_sgl.ops.indexer import index_scores as reference_scores
 from nvfp4_sgl.ops.indexer import indexer_query
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
 from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.index_query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer import (
     DECODE,
     HOPPER_PREFILL,
     PREFILL,
     Tiling,
     choose_splits,
-    index_query,
     index_scores,
 )
 from nvfp4_sgl.triton_kernels.rope import rope_turns
@@ -48,10 +51,10 @@ def queried(
 ) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
     turns = rope_turns(positions.to(device), FREQUENCIES.to(device), torch.empty(tokens, 64, device=device))
-    codes = torch.full((tokens, heads, 128), 0x7B, dtype=dtype, device=device)
+    queries = torch.full((tokens, heads, 128), 0x7B, dtype=torch.uint8, device=device).to(dtype)
     scaled = torch.full((tokens, heads), torch.nan, device=device)
-    index_query(q, weights, turns, factor, codes, scaled)
-    return codes.cpu(), scaled.cpu()
+    prepare_queries(q, weights, turns, factor, queries, scaled)
+    return queries.cpu(), scaled.cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -65,11 +68,11 @@ def test_queries_equal_the_reference(heads: int, dtype: torch.dtype, device: str
     factor = 128**-0.5 * heads**-0.5
     wide = torch.randn(7, heads * 2, generator=generator).to(dtype)
     given = torch.cat([raw, raw.new_full((7, 1, 128), torch.nan)], dim=1).to(device)[:, :heads]
-    codes, scaled = queried(given, wide.to(device)[:, heads:], positions, factor, torch.uint8, device)
+    codes, scaled = queried(given, wide.to(device)[:, heads:], positions, factor, torch.float8_e4m3fn, device)
 
     rotated = apply_rope(raw.to(torch.bfloat16), positions, FREQUENCIES)
     data, scale = index_entry.pack(index_entry.hadamard(rotated.float()).view(-1, 128))
-    assert torch.equal(codes, data.view(7, heads, 128))
+    assert torch.equal(codes.view(torch.uint8), data.view(7, heads, 128))
     assert torch.equal(scaled, wide[:, heads:].float() * torch.tensor(factor).float() * scale.view(7, heads))
 
 
@@ -82,17 +85,19 @@ def test_exact_queries_are_rotated_only(device: str):
 
 
 class Layer:
-    """Queries and cached keys of a pass: packed, or exact."""
+    """Raw queries and cached keys of a pass: packed, or exact."""
 
     def __init__(self, made: Pass, heads: int, *, exact: bool = False, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
         tokens, self.made = made.batch.tokens, made
-        q = torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16)
-        self.weights = torch.randn(tokens, heads, generator=generator)  # of both signs
+        self.raw = torch.randn(tokens, heads, 128, generator=generator).to(torch.bfloat16)
+        self.raw_weights = torch.randn(tokens, heads, generator=generator)  # of both signs
+        self.factor = 128**-0.5 * heads**-0.5
         keys = torch.randn(made.pages * PAGE, 128, generator=generator).to(torch.bfloat16)
+        rotated = apply_rope(self.raw, made.plan.positions, FREQUENCIES)
+        self.weights = self.raw_weights * self.factor
         if exact:
-            self.pages, self.codes, self.scaled = keys.view(made.pages, -1), q, self.weights
-            self.q, self.keys = q.float(), keys.float()
+            self.pages, self.q, self.keys = keys.view(made.pages, -1), rotated.float(), keys.float()
             return
         self.pages = torch.full((made.pages, index_entry.page_bytes(PAGE)), 0xFF, dtype=torch.uint8)
         slots = made.plan.csa_entry_slots.flatten()
@@ -100,9 +105,7 @@ class Layer:
         index_entry.write_rows(self.pages, PAGE, slots, keys[slots])
         store = PackedIndexRows(self.pages, PAGE)
         self.keys = store.read(torch.arange(made.pages * PAGE))
-        self.q = indexer_query(q, store)
-        data, scale = index_entry.pack(index_entry.hadamard(q.float()).view(-1, 128))
-        self.codes, self.scaled = data.view(q.shape), self.weights * scale.view(tokens, heads)
+        self.q = indexer_query(rotated, store)
 
     def expected(self, token: int) -> tuple[Tensor, Tensor]:
         """The reference's scores of what a token sees, and the sum of magnitudes that errors are measured by."""
@@ -118,9 +121,23 @@ class Layer:
         rows = self.made.batch.tokens if rows is None else rows
         part = slice(first, first + rows)
         scores = torch.full((rows, columns + 16), torch.nan, device=device)[:, :columns]
-        given = (self.codes[part].to(device), self.scaled[part].to(device), self.pages.to(device), PAGE)
-        index_scores(*given, self.made.batch, topk, scores, first=first, tiling=tiling)
+        index_scores(
+            *self.queries(device, part),
+            self.pages.to(device),
+            PAGE,
+            self.made.batch,
+            topk,
+            scores,
+            first=first,
+            tiling=tiling,
+        )
         return scores.cpu()
+
+    def queries(self, device: str, part: slice) -> tuple[Tensor, Tensor, Tensor, float]:
+        """What ``index_scores`` is told of them."""
+        positions = self.made.batch.positions[part]
+        turns = rope_turns(positions, FREQUENCIES.to(device), torch.empty(len(positions), 64, device=device))
+        return self.raw[part].to(device), self.raw_weights[part].to(device), turns, self.factor
 
     def check(self, found: Tensor, topk: int, *, first: int = 0) -> None:
         columns = found.shape[1]
@@ -141,6 +158,8 @@ def tolerance() -> float:
 
 
 TILINGS = {"decode": DECODE, "prefill": PREFILL, "hopper": HOPPER_PREFILL}
+SINGLE = replace(DECODE, pages=1, warps=4)
+"""A page a step; other neighbours in a thread."""
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -187,58 +206,80 @@ def test_scores_do_not_depend_on_the_company(tiling: str, device: str):
     assert torch.equal(shifted.view(torch.int32), found[3:].view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [64, 5])
+def test_programs_prepare_the_reference_query(heads: int, dtype: torch.dtype, device: str):
+    """Bit for bit: scores of raw queries are those of queries that were prepared before, whatever is in them."""
+    ends = [40, 511, 130, 300, 77, 1023, 260]
+    made = new_pass([(end - 1, end) for end in ends], device)
+    layer = Layer(made, heads)
+    raw = adversarial_queries(heads).to(dtype)
+    layer.raw = torch.cat([raw, torch.full_like(raw[:, :1], torch.nan)], dim=1)[:, :heads]
+    for tiling in (DECODE, SINGLE):
+        found = layer.scores(256, 2, device, tiling=tiling)
+        expected = layer.scores(256, 2, device, tiling=replace(tiling, prepares=False))
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
 def test_relu_comes_before_the_weight(device: str):
     """Heads clipped to zero leave exactly zero, whatever their weights."""
-    made = new_pass([(40, 41)], device)
+    made = new_pass([(0, 41)], device)
     layer = Layer(made, 16)
-    layer.codes = torch.full_like(layer.codes, 0x38 | 0x80)  # −1
+    last = torch.zeros(16, 128)
+    last[:, 0] = -1.0  # the Hadamard matrix makes it a row of equal numbers
+    layer.raw[40] = last
     index_entry.write_rows(layer.pages, PAGE, made.plan.csa_entry_slots[0], torch.ones(10, 128))
-    assert bool((layer.scores(10, 1, device, tiling=None) == 0).all())
-    layer.codes = torch.full_like(layer.codes, 0x38)
-    layer.scaled = -torch.ones_like(layer.scaled)
-    assert torch.allclose(layer.scores(10, 1, device, tiling=None), torch.tensor(-16.0 * 128))
+    found = layer.scores(10, 1, device, first=40, rows=1, tiling=DECODE)
+    assert bool((found == 0).all())
+    layer.raw[40], layer.raw_weights[40] = -last, -1.0
+    found = layer.scores(10, 1, device, first=40, rows=1, tiling=DECODE)
+    assert torch.allclose(found, torch.tensor(-16.0 * 128 * 128**-0.5 * layer.factor))
 
 
 def test_splits_fill_the_chip_and_no_more():
     assert choose_splits(1, 4096, 132, DECODE) == DECODE.programs * 132
     assert choose_splits(1, 7, 132, DECODE) == 7
-    assert choose_splits(64, 4096, 132, DECODE) == 17
+    assert choose_splits(64, 4096, 132, replace(DECODE, programs=8)) == 17
     assert choose_splits(100000, 4096, 132, PREFILL) == 1
 
 
 def test_refusals(device: str):
     made = new_pass([(0, 5)], device)
-    codes, scaled = torch.zeros(5, 16, 128, dtype=torch.uint8, device=device), torch.zeros(5, 16, device=device)
+    q, weights = torch.zeros(5, 16, 128, device=device), torch.zeros(5, 16, device=device)
+    turns = torch.zeros(5, 64, device=device)
     pages = torch.zeros(2, 64 * 132, dtype=torch.uint8, device=device)
     scores = torch.zeros(5, 64, device=device)
-    good = (codes, scaled, pages, 64, made.batch, 8, scores)
+    good = (q, weights, turns, 0.1, pages, 64, made.batch, 8, scores)
     for index, bad, message in [
-        (0, codes[:4], "codes: expected shape"),
-        (0, codes.bfloat16(), "codes: expected dtype"),
-        (0, codes.new_zeros(5, 128, 128), "H of codes"),
-        (1, scaled.half(), "scaled: expected dtype"),
-        (2, pages[:, :-4], "pages: expected pages of 64"),
-        (2, pages.float(), "pages: expected dtype"),
-        (3, 128, "page_size: expected one of"),
-        (6, scores.half(), "scores: expected dtype"),
-        (6, scores.T, "scores: expected the last dimension"),
+        (0, q[:4], "weights: expected shape"),
+        (0, q[..., :64], "q: expected shape"),
+        (0, q.half(), "q: expected dtype"),
+        (1, weights[:, :8], "weights: expected shape"),
+        (1, weights.half(), "weights: expected dtype"),
+        (2, turns[:, :32].contiguous(), "rope_dim of turns"),
+        (4, pages[:, :-4], "pages: expected pages of 64"),
+        (4, pages.float(), "pages: expected dtype"),
+        (5, 128, "page_size: expected one of"),
+        (8, scores.half(), "scores: expected dtype"),
+        (8, scores.T, "scores: expected the last dimension"),
+        (8, scores[:4], "q: expected shape"),
     ]:
         with pytest.raises(KernelError, match=message):
             index_scores(*good[:index], bad, *good[index + 1 :])
+    with pytest.raises(KernelError, match="H of q"):
+        index_scores(q.new_zeros(5, 128, 128), q.new_zeros(5, 128), *good[2:])
     with pytest.raises(KernelError, match="first: expected a value"):
         index_scores(*good, first=1)
-    q, turns = torch.zeros(5, 16, 128, device=device), torch.zeros(5, 64, device=device)
+    queries = torch.zeros(5, 16, 128, device=device).to(torch.float8_e4m3fn)
     for index, bad, message in [
-        (0, q[..., :64], "q: expected shape"),
-        (1, scaled[:, :8], "weights: expected shape"),
-        (2, turns[:, :32].contiguous(), "rope_dim of turns"),
-        (4, codes.float(), "codes: expected dtype"),
-        (5, scaled.half(), "scaled: expected dtype"),
+        (4, queries.float(), "queries: expected dtype"),
+        (4, queries[:, :8], "queries: expected shape"),
+        (5, weights.half(), "scaled: expected dtype"),
     ]:
-        arguments = [q, scaled, turns, 0.1, codes, scaled]
+        arguments = [q, weights, turns, 0.1, queries, weights]
         arguments[index] = bad
         with pytest.raises(KernelError, match=message):
-            index_query(*arguments)
+            prepare_queries(*arguments)
 
 
 @pytest.mark.gpu
@@ -251,19 +292,20 @@ def test_a_million_tokens(tokens: int, device: str):
     wide = torch.zeros(made.pages, 1 << 19, dtype=torch.uint8, device=device)
     wide[:, : 64 * 132] = layer.pages.to(device)
     scores = torch.full((tokens, 262144), torch.nan, device=device)
-    index_scores(layer.codes.to(device), layer.scaled.to(device), wide, PAGE, made.batch, 512, scores)
+    index_scores(*layer.queries(device, slice(None)), wide, PAGE, made.batch, 512, scores)
     layer.check(scores.cpu(), 512)
 
 
 def launches() -> None:
     batch, tokens = new_pass([(0, 16)], "cpu").batch, 16
-    q, scaled = torch.zeros(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(tokens, 64)
-    codes, pages = torch.zeros(tokens, 64, 128, dtype=torch.uint8), torch.zeros(2, 64 * 132, dtype=torch.uint8)
-    exact, scores = torch.zeros(2, 64 * 128, dtype=torch.bfloat16), torch.zeros(tokens, 4096)
-    index_query(q, scaled, torch.zeros(tokens, 64), 0.1, codes, scaled)
+    q, weights = torch.zeros(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(tokens, 64)
+    given = (q, weights, torch.zeros(tokens, 64), 0.1)
+    pages, exact = torch.zeros(2, 64 * 132, dtype=torch.uint8), torch.zeros(2, 64 * 128, dtype=torch.bfloat16)
+    scores = torch.zeros(tokens, 4096)
     for tiling in TILINGS.values():
-        index_scores(codes, scaled, pages, PAGE, batch, 512, scores, tiling=tiling)
-    index_scores(q, scaled, exact, PAGE, batch, 512, scores, tiling=PREFILL)
+        index_scores(*given, pages, PAGE, batch, 512, scores, tiling=tiling)
+    for tiling in (DECODE, PREFILL):
+        index_scores(*given, exact, PAGE, batch, 512, scores, tiling=tiling)
 
 
 SPILLED = {90: 32, 100: 320}
@@ -273,14 +315,15 @@ SPILLED = {90: 32, 100: 320}
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert sorted(usage.kernel for usage in found) == ["_query_kernel"] + ["_scores_kernel"] * 4
+    assert sorted(usage.kernel for usage in found) == ["_query_kernel"] * 2 + ["_scores_kernel"] * 5
     for usage in found:
         if usage.warps == HOPPER_PREFILL.warps:
             assert usage.registers <= 128 and usage.stack <= SPILLED[architecture], usage
         else:
             usage.require_no_spills()
+        usage.require_exact_arithmetic()
         if usage.kernel == "_query_kernel":
-            usage.require_exact_arithmetic()
             assert usage.count("fma") == 0
         else:
             assert usage.count({90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]) > 0, usage
+            assert usage.count("cp.async.cg") > 4, "a step's keys are asked for when the step begins"
