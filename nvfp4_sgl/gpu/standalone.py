@@ -59,7 +59,7 @@ class GpuStandalone:
         inventory = Inventory.open(path)
         inventory.verify(self.config)
         reader = CheckpointReader(inventory)
-        self._embed = reader.read("embed.weight").to(self.device).bfloat16()
+        self.table = reader.read("embed.weight").to(self.device).bfloat16()
         self._head = reader.read("head.weight").to(self.device).bfloat16()
         parallel = parallel or TensorParallel()
         self.decoder = GpuDecoder(GpuContext(reader, self.config, self.device, parallel=parallel))
@@ -113,7 +113,7 @@ class GpuStandalone:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Residual streams bf16 [T, n, d]."""
-        return self.decoder.embed(ids, self._embed)
+        return self.decoder.embed(ids, self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [T, vocab] of hidden states bf16 [T, d]."""

@@ -27,6 +27,7 @@ def sizes(limit: int) -> list[int]:
 def warm_up(
     decoder: GpuDecoder,
     config: ModelConfig,
+    table: Tensor,
     caches: Sequence[LayerCache],
     slots: Tensor,
     full_to_swa: Tensor,
@@ -38,6 +39,7 @@ def warm_up(
     """Run passes of every size on request slot 0 and page 0, which SGLang keeps for padding.
 
     Args:
+        table: bf16 [vocabulary, d], the embedding, or this rank's part of it.
         slots: int32 [request slots, columns]; row 0 is all zeros. full_to_swa: int64; 0 maps to 0.
         tokens: of the largest prefill pass. requests: of the largest decode pass.
         longest: tokens of the longest sequence that may come.
@@ -54,8 +56,8 @@ def warm_up(
             config, decoder.scratch, positions, zeros[:requests], slots, full_to_swa, longest=longest, decode=decode
         )
         step.prepare(decoder.frequencies, lengths, None if decode else torch.full_like(lengths, each))
-        streams = torch.randn(len(positions), config.hc_mult, config.hidden_size, device=device).bfloat16()
-        decoder(streams, zeros, step, caches)
+        decoder.expand(table[:1].expand(len(zeros), -1).contiguous())  # ranks of a split vocabulary begin so
+        decoder(decoder.embed(zeros, table), zeros, step, caches)
 
     for size in sizes(min(tokens, end)):
         run(1, size, decode=False)

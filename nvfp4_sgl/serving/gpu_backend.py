@@ -31,6 +31,7 @@ class GpuAttentionBackend(PoolBackend):
         warm_up(
             runner.model.decoder,
             self.config,
+            runner.model.embed.weight,
             self.caches,
             self.req_to_token_pool.req_to_token,
             private.full_to_swa_mapping(self.token_to_kv_pool),

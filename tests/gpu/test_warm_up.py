@@ -45,7 +45,7 @@ def test_nothing_compiles_afterwards(tmp_path: Any, compiled: list[str]):
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
     full_to_swa = model.caches.advance({0: 0}).full_to_swa.cuda()
     warm_up(
-        model.decoder, model.config, model.caches.layers, slots, full_to_swa, tokens=CAPACITY, requests=12,
+        model.decoder, model.config, model.table, model.caches.layers, slots, full_to_swa, tokens=CAPACITY, requests=12,
         longest=CAPACITY,
     )  # fmt: skip
     assert compiled, "the hook sees nothing"
