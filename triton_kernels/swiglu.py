@@ -1,4 +1,4 @@
-"""Clamped SwiGLU in bf16, and the gathering of rows: what experts need around products that take bf16 (§6.2, §6.3).
+"""Clamped SwiGLU in bf16, and the copies of rows: what experts need around products that take bf16 (§6.2, §6.3).
 
 Products in NVFP4 quantise on the way instead: ``quantize.quantize`` with ``source_row``, ``quantize.swiglu_quantize``.
 """
@@ -28,7 +28,7 @@ def clamped_swiglu(gate, up, limit):
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` of fp32 values; NaN stays NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -76,39 +76,47 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gather(x, source_row, out, width, x_row, out_row, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(source_row + row).to(tl.int64)
+def _scatter(x, destination, out, width, x_row, out_row, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (column < width) & (source >= 0)
-    tl.store(out + row * out_row + column, tl.load(x + source * x_row + column, mask=inside), mask=inside)
+    inside = column < width
+    value = tl.load(x + token * x_row + column, mask=inside)
+    for copy in tl.static_range(COPIES):
+        row = tl.load(destination + token * COPIES + copy).to(tl.int64)
+        tl.store(out + row * out_row + column, value, mask=inside & (row >= 0))
 
 
-def gather_rows(x: Tensor, source_row: Tensor, out: Tensor) -> Tensor:
-    """``out[i] = x[source_row[i]]``.
+def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
+    """``out[destination[t, k]] = x[t]``: each token's row to where its experts read it.
+
+    A row is read once and written k times; gathering by the rows of ``out`` would read it once for each expert, from
+    memory where the input is larger than L2.
 
     Args:
-        x: [S, K], the last dimension contiguous.
-        source_row: int32 [T], rows of ``x`` (not checked); a row with −1 is left as it is.
-        out: [T, K] in ``x``'s dtype, the last dimension contiguous.
+        x: [T, K], the last dimension contiguous.
+        destination: int32 [T, k], contiguous, rows of ``out`` (not checked), all different; −1 for no copy.
+        out: [R, K] in ``x``'s dtype, the last dimension contiguous; rows that no token goes to are left as they are.
 
     Returns:
-        ``out``. Floor: S·K values read at best, T·K written.
+        ``out``. Floor: T·K values read, T·k·K written.
     """
-    op = "gather_rows"
-    require_dimensions(f"{op}: x", x, 2, "[S, K]")
-    require_dimensions(f"{op}: source_row", source_row, 1, "[T]")
-    require_dtype(f"{op}: source_row", source_row, torch.int32)
-    require_contiguous(f"{op}: source_row", source_row)
+    op = "scatter_rows"
+    require_dimensions(f"{op}: x", x, 2, "[T, K]")
+    tokens, width = x.shape
+    require_dimensions(f"{op}: destination", destination, 2, "[T, k]")
+    copies = destination.shape[1]
+    require_shape(f"{op}: destination", destination, (tokens, copies), "[T, k]")
+    require_dtype(f"{op}: destination", destination, torch.int32)
+    require_contiguous(f"{op}: destination", destination)
+    require_dimensions(f"{op}: out", out, 2, "[R, K]")
+    require_shape(f"{op}: out", out, (out.shape[0], width), "[R, K]")
     require_dtype(f"{op}: out", out, x.dtype)
-    rows, width = source_row.shape[0], x.shape[1]
-    require_shape(f"{op}: out", out, (rows, width), "[T, K]")
     require_rows(f"{op}: x", x)
     require_rows(f"{op}: out", out)
-    require_same_device("x", x, source_row=source_row, out=out)
-    if rows and width:
-        block = min(triton.next_power_of_2(width), 2048)
-        _gather[(rows, triton.cdiv(width, block))](
-            x, source_row, out, width, x.stride(0), out.stride(0), BLOCK=block, num_warps=4
+    require_same_device("x", x, destination=destination, out=out)
+    if tokens and width and copies:
+        block = min(triton.next_power_of_2(width), 1024)
+        _scatter[(tokens, triton.cdiv(width, block))](
+            x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4
         )
     return out

@@ -1,4 +1,4 @@
-"""SwiGLU and gathered rows in bf16, for the experts of Flash and Pro: six of them and the shared one, for each token.
+"""SwiGLU and scattered rows in bf16, for the experts of Flash and Pro: six of them and the shared one, for each token.
 
 Peers: SGLang's CUDA kernel (compiled by nvcc at its first call), torch.
 """
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from bench_peers import compared, foreign, installed
 
-from nvfp4_sgl.triton_kernels.swiglu import gather_rows, swiglu
+from nvfp4_sgl.triton_kernels.swiglu import scatter_rows, swiglu
 
 from . import Case
 
@@ -25,7 +25,7 @@ def cases() -> Iterator[Case]:
         for tokens in TOKENS:
             rows = EXPERTS * tokens
             yield _swiglu(f"swiglu/{model}/{tokens}x{EXPERTS}x{inner}", rows, inner)
-            yield _gather(f"gather_rows/{model}/{tokens}x{EXPERTS}x{hidden}", tokens, rows, hidden)
+            yield _scatter(f"scatter_rows/{model}/{tokens}x{EXPERTS}x{hidden}", tokens, rows, hidden)
 
 
 def _swiglu(name: str, rows: int, width: int) -> Case:
@@ -39,14 +39,15 @@ def _swiglu(name: str, rows: int, width: int) -> Case:
     return Case(name, partial(swiglu, gate_up, LIMIT, out), gate_up.nbytes + out.nbytes, peers=peers)
 
 
-def _gather(name: str, tokens: int, rows: int, width: int) -> Case:
-    """Each token's rows among those of its experts, anywhere."""
+def _scatter(name: str, tokens: int, rows: int, width: int) -> Case:
+    """Each token's rows among those of its experts, anywhere. torch gathers them."""
     x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
-    source = (torch.randperm(rows, device="cuda") // EXPERTS).int()
+    destination = torch.randperm(rows, device="cuda", dtype=torch.int32).view(tokens, EXPERTS)
+    source = destination.flatten().argsort() // EXPERTS
     out, own = x.new_empty(rows, width), x.new_empty(rows, width)
     return Case(
         name,
-        partial(gather_rows, x, source, out),
-        x.nbytes + source.nbytes + out.nbytes,
+        partial(scatter_rows, x, destination, out),
+        x.nbytes + destination.nbytes + out.nbytes,
         peers={"torch.index_select": compared(partial(torch.index_select, x, 0, source, out=own), out, own)},
     )

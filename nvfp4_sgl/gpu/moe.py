@@ -11,7 +11,7 @@ from nvfp4_sgl.gpu.context import GpuContext
 from nvfp4_sgl.gpu.products import ExpertProjection, multiply
 from nvfp4_sgl.model.weights import Matrix, Shard, frozen, load_matrix
 from nvfp4_sgl.triton_kernels.routing import Permutation, finalize, permute, route_hash, route_topk
-from nvfp4_sgl.triton_kernels.swiglu import gather_rows, swiglu
+from nvfp4_sgl.triton_kernels.swiglu import scatter_rows, swiglu
 
 
 class MoE(nn.Module):
@@ -61,7 +61,7 @@ class MoE(nn.Module):
         rows = Permutation.allocate(*experts.shape, groups + 1, 1, x.device)
         permute(experts, 1, rows)
         ends = rows.offsets[1:]
-        gathered = gather_rows(x, rows.source_row, x.new_empty(rows.source_row.shape[0], x.shape[1]))
-        gate_up = self.w13(gathered, ends)
+        copies = scatter_rows(x, rows.destination, x.new_empty(rows.source_row.shape[0], x.shape[1]))
+        gate_up = self.w13(copies, ends)
         hidden = swiglu(gate_up, config.swiglu_limit, x.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
         return finalize(self.w2(hidden, ends), rows.destination, weights, torch.empty_like(x))

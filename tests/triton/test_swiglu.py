@@ -1,4 +1,4 @@
-"""Clamped SwiGLU and gathered rows, in bf16."""
+"""Clamped SwiGLU and scattered rows, in bf16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 from tests.triton.support.resources import resources
 from triton_kernels.checks import KernelError
-from triton_kernels.swiglu import gather_rows, swiglu
+from triton_kernels.swiglu import scatter_rows, swiglu
 
 LIMIT = 10.0
 
@@ -37,13 +37,17 @@ def test_nan_stays_nan(device: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gather(dtype: torch.dtype, device: str):
-    x = torch.randn(9, 2500, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
-    source = torch.tensor([8, 0, -1, 3, 3, -1, 5], dtype=torch.int32, device=device)
-    out = torch.full((7, 2500), torch.inf, dtype=dtype, device=device)
-    gather_rows(x, source, out)
-    for row, at in enumerate(source.tolist()):
-        assert torch.equal(out[row], x[at] if at >= 0 else torch.full_like(out[row], torch.inf))
+def test_scatter(dtype: torch.dtype, device: str):
+    x = torch.randn(5, 2500, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    destination = torch.tensor([[6, 0], [-1, 3], [9, 1], [-1, -1], [8, 2]], dtype=torch.int32, device=device)
+    out = torch.full((10, 2504), torch.inf, dtype=dtype, device=device)
+    scatter_rows(x, destination, out[:, :2500])
+    expected = torch.full_like(out, torch.inf)
+    for token, rows in enumerate(destination.tolist()):
+        for row in rows:
+            if row >= 0:
+                expected[row, :2500] = x[token]
+    assert torch.equal(out, expected)
 
 
 def test_refusals(device: str):
@@ -54,14 +58,16 @@ def test_refusals(device: str):
         swiglu(x[:, :5], LIMIT, x[:, :2])
     with pytest.raises(KernelError, match="limit"):
         swiglu(x, 0.0, x[:, :3])
-    with pytest.raises(KernelError, match="source_row: expected dtype"):
-        gather_rows(x, torch.zeros(2, dtype=torch.int64, device=device), x)
+    with pytest.raises(KernelError, match="destination: expected dtype"):
+        scatter_rows(x, torch.zeros(2, 3, dtype=torch.int64, device=device), x)
+    with pytest.raises(KernelError, match="destination: expected shape"):
+        scatter_rows(x, torch.zeros(3, 3, dtype=torch.int32, device=device), x)
 
 
 def launches() -> None:
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
     swiglu(x, LIMIT, x[:, :2048])
-    gather_rows(x, torch.zeros(16, dtype=torch.int32), x)
+    scatter_rows(x, torch.zeros(16, 7, dtype=torch.int32), x)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
