@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch import Batch
+from .batch import PAGE_TOKENS, Batch
 from .checks import (
     require_contiguous,
     require_dimensions,
@@ -29,6 +29,8 @@ from .checks import (
 )
 
 MAX_REQUESTS = 4096
+BLOCK = 1024
+"""Entries resolved at once: with 128, the 8192 of a million tokens took an H200 17 us."""
 
 
 @triton.jit
@@ -63,6 +65,7 @@ def _resolve(
     entry_columns,
     WINDOW: tl.constexpr,
     RATIO: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -85,8 +88,10 @@ def _resolve(
     for begin in range(0, entries, BLOCK):
         entry = begin + tl.arange(0, BLOCK)
         inside = entry < entries
-        full = tl.load(row + entry.to(tl.int64) * RATIO, mask=inside, other=0)
-        tl.store(entry_slots + token * entry_columns + entry, full // RATIO, mask=inside)
+        # Entries of a page follow one another: its first slot tells them all, and is read by neighbouring lanes.
+        place = entry % (PAGE // RATIO)
+        page = tl.load(row + (entry - place).to(tl.int64) * RATIO, mask=inside, other=0)
+        tl.store(entry_slots + token * entry_columns + entry, page // RATIO + place, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -169,5 +174,6 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     _resolve[(tokens,)](
         batch.positions, batch.bounds, batch.requests, batch.slots, batch.slots.stride(0), batch.full_to_swa,
         batch.owners, plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
-        count, columns, WINDOW=window, RATIO=128, BLOCK_B=block, BLOCK=128, num_warps=2,
+        count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
+        num_warps=4,
     )  # fmt: skip
