@@ -27,6 +27,22 @@ class Peer:
     part: bool = False
 
 
+def one_after_the_other(first: Mapping[str, Peer], second: Mapping[str, Peer]) -> dict[str, Peer]:
+    """Peers that each do a part of a case: every pair of them, with the larger of their errors."""
+
+    def pair(a: Peer, b: Peer) -> Peer:
+        def run() -> None:
+            a.run()
+            b.run()
+
+        def error() -> float:
+            return max(peer.error() for peer in (a, b) if peer.error)
+
+        return Peer(run, error if a.error or b.error else None, max(a.limit, b.limit), a.part or b.part)
+
+    return {f"{name}, {other}": pair(a, b) for name, a in first.items() for other, b in second.items()}
+
+
 @dataclass(frozen=True)
 class Case:
     """One op at one shape, its tensors already on the device.

@@ -6,7 +6,7 @@ sgl_kernel's kernels, one after another (``compressor_peers`` for the windows).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, new_wor
 from nvfp4_sgl.triton_kernels.latent import Latents
 from nvfp4_sgl.triton_kernels.rope import rope_turns
 
-from . import Case, Peer
+from . import Case, Peer, one_after_the_other
 
 RANKS = {"flash": 1024, "pro": 1536}
 EPS, PAGE_SIZE = 1e-6, 256
@@ -73,22 +73,8 @@ def _layers(batch: Batch, kind: str) -> Iterator[Case]:
                 f"attention_inputs {layer}/{model}/{kind}/{batch.tokens}",
                 partial(run, mine, calls),
                 size + _latent_bytes(mine),
-                peers=_both(peers[model], theirs),
+                peers=one_after_the_other(peers[model], theirs),
             )
-
-
-def _both(first: dict[str, Peer], second: dict[str, Peer]) -> dict[str, Peer]:
-    """One after another, where both are there; each is compared in its own case."""
-    return {
-        f"{name}, {other}": Peer(partial(_in_order, a.run, b.run))
-        for name, a in first.items()
-        for other, b in second.items()
-    }
-
-
-def _in_order(*runs: Callable[[], object]) -> None:
-    for run in runs:
-        run()
 
 
 def _latents(batch: Batch, frequencies: Tensor, rank: int) -> Latents:

@@ -1,7 +1,7 @@
-"""Routing, permutation and the final sum of experts, at the shapes of Flash and Pro.
+"""Routing with the permutation, and the final sum of experts, at the shapes of Flash and Pro.
 
 Peers: what SGLang's fused experts call: ``moe_fused_gate`` and ``moe_fused_mul_sum`` (Triton), ``hash_topk`` (compiled
-by nvcc at its first call) and ``moe_align_block_size`` (AOT).
+by nvcc at its first call) and ``moe_align_block_size`` (AOT) after either.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from functools import partial
 import torch
 from bench_peers import compared, foreign, installed
 
-from nvfp4_sgl.triton_kernels import routing
+from nvfp4_sgl.triton_kernels.finalize import finalize
+from nvfp4_sgl.triton_kernels.permutation import Routes
+from nvfp4_sgl.triton_kernels.routing import route_hash, route_topk
 
-from . import Case, Peer, relative_error
+from . import Case, Peer, one_after_the_other, relative_error
 
 MODELS = {"flash": (4096, 256), "pro": (7168, 384)}
 TOKENS = (1, 8, 64, 256, 8192)
@@ -22,69 +24,44 @@ TOPK, SCALE = 6, 2.5
 
 
 def cases() -> Iterator[Case]:
-    """With the shared expert as a group of its own."""
+    """With the shared expert as a group of its own, and its column in the permutation."""
     for model, (d, count) in MODELS.items():
         for tokens in TOKENS:
             shape = f"{model}/{tokens}x{count}"
             logits = torch.randn(tokens, count, device="cuda")
             bias = torch.randn(count, device="cuda")
-            experts, weights = routing.route_topk(logits, bias, TOPK, SCALE, shared_expert=True)
-            chosen = experts.nbytes + weights.nbytes
+            arrivals = torch.zeros(1, dtype=torch.int32, device="cuda")
+            out = Routes.allocate(tokens, TOPK + 1, count + 1, 8 if tokens <= 64 else 128, "cuda")
+            route = partial(route_topk, logits, bias, SCALE, out, arrivals, shared_expert=True)
+            route()
+            written = sum(tensor.nbytes for tensor in vars(out).values() if isinstance(tensor, torch.Tensor))
+            written -= out.starts.nbytes
+            align = _align(out)
             yield Case(
                 f"route_topk/{shape}",
-                partial(
-                    routing.route_topk,
-                    logits,
-                    bias,
-                    TOPK,
-                    SCALE,
-                    shared_expert=True,
-                    experts=experts,
-                    weights=weights,
-                ),
-                bytes=logits.nbytes + chosen,
+                route,
+                bytes=logits.nbytes + written,
                 peers={
                     "torch.topk alone": Peer(partial(torch.topk, logits, TOPK, sorted=False), part=True),
-                    **_gate(logits, bias, weights),
+                    **one_after_the_other(_gate(logits, bias, out.weights), align),
                 },
             )
             table = torch.randint(count, (129280, TOPK), device="cuda", dtype=torch.int32)
             ids = torch.randint(len(table), (tokens,), device="cuda")
+            hashed = Routes.allocate(tokens, TOPK + 1, count + 1, out.tile, "cuda")
             yield Case(
                 f"route_hash/{shape}",
-                partial(
-                    routing.route_hash,
-                    logits,
-                    table,
-                    ids,
-                    SCALE,
-                    shared_expert=True,
-                    experts=experts,
-                    weights=weights,
-                ),
-                bytes=2 * chosen + ids.nbytes,
-                peers=_hash(logits, ids, table, weights),
+                partial(route_hash, logits, table, ids, SCALE, hashed, arrivals, shared_expert=True),
+                bytes=tokens * TOPK * 8 + ids.nbytes + written,
+                peers=one_after_the_other(_hash(logits, ids, table, hashed.weights), _align(hashed)),
             )
-            routing.route_topk(logits, bias, TOPK, SCALE, shared_expert=True, experts=experts, weights=weights)
-            tile = 8 if tokens <= 64 else 128
-            place = routing.Permutation.allocate(tokens, TOPK + 1, count + 1, tile, "cuda")
-            yield Case(
-                f"permute/{shape}",
-                partial(routing.permute, experts, tile, place),
-                bytes=2 * experts.nbytes + place.source_row.nbytes + place.offsets.nbytes + place.counts.nbytes,
-                peers={
-                    "torch.sort alone": Peer(partial(torch.sort, experts.view(-1), stable=True), part=True),
-                    **_align(experts, count + 1, tile, place),
-                },
-            )
-            routing.permute(experts, tile, place)
-            rows = torch.randn(place.source_row.numel(), d, device="cuda", dtype=torch.bfloat16)
-            out = rows.new_empty(tokens, d)
+            rows = torch.randn(out.source_row.numel(), d, device="cuda", dtype=torch.bfloat16)
+            summed = rows.new_empty(tokens, d)
             yield Case(
                 f"finalize/{model}/{tokens}x{TOPK + 1}x{d}",
-                partial(routing.finalize, rows, place.destination, weights, out),
-                bytes=out.nbytes * (TOPK + 2),
-                peers=_weighted_sum(rows, place.destination, weights, out),
+                partial(finalize, rows, out.destination, out.weights, summed),
+                bytes=summed.nbytes * (TOPK + 2),
+                peers=_weighted_sum(rows, out.destination, out.weights, summed),
             )
 
 
@@ -116,20 +93,20 @@ def _sorted(weights: torch.Tensor) -> torch.Tensor:
     return weights[:, :TOPK].sort().values
 
 
-def _align(experts: torch.Tensor, count: int, tile: int, place: routing.Permutation) -> dict[str, Peer]:
+def _align(out: Routes) -> dict[str, Peer]:
     """SGLang's experts read their rows through the sorted ids, so it writes no inverse."""
     if not installed("sglang", "sgl_kernel"):
         return {}
     align = partial(
         foreign("sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size", "moe_align_block_size"),
-        *(experts, tile, count),
+        *(out.experts, out.tile, out.groups),
     )
 
     def error() -> float:
-        padded = (place.counts + tile - 1) // tile * tile
+        padded = (out.counts + out.tile - 1) // out.tile * out.tile
         return relative_error(align()[2][:1], padded.sum()[None])
 
-    return {"sglang moe_align_block_size": Peer(align, error)}
+    return {"moe_align_block_size": Peer(align, error)}
 
 
 def _weighted_sum(

@@ -44,11 +44,11 @@ class HyperConnection(nn.Module):
 class Block(nn.Module):
     """Attention and experts of one layer, and the sites in front of them."""
 
-    def __init__(self, context: GpuContext, layer: int, frequencies: Frequencies):
+    def __init__(self, context: GpuContext, layer: int, frequencies: Frequencies, scratch: Scratch):
         super().__init__()
         stem, iterations = f"layers.{layer}", context.config.hc_sinkhorn_iters
         self.attn = Attention(context, layer, frequencies)
-        self.ffn = MoE(context, layer)
+        self.ffn = MoE(context, layer, scratch)
         self.hc_attn = HyperConnection(context, f"{stem}.hc_attn", f"{stem}.attn_norm.weight", iterations=iterations)
         self.hc_ffn = HyperConnection(context, f"{stem}.hc_ffn", f"{stem}.ffn_norm.weight", iterations=iterations)
 
@@ -70,7 +70,8 @@ class GpuDecoder(nn.Module):
         self._config, self._parallel = context.config, context.parallel
         self.frequencies = Frequencies.of(context.config, context.device)
         self.scratch = Scratch(context.device)
-        blocks = [Block(context, layer, self.frequencies) for layer in range(context.config.num_hidden_layers)]
+        layers = range(context.config.num_hidden_layers)
+        blocks = [Block(context, layer, self.frequencies, self.scratch) for layer in layers]
         self.layers = nn.ModuleList(blocks)
         self.hc_head = HyperConnection(context, "hc_head", "norm.weight", iterations=0)
         sites = [site for block in blocks for site in (block.hc_attn, block.hc_ffn)] + [self.hc_head]

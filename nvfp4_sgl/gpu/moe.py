@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.gpu.context import GpuContext
 from nvfp4_sgl.gpu.products import ExpertProjection, multiply
+from nvfp4_sgl.gpu.step import Scratch
 from nvfp4_sgl.model.weights import Matrix, Shard, frozen, load_matrix
-from nvfp4_sgl.triton_kernels.routing import Permutation, finalize, permute, route_hash, route_topk
+from nvfp4_sgl.triton_kernels.finalize import finalize
+from nvfp4_sgl.triton_kernels.permutation import Routes
+from nvfp4_sgl.triton_kernels.routing import route_hash, route_topk
 from nvfp4_sgl.triton_kernels.swiglu import scatter_rows, swiglu
 
 
@@ -20,11 +23,11 @@ class MoE(nn.Module):
     The intermediate dimension of every expert is split over ranks; the result is a partial sum.
     """
 
-    def __init__(self, context: GpuContext, layer: int):
+    def __init__(self, context: GpuContext, layer: int, scratch: Scratch):
         super().__init__()
         source, config, device = context.source, context.config, context.device
         stem = f"layers.{layer}.ffn"
-        self._config = config
+        self._config, self._arrivals = config, scratch.arrivals
         self._hash = config.is_hash_routed(layer)
         share = context.parallel.share(config.moe_intermediate_size)
         names = [f"{stem}.experts.{index}" for index in range(config.n_routed_experts)] + [f"{stem}.shared_experts"]
@@ -49,19 +52,15 @@ class MoE(nn.Module):
         """bf16 [T, d], this rank's part, from the normalised input x, bf16 [T, d], and the ids of these positions."""
         config, groups = self._config, self.w13.weight.shape[0]
         logits = multiply(x, self.gate, torch.float32)
-        if self._hash:
-            experts, weights = route_hash(
-                logits, self.tid2eid, token_ids, config.routed_scaling_factor, shared_expert=True
-            )
-        else:
-            experts, weights = route_topk(
-                logits, self.bias, config.num_experts_per_tok, config.routed_scaling_factor, shared_expert=True
-            )
         # One group more than there are, which nobody visits: where a group begins, the one before it ends.
-        rows = Permutation.allocate(*experts.shape, groups + 1, 1, x.device)
-        permute(experts, 1, rows)
-        ends = rows.offsets[1:]
-        copies = scatter_rows(x, rows.destination, x.new_empty(rows.source_row.shape[0], x.shape[1]))
+        routes = Routes.allocate(len(x), config.num_experts_per_tok + 1, groups + 1, 1, x.device)
+        places = (config.routed_scaling_factor, routes, self._arrivals)
+        if self._hash:
+            route_hash(logits, self.tid2eid, token_ids, *places, shared_expert=True)
+        else:
+            route_topk(logits, self.bias, *places, shared_expert=True)
+        ends = routes.offsets[1:]
+        copies = scatter_rows(x, routes.destination, x.new_empty(routes.source_row.shape[0], x.shape[1]))
         gate_up = self.w13(copies, ends)
         hidden = swiglu(gate_up, config.swiglu_limit, x.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
-        return finalize(self.w2(hidden, ends), rows.destination, weights, torch.empty_like(x))
+        return finalize(self.w2(hidden, ends), routes.destination, routes.weights, torch.empty_like(x))

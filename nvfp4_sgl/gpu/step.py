@@ -42,10 +42,14 @@ class Scratch:
     """Device memory that outlives a pass, because kernels find it as they left it. One decoder, one stream.
 
     What was handed out stays allocated: a captured graph may hold it.
+
+    Attributes:
+        arrivals: int32 [1], where programs count themselves in; zero between launches.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:

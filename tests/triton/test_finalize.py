@@ -1,0 +1,67 @@
+"""The sum of experts' rows against torch in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.finalize import finalize
+from tests.triton.support.resources import resources
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("tokens", "d"), [(5, 72), pytest.param(8192, 7168, marks=pytest.mark.gpu)])
+def test_finalize(
+    tokens: int, d: int, shared: bool, weighted: bool, dtype: torch.dtype, out_dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(d)
+    topk, padded = 6, tokens * 8
+    # Pairs stand anywhere, each in a row of its own; other rows are padding, which counts for nothing.
+    destination = torch.randperm(padded)[: tokens * topk].view(tokens, topk).int().to(device)
+    rows = torch.full((padded, d), float("nan"), dtype=dtype, device=device)
+    rows[destination.long()] = torch.randn(tokens, topk, d).to(device, dtype)
+    destination[0, 2] = -1
+    weights = torch.rand(tokens, topk).to(device) if weighted else None
+    extra = torch.randn(tokens, d).to(device, dtype) if shared else None
+    out = torch.full((tokens, d), float("nan"), dtype=out_dtype, device=device)
+    assert finalize(rows, destination, weights, out, shared=extra) is out
+    parts = torch.where(destination[..., None] < 0, 0, rows.double()[destination.long()])
+    parts *= 1 if weights is None else weights.double()[..., None]
+    exact, size = parts.sum(1), parts.abs().sum(1)
+    if extra is not None:
+        exact, size = exact + extra.double(), size + extra.double().abs()
+    rounding = 2.0**-8 if out_dtype == torch.bfloat16 else 0
+    assert bool(((out.double() - exact).abs() <= exact.abs() * rounding + size * 2.0**-21).all())
+
+
+ROWS, DESTINATION, OUT = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: finalize(ROWS, DESTINATION, None, torch.ones(2, 7)),
+        lambda: finalize(ROWS, DESTINATION.long(), None, OUT),
+        lambda: finalize(ROWS, DESTINATION, torch.ones(2, 3), OUT),
+        lambda: finalize(ROWS, DESTINATION, None, OUT, shared=torch.ones(1, 8)),
+        lambda: finalize(ROWS[:, :0], DESTINATION, None, OUT[:, :0]),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(call) -> None:
+    with pytest.raises(KernelError):
+        call()
+
+
+def launches() -> None:
+    rows = torch.empty(64, 7168, dtype=torch.bfloat16, device="meta")
+    destination = torch.empty(8, 7, dtype=torch.int32, device="meta")
+    finalize(rows, destination, torch.empty(8, 7, device="meta"), rows[:8])
+
+
+def test_nothing_spills() -> None:
+    for usage in resources(__name__):
+        usage.require_no_spills()
