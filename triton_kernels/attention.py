@@ -8,9 +8,10 @@ pages of 584-byte entries (``nvfp4_sgl.numerics.kv_entry``) or from rows of bf16
 
 A program serves up to 64 heads (:class:`Tiling`) of one query and one stretch of its keys: each entry is read once for
 them and decoded to bf16 on the way to the tensor cores. Where the queries alone do not fill the chip, the keys are
-split (:func:`choose_splits`) and :func:`_combine` adds the parts in a fixed order. Nothing depends on the batch but the
-number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone,
-wherever its entries lie.
+split (:func:`choose_splits`) and the parts are added in a fixed order: by :func:`_combine`, a second launch, or by
+whichever program comes last (:func:`_sum_parts`), which waits for nobody and decides no bit. Nothing depends on the
+batch but the number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of
+it, or alone, wherever its entries lie.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
 (``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
@@ -30,6 +31,7 @@ For 64 heads and 584 bytes that is 224 operations a byte, near the balance of an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,11 +57,16 @@ from .checks import (
 )
 from .kv_entry import DIM, ROPE_DIM, page_bytes
 from .rope import load_turns, mean_square_scale, rotate
-from .rounding import INTERPRETED, UNFUSED, round_for, round_to_bf16
+from .rounding import INTERPRETED, UNFUSED, product, round_for, round_to_bf16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 """Of the products. The interpreter multiplies fp32 matrices only; they then hold values that bf16 holds exactly."""
+
+
+SUM_ROWS = tl.constexpr(16)
+SUM_STAGES = tl.constexpr(3)
+"""Of the sum of parts by their last program: 32 KiB a part and step, two on their way."""
 
 
 @triton.jit
@@ -122,12 +129,23 @@ def _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS: tl.constexpr
 
 
 @triton.jit
-def _weigh(logits, visible, top, denominator):
-    """The greater maximum, the sum relative to it, and the rounded weights of a tile [HEADS, KEYS]."""
-    logits = tl.where(visible[None, :], logits, float("-inf"))
-    greater = tl.maximum(top, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - greater[:, None])
-    denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=1)
+def _logits(query, keys, KEYS_FIRST: tl.constexpr):
+    """query × keysᵀ [HEADS, KEYS], or its transpose."""
+    if KEYS_FIRST:
+        return tl.dot(keys, tl.trans(query))
+    else:
+        return tl.dot(query, tl.trans(keys))
+
+
+@triton.jit
+def _weigh(logits, visible, top, denominator, KEYS_FIRST: tl.constexpr):
+    """The greater maximum, the sum relative to it, and the rounded weights of a tile."""
+    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
+    HEADS: tl.constexpr = 1 - KEYS
+    logits = tl.where(tl.expand_dims(visible, HEADS), logits, float("-inf"))
+    greater = tl.maximum(top, tl.max(logits, axis=KEYS))
+    weights = tl.exp2(logits - tl.expand_dims(greater, KEYS))
+    denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=KEYS)
     return greater, denominator, _rounded(weights)
 
 
@@ -140,12 +158,19 @@ def _zeros(HEADS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(total, decay, weights, keys, TRANSPOSED: tl.constexpr):
-    """total · decay + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
-    if TRANSPOSED:
-        return tl.dot(tl.trans(keys), tl.trans(weights), total * decay[None, :])
+def _decayed(total, decay, TRANSPOSED: tl.constexpr):
+    return total * (decay[None, :] if TRANSPOSED else decay[:, None])
+
+
+@triton.jit
+def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """total + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(keys), weights, total)
+    elif TRANSPOSED:
+        return tl.dot(tl.trans(keys), tl.trans(weights), total)
     else:
-        return tl.dot(weights, keys, total * decay[:, None])
+        return tl.dot(weights, keys, total)
 
 
 @triton.jit
@@ -162,6 +187,61 @@ def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     """fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32."""
     address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
     tl.store(address, round_for(values, row), mask=known[:, None])
+
+
+@triton.jit
+def _sum_parts(
+    values,
+    stats,
+    sink,
+    turns,
+    out,
+    token,
+    first,
+    heads,
+    live,
+    splits,
+    HAS_TURNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The output of HEADS heads from ``first`` on, ROWS at a time: their ``live`` parts, one after another."""
+    column = tl.arange(0, 512)
+    cos, sin = _turns_of_all(turns + token * 64, HAS_TURNS)
+    for begin in range(0, HEADS, ROWS):
+        head = first + begin + tl.arange(0, ROWS)
+        known = head < heads
+        row = token * heads + head
+        sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
+        top = sink_top
+        denominator = tl.zeros((ROWS,), tl.float32)
+        total = tl.zeros((ROWS, 512), tl.float32)
+        for split in tl.range(0, live, num_stages=SUM_STAGES):
+            part = row * splits + split
+            part_top = tl.load(stats + part * 2, mask=known, other=0.0, cache_modifier=".cg")
+            part_sum = tl.load(stats + part * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+            address = values + part[:, None] * 512 + column[None, :]
+            found = tl.load(address, mask=known[:, None], other=0.0, cache_modifier=".cg")
+            greater = tl.maximum(top, part_top)
+            decay, weight = tl.exp2(top - greater), part_sum * tl.exp2(part_top - greater)
+            denominator = denominator * decay + weight
+            total = total * decay[:, None] + found * weight[:, None]
+            top = greater
+        total /= (denominator + tl.exp2(sink_top - top))[:, None]
+        if HAS_TURNS:
+            even, odd = tl.split(tl.reshape(total, (ROWS, 256, 2)))
+            even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
+            total = tl.reshape(tl.join(even, odd), (ROWS, 512))
+        tl.store(out + row[:, None] * 512 + column[None, :], round_for(total, out), mask=known[:, None])
+
+
+@triton.jit
+def _turns_of_all(turns, HAS_TURNS: tl.constexpr):
+    """(cos, sin), fp32 [256]; pairs before the last 32 are turned by nothing."""
+    pair = tl.arange(0, 256) - 224
+    rotary = (pair >= 0) & HAS_TURNS
+    cos = tl.load(turns + pair * 2, mask=rotary, other=1.0)
+    return cos, tl.load(turns + pair * 2 + 1, mask=rotary, other=0.0)
 
 
 @triton.jit
@@ -186,6 +266,8 @@ def _attend(
     partial_stats,
     heads,
     eps,
+    arrivals,
+    finished,
     RAW: tl.constexpr,
     PACKED: tl.constexpr,
     WINDOW_SHIFT: tl.constexpr,
@@ -199,11 +281,13 @@ def _attend(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     APART: tl.constexpr,
+    LAST_SUMS: tl.constexpr,
 ):
     """Program (query · head blocks + head block, split).
 
-    ``out`` is the output or, if SPLIT, :class:`Partials`' values.
+    ``out`` is the output or, if SPLIT, :class:`Partials`' values; then, if LAST_SUMS, ``finished`` is the output.
     """
     head_blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -221,15 +305,17 @@ def _attend(
     window_tiles = tl.cdiv(window_length, KEYS)
     tiles = window_tiles + tl.cdiv(extra_length, KEYS)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    begin = split * tiles // splits
-    end = (split + 1) * tiles // splits
+    live = tl.maximum(tl.minimum(tiles, splits), 1)
+    begin = split * tiles // live
+    end = (split + 1) * tiles // live
 
     out_row = token * heads + head
     if SPLIT:
         out_row = out_row * splits + split
-        if begin >= end:
-            # No part, as a sum of 0 says: where a list is long and few of its columns count, most programs have none.
-            tl.store(partial_stats + out_row * 2 + 1, tl.zeros((HEADS,), tl.float32), mask=known)
+        if split >= live:
+            # Where a list is long and few of its columns count, most programs have no part.
+            if not LAST_SUMS:
+                tl.store(partial_stats + out_row * 2 + 1, tl.zeros((HEADS,), tl.float32), mask=known)
             return
 
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
@@ -242,7 +328,7 @@ def _attend(
         q_low, q_mid, q_high, q_tail = _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS)
 
     # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
-    sink_top = tl.load(sink + head, mask=known, other=0.0) * LOG2_E
+    sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
     top = sink_top
     denominator = tl.zeros((HEADS,), tl.float32)
     low = _zeros(HEADS, 256, TRANSPOSED)
@@ -281,30 +367,34 @@ def _attend(
 
         previous = top
         if APART:
-            weights = tl.zeros((HEADS, KEYS), OPERAND)
+            weights = tl.zeros((KEYS, HEADS) if KEYS_FIRST else (HEADS, KEYS), OPERAND)
             if tile < end:  # always
                 # Scaled one by one: the compiler would make one chain of products of a bare sum.
-                logits = tl.dot(q_low, tl.trans(k_low)) * scale_log2
-                logits += tl.dot(q_mid, tl.trans(k_mid)) * scale_log2
-                logits += tl.dot(q_high, tl.trans(k_high)) * scale_log2
-                logits += tl.dot(q_tail, tl.trans(k_tail)) * scale_log2
-                top, denominator, weights = _weigh(logits, visible, top, denominator)
+                logits = _logits(q_low, k_low, KEYS_FIRST) * scale_log2
+                logits += _logits(q_mid, k_mid, KEYS_FIRST) * scale_log2
+                logits += _logits(q_high, k_high, KEYS_FIRST) * scale_log2
+                logits += _logits(q_tail, k_tail, KEYS_FIRST) * scale_log2
+                top, denominator, weights = _weigh(logits, visible, top, denominator, KEYS_FIRST)
         else:
-            logits = tl.dot(q_low, tl.trans(k_low))
-            logits = tl.dot(q_mid, tl.trans(k_mid), logits)
-            logits = tl.dot(q_high, tl.trans(k_high), logits)
-            logits = tl.dot(q_tail, tl.trans(k_tail), logits) * scale_log2
-            top, denominator, weights = _weigh(logits, visible, top, denominator)
+            logits = _logits(q_low, k_low, KEYS_FIRST)
+            logits += _logits(q_mid, k_mid, KEYS_FIRST)
+            logits += _logits(q_high, k_high, KEYS_FIRST)
+            logits += _logits(q_tail, k_tail, KEYS_FIRST)
+            logits *= scale_log2
+            top, denominator, weights = _weigh(logits, visible, top, denominator, KEYS_FIRST)
         decay = tl.exp2(previous - top)
-        low = _accumulate(low, decay, weights, k_low, TRANSPOSED)
-        mid = _accumulate(mid, decay, weights, k_mid, TRANSPOSED)
-        high = _accumulate(high, decay, weights, k_high, TRANSPOSED)
-        tail = _accumulate(tail, decay, weights, k_tail, TRANSPOSED)
+        # All before the first product: the assembler runs products one by one when accumulators change among them.
+        low, mid = _decayed(low, decay, TRANSPOSED), _decayed(mid, decay, TRANSPOSED)
+        high, tail = _decayed(high, decay, TRANSPOSED), _decayed(tail, decay, TRANSPOSED)
+        low = _accumulate(low, weights, k_low, TRANSPOSED, KEYS_FIRST)
+        mid = _accumulate(mid, weights, k_mid, TRANSPOSED, KEYS_FIRST)
+        high = _accumulate(high, weights, k_high, TRANSPOSED, KEYS_FIRST)
+        tail = _accumulate(tail, weights, k_tail, TRANSPOSED, KEYS_FIRST)
 
     if SPLIT:
         tl.store(partial_stats + out_row * 2, top, mask=known)
         tl.store(partial_stats + out_row * 2 + 1, denominator, mask=known)
-        # Not left as they are: the compiler runs the products of accumulators that are stored untouched one by one.
+        # Over its own sum, a part is no larger than a key.
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_top - top))
@@ -319,6 +409,17 @@ def _attend(
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
     _store(row, rotated, known, 448, 64)
+
+    if LAST_SUMS:
+        # All of the program's part lies in memory before it is counted in.
+        tl.debug_barrier()
+        arrived = arrivals + tl.program_id(0)
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == live - 1:
+            tl.store(arrived, 0)
+            _sum_parts(
+                *(out, partial_stats, sink, turns, finished, token, tl.program_id(0) % head_blocks * HEADS),
+                *(heads, live, splits, HAS_TURNS, HEADS, SUM_ROWS if HEADS > SUM_ROWS else HEADS),
+            )
 
 
 @triton.jit
@@ -395,6 +496,9 @@ class Tiling:
         warps, stages: as Triton's.
         resident: programs that a multiprocessor holds at once.
         transposed: accumulate [512, heads] rather than [heads, 512].
+        keys_first: logits are [keys, heads], too; with ``transposed`` only.
+        last_sums: the last program of a query's heads to finish adds their parts, rather than a second launch of many
+            programs. It reads 2 KiB a head and part, at some 100 GB/s.
         apart: logits and weights are computed in a branch. The compiler gives a product that it sees feeding another to
             each warp group whole; what leaves a branch it does not follow, and shares the logits among the groups. The
             weights then pass through shared memory.
@@ -406,7 +510,9 @@ class Tiling:
     stages: int = 3
     resident: int = 1
     transposed: bool = False
+    keys_first: bool = False
     apart: bool = False
+    last_sums: bool = False
 
 
 HOPPER = Tiling(apart=True)
@@ -445,7 +551,8 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
     """Into how many programs to split each query's keys, from sizes alone, so that a CUDA graph may hold the launch.
 
     Counts waves of programs times the tiles that each walks, plus two tiles' time to load the query, store the part and
-    add it later; the fewest splits among equals.
+    add it later; where one program adds them all, also a tile's time for ``4 · keys / heads`` parts. The fewest splits
+    among equals.
 
     The queries are counted as the next power of two. The number of splits orders the sums, so it decides the last bits
     of a result; this way it is the same for 3 queries run as they are and in a graph captured for 4, as long as graphs
@@ -459,8 +566,10 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
     queries = triton.next_power_of_2(queries)
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
     programs, places = queries * triton.cdiv(heads, tiling.heads), processors * tiling.resident
+    tile = 4 * tiling.keys
     costs = {
-        splits: triton.cdiv(programs * splits, places) * (triton.cdiv(tiles, splits) + 2 * (splits > 1))
+        splits: triton.cdiv(programs * splits, places) * (triton.cdiv(tiles, splits) + 2 * (splits > 1)) * tile
+        + tiling.last_sums * splits * tiling.heads
         for splits in range(1, max(min(tiles, places, MAX_SPLITS), 1) + 1)
     }
     return min(costs, key=lambda splits: (costs[splits], splits))
@@ -479,6 +588,11 @@ def new_partials(q: Tensor, splits: int) -> Partials | None:
     return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in (DIM, 2)))
 
 
+def new_arrivals(tokens: int, heads: int, device: torch.device | str) -> Tensor:
+    """Counters for launches of up to so many queries of so many heads, one launch at a time."""
+    return torch.zeros(tokens * heads, dtype=torch.int32, device=device)
+
+
 def sparse_attention(
     q: Tensor,
     window: Entries,
@@ -494,6 +608,7 @@ def sparse_attention(
     query_eps: float | None = None,
     splits: int | None = None,
     partials: Partials | None = None,
+    arrivals: Tensor | None = None,
     out: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
@@ -515,6 +630,8 @@ def sparse_attention(
         splits: programs per query and block of heads, up to ``MAX_SPLITS``; by default what :func:`choose_splits` says
             of this device.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
+        arrivals: from :func:`new_arrivals`, zero before and after; for tilings that sum last and where keys are split
+            only. Allocated unless given, which is a launch.
         out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
         tiling: by default the architecture's.
     """
@@ -563,6 +680,13 @@ def sparse_attention(
             require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2]")
             require_dtype(f"partials.{name}", part, torch.float32)
             require_contiguous(f"partials.{name}", part)
+    last_sums = tiling.last_sums and partials is not None
+    if last_sums and arrivals is None:
+        arrivals = new_arrivals(tokens, heads, q.device)
+    if arrivals is not None:
+        require_dtype("arrivals", arrivals, torch.int32)
+        require_contiguous("arrivals", arrivals)
+        require_range("counters of arrivals", arrivals.numel(), tokens * heads, math.inf)
     require_same_device(
         "q",
         q,
@@ -574,6 +698,7 @@ def sparse_attention(
         extra_lengths=extra_lengths,
         sink=sink,
         turns=turns,
+        arrivals=arrivals,
         out=out,
         **({} if partials is None else partials._asdict()),
     )
@@ -602,6 +727,8 @@ def sparse_attention(
         stats,
         heads,
         0.0 if query_eps is None else query_eps,
+        arrivals if last_sums else stats,
+        out,
         RAW=query_eps is not None,
         PACKED=packed,
         WINDOW_SHIFT=window.page_size.bit_length() - 1,
@@ -615,18 +742,21 @@ def sparse_attention(
         KEYS=tiling.keys,
         STAGES=tiling.stages,
         TRANSPOSED=tiling.transposed,
+        KEYS_FIRST=tiling.keys_first,
         APART=tiling.apart,
+        LAST_SUMS=last_sums,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
-    if partials is not None:
+    if partials is not None and not last_sums:
         parts = triton.next_power_of_2(splits)
         # 32 to 64 values a thread, all asked for at once. Never by the batch's size, which would order the sums.
         block = min(DIM, max(32, 4096 // parts))
         # Unfused: sink · log2(e) must round as it did in the parts, whose maximum it may be. The error of the product
         # is no small thing for a huge sink: fused, 1e30 gave NaN on an H200.
         _combine[(tokens * heads, DIM // block)](
-            *partials,
+            partials.values,
+            partials.stats,
             sink,
             turns,
             out,

@@ -107,6 +107,7 @@ class Attention(nn.Module):
             extra_lengths=lengths,
             turns=turns,
             query_eps=eps,
+            arrivals=step.arrivals,
         )
         z = self.wo_a(o.view(tokens, self._groups, -1))
         return multiply(z, self.wo_b.weight, torch.bfloat16)

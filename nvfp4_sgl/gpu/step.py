@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.attention import new_arrivals
 from nvfp4_sgl.triton_kernels.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
 from nvfp4_sgl.triton_kernels.rope import rope_turns
@@ -51,6 +52,7 @@ class Scratch:
         self._device = device
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
+        self._arrivals: list[Tensor] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
         """A workspace of the compressors that is enough for a pass of so many tokens and requests."""
@@ -59,6 +61,12 @@ class Scratch:
                 return workspace
         self._workspaces.insert(0, (tokens, requests, new_workspace(tokens, requests, self._device)))
         return self._workspaces[0][2]
+
+    def arrivals(self, tokens: int, heads: int) -> Tensor:
+        """Counters of sparse attention, enough for so many queries of so many heads."""
+        if not self._arrivals or self._arrivals[-1].numel() < tokens * heads:
+            self._arrivals.append(new_arrivals(tokens, heads, self._device))
+        return self._arrivals[-1]
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Step:
         window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
+        arrivals: counters of sparse attention.
     """
 
     plan: Plan
@@ -77,6 +86,7 @@ class Step:
     compressed_turns: Tensor
     scores: Tensor
     workspace: Workspace
+    arrivals: Tensor
 
     @classmethod
     def allocate(
@@ -109,7 +119,8 @@ class Step:
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
-        return cls(plan, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]))
+        arrivals = scratch.arrivals(tokens, config.num_attention_heads)
+        return cls(plan, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]), arrivals)
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:

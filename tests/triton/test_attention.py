@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,15 +24,24 @@ from nvfp4_sgl.triton_kernels.attention import (
     Tiling,
     choose_splits,
     default_tiling,
+    new_arrivals,
     new_partials,
     sparse_attention,
 )
 from nvfp4_sgl.triton_kernels.checks import KernelError
 
 SCALE = 512**-0.5
+ONE_LAUNCH = replace(FEW_HEADS, last_sums=True)
+KEYS_FIRST = Tiling(heads=8, stages=2, transposed=True, keys_first=True, last_sums=True)
 BOUND = 2**-7 * (1 + 2**-5)
 """Of the error over Σ w_j |k_j|: weights and output are rounded to bf16 once each, 2^-8; the rest is fp32."""
 WINDOW_PAGE, CSA_PAGE, HCA_PAGE = 256, 64, 2
+
+
+def named(tiling: Tiling) -> str:
+    """What tells the tilings here apart."""
+    layout = "keys first" if tiling.keys_first else "transposed" if tiling.transposed else "heads first"
+    return f"{tiling.heads} heads, {tiling.keys} keys, {layout}{', one launch' if tiling.last_sums else ''}"
 
 
 def pool(rows: Tensor, slots: Tensor, count: int, page_size: int, *, packed: bool) -> tuple[Entries, RowStore]:
@@ -141,12 +150,12 @@ def check(case: Problem, device: str, **options: object) -> Tensor:
 
 @pytest.mark.parametrize(
     "tiling",
-    [HOPPER, BLACKWELL, FEW_HEADS, Tiling(apart=True, warps=16)],
-    ids=["heads x 512", "512 x heads", "few heads", "apart"],
+    [HOPPER, BLACKWELL, FEW_HEADS, KEYS_FIRST],
+    ids=["heads x 512", "512 x heads", "few heads", "keys first"],
 )
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
-    if device != "cpu" and tiling.transposed != default_tiling(64, packed=True).transposed and tiling != FEW_HEADS:
+    if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
     check(problem(heads, [70, 20], tokens=1, seed=heads), device, tiling=tiling, splits=1)
 
@@ -183,13 +192,15 @@ def turns_of(positions: Tensor, frequencies: Tensor) -> Tensor:
     [
         *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
         *((FEW_HEADS, splits) for splits in (2, 9, 40)),
+        *((ONE_LAUNCH, splits) for splits in (2, 9)),
+        (KEYS_FIRST, 3),
         *(pytest.param(FEW_HEADS, splits, marks=pytest.mark.gpu) for splits in (20, 100, MAX_SPLITS)),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else f"{value.heads}x{value.keys}x{value.transposed}",
+    ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
 def test_the_output_is_turned_back(tiling: Tiling, splits: int, device: str) -> None:
     """Whichever kernel rounds it, in every width of its blocks: the reference in fp32, turned, is rounded once."""
-    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
+    if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
     case = problem(3, [70, 30], tokens=2, seed=splits)
     positions, frequencies = torch.tensor([70_001, 3]), inverse_frequencies(64, 10000.0)
@@ -223,12 +234,16 @@ def test_turning_rounds_once(splits: int, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("tiling", "splits"),
-    [(HOPPER, 1), (BLACKWELL, 1), (FEW_HEADS, 1), (FEW_HEADS, 3), pytest.param(HOPPER, 3, marks=pytest.mark.gpu)],
-    ids=lambda value: str(value) if isinstance(value, int) else f"{value.heads}x{value.keys}x{value.transposed}",
+    [
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS, KEYS_FIRST)),
+        *((tiling, 3) for tiling in (FEW_HEADS, ONE_LAUNCH)),
+        pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
 def test_raw_queries(tiling: Tiling, splits: int, device: str) -> None:
     """The bits of queries made ready by the reference. Sums of their squares are exact, whatever the order."""
-    if device != "cpu" and tiling not in (FEW_HEADS, default_tiling(64, packed=True)):
+    if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
     case = problem(20, [40, 30], tokens=3)
     raw = torch.randint(-31, 32, case.q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -386,6 +401,23 @@ def test_given_partials_are_used(device: str) -> None:
     assert new_partials(case.q, 1) is None
 
 
+@pytest.mark.parametrize("tiling", [ONE_LAUNCH, KEYS_FIRST, replace(HOPPER, last_sums=True)], ids=named)
+def test_one_launch_gives_what_two_give(tiling: Tiling, device: str) -> None:
+    """To the last bit of fp32, in which the sums differ. The counters serve again; heads end within a block.
+
+    The queries see no tile, fewer than there are parts, and more.
+    """
+    case = problem(20, [70, 130], tokens=3)
+    ends = {"window_lengths": torch.tensor([0, 1, 70]).int(), "extra_lengths": torch.tensor([0, 64, 130])}
+    counters = torch.zeros(3 * 20 + 7, dtype=torch.int32, device=device)
+    two = case.run(device, tiling=replace(tiling, last_sums=False), splits=3, **ends)
+    assert (two[0] == 0).all()
+    for arrivals in (counters, counters):
+        one = case.run(device, tiling=tiling, splits=3, arrivals=arrivals, **ends)
+        assert not counters.any()
+        assert torch.allclose(one, two, rtol=2**-7, atol=1e-5) and (one != two).float().mean() < 2e-3
+
+
 def test_no_queries(device: str) -> None:
     case = problem(8, [64], tokens=1)
     empty = Problem(case.q[:0], case.sink, case.entries, case.stores, [case.slots[0][:0]])
@@ -456,6 +488,8 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"turns": torch.zeros(2, 64, dtype=torch.float64)},
         {"turns": torch.zeros(2, 128)[:, ::2]},
         {"splits": 2, "partials": new_partials(case.q, 3)},
+        {"splits": 2, "arrivals": new_arrivals(2, 7, "cpu")},
+        {"splits": 2, "arrivals": new_arrivals(2, 8, "cpu").long()},
         {"splits": 1, "partials": Partials(torch.empty(0), torch.empty(0))},
         {"out": torch.empty(2, 8, 512)},
         {"out": torch.empty(2, 8, 1024, dtype=torch.bfloat16)[..., ::2]},

@@ -11,7 +11,7 @@ from tests.triton.support.resources import SHARED_LIMIT, resources
 
 STACK = {90: 640, 100: 832}
 """Bytes a thread: addresses and the like, put away before the main loop and after it. The loop itself reloads a few
-among 1500 instructions (Hopper: 15); accumulators stay where they are."""
+among 1400 instructions (Hopper: 2); accumulators stay where they are."""
 
 
 def launches() -> None:
