@@ -52,7 +52,7 @@ class Scratch:
         self._device = device
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
-        self._arrivals: list[Tensor] = []
+        self._counters: list[Tensor] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
         """A workspace of the compressors that is enough for a pass of so many tokens and requests."""
@@ -62,11 +62,11 @@ class Scratch:
         self._workspaces.insert(0, (tokens, requests, new_workspace(tokens, requests, self._device)))
         return self._workspaces[0][2]
 
-    def arrivals(self, tokens: int, heads: int) -> Tensor:
+    def attention_arrivals(self, tokens: int, heads: int) -> Tensor:
         """Counters of sparse attention, enough for so many queries of so many heads."""
-        if not self._arrivals or self._arrivals[-1].numel() < tokens * heads:
-            self._arrivals.append(new_arrivals(tokens, heads, self._device))
-        return self._arrivals[-1]
+        if not self._counters or self._counters[-1].numel() < tokens * heads:
+            self._counters.append(new_arrivals(tokens, heads, self._device))
+        return self._counters[-1]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Step:
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
-        arrivals = scratch.arrivals(tokens, config.num_attention_heads)
+        arrivals = scratch.attention_arrivals(tokens, config.num_attention_heads)
         return cls(plan, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]), arrivals)
 
     @staticmethod
