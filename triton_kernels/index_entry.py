@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from .overlap import OVERLAPPED, after_previous
 from .rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3
 
 DIM = 128
@@ -79,6 +80,7 @@ def store_index_row(rows, slots, valid, pages_ptr, page_stride, PAGE_SIZE: tl.co
 def _store_kernel(
     rows, slots, pages, count, rows_row, page_stride, capacity, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     slot = tl.load(slots + row, mask=inside, other=-1).to(tl.int64)
@@ -122,4 +124,5 @@ def store_index_keys(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
             block,
             num_warps=1,
             **UNFUSED,
+            **OVERLAPPED,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import checks
 from .index_entry import DIM, hadamard128, pack_index_row
+from .overlap import OVERLAPPED, after_previous
 from .rope import require_turns, rotate
 from .rounding import UNFUSED, round_to_bf16
 
@@ -80,6 +81,7 @@ def _query_kernel(
     PACKED: tl.constexpr,
     RUN: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = head < heads
@@ -147,4 +149,5 @@ def prepare_queries(q: Tensor, weights: Tensor, turns: Tensor, factor: float, qu
             run_length(per_program, 1),
             num_warps=1,
             **UNFUSED,
+            **OVERLAPPED,
         )

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from .overlap import OVERLAPPED, after_previous
 from .rope import load_turns, mean_square_scale, require_norm_weight, require_turns, rotate
 from .rounding import UNFUSED, encode_e4m3, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
 
@@ -96,6 +97,7 @@ def _store_kernel(
     NORM_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     store_row(x + row * x_row, weight, turns + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE)
@@ -169,4 +171,5 @@ def _launch(
             page_size,
             num_warps=1,
             **UNFUSED,
+            **OVERLAPPED,
         )

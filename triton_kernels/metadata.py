@@ -27,6 +27,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .overlap import OVERLAPPED, after_previous
 
 MAX_REQUESTS = 4096
 BLOCK = 1024
@@ -36,6 +37,7 @@ BLOCK = 1024
 @triton.jit
 def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BLOCK: tl.constexpr):
     """starts and bounds from lengths; without NEW every request adds one token."""
+    after_previous()
     request = tl.arange(0, BLOCK)
     inside = request < requests
     added = inside.to(tl.int32)
@@ -69,6 +71,7 @@ def _resolve(
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     request = tl.arange(0, BLOCK_B)
     ends = tl.load(bounds + 1 + request, mask=request < count, other=2147483647)
@@ -170,10 +173,12 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     _split[(1,)](
         seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
         NEW=new_tokens is not None, BLOCK=block,
+        **OVERLAPPED,
     )  # fmt: skip
     _resolve[(tokens,)](
         batch.positions, batch.bounds, batch.requests, batch.slots, batch.slots.stride(0), batch.full_to_swa,
         batch.owners, plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
         count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
         num_warps=4,
+        **OVERLAPPED,
     )  # fmt: skip

@@ -37,6 +37,7 @@ from .nvfp4 import (
     store_halves,
     store_quantized_row,
 )
+from .overlap import OVERLAPPED, after_previous
 from .rope import mean_square_scale, require_norm_weight, require_turns, rotate
 from .rounding import UNFUSED, round_for, round_to_bf16
 
@@ -78,6 +79,7 @@ def _quantize_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     source = row
@@ -118,6 +120,7 @@ def _quantize_scattered_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_previous()
     source = tl.program_id(0).to(tl.int64)
     first, last = load_halves(x + source * x_row, blocks * 16, BLOCKS)
     words, scale, g = quantize_row(first, last, constant, CONSTANT, BLOCKS)
@@ -181,6 +184,7 @@ def quantize(
             layout_tile(token_tile),
             blocks,
             num_warps=_warps("quantize", blocks, rows * groups),
+            **OVERLAPPED,
         )
 
 
@@ -234,6 +238,7 @@ def quantize_scattered(
             layout_tile(token_tile),
             blocks,
             num_warps=_warps("quantize", blocks, sources),
+            **OVERLAPPED,
         )
 
 
@@ -256,6 +261,7 @@ def _rms_norm_quantize_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     k = blocks * 16
     first, last = load_halves(x + row * x_row, k, BLOCKS)
@@ -337,11 +343,13 @@ def rms_norm_quantize(
             blocks,
             num_warps=_warps("rms_norm_quantize", blocks),  # the same for every T: the order of a sum hangs on it
             **UNFUSED,
+            **OVERLAPPED,
         )
 
 
 @triton.jit
 def _swiglu(gate, up, limit):
+    after_previous()
     # Comparisons, not minimum and maximum: a NaN must stay one until the quantiser makes it 0.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -366,6 +374,7 @@ def _swiglu_quantize_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     k = blocks * 16
     first, last = load_halves(gate_up + row * gate_up_row, k, BLOCKS)
@@ -444,6 +453,7 @@ def swiglu_quantize(
             blocks,
             num_warps=_warps("swiglu_quantize", blocks, rows),
             **UNFUSED,
+            **OVERLAPPED,
         )
 
 
@@ -475,6 +485,7 @@ def _inverse_rope_quantize_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     first, last = load_halves(x + row * x_row + group * blocks * 16, blocks * 16, BLOCKS)
@@ -555,6 +566,7 @@ def inverse_rope_quantize(
             blocks,
             num_warps=_warps("inverse_rope_quantize", blocks, rows * groups),
             **UNFUSED,
+            **OVERLAPPED,
         )
 
 

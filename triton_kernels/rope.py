@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from .overlap import OVERLAPPED, after_previous
 from .rounding import UNFUSED, product
 
 
@@ -39,6 +40,7 @@ def mean_square_scale(square_sum, count, eps):
 
 @triton.jit
 def _turns_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
+    after_previous()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < tokens)[:, None]
     position = tl.load(positions + token, mask=token < tokens, other=0).to(tl.float32)
@@ -74,7 +76,9 @@ def rope_turns(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     checks.require_same_device("positions", positions, frequencies=frequencies, out=out)
     if tokens:
         block = 16
-        _turns_kernel[(triton.cdiv(tokens, block),)](positions, frequencies, out, tokens, pairs, block, **UNFUSED)
+        _turns_kernel[(triton.cdiv(tokens, block),)](
+            positions, frequencies, out, tokens, pairs, block, **UNFUSED, **OVERLAPPED
+        )
     return out
 
 

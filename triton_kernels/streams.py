@@ -20,6 +20,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .overlap import OVERLAPPED, after_previous
 from .rounding import round_for
 
 MAX_ROW = 16384
@@ -29,6 +30,7 @@ MAX_ROW = 16384
 @triton.jit
 def _copy_to_streams(source, rows, out, vocabulary, width, out_row, STREAMS: tl.constexpr, INDEXED: tl.constexpr,
                      BLOCK: tl.constexpr):  # fmt: skip
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -80,6 +82,7 @@ def _expand(op: str, source: Tensor, rows: Tensor | None, tokens: int, streams: 
         _copy_to_streams[(tokens, triton.cdiv(width, block))](
             source, rows, out, source.shape[0], width, streams * width,
             STREAMS=streams, INDEXED=rows is not None, BLOCK=block, num_warps=4,
+            **OVERLAPPED,
         )  # fmt: skip
     return out
 
@@ -97,6 +100,7 @@ def normalized(x, weight, eps, columns, inside, width, WEIGHTED: tl.constexpr):
 @triton.jit
 def _rms_norm(x, weight, out, eps, rows, width, x_row, out_row, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
+    after_previous()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -150,5 +154,6 @@ def rms_norm(
         _rms_norm[(triton.cdiv(rows, rows_each),)](
             flat, weight, flat_out, eps, rows, width, flat.stride(0), flat_out.stride(0),
             WEIGHTED=weight is not None, ROWS=rows_each, BLOCK=block, num_warps=8 if block > 2048 else 4,
+            **OVERLAPPED,
         )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .overlap import OVERLAPPED, after_previous
 from .rounding import UNFUSED, round_for
 
 
@@ -33,6 +34,7 @@ def clamped_swiglu(gate, up, limit):
 
 @triton.jit
 def _swiglu(gate_up, out, limit, width, gate_up_row, out_row, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -70,13 +72,15 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
     if rows and width:
         block = min(triton.next_power_of_2(width), 1024)
         _swiglu[(rows, triton.cdiv(width, block))](
-            gate_up, out, limit, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4, **UNFUSED
-        )
+            gate_up, out, limit, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4,
+            **UNFUSED, **OVERLAPPED,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _scatter(x, destination, out, width, x_row, out_row, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -117,6 +121,7 @@ def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
     if tokens and width and copies:
         block = min(triton.next_power_of_2(width), 1024)
         _scatter[(tokens, triton.cdiv(width, block))](
-            x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4
-        )
+            x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4,
+            **OVERLAPPED,
+        )  # fmt: skip
     return out

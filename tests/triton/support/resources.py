@@ -114,6 +114,16 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
     return [_resources(kernel, architecture) for (architecture, _), kernel in compiled.items()]
 
 
+def _require_it_waits(metadata: Any, machine_code: str) -> None:
+    """A kernel that begins during the one before it touches no memory until it has waited (ACQBULK) for its end."""
+    before, wait, _ = machine_code.partition("ACQBULK")
+    if bool(wait) != metadata.launch_pdl:
+        raise RuntimeError(f"{metadata.name}: after_previous() and OVERLAPPED go together")
+    early = re.search(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG)\.", before)
+    if wait and early:
+        raise RuntimeError(f"{metadata.name}: {early[1]} before it waits for the previous kernel")
+
+
 def _resources(kernel: Any, architecture: int) -> Resources:
     import triton
 
@@ -123,6 +133,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         cubin.write_bytes(kernel.asm["cubin"])
         command = [str(tool), "--dump-resource-usage", "--dump-sass", str(cubin)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    _require_it_waits(kernel.metadata, text)
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return Resources(
         kernel=kernel.metadata.name,
