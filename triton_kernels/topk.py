@@ -3,14 +3,16 @@
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; of more than topk it attends to those of the largest
 scores. A program holds up to :data:`CHUNK` scores of one query in registers as integers of the same order, finds the
 topk-th largest by counting those that reach a bound, and stores what is chosen at the place that a prefix sum gives it,
-so in the order of the entries. Longer rows take a second launch: each chunk first nominates its own best, which hold
-all of the row's best, and the same choice is made among them. Equal scores go to the lower entry in either case, and
-nothing else is left to chance: the result depends on the scores alone.
+so in the order of the entries. Of a longer row each chunk nominates its own best, which hold all of the row's best, and
+counts itself in; the program that comes last makes the same choice among the nominated. Nobody waits. Equal scores go
+to the lower entry in either case, and nothing else is left to chance: the result depends on the scores alone.
 
 The order of scores is that of the numbers, −inf to +inf; −0 equals +0, and NaN is below all.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +24,7 @@ from .batch import Batch
 from .indexer import visible_entries
 
 CHUNK = 16384
-"""Scores that a program holds."""
+"""Scores that a program holds at most."""
 GROUPS = 2048
 """Of a chunk, for the first estimate of its threshold: the most that a query may choose."""
 SMALL = 4096
@@ -34,7 +36,7 @@ REGISTERS = 64
 """Of a thread, so that a multiprocessor holds two programs of 512 threads: one loads while the other counts."""
 
 NAN_KEY = tl.constexpr(-0x7F800001)
-AIMED_STEPS = tl.constexpr(16)
+AIMED_STEPS = tl.constexpr(20)
 ABSENT_KEY = tl.constexpr(-0x7F800002)
 
 
@@ -47,26 +49,38 @@ def _ordered(scores):
 
 
 @triton.jit
-def _bound(keys, k, low, high):
-    """A bound that at least ``k`` keys reach: exactly ``k``, or else it is the k-th largest key.
+def _score(key):
+    """The fp32 score whose key it is; the keys beyond the infinities are NaN."""
+    return tl.where(key < 0, -key | -0x80000000, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bound(keys, k, slack, low, high):
+    """A bound that ``k`` to ``k + slack`` keys reach, or else the k-th largest key.
 
     low: a bound that at least k keys reach; high: one that none does. int32.
     """
     count = tl.sum((keys >= low).to(tl.int32))
-    fewer = 0  # that reach high
-    steps = 0
-    while (count != k) & (low + 1 < high):
-        # First where the k-th key would be if they lay evenly, which takes half the steps of halving; but that ends.
-        share = tl.where(steps < AIMED_STEPS, (count - k).to(tl.float32) / (count - fewer).to(tl.float32), 0.5)
-        gap = high.to(tl.int64) - low
-        step = tl.minimum(tl.maximum((gap.to(tl.float32) * share).to(tl.int64), 1), gap - 1)
-        middle = (low + step).to(tl.int32)
+    # How far the counts at both ends are from the aim, a place that counts as between keys.
+    aim = k + (slack + 1) * 0.5
+    above, below = count - aim, aim
+    side, steps = 0, 0
+    while (count > k + slack) & (low + 1 < high):
+        # First where the aim would be if scores lay evenly, of an end that stays, half as far: false position in the
+        # Illinois form. That does not end for every distribution, but halving does.
+        halfway = (low + (high.to(tl.int64) - low) // 2).to(tl.int32)
+        bottom = _score(low)
+        aimed = bottom + (_score(high) - bottom) * (above / (above + below))
+        usable = (tl.abs(aimed) < float("inf")) & (steps < AIMED_STEPS)
+        middle = tl.where(usable, _ordered(aimed), halfway)
+        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
         reached = tl.sum((keys >= middle).to(tl.int32))
         enough = reached >= k
-        low = tl.where(enough, middle, low)
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         count = tl.where(enough, reached, count)
-        high = tl.where(enough, high, middle)
-        fewer = tl.where(enough, fewer, reached)
+        above = tl.where(enough, reached - aim, tl.where(side < 0, above * 0.5, above))
+        below = tl.where(enough, tl.where(side > 0, below * 0.5, below), aim - reached)
+        side = tl.where(enough, 1, -1)
         steps += 1
     return low
 
@@ -78,13 +92,16 @@ def _cut(keys, k, GROUPS: tl.constexpr):
     counts, [n]: how many of the keys so far are above the threshold, in the upper half, and equal to it, in the lower.
     At least k keys are not ABSENT_KEY; equal ones count from the first. k <= GROUPS.
     """
-    low = NAN_KEY
-    high = tl.max(keys, axis=0) + 1
     if keys.shape[0] > GROUPS:
-        # Of k groups whose maximum reaches a bound, k keys do. Groups are strided: neighbours often score alike.
+        # Of k groups whose maximum reaches a bound, k keys do. Groups are strided: neighbours often score alike. It is
+        # a first estimate, so half as many again will do.
         maxima = tl.max(tl.reshape(keys, (keys.shape[0] // GROUPS, GROUPS)), axis=0)
-        low = _bound(maxima, k, low, high)
-    threshold = _bound(keys, k, low, high)
+        high = tl.max(maxima, axis=0) + 1
+        low = _bound(maxima, k, k // 2, tl.maximum(tl.min(maxima, axis=0), NAN_KEY), high)
+    else:
+        high = tl.max(keys, axis=0) + 1
+        low = tl.maximum(tl.min(keys, axis=0), NAN_KEY)
+    threshold = _bound(keys, k, 0, low, high)
     above = (keys > threshold).to(tl.int32)
     counts = tl.cumsum((above << 16) + (keys == threshold).to(tl.int32), axis=0)
     return threshold, k - tl.sum(above), counts
@@ -133,31 +150,35 @@ def _keys(scores, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select(scores, visible, table, slots, TOPK: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """Slots of the best of TOPK to BLOCK scores."""
+def _select(
+    scores,
+    begin,
+    visible,
+    whole,
+    table,
+    slots,
+    candidates,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NOMINATES: tl.constexpr,
+):
+    """The best of the BLOCK scores at ``begin``: slots of them if they are the whole row, more than TOPK of at most
+    BLOCK; else (NOMINATES) they are candidates, keys and entries, and all are if there are no more than TOPK."""
     # In pieces: what is stored at once is in registers at once.
     PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
-    keys = _keys(scores, visible, BLOCK)
-    threshold, equals_taken, counts = _cut(keys, TOPK, GROUPS)
-    for piece in tl.static_range(PIECES):
-        entry = piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
-        chosen, place = _placed(_piece(keys, piece, PIECES), _piece(counts, piece, PIECES), threshold, equals_taken)
-        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
-
-
-@triton.jit
-def _nominate(scores, begin, visible, candidates, TOPK: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr):
-    """Keys and entries of the best of the chunk of scores at ``begin``, all of it if it has no more than TOPK."""
-    PIECES: tl.constexpr = 4 if CHUNK > 2 * GROUPS else 1
     count = visible - begin
-    keys = _keys(scores + begin, count, CHUNK)
+    keys = _keys(scores + begin, count, BLOCK)
     threshold, equals_taken, counts = _cut(keys, tl.minimum(count, TOPK), GROUPS)
     for piece in tl.static_range(PIECES):
-        entry = begin + piece * (CHUNK // PIECES) + tl.arange(0, CHUNK // PIECES)
+        entry = begin + piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
         key = _piece(keys, piece, PIECES)
         chosen, place = _placed(key, _piece(counts, piece, PIECES), threshold, equals_taken)
-        tl.store(candidates + place, key, mask=chosen)
-        tl.store(candidates + TOPK + place, entry, mask=chosen)
+        if whole:
+            tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
+        elif NOMINATES:
+            tl.store(candidates + place, key, mask=chosen)
+            tl.store(candidates + TOPK + place, entry, mask=chosen)
 
 
 @triton.jit
@@ -171,16 +192,18 @@ def _elect(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Slots of the best of at most BLOCK candidates."""
+    """Slots of the best of at most BLOCK candidates, which other programs have stored."""
     PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
     index = tl.arange(0, BLOCK)
     present = index % TOPK < visible - index // TOPK * CHUNK
-    keys = tl.load(candidates + index + index // TOPK * TOPK, mask=present, other=ABSENT_KEY)
+    at = candidates + index + index // TOPK * TOPK
+    keys = tl.load(at, mask=present, other=ABSENT_KEY, cache_modifier=".cg")
     threshold, equals_taken, counts = _cut(keys, TOPK, GROUPS)
     for piece in tl.static_range(PIECES):
         chosen, place = _placed(_piece(keys, piece, PIECES), _piece(counts, piece, PIECES), threshold, equals_taken)
         index = piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
-        entry = tl.load(candidates + TOPK + index + index // TOPK * TOPK, mask=chosen, other=0)
+        at = candidates + TOPK + index + index // TOPK * TOPK
+        entry = tl.load(at, mask=chosen, other=0, cache_modifier=".cg")
         tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
 
 
@@ -197,70 +220,64 @@ def _select_kernel(
     slots,
     lengths,
     first,
-    workspace,
+    candidates,
+    candidates_row,
+    arrivals,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
+    ELECTORS: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNKED: tl.constexpr,
 ):
+    """Grid: (rows, chunks). ELECTORS: for so many candidates; 0 where a chunk is all there is."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first + row
     visible = visible_entries(tl.load(positions + token), columns)
-    scores += row * row_stride
-    if chunk == 0:
-        tl.store(lengths + row, tl.minimum(visible, TOPK))
-        table += tl.load(requests + tl.load(owners + token)) * table_stride
+    begin = chunk * BLOCK
+    if (chunk == 0) | (visible > begin):
+        scores += row * row_stride
         slots += row * TOPK
+        table += tl.load(requests + tl.load(owners + token)) * table_stride
+        of_row = (table, slots, candidates + row * candidates_row + chunk * (2 * TOPK))
+        if chunk == 0:
+            tl.store(lengths + row, tl.minimum(visible, TOPK))
         if visible <= TOPK:
             _take_all(table, visible, slots, TOPK, PADDED)
         elif visible <= SMALL:
-            _select(scores, visible, table, slots, TOPK, SMALL, GROUPS)
-        elif visible <= BLOCK:
-            _select(scores, visible, table, slots, TOPK, BLOCK, GROUPS)
-    if CHUNKED:
-        begin = chunk * BLOCK
-        if (visible > BLOCK) & (visible > begin):
-            candidates = workspace + (row * tl.num_programs(1) + chunk) * (2 * TOPK)
-            _nominate(scores, begin, visible, candidates, TOPK, BLOCK, GROUPS)
+            _select(scores, 0, visible, True, *of_row, TOPK, SMALL, GROUPS, False)
+        else:
+            _select(scores, begin, visible, visible <= BLOCK, *of_row, TOPK, BLOCK, GROUPS, ELECTORS > 0)
+            if (ELECTORS > 0) & (visible > BLOCK):
+                chunks = tl.cdiv(visible, BLOCK)
+                # All that the program nominates lies in memory before it is counted in.
+                tl.debug_barrier()
+                if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+                    tl.store(arrivals + row, 0)
+                    candidates += row * candidates_row
+                    if chunks * TOPK <= SMALL:
+                        _elect(candidates, visible, table, slots, TOPK, BLOCK, SMALL, GROUPS)
+                    elif ELECTORS > SMALL:
+                        _elect(candidates, visible, table, slots, TOPK, BLOCK, ELECTORS, GROUPS)
 
 
-@triton.jit(do_not_specialize=["first"])
-def _elect_kernel(
-    columns,
-    positions,
-    owners,
-    requests,
-    table,
-    table_stride,
-    slots,
-    first,
-    workspace,
-    chunks,
-    TOPK: tl.constexpr,
-    SMALL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    token = first + row
-    visible = visible_entries(tl.load(positions + token), columns)
-    if visible > CHUNK:
-        candidates = workspace + row * chunks * (2 * TOPK)
-        table += tl.load(requests + tl.load(owners + token)) * table_stride
-        slots += row * TOPK
-        if tl.cdiv(visible, CHUNK) * TOPK <= SMALL:
-            _elect(candidates, visible, table, slots, TOPK, CHUNK, SMALL, GROUPS)
-        elif BLOCK > SMALL:
-            _elect(candidates, visible, table, slots, TOPK, CHUNK, BLOCK, GROUPS)
+@dataclass(frozen=True)
+class Candidates:
+    """Where the chunks of rows meet; one serves all layers of a stream, one after another.
+
+    Attributes:
+        nominated: int32 [rows, chunks, 2, topk]: keys and entries. arrivals: int32 [rows], zero between launches.
+    """
+
+    nominated: Tensor
+    arrivals: Tensor
 
 
-def new_workspace(rows: int, columns: int, topk: int, device: torch.device | str) -> Tensor:
-    """int32 [rows, chunks, 2, topk] for :func:`select_entries`; no chunks where a row is chosen from in one launch."""
+def new_candidates(rows: int, columns: int, topk: int, device: torch.device | str) -> Candidates:
+    """Enough for up to so many rows and columns; empty where a chunk is a row."""
     chunks = triton.cdiv(columns, CHUNK) if columns > CHUNK else 0
-    return torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
+    nominated = torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
+    return Candidates(nominated, torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def select_entries(
@@ -271,7 +288,7 @@ def select_entries(
     lengths: Tensor,
     *,
     first: int = 0,
-    workspace: Tensor | None = None,
+    candidates: Candidates | None = None,
 ) -> None:
     """Slots of the ``topk`` best visible ratio-4 entries of the queries whose scores are given.
 
@@ -284,9 +301,9 @@ def select_entries(
         slots: int32 [rows, topk], contiguous: slots of entries in the order of the entries, then -1.
         lengths: int32 [rows]: how many slots there are, ``min(visible, topk)``.
         first: the token of the first row.
-        workspace: from :func:`new_workspace`; used beyond 16384 columns only, and there allocated if not given.
+        candidates: from :func:`new_candidates`, for as many rows and columns or more; used beyond 16384 columns only.
 
-    One launch up to 16384 columns, else two; grids from shapes alone. Floor: 4 bytes per visible entry.
+    One launch, its grid from shapes alone. Floor: 4 bytes per visible entry.
     """
     batch.check("select_entries")
     checks.require_dimensions("scores", scores, 2, "[rows, columns]")
@@ -301,52 +318,65 @@ def select_entries(
     checks.require_dtype("lengths", lengths, torch.int32)
     checks.require_shape("lengths", lengths, (rows,), "[rows]")
     checks.require_contiguous("lengths", lengths)
-    chunks = triton.cdiv(columns, CHUNK)
+    chunks = max(1, triton.cdiv(columns, CHUNK))
+    nominated, arrivals = lengths, lengths  # unused
     if chunks > 1:
         checks.require_range("topk times chunks of scores", topk * chunks, 1, CANDIDATES)
-        if workspace is None:
-            workspace = new_workspace(rows, columns, topk, scores.device)
-        checks.require_dtype("workspace", workspace, torch.int32)
-        checks.require_shape("workspace", workspace, (rows, chunks, 2, topk), "[rows, chunks, 2, topk]")
-        checks.require_contiguous("workspace", workspace)
+        nominated, arrivals = _checked(candidates, rows, chunks, topk)
     checks.require_same_device(
-        "scores", scores, slots=slots, lengths=lengths, workspace=workspace, positions=batch.positions
+        "scores",
+        scores,
+        slots=slots,
+        lengths=lengths,
+        candidates=nominated,
+        arrivals=arrivals,
+        positions=batch.positions,
     )
     if not rows:
         return
-    where = (columns, batch.positions, batch.owners, batch.requests, batch.slots, batch.slots.stride(0), slots)
     block = min(max(128, triton.next_power_of_2(columns)), CHUNK)
-    _select_kernel[(rows, max(chunks, 1))](
+    _select_kernel[(rows, chunks)](
         scores,
         scores.stride(0),
-        *where,
+        columns,
+        batch.positions,
+        batch.owners,
+        batch.requests,
+        batch.slots,
+        batch.slots.stride(0),
+        slots,
         lengths,
         first,
-        lengths if workspace is None else workspace,
+        nominated,
+        nominated.stride(0),
+        arrivals,
         topk,
         triton.next_power_of_2(topk),
         min(SMALL, block),
         block,
+        max(128, triton.next_power_of_2(topk * chunks)) if chunks > 1 else 0,
         GROUPS,
-        chunks > 1,
         num_warps=_warps(block),
         maxnreg=REGISTERS,
     )
-    if chunks > 1:
-        block = max(128, triton.next_power_of_2(topk * chunks))
-        _elect_kernel[(rows,)](
-            *where,
-            first,
-            workspace,
-            chunks,
-            topk,
-            min(SMALL, block),
-            CHUNK,
-            block,
-            GROUPS,
-            num_warps=_warps(block),
-            maxnreg=REGISTERS,
+
+
+def _checked(candidates: Candidates | None, rows: int, chunks: int, topk: int) -> tuple[Tensor, Tensor]:
+    """Both tensors of ``candidates``, which are enough."""
+    if candidates is None:
+        raise checks.OperandTypeError(f"candidates: expected those of {chunks} chunks, found None")
+    nominated, arrivals = candidates.nominated, candidates.arrivals
+    for name, tensor in (("nominated", nominated), ("arrivals", arrivals)):
+        checks.require_dtype(f"candidates.{name}", tensor, torch.int32)
+        checks.require_contiguous(f"candidates.{name}", tensor)
+    held = (*nominated.shape[:2], 2, topk)
+    checks.require_shape("candidates.nominated", nominated, held, "[rows, chunks, 2, topk]")
+    checks.require_shape("candidates.arrivals", arrivals, held[:1], "[rows]")
+    if held[0] < rows or held[1] < chunks:
+        raise checks.OperandValueError(
+            f"candidates: expected at least {rows} rows of {chunks} chunks, found {held[0]} of {held[1]}"
         )
+    return nominated, arrivals
 
 
 def _warps(block: int) -> int:

@@ -16,7 +16,7 @@ from nvfp4_sgl.triton_kernels.index_entry import ENTRY_BYTES, page_bytes
 from nvfp4_sgl.triton_kernels.index_query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer import index_scores
 from nvfp4_sgl.triton_kernels.rope import rope_turns
-from nvfp4_sgl.triton_kernels.topk import new_workspace, select_entries
+from nvfp4_sgl.triton_kernels.topk import new_candidates, select_entries
 
 from . import Case, Peer
 
@@ -126,11 +126,11 @@ def _scored(name: str, batch: Batch, context: int) -> Iterator[Case]:
     for model, topk in TOPK.items():
         slots = torch.empty(rows, topk, device="cuda", dtype=torch.int32)
         lengths = torch.empty(rows, device="cuda", dtype=torch.int32)
-        workspace = new_workspace(rows, columns, topk, "cuda")
+        candidates = new_candidates(rows, columns, topk, "cuda")
         first = tokens - rows
         yield Case(
             f"select_entries/{model}/{name}/{rows}x{columns}",
-            partial(select_entries, scores, batch, topk, slots, lengths, first=first, workspace=workspace),
+            partial(select_entries, scores, batch, topk, slots, lengths, first=first, candidates=candidates),
             bytes=4 * int(((batch.positions[first:] + 1) // 4).sum()) + slots.nbytes + lengths.nbytes,
             peers={
                 "torch.topk": partial(torch.topk, scores, min(topk, columns), sorted=False),

@@ -136,5 +136,6 @@ class Attention(nn.Module):
             scores = step.scores[: part.stop - first]
             query = (q[part], weights[part], step.compressed_turns[part], factor)
             index_scores(*query, *keys, batch, topk, scores, first=first)
-            select_entries(scores, batch, topk, slots[part], lengths[part], first=first)
+            chosen = (slots[part], lengths[part])
+            select_entries(scores, batch, topk, *chosen, first=first, candidates=step.candidates)
         return slots, lengths

@@ -13,6 +13,7 @@ from nvfp4_sgl.triton_kernels.attention import new_arrivals
 from nvfp4_sgl.triton_kernels.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
 from nvfp4_sgl.triton_kernels.rope import rope_turns
+from nvfp4_sgl.triton_kernels.topk import Candidates, new_candidates
 
 SCORE_VALUES = 1 << 26
 """fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
@@ -53,6 +54,7 @@ class Scratch:
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._counters: list[Tensor] = []
+        self._candidates: list[tuple[int, int, Candidates]] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
         """A workspace of the compressors that is enough for a pass of so many tokens and requests."""
@@ -68,6 +70,16 @@ class Scratch:
             self._counters.append(new_arrivals(tokens, heads, self._device))
         return self._counters[-1]
 
+    def candidates(self, rows: int, columns: int, topk: int) -> Candidates:
+        """Room for the choice of the decoder's ``topk`` among so many scores of so many queries."""
+        for known_rows, known_columns, candidates in self._candidates:
+            if rows <= known_rows and columns <= known_columns:
+                return candidates
+        # By powers of two, so that all that was handed out is not much more than the largest.
+        rows, columns = 1 << max(rows - 1, 0).bit_length(), 1 << max(columns - 1, 0).bit_length()
+        self._candidates.insert(0, (rows, columns, new_candidates(rows, columns, topk, self._device)))
+        return self._candidates[0][2]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -79,6 +91,7 @@ class Step:
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
         arrivals: counters of sparse attention.
+        candidates: of the choice of entries.
     """
 
     plan: Plan
@@ -87,6 +100,7 @@ class Step:
     scores: Tensor
     workspace: Workspace
     arrivals: Tensor
+    candidates: Candidates
 
     @classmethod
     def allocate(
@@ -120,7 +134,9 @@ class Step:
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         arrivals = scratch.attention_arrivals(tokens, config.num_attention_heads)
-        return cls(plan, turns[0], turns[1], scores, scratch.workspace(tokens, requests.shape[0]), arrivals)
+        workspace = scratch.workspace(tokens, requests.shape[0])
+        candidates = scratch.candidates(scores.shape[0], scores.shape[1], config.index_topk)
+        return cls(plan, turns[0], turns[1], scores, workspace, arrivals, candidates)
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:

@@ -18,8 +18,9 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.gpu import step as step_module
 from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.gpu.step import Step
+from nvfp4_sgl.gpu.step import Scratch, Step
 from nvfp4_sgl.model.standalone import Standalone
+from nvfp4_sgl.triton_kernels import topk
 from tests.support.interpreted import ON_GPU
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -35,6 +36,7 @@ PASSES = ({0: 5, 2: 4, 1: 3}, {2: 1, 0: 1, 1: 1})
 
 CSA = 1
 SCORED_AT_ONCE = 2
+CHOSEN_AT_ONCE = 128
 
 BOUND = 0.025
 """Of a row's relative error in attention: where a query sees few entries, an 8-bit code of one that rounds to the other
@@ -122,18 +124,22 @@ def attend(pair: Pair, layer: int, counts: dict[int, int], x: Tensor) -> tuple[T
 @pytest.mark.parametrize("layer", LAYERS)
 def test_attention(layer: int, pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Index scores come in parts of :data:`SCORED_AT_ONCE` queries, except in a decode pass, whose shapes may depend
-    on the batch size alone."""
+    on the batch size alone. The longest request's are chosen from in chunks of :data:`CHOSEN_AT_ONCE`."""
     monkeypatch.setattr(step_module, "SCORE_VALUES", SCORED_AT_ONCE * step_module.index_entries(520))
+    monkeypatch.setattr(topk, "CHUNK", CHOSEN_AT_ONCE)
+    monkeypatch.setattr(pair.ours.decoder, "scratch", Scratch(torch.device(DEVICE)))
     before = fill_caches(pair, layer)
     for seed, counts in enumerate(PASSES, start=1):
         x = inputs(pair, sum(counts.values()), seed)
         found, expected, step = attend(pair, layer, counts, x)
+        assert layer != CSA or step.candidates.nominated.shape[1] > 1
         assert step.scores.shape[0] == (len(x) if len(x) == len(counts) else SCORED_AT_ONCE)
         errors = dict(zip(counts, relative_errors(found, expected).split(list(counts.values())), strict=True))
         for request, rows in errors.items():
             chooses = layer == CSA and CACHED.get(request, 0) // 4 > pair.reference.config.index_topk
             assert bool((rows < (0.3 if chooses else BOUND)).all())
             assert bool(rows.median() < BOUND)
+        assert not step.candidates.arrivals.any()
     check_writes(pair, layer, before)
 
 
