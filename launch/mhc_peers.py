@@ -38,19 +38,19 @@ def next_peers(site: hc.Site, output: Tensor, streams: Tensor, post: Tensor, com
 
     peers = {}
     if installed("sglang", "tilelang"):
-        fused = foreign(MHC, "mhc_fused_post_pre")
+        fused, parameters = foreign(MHC, "mhc_fused_post_pre"), _parameters(site)
 
         def tilelang() -> tuple[Tensor, Tensor]:
-            mixed, _, _, x = _alone(fused, output, streams, post, comb, **_parameters(site))
+            mixed, _, _, x = _alone(fused, output, streams, post, comb, **parameters)
             return mixed, x
 
         peers["sglang tilelang"] = peer(tilelang)
     if installed("sglang", "sgl_kernel"):
-        mix = foreign("sglang.kernels.ops.layernorm.mhc_post_split_h", "mhc_post_split_h")
+        mix, fn = foreign("sglang.kernels.ops.layernorm.mhc_post_split_h", "mhc_post_split_h"), _whole_fn(site)
 
         def triton() -> tuple[Tensor, Tensor]:
             mixed = mix(output, streams, post, comb)
-            return mixed, _triton_pre(site, mixed)
+            return mixed, _triton_pre(site, fn, mixed)
 
         peers["sglang triton"] = peer(triton)
     return peers
@@ -60,12 +60,13 @@ def pre_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, 
     """Of ``hyper_connection_pre``, and DeepGEMM's product with the squares, which is its larger part."""
     peers = {}
     if installed("sglang", "tilelang"):
-        pre = foreign(MHC, "mhc_pre")
-        peers["sglang tilelang"] = compared(lambda: _alone(pre, streams, **_parameters(site))[2], state.x)
+        pre, parameters = foreign(MHC, "mhc_pre"), _parameters(site)
+        peers["sglang tilelang"] = compared(lambda: _alone(pre, streams, **parameters)[2], state.x)
     if installed("sglang", "sgl_kernel"):
-        peers["sglang triton"] = compared(partial(_triton_pre, site, streams), state.x)
+        peers["sglang triton"] = compared(partial(_triton_pre, site, _whole_fn(site), streams), state.x)
     if installed("deep_gemm"):
-        tokens, width, rows = streams.shape[0], site.fn.shape[1], site.fn.shape[0]
+        fn = _whole_fn(site)
+        tokens, (rows, width) = streams.shape[0], fn.shape
         processors = torch.cuda.get_device_properties("cuda").multi_processor_count
         splits = max(1, min(processors // -(-tokens // BLOCK), -(-width // BLOCK) // 4))
         parts = torch.empty(splits, tokens, rows, device="cuda")
@@ -73,8 +74,8 @@ def pre_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, 
         product = foreign("deep_gemm", "tf32_hc_prenorm_gemm")
         flat = streams.view(tokens, width)
         peers["deep_gemm product alone (nvcc)"] = Peer(
-            partial(product, flat, site.fn, parts, squares, num_splits=splits),
-            lambda: relative_error(parts.sum(0), flat.float() @ site.fn.T),
+            partial(product, flat, fn, parts, squares, num_splits=splits),
+            lambda: relative_error(parts.sum(0), flat.float() @ fn.T),
             part=True,
         )
     return peers
@@ -84,10 +85,10 @@ def head_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str,
     """Of ``hyper_connection_pre`` with the final collapse."""
     if not installed("sglang", "sgl_kernel"):
         return {}
-    collapse = foreign("sglang.kernels.ops.layernorm.mhc_head", "fused_hc_head")
+    collapse, fn = foreign("sglang.kernels.ops.layernorm.mhc_head", "fused_hc_head"), _whole_fn(site)
 
     def run() -> Tensor:
-        x = collapse(streams, site.fn, site.scale, site.base, norm_eps=site.norm_eps, hc_eps=site.hc_eps)
+        x = collapse(streams, fn, site.scale, site.base, norm_eps=site.norm_eps, hc_eps=site.hc_eps)
         return _norm(site, x)
 
     return {"sglang triton, sgl_kernel norm": compared(run, state.x)}
@@ -110,7 +111,7 @@ def post_peers(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, mixe
 
 def _parameters(site: hc.Site) -> dict[str, Any]:
     return {
-        "fn": site.fn,
+        "fn": _whole_fn(site),
         "hc_scale": site.scale,
         "hc_base": site.base,
         "rms_eps": site.norm_eps,
@@ -134,9 +135,14 @@ _STATS, _COMBINE = foreign(MHC, "hc_mix_stats_sinkhorn"), foreign(MHC, "mhc_comb
 _RMS_NORM = foreign("sgl_kernel", "rmsnorm")
 
 
-def _triton_pre(site: hc.Site, streams: Tensor) -> Tensor:
+def _whole_fn(site: hc.Site) -> Tensor:
+    """fp32 [rows, 4 * d]; exact."""
+    return site.fn.float().sum(0)
+
+
+def _triton_pre(site: hc.Site, fn: Tensor, streams: Tensor) -> Tensor:
     flat = streams.flatten(1)
-    pre, _, _ = _STATS(flat, site.fn, site.scale, site.base, hc.STREAMS, site.iterations, site.norm_eps, site.hc_eps)
+    pre, _, _ = _STATS(flat, fn, site.scale, site.base, hc.STREAMS, site.iterations, site.norm_eps, site.hc_eps)
     return _norm(site, _COMBINE(flat, pre, hc.STREAMS, flat.dtype))
 
 

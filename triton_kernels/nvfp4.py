@@ -62,11 +62,11 @@ def _columns(BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def load_halves(row_ptr, k, BLOCKS: tl.constexpr):
-    """The two tiles, as fp32, of the row of ``k`` elements at ``row_ptr``; 0 beyond."""
+def load_halves(row_ptr, k, BLOCKS: tl.constexpr, CACHE: tl.constexpr = ""):
+    """The two tiles, as fp32, of the row of ``k`` elements at ``row_ptr``; 0 beyond. CACHE: the loads' modifier."""
     column = _columns(BLOCKS)
-    first = tl.load(row_ptr + column, mask=column < k, other=0.0)
-    last = tl.load(row_ptr + 8 + column, mask=column + 8 < k, other=0.0)
+    first = tl.load(row_ptr + column, mask=column < k, other=0.0, cache_modifier=CACHE)
+    last = tl.load(row_ptr + 8 + column, mask=column + 8 < k, other=0.0, cache_modifier=CACHE)
     return first.to(tl.float32), last.to(tl.float32)
 
 

@@ -45,6 +45,22 @@ def round_to_bf16(x):
 
 
 @triton.jit
+def widen(x):
+    """bf16 → fp32. In pairs: the compiler takes them apart for its own cast, and puts them together again to store."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def round_for(x, pointer):
     """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32."""
     if pointer.dtype.element_ty == tl.bfloat16:

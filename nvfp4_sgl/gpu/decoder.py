@@ -14,21 +14,27 @@ from nvfp4_sgl.gpu.moe import MoE
 from nvfp4_sgl.gpu.step import Frequencies, Scratch, Step
 from nvfp4_sgl.model.weights import frozen
 from nvfp4_sgl.ops.linear import ActivationMode
-from nvfp4_sgl.triton_kernels.hyper_connection import Site, SiteState, hyper_connection_next, hyper_connection_pre
+from nvfp4_sgl.triton_kernels.hyper_connection import (
+    Site,
+    SiteState,
+    hyper_connection_next,
+    hyper_connection_pre,
+    split_fn,
+)
 from nvfp4_sgl.triton_kernels.streams import embed_streams, expand_streams
 
 
 class HyperConnection(nn.Module):
-    """fp32 parameters of one mHC site, and the norm after it; spec section 2."""
+    """Parameters of one mHC site, and the norm after it: fp32, ``fn`` as three bf16; spec section 2."""
 
     def __init__(self, context: GpuContext, stem: str, norm: str, *, iterations: int):
         super().__init__()
 
-        def read(name: str) -> nn.Parameter:
-            return frozen(context.source.read(name).to(context.device).float())
+        def read(name: str) -> Tensor:
+            return context.source.read(name).to(context.device).float()
 
-        self.fn, self.base, self.scale = (read(f"{stem}_{name}") for name in ("fn", "base", "scale"))
-        self.norm = read(norm)
+        self.fn = frozen(split_fn(read(f"{stem}_fn")))
+        self.base, self.scale, self.norm = (frozen(read(name)) for name in (f"{stem}_base", f"{stem}_scale", norm))
         config = context.config
         self.site = Site(
             self.fn.data,

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from nvfp4_sgl.ops import hyper_connection as reference
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.triton_kernels import hyper_connection as kernels
+from nvfp4_sgl.triton_kernels import hyper_connection_tiling as tilings
 from nvfp4_sgl.triton_kernels.checks import KernelError
 from nvfp4_sgl.triton_kernels.hyper_connection import Quantized, Site, SiteState
+from nvfp4_sgl.triton_kernels.hyper_connection_tiling import Tiling
 from nvfp4_sgl.triton_kernels.quantize import quantize
 from tests.triton.support.resources import resources
 
@@ -27,7 +30,7 @@ def make_site(
     """Coefficients as they come: products of unit size, ``spread`` times that before sigmoid and softmax."""
     rows = 4 if head else 24
     return Site(
-        fn=(torch.randn(rows, 4 * d) * (4 * d) ** -0.5).to(device),
+        fn=kernels.split_fn((torch.randn(rows, 4 * d) * (4 * d) ** -0.5).to(device)),
         base=torch.randn(rows).to(device),
         scale=(spread * (0.5 + torch.rand(1 if head else 3))).to(device),
         hc_eps=EPS,
@@ -53,7 +56,7 @@ def poisoned_state(tokens: int, d: int, device: str) -> SiteState:
 
 def expected_entry(site: Site, streams: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Collapsed row in the exact arithmetic of fp64, rounded; post; comb."""
-    exact = {name: getattr(site, name).double() for name in ("fn", "base", "scale")}
+    exact = {"fn": site.fn.double().sum(0), "base": site.base.double(), "scale": site.scale.double()}
     flat = streams.double().flatten(1)
     mix = flat @ exact["fn"].t() * (flat.square().mean(-1, keepdim=True) + EPS).rsqrt()
     pre = torch.sigmoid(mix[:, :4] * exact["scale"][0] + exact["base"][:4]) + EPS
@@ -104,18 +107,68 @@ def test_pre(tokens: int, d: int, normed: bool, head: bool, device: str) -> None
     state = poisoned_state(tokens, d, device)
     kernels.hyper_connection_pre(site, streams, state)
     check_entry(site, streams, state)
+    assert not state.counters.any()
     if head:
         assert state.post.isnan().all() and state.comb.isnan().all()
 
 
-@pytest.mark.parametrize(("tokens", "d"), [(70, 72)])
-def test_pre_of_many_tokens(tokens: int, d: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for more tokens than the interpreter could do."""
-    monkeypatch.setattr(kernels, "FEW_TOKENS", 20)
-    site, streams = make_site(d, device), make_streams(tokens, d, device)
+def test_the_weight_is_the_sum_of_its_parts(device: str) -> None:
+    fn = (torch.randn(24, 256) * torch.logspace(-20, 5, 256)).to(device)
+    parts = kernels.split_fn(fn)
+    assert torch.equal(parts.float().sum(0), fn) and torch.equal(parts.double().sum(0), fn.double())
+
+
+MANY = Tiling(tokens=16, columns=16, span=16, programs=6, ahead=5, collapsed=4, balanced=8)
+"""Blocks of many programs each, in tokens as few as the interpreter can do: the last block has 6 of 16 tokens."""
+MANY_TOKENS, MANY_WIDTH = 38, 40
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilings, "TILINGS", ((None, MANY),))
+    monkeypatch.setattr(tilings, "WAITING", 3)
+
+
+@pytest.fixture(params=[False, True], ids=["", "backwards"])
+def order(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order in which a launch's programs run."""
+    if device == "cuda":
+        pytest.skip("a GPU's order is its own")
+    builder, forwards = interpreter.interpreter_builder, interpreter.InterpreterBuilder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        forwards(builder, *(size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    if request.param:
+        monkeypatch.setattr(builder, "set_grid_idx", backwards)
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.usefixtures("many")
+def test_many_tokens(head: bool, device: str) -> None:
+    """Several rows a program, followers among the mixers of later blocks, tickets."""
+    tokens, d = MANY_TOKENS, MANY_WIDTH
+    first, second = make_site(d, device), make_site(d, device, head=head)
+    streams, output = make_streams(tokens, d, device), torch.randn(tokens, d).to(device, torch.bfloat16)
     state = poisoned_state(tokens, d, device)
-    kernels.hyper_connection_pre(site, streams, state)
-    check_entry(site, streams, state)
+    kernels.hyper_connection_pre(first, streams, state)
+    check_entry(first, streams, state)
+    post, comb, before = state.post.clone(), state.comb.clone(), streams.clone()
+    kernels.hyper_connection_next(second, output, streams, state)
+    check_post(streams, output, before, post, comb)
+    check_entry(second, streams, state)
+
+
+@pytest.mark.usefixtures("many", "order")
+def test_order_of_programs(device: str) -> None:
+    """Whoever comes first, tickets give the tasks of mixers out before those of the programs that wait for them."""
+    torch.manual_seed(0)
+    site, streams = make_site(MANY_WIDTH, device), make_streams(MANY_TOKENS, MANY_WIDTH, device)
+    state = poisoned_state(MANY_TOKENS, MANY_WIDTH, device)
+    for _ in range(2):
+        kernels.hyper_connection_pre(site, streams, state)
+        check_entry(site, streams, state)
+        assert not state.counters.any()
 
 
 def test_pre_agrees_with_the_op(device: str) -> None:
@@ -123,7 +176,13 @@ def test_pre_agrees_with_the_op(device: str) -> None:
     state = poisoned_state(5, 64, device)
     kernels.hyper_connection_pre(site, streams, state)
     collapsed, post, comb = reference.hyper_connection_pre(
-        streams.cpu(), site.fn.cpu(), site.base.cpu(), site.scale.cpu(), iterations=20, hc_eps=EPS, norm_eps=EPS
+        streams.cpu(),
+        site.fn.float().sum(0).cpu(),
+        site.base.cpu(),
+        site.scale.cpu(),
+        iterations=20,
+        hc_eps=EPS,
+        norm_eps=EPS,
     )
     torch.testing.assert_close(state.x.cpu(), rms_norm(collapsed, site.norm.cpu(), EPS), rtol=2 * BF16, atol=1e-6)
     torch.testing.assert_close((state.post.cpu(), state.comb.cpu()), (post, comb), rtol=0, atol=1e-5)
@@ -226,10 +285,21 @@ def test_a_state_for_more_tokens_serves_fewer(device: str) -> None:
 @pytest.mark.parametrize("d", [64, 4096, 7168])
 def test_workspace_for_more_tokens_is_enough_for_fewer(d: int) -> None:
     sizes = (*range(1, 600), 2048, 2049, 8192, 65536)
-    used = [kernels._splits(tokens, d)[0] * tokens * 32 + tokens * (32 + 4) for tokens in sizes]
-    given = [kernels.workspace_size(tokens) for tokens in sizes]
-    assert all(needed <= room for needed, room in zip(used, given, strict=True))
-    assert given == sorted(given)
+    used = [(tilings.choose_tiling(tokens).splits(tokens, d)[0] + 1) * tokens * 32 for tokens in sizes]
+    blocks = [1 + -(-tokens // tilings.choose_tiling(tokens).tokens) for tokens in sizes]
+    given = [tilings.workspace_size(tokens, d) for tokens in sizes]
+    counters = [tilings.counters_size(tokens) for tokens in sizes]
+    assert all(needed <= room for needed, room in zip(used + blocks, given + counters, strict=True))
+    assert given == sorted(given) and counters == sorted(counters)
+
+
+@pytest.mark.parametrize("d", [64, 200, 4096, 7168])
+def test_splits_cover_a_row(d: int) -> None:
+    for tokens in (*range(1, 600), 2048, 2049, 8192):
+        tiling = tilings.choose_tiling(tokens)
+        splits, length = tiling.splits(tokens, d)
+        assert (splits - 1) * length < d <= splits * length and length % tiling.columns == 0
+        assert length <= tiling.span
 
 
 def test_same_input_same_bits(device: str) -> None:
@@ -261,12 +331,15 @@ def test_in_a_cuda_graph(tokens: int, device: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda site, state: (replace(site, fn=site.fn[:23]), state),
-        lambda site, state: (replace(site, fn=site.fn.double()), state),
+        lambda site, state: (replace(site, fn=site.fn[:, :23].contiguous()), state),
+        lambda site, state: (replace(site, fn=site.fn[0]), state),
+        lambda site, state: (replace(site, fn=site.fn.float()), state),
         lambda site, state: (replace(site, scale=site.scale[:1]), state),
         lambda site, state: (replace(site, norm=site.norm[1:]), state),
         lambda site, state: (replace(site, iterations=0), state),
         lambda site, state: (site, replace(state, workspace=state.workspace[:-1])),
+        lambda site, state: (site, replace(state, counters=state.counters[:-1])),
+        lambda site, state: (site, replace(state, counters=state.counters.float())),
         lambda site, state: (site, replace(state, x=state.x.float())),
         lambda site, state: (site, state.first(2)),
     ],
@@ -280,7 +353,9 @@ def test_what_no_kernel_takes_is_refused(damage, device: str) -> None:
 def launches() -> None:
     for tokens, d in ((1, 7168), (64, 7168), (8192, 7168)):
         site = make_site(64, "cpu")
-        site = replace(site, fn=torch.empty(24, 4 * d), norm=torch.empty(d, dtype=torch.bfloat16))
+        site = replace(
+            site, fn=torch.empty(3, 24, 4 * d, dtype=torch.bfloat16), norm=torch.empty(d, dtype=torch.bfloat16)
+        )
         site = replace(site, **{name: getattr(site, name).to("meta") for name in ("fn", "base", "scale", "norm")})
         state = replace(SiteState.allocate(tokens, d, "meta"), quantized=Quantized.allocate(tokens, d, 128, "meta"))
         streams = torch.empty(tokens, 4, d, dtype=torch.bfloat16, device="meta")
