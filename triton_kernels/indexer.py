@@ -26,6 +26,7 @@ from . import checks
 from .batch import PAGE_TOKENS, Batch
 from .index_entry import DIM, page_bytes
 from .index_query import check_queries, prepare_heads, prepare_queries, run_length
+from .overlap import OVERLAPPED, after_previous
 from .rounding import INTERPRETED, UNFUSED
 
 MAX_HEADS = 64
@@ -210,6 +211,7 @@ def _scores_kernel(
     STAGES: tl.constexpr,
     RUN: tl.constexpr,
 ):
+    after_previous()
     begin = tl.program_id(0).to(tl.int64) * QUERIES
     split = tl.program_id(1)
     row = begin + tl.arange(0, QUERIES)
@@ -350,6 +352,7 @@ def index_scores(
         num_warps=tiling.warps,
         maxnreg=tiling.registers,
         **UNFUSED,
+        **OVERLAPPED,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import checks
 from .batch import Batch
 from .indexer import visible_entries
+from .overlap import OVERLAPPED, after_previous
 
 CHUNK = 16384
 """Scores that a program holds at most."""
@@ -231,6 +232,7 @@ def _select_kernel(
     GROUPS: tl.constexpr,
 ):
     """Grid: (rows, chunks). ELECTORS: for so many candidates; 0 where a chunk is all there is."""
+    after_previous()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first + row
     visible = visible_entries(tl.load(positions + token), columns)
@@ -358,6 +360,7 @@ def select_entries(
         GROUPS,
         num_warps=_warps(block),
         maxnreg=REGISTERS,
+        **OVERLAPPED,
     )
 
 
