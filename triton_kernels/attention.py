@@ -518,9 +518,11 @@ class Tiling:
 HOPPER = Tiling(apart=True)
 """Accumulators fill half of each thread's registers; 183 KiB of shared memory.
 
-Measured on an H200, 2026-11-21, us for 64 heads and 640 keys with 1, 8, 64, 256 and 2048 queries: 13.8, 15.8, 42.9,
-110, 842. Without ``apart``, where both warp groups compute all logits: 13.8, 15.9, 45.0, 134, 1023, and in two stages
-13.3, 15.5, 43.5, 129, 984. 128 heads and 1152 keys: 14.7, 26.2, 91.1, 356, 2785 against 14.1, 26.1, 107, 420, 3263."""
+Measured on an H200, 2026-11-21, with queries made ready before, and where keys are split (up to 64 queries) with
+products run one by one, which they no longer are: us for 64 heads and 640 keys with 1, 8, 64, 256 and 2048 queries:
+13.8, 15.8, 42.9, 110, 842. Without ``apart``, where both warp groups compute all logits: 13.8, 15.9, 45.0, 134, 1023,
+and in two stages 13.3, 15.5, 43.5, 129, 984. 128 heads and 1152 keys: 14.7, 26.2, 91.1, 356, 2785 against 14.1, 26.1,
+107, 420, 3263."""
 
 BLACKWELL = Tiling(stages=2, transposed=True)
 """64 heads as rows would take all 512 columns of tensor memory and leave none for the logits; as columns, 256."""
@@ -529,8 +531,8 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 """bf16 rows: two stages of them do not fit into shared memory beside the query."""
 
 
-FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
-"""Up to 16 heads, as a rank has them: instructions of 16 rows, 83 KiB of shared memory. Entries are decoded twice, in
+FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2, last_sums=True)
+"""Up to 16 heads, as a rank has them: instructions of 16 rows, 102 KiB of shared memory. Entries are decoded twice, in
 the layout of each product; padded to 64 rows, they would cost the tensor cores as much as for 64 heads."""
 
 
@@ -541,6 +543,20 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     if INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100:
         return HOPPER
     return BLACKWELL if packed else BLACKWELL_PLAIN
+
+
+def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool) -> Tiling:
+    """The tiling for so many queries, from sizes alone; arguments as of :func:`choose_splits`.
+
+    Few queries of many heads are dealt to programs of few heads, as long as each can have a tile for itself: more of
+    the chip works on them, and their parts are small enough to be added within the launch.
+    """
+    queries = triton.next_power_of_2(queries)
+    tiles = sum(triton.cdiv(width, FEW_HEADS.keys) for width in columns)
+    programs = queries * triton.cdiv(heads, FEW_HEADS.heads) * tiles
+    if programs <= processors * FEW_HEADS.resident:
+        return FEW_HEADS
+    return default_tiling(heads, packed=packed)
 
 
 MAX_SPLITS = 256
@@ -633,7 +649,7 @@ def sparse_attention(
         arrivals: from :func:`new_arrivals`, zero before and after; for tilings that sum last and where keys are split
             only. Allocated unless given, which is a launch.
         out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
-        tiling: by default the architecture's.
+        tiling: by default what :func:`choose_tiling` says of this device.
     """
     require_dimensions("q", q, 3, "[T, H, 512]")
     tokens, heads = q.shape[:2]
@@ -654,10 +670,11 @@ def sparse_attention(
         _require_set("extra", extra, extra_slots, extra_lengths, tokens)
         require_dtype("extra.pages", extra.pages, window.pages.dtype)
         require_dtype("extra_slots", extra_slots, window_slots.dtype)
-    tiling = tiling or default_tiling(heads, packed=packed)
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
+    processors = _processors(q.device) if q.is_cuda else 1
+    tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
     if splits is None:
-        splits = choose_splits(tokens, heads, columns, _processors(q.device), tiling) if q.is_cuda else 1
+        splits = choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, MAX_SPLITS)
     if turns is not None:
         require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")

@@ -15,7 +15,14 @@ import torch
 from bench_peers import compared, foreign, installed
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.attention import Entries, choose_splits, default_tiling, new_partials, sparse_attention
+from nvfp4_sgl.triton_kernels.attention import (
+    Entries,
+    choose_splits,
+    choose_tiling,
+    new_arrivals,
+    new_partials,
+    sparse_attention,
+)
 from nvfp4_sgl.triton_kernels.kv_entry import page_bytes, store_kv_entries
 
 from . import Case, Peer
@@ -153,7 +160,7 @@ def cases() -> Iterator[Case]:
                 turns = torch.tensor([1.0, 0.0], device="cuda").repeat(queries, 32)  # by nothing
                 ready = torch.nn.functional.rms_norm(q.float(), (512,), eps=EPS).bfloat16()
                 sink, out = torch.randn(heads, device="cuda"), torch.empty_like(q)
-                tiling = default_tiling(heads, packed=True)
+                tiling = choose_tiling(queries, heads, (WINDOW, width), processors, packed=True)
                 splits = choose_splits(queries, heads, (WINDOW, width), processors, tiling)
                 keys = queries * (WINDOW + width)
                 run = partial(
@@ -171,6 +178,8 @@ def cases() -> Iterator[Case]:
                     query_eps=EPS,
                     splits=splits,
                     partials=new_partials(q, splits),
+                    arrivals=new_arrivals(queries, heads, "cuda"),
+                    tiling=tiling,
                     out=out,
                 )
                 yield Case(

@@ -23,6 +23,7 @@ from nvfp4_sgl.triton_kernels.attention import (
     Partials,
     Tiling,
     choose_splits,
+    choose_tiling,
     default_tiling,
     new_arrivals,
     new_partials,
@@ -31,7 +32,7 @@ from nvfp4_sgl.triton_kernels.attention import (
 from nvfp4_sgl.triton_kernels.checks import KernelError
 
 SCALE = 512**-0.5
-ONE_LAUNCH = replace(FEW_HEADS, last_sums=True)
+TWO_LAUNCHES = replace(FEW_HEADS, last_sums=False)
 KEYS_FIRST = Tiling(heads=8, stages=2, transposed=True, keys_first=True, last_sums=True)
 BOUND = 2**-7 * (1 + 2**-5)
 """Of the error over Σ w_j |k_j|: weights and output are rounded to bf16 once each, 2^-8; the rest is fp32."""
@@ -191,10 +192,10 @@ def turns_of(positions: Tensor, frequencies: Tensor) -> Tensor:
     ("tiling", "splits"),
     [
         *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
-        *((FEW_HEADS, splits) for splits in (2, 9, 40)),
-        *((ONE_LAUNCH, splits) for splits in (2, 9)),
+        *((FEW_HEADS, splits) for splits in (2, 9)),
+        *((TWO_LAUNCHES, splits) for splits in (2, 9, 40)),
         (KEYS_FIRST, 3),
-        *(pytest.param(FEW_HEADS, splits, marks=pytest.mark.gpu) for splits in (20, 100, MAX_SPLITS)),
+        *(pytest.param(TWO_LAUNCHES, splits, marks=pytest.mark.gpu) for splits in (20, 100, MAX_SPLITS)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
@@ -236,7 +237,7 @@ def test_turning_rounds_once(splits: int, device: str) -> None:
     ("tiling", "splits"),
     [
         *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS, KEYS_FIRST)),
-        *((tiling, 3) for tiling in (FEW_HEADS, ONE_LAUNCH)),
+        *((tiling, 3) for tiling in (FEW_HEADS, TWO_LAUNCHES)),
         pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -401,7 +402,7 @@ def test_given_partials_are_used(device: str) -> None:
     assert new_partials(case.q, 1) is None
 
 
-@pytest.mark.parametrize("tiling", [ONE_LAUNCH, KEYS_FIRST, replace(HOPPER, last_sums=True)], ids=named)
+@pytest.mark.parametrize("tiling", [FEW_HEADS, KEYS_FIRST, replace(HOPPER, last_sums=True)], ids=named)
 def test_one_launch_gives_what_two_give(tiling: Tiling, device: str) -> None:
     """To the last bit of fp32, in which the sums differ. The counters serve again; heads end within a block.
 
@@ -437,18 +438,37 @@ def test_splits_fill_the_chip() -> None:
     assert splits(1, 8, 0) == 1
     for queries in (1, 3, 8, 64, 100, 256):
         assert 1 <= splits(queries, 128, 128, 1024) <= 18
-    assert 200 < choose_splits(1, 8, (128, 1 << 20), 132, FEW_HEADS) <= MAX_SPLITS
+    assert 200 < choose_splits(1, 8, (128, 1 << 20), 132, TWO_LAUNCHES) <= MAX_SPLITS
+    assert 8 <= choose_splits(1, 8, (128, 512), 132, FEW_HEADS) <= 10  # a sum of 20 parts takes longer than a tile
+
+
+def test_few_queries_are_dealt_to_programs_of_few_heads() -> None:
+    for queries, heads, columns, few in [
+        (1, 64, (128, 512), True),
+        (2, 64, (128, 512), True),
+        (3, 64, (128, 512), False),
+        (8, 64, (128,), True),
+        (1, 64, (128, 8192), False),
+        (8192, 8, (128, 512), True),
+    ]:
+        tiling = choose_tiling(queries, heads, columns, 132, packed=True)
+        assert tiling == (FEW_HEADS if few else default_tiling(heads, packed=True))
 
 
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_step_and_the_graph_that_pads_it_split_alike(heads: int) -> None:
     """SGLang captures the powers of two and sizes between them; a step runs in the least graph that holds it."""
     captured = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 257, 8)]
-    tiling = default_tiling(heads, packed=True)
     for queries in range(1, 257):
         graph = min(size for size in captured if size >= queries)
         for columns in ((128,), (128, 512), (128, 8192)):
-            alone, padded = (choose_splits(count, heads, columns, 132, tiling) for count in (queries, graph))
+            alone, padded = (
+                (
+                    tiling := choose_tiling(count, heads, columns, 132, packed=True),
+                    choose_splits(count, heads, columns, 132, tiling),
+                )
+                for count in (queries, graph)
+            )
             assert alone == padded
 
 
@@ -520,13 +540,14 @@ def test_a_pool_beyond_two_to_the_31_bytes(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_follows_its_inputs(device: str) -> None:
+@pytest.mark.parametrize("tiling", [HOPPER, FEW_HEADS], ids=named)
+def test_a_captured_launch_follows_its_inputs(tiling: Tiling, device: str) -> None:
     case = problem(64, [128, 512], tokens=4)
     q, sink = case.q.to(device), case.sink.to(device)
     window, extra = (Entries(e.pages.to(device), e.page_size) for e in case.entries)
     lists = [slots.to(device) for slots in case.slots]
     lengths = torch.full((4,), 512, dtype=torch.int32, device=device)
-    out, partials = torch.empty_like(q), new_partials(q, 4)
+    out, partials, arrivals = torch.empty_like(q), new_partials(q, 4), new_arrivals(4, 64, device)
 
     def run() -> Tensor:
         return sparse_attention(
@@ -540,7 +561,9 @@ def test_a_captured_launch_follows_its_inputs(device: str) -> None:
             extra_lengths=lengths,
             splits=4,
             partials=partials,
+            arrivals=arrivals,
             out=out,
+            tiling=tiling,
         )
 
     run()

@@ -31,7 +31,7 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_resources(architecture: int) -> None:
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert sorted(usage.kernel for usage in found) == ["_attend"] * 3 + ["_combine"] * 2
+    assert sorted(usage.kernel for usage in found) == ["_attend"] * 3 + ["_combine"]
     for usage in found:
         if usage.kernel == "_combine":
             usage.require_no_spills()
