@@ -19,6 +19,7 @@ from .compress_csa import compress_csa
 from .compress_hca import BLOCKS, compress_hca
 from .compressor import Compression, Workspace
 from .latent import Latents, store_latent
+from .overlap import OVERLAPPED, after_previous
 from .rounding import UNFUSED
 from .windows import PassArguments, unit_limit
 
@@ -44,6 +45,7 @@ def _attention_inputs(
     calls: none, one, or two of ratio 4. latents: or nothing. workspace: for ratio 128. TOKENS: of a program in decode;
     else 0, and PADDED requests or fewer.
     """
+    after_previous()
     PARTS: tl.constexpr = BLOCKS if RATIO == 128 else len(calls)
     program = tl.program_id(0)
     part, number = program // groups, program % groups
@@ -126,4 +128,5 @@ def prepare_attention(
         padded if calls else 0,
         num_warps=WARPS[ratio],
         **UNFUSED,
+        **OVERLAPPED,
     )

@@ -16,6 +16,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .overlap import OVERLAPPED, after_previous
 from .rounding import round_for
 
 
@@ -24,6 +25,7 @@ def _finalize(
     rows, destination, weights, shared, out, d, row_stride, shared_stride,
     TOPK: tl.constexpr, WEIGHTED: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < d
@@ -86,5 +88,6 @@ def finalize(
         _finalize[(tokens, triton.cdiv(d, block))](
             rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
             TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
+            **OVERLAPPED,
         )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import require_contiguous, require_dtype, require_range, require_same_device, require_shape
+from .overlap import OVERLAPPED, after_previous
 
 MAX_GROUPS = 1024
 FEW_TOKENS = 256
@@ -240,6 +241,7 @@ def count_visits(out, pairs, EACH: tl.constexpr, LENGTH: tl.constexpr):
 @triton.jit
 def _scan(starts, counts, blocks, groups, BINS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_B: tl.constexpr):
     """Counts of blocks to where among their group's pairs they start; some groups a program."""
+    after_previous()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     total = tl.zeros((GROUPS,), tl.int32)
     for first in range(0, blocks, BLOCK_B):
@@ -267,6 +269,7 @@ def _rank(expert, out, first, last, LENGTH: tl.constexpr):
 
 @triton.jit
 def _place(out, pairs, TOPK: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr):
+    after_previous()
     BINS: tl.constexpr = out.BINS
     block = tl.program_id(0)
     group = tl.arange(0, BINS)
@@ -295,6 +298,7 @@ def place_counted(out: Routes) -> None:
         GROUPS=BLOCK_GROUPS,
         BLOCK_B=min(triton.next_power_of_2(blocks), 256),
         num_warps=8,
+        **OVERLAPPED,
     )
     _place[(blocks,)](
         out.arguments(),
@@ -303,4 +307,5 @@ def place_counted(out: Routes) -> None:
         EACH=MANY_BLOCK * out.topk,
         LENGTH=max(triton.next_power_of_2(MANY_BLOCK * out.topk), 128),
         num_warps=4,
+        **OVERLAPPED,
     )

@@ -202,7 +202,7 @@ def quantize_scattered(
     Args:
         x: bf16 or fp32 [S, K], the last dimension contiguous.
         destination: int32 [S, k], the rows of the outputs that are made of each row of ``x``, as
-            ``routing.Permutation`` has them; −1 for none. Others must be rows of the outputs, and no two alike; that
+            ``permutation.Routes`` has them; −1 for none. Others must be rows of the outputs, and no two alike; that
             is not checked.
         codes, block_scales, row_scale, token_tile: see the module; T is taken from ``codes``. Rows that nothing is
             made of are left alone.

@@ -8,6 +8,8 @@ Floors: the logits read, 16 bytes a pair and 4 a padded row written.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
+from .overlap import OVERLAPPED, after_previous
 from .permutation import MANY_BLOCK, MAX_GROUPS, Routes, count_visits, fill_padding, permute_sorted, place_counted
 
 MAX_EXPERTS = 512
@@ -117,6 +120,7 @@ def _route_topk(
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
+    after_previous()
     # [lines of 128, tokens, 128]: all of a token's experts in one warp, so that no warp waits for another.
     expert = tl.arange(0, LINES)[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
     is_expert = expert < count
@@ -163,6 +167,7 @@ def _route_hash(
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
+    after_previous()
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     here = token < tokens
     place = tl.arange(0, BLOCK_K)[None, :]
@@ -209,7 +214,7 @@ def route_topk(
         count,
         AT_ONCE=_tiling(out)[0] if out.is_sorted else MANY_AT_ONCE,
         LINES=triton.next_power_of_2(triton.cdiv(count, 128)),
-        **_constants(out, shared_expert),
+        **_options(out, shared_expert),
     )
     if not out.is_sorted:
         place_counted(out)
@@ -253,7 +258,7 @@ def route_hash(
         scaling,
         count,
         table.shape[0],
-        **_constants(out, shared_expert),
+        **_options(out, shared_expert),
     )
     if not out.is_sorted:
         place_counted(out)
@@ -273,7 +278,8 @@ def _grid(out: Routes) -> tuple[int]:
     return (max(triton.cdiv(out.tokens, _tiling(out)[0]), 1),)
 
 
-def _constants(out: Routes, shared_expert: bool) -> dict[str, int]:
+def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
+    """Constants and launch options."""
     block, warps, length = _tiling(out)
     return {
         "TOPK": out.topk - shared_expert,
@@ -283,6 +289,7 @@ def _constants(out: Routes, shared_expert: bool) -> dict[str, int]:
         "SORTED": out.is_sorted,
         "LENGTH": length,
         "num_warps": warps,
+        **OVERLAPPED,
     }
 
 

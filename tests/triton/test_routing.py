@@ -315,7 +315,7 @@ def launches() -> None:
     table = torch.empty(100, topk, dtype=torch.int32, device="meta")
     for tokens in (1, 64, 256, 512):
         logits = torch.empty(tokens, count, device="meta")
-        out = Routes.allocate(tokens, topk + 1, count + 2, 16, "meta")
+        out = Routes.allocate(tokens, topk + 1, count + 2, 1 if tokens < 256 else 128, "meta")
         route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         route_hash(logits, table, ids, SCALING, out, arrivals, shared_expert=True)
