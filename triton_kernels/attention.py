@@ -56,6 +56,7 @@ from .checks import (
     require_shape,
 )
 from .kv_entry import DIM, ROPE_DIM, page_bytes
+from .overlap import OVERLAPPED, after_previous
 from .rope import load_turns, mean_square_scale, rotate
 from .rounding import INTERPRETED, UNFUSED, product, round_for, round_to_bf16
 
@@ -289,6 +290,7 @@ def _attend(
 
     ``out`` is the output or, if SPLIT, :class:`Partials`' values; then, if LAST_SUMS, ``finished`` is the output.
     """
+    after_previous()
     head_blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
@@ -439,6 +441,7 @@ def _combine(
 
     PARTS: ``splits`` or more; it alone determines the order of the sums.
     """
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     part = row * splits + tl.arange(0, PARTS)
     known = tl.arange(0, PARTS) < splits
@@ -764,6 +767,7 @@ def sparse_attention(
         LAST_SUMS=last_sums,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **OVERLAPPED,
     )
     if partials is not None and not last_sums:
         parts = triton.next_power_of_2(splits)
@@ -784,6 +788,7 @@ def sparse_attention(
             COLUMNS=block,
             num_warps=4,
             **UNFUSED,
+            **OVERLAPPED,
         )
     return out
 

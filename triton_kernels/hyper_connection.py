@@ -36,6 +36,7 @@ from .checks import (
 from .hyper_connection_site import COLUMNS, as_fp32, mixed, site_kernel
 from .hyper_connection_tiling import choose_tiling, counters_size, workspace_size
 from .nvfp4 import BLOCK, block_scale_bytes, layout_tile
+from .overlap import OVERLAPPED, after_previous
 from .quantize import check_outputs
 from .rounding import round_for, widen
 
@@ -48,6 +49,7 @@ MAX_WIDTH = 16384
 
 @triton.jit
 def _post(output, streams, post, comb, out, d, BLOCK_D: tl.constexpr):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < d
@@ -202,6 +204,7 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
         EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
         COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCKS=max(triton.next_power_of_2(d) // BLOCK, 1), num_warps=tiling.warps, maxnreg=tiling.registers,
+        **OVERLAPPED,
     )  # fmt: skip
 
 
@@ -261,7 +264,9 @@ def hyper_connection_post(
     _check_coefficients(op, post, comb, streams)
     if tokens:
         block = min(triton.next_power_of_2(d), 1024)
-        _post[(tokens, triton.cdiv(d, block))](output, streams, post, comb, out, d, BLOCK_D=block, num_warps=4)
+        _post[(tokens, triton.cdiv(d, block))](
+            output, streams, post, comb, out, d, BLOCK_D=block, num_warps=4, **OVERLAPPED
+        )
     return out
 
 

@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from .nvfp4 import load_halves, store_halves, store_quantized_row
+from .overlap import after_previous
 from .rounding import INTERPRETED, round_for, round_to_bf16, widen
 from .sinkhorn import collapse_weights, store_post_and_comb
 
@@ -324,6 +325,7 @@ def site_kernel(
     divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``.
     BLOCKS: of 16, that hold d.
     """
+    after_previous()
     HEAD: tl.constexpr = ROWS == 4
     largest = tl.minimum(tokens, BLOCK_T)
     collapsers = tl.cdiv(largest, COLLAPSED)

@@ -14,13 +14,14 @@ from nvfp4_sgl.gpu.step import Step
 
 
 def sizes(limit: int) -> list[int]:
-    """1 to ``limit``: every power of two and its successor, and the limit.
+    """1 to ``limit``: every power of two and its successor, the limit, and the largest multiple of 16.
 
     Kernels choose their variants by thresholds and ranges that end at powers of two, and Triton compiles apart what is
     1, a multiple of 16, or neither.
     """
     powers = [1 << n for n in range(limit.bit_length())]
-    return sorted({size for power in powers for size in (power, power + 1) if size <= limit} | {limit})
+    found = {size for power in powers for size in (power, power + 1)} | {limit // 16 * 16, limit}
+    return sorted(size for size in found if 0 < size <= limit)
 
 
 @torch.no_grad()
@@ -47,20 +48,34 @@ def warm_up(
 
     device, end = slots.device, min(longest, slots.shape[1])
 
-    def run(requests: int, each: int, *, decode: bool) -> None:
-        """``requests`` requests of ``each`` tokens, far along, so that windows close and entries are scored."""
-        positions = torch.arange(end - each, end, device=device).repeat(requests)
+    def run(added: list[int], *, decode: bool = False, end: int = end) -> None:
+        """Requests of so many new tokens up to ``end``, so that windows close and entries are scored."""
+        positions = torch.cat([torch.arange(end - count, end, device=device) for count in added])
         zeros = torch.zeros_like(positions)
-        lengths = torch.full((requests,), end, device=device)
+        new_tokens = torch.tensor(added, device=device)
+        lengths = torch.full_like(new_tokens, end)
         step = Step.allocate(
-            config, decoder.scratch, positions, zeros[:requests], slots, full_to_swa, longest=longest, decode=decode
+            config,
+            decoder.scratch,
+            positions,
+            torch.zeros_like(new_tokens),
+            slots,
+            full_to_swa,
+            longest=longest if decode else end,
+            decode=decode,
         )
-        step.prepare(decoder.frequencies, lengths, None if decode else torch.full_like(lengths, each))
+        step.prepare(decoder.frequencies, lengths, None if decode else new_tokens)
         decoder.expand(table[:1].expand(len(zeros), -1).contiguous())  # ranks of a split vocabulary begin so
         decoder(decoder.embed(zeros, table), zeros, step, caches)
 
     for size in sizes(min(tokens, end)):
-        run(1, size, decode=False)
+        run([size])
+    for length in sizes(end):
+        run([min(length, 16)], end=length)  # the indexer's variants go by the longest sequence
     for size in sizes(requests):
-        run(size, 1, decode=True)
-        run(size, 1, decode=False)
+        run([1] * size, decode=True)
+        run([1] * size)
+        whole = -(-(size + 1) // 16) * 16
+        for total in (whole, whole + 1):
+            if size < total <= min(tokens, end):
+                run([1] * (size - 1) + [total - size + 1])

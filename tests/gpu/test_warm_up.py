@@ -20,7 +20,7 @@ CAPACITY = 2048
 def test_sizes():
     assert sizes(1) == [1]
     assert sizes(6) == [1, 2, 3, 4, 5, 6]
-    assert sizes(100) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100]
+    assert sizes(100) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 96, 100]
 
 
 @pytest.fixture

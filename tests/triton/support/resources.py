@@ -115,12 +115,12 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
 
 
 def _require_it_waits(metadata: Any, machine_code: str) -> None:
-    """A kernel that begins during the one before it touches no memory until it has waited (ACQBULK) for its end."""
+    """Kernels begin during the one before them; none touches memory until it has waited (ACQBULK) for its end."""
     before, wait, _ = machine_code.partition("ACQBULK")
-    if bool(wait) != metadata.launch_pdl:
-        raise RuntimeError(f"{metadata.name}: after_previous() and OVERLAPPED go together")
+    if not (wait and metadata.launch_pdl):
+        raise RuntimeError(f"{metadata.name}: expected after_previous() first, and OVERLAPPED at its launch")
     early = re.search(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG)\.", before)
-    if wait and early:
+    if early:
         raise RuntimeError(f"{metadata.name}: {early[1]} before it waits for the previous kernel")
 
 

@@ -1,0 +1,95 @@
+"""What a pass launches, found by a dry run: few kernels a layer, and none that the warm-up has not compiled."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.gpu.decoder import Block
+from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.gpu.warm_up import warm_up
+from nvfp4_sgl.triton_kernels import attention, indexer
+from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next
+from tests.support.dry_launches import Launch, dry_launches
+from tests.support.interpreted import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run replaces the interpreter's")
+
+LAYERS = range(3)
+REQUESTS, CAPACITY = 24, 4096
+MOST = {LayerKind.CSA: 10, LayerKind.HCA: 8, LayerKind.SWA: 8}
+"""Launches of a decode layer beside products. With NVFP4 products two of them go: SwiGLU, gathering."""
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is split as on a chip of that many processors."""
+    for module in (attention, indexer):
+        monkeypatch.setattr(module, "_processors", lambda device: 132)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GpuStandalone:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
+    return GpuStandalone(path, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 24])
+def test_launches_of_a_decode_layer(requests: int, model: GpuStandalone):
+    model.reset()
+    with dry_launches(), torch.no_grad():
+        for request in range(requests):
+            model.extend({request: [7] * 2500})
+        work = model.begin({request: [7] for request in range(requests)})
+        state = SiteState.allocate(requests, model.config.hidden_size, model.device)
+        streams = torch.zeros(requests, 4, model.config.hidden_size, dtype=torch.bfloat16)
+        for layer in LAYERS:
+            block, cache = cast(Block, model.decoder.layers[layer]), model.caches.layers[layer]
+            with dry_launches() as launches:
+                output = block.attn(state.x, work.step, cache)
+                hyper_connection_next(block.hc_ffn.site, output, streams, state)
+                output = block.ffn(state.x, work.ids)
+                hyper_connection_next(block.hc_attn.site, output, streams, state)
+            kind = model.config.kind(layer)
+            assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
+
+
+def test_nothing_compiles_after_the_warm_up(model: GpuStandalone):
+    """Passes of random requests launch no variant of a kernel that the warm-up did not."""
+    choose = random.Random(0)
+    slots = torch.zeros(2, CAPACITY, dtype=torch.int32)
+    full_to_swa = model.caches.advance({0: 0}).full_to_swa
+    with dry_launches() as warmed:
+        warm_up(
+            model.decoder, model.config, model.table, model.caches.layers, slots, full_to_swa, tokens=2048,
+            requests=REQUESTS, longest=CAPACITY,
+        )  # fmt: skip
+    known = set(warmed)
+    assert len(known) > 50
+    for _ in range(150):
+        model.reset()
+        count = choose.choice((1, 1, 2, 3, 5, 8, 13, 24))
+        lengths = {request: choose.choice((1, 2, 3, 17, 64, 129, 300, 1000)) for request in range(count)}
+        if sum(lengths.values()) > 2048:
+            continue
+        for tokens in (lengths, dict.fromkeys(lengths, 1), {0: choose.randrange(1, 600)}):
+            with dry_launches() as launches:
+                model.extend({request: [7] * n for request, n in tokens.items()})
+            new = [launch for launch in launches if launch not in known]
+            assert not new, f"{tokens}: {explained(new[0], known)}"
+
+
+def explained(launch: Launch, known: set[Launch]) -> str:
+    """How the nearest known variant differs."""
+    others = [set(map(str, other.variant)) for other in known if other.name == launch.name]
+    variant = set(map(str, launch.variant))
+    nearest = min(others, key=lambda other: len(variant ^ other), default=set())
+    return f"{launch.name}: {sorted(variant - nearest)}, known {sorted(nearest - variant)}"
