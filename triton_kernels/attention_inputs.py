@@ -25,7 +25,7 @@ from .windows import PassArguments, unit_limit
 
 PROGRAMS = 16
 """Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
-WARPS = {0: 4, 4: 4, 128: 8}
+WARPS = {0: 4, 4: 8, 128: 8}
 """Of a program, by ratio; 0: latents alone. Not by the size of a pass: the order of sums is the same in all passes."""
 
 

@@ -28,7 +28,7 @@ from .overlap import OVERLAPPED, after_previous
 from .permutation import MANY_BLOCK, MAX_GROUPS, Routes, count_visits, fill_padding, permute_sorted, place_counted
 
 MAX_EXPERTS = 512
-FEW = {16: (4, 4), 64: (8, 8), 256: (8, 8)}
+FEW = {16: (4, 4), 64: (4, 4), 256: (8, 8)}
 """Tokens, up to so many, of one program, and its warps, where one program sorts all pairs."""
 MANY_AT_ONCE = 4
 """Tokens that a program of more chooses experts for at once: one a warp."""

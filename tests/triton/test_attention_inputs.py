@@ -147,4 +147,4 @@ def test_kernels_fit(architecture: int):
     assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * 6 + ["_turns_kernel"]
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array.
-        assert usage.local == 0 and usage.stack <= 40
+        assert usage.local == 0 and usage.stack <= 48
