@@ -86,7 +86,7 @@ _KERNELS = {
     "route_topk": "routing:route_topk",
     "route_hash": "routing:route_hash",
     "compress_windows": "attention_inputs:prepare_attention",
-    "indexer_query": "indexer:index_query",
+    "indexer_query": "indexer:index_scores",
     "write_index_keys": "attention_inputs:prepare_attention",
     "select_entries": "topk:select_entries",
     "sparse_attention": "attention:sparse_attention",
