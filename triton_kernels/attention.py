@@ -8,10 +8,9 @@ pages of 584-byte entries (``nvfp4_sgl.numerics.kv_entry``) or from rows of bf16
 
 A program serves up to 64 heads (:class:`Tiling`) of one query and one stretch of its keys: each entry is read once for
 them and decoded to bf16 on the way to the tensor cores. Where the queries alone do not fill the chip, the keys are
-split (:func:`choose_splits`) and the parts are added in a fixed order: by :func:`_combine`, a second launch, or by
-whichever program comes last (:func:`_sum_parts`), which waits for nobody and decides no bit. Nothing depends on the
-batch but the number of splits: with the same ``splits`` a query's result has the same bits in a prompt, in a chunk of
-it, or alone, wherever its entries lie.
+split (:func:`choose_splits`); then the programs wait for one another and add the parts in a fixed order
+(``attention_parts``). Nothing depends on the batch but the number of splits: with the same ``splits`` a query's result
+has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
 (``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
@@ -33,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -42,6 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_parts import LOG2_E, add_parts
 from .checks import (
     OperandTypeError,
     require_aligned,
@@ -58,16 +58,10 @@ from .checks import (
 from .kv_entry import DIM, ROPE_DIM, page_bytes
 from .overlap import OVERLAPPED, after_previous
 from .rope import load_turns, mean_square_scale, rotate
-from .rounding import INTERPRETED, UNFUSED, product, round_for, round_to_bf16
+from .rounding import INTERPRETED, product, round_for, round_to_bf16
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 """Of the products. The interpreter multiplies fp32 matrices only; they then hold values that bf16 holds exactly."""
-
-
-SUM_ROWS = tl.constexpr(16)
-SUM_STAGES = tl.constexpr(3)
-"""Of the sum of parts by their last program: 32 KiB a part and step, two on their way."""
 
 
 @triton.jit
@@ -130,23 +124,12 @@ def _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS: tl.constexpr
 
 
 @triton.jit
-def _logits(query, keys, KEYS_FIRST: tl.constexpr):
-    """query × keysᵀ [HEADS, KEYS], or its transpose."""
-    if KEYS_FIRST:
-        return tl.dot(keys, tl.trans(query))
-    else:
-        return tl.dot(query, tl.trans(keys))
-
-
-@triton.jit
-def _weigh(logits, visible, top, denominator, KEYS_FIRST: tl.constexpr):
-    """The greater maximum, the sum relative to it, and the rounded weights of a tile."""
-    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
-    HEADS: tl.constexpr = 1 - KEYS
-    logits = tl.where(tl.expand_dims(visible, HEADS), logits, float("-inf"))
-    greater = tl.maximum(top, tl.max(logits, axis=KEYS))
-    weights = tl.exp2(logits - tl.expand_dims(greater, KEYS))
-    denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=KEYS)
+def _weigh(logits, visible, top, denominator):
+    """The greater maximum, the sum relative to it, and the rounded weights of a tile, [HEADS, KEYS]."""
+    logits = tl.where(visible[None, :], logits, float("-inf"))
+    greater = tl.maximum(top, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - greater[:, None])
+    denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=1)
     return greater, denominator, _rounded(weights)
 
 
@@ -164,11 +147,9 @@ def _decayed(total, decay, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
     """total + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
-    if KEYS_FIRST:
-        return tl.dot(tl.trans(keys), weights, total)
-    elif TRANSPOSED:
+    if TRANSPOSED:
         return tl.dot(tl.trans(keys), tl.trans(weights), total)
     else:
         return tl.dot(weights, keys, total)
@@ -190,62 +171,7 @@ def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(address, round_for(values, row), mask=known[:, None])
 
 
-@triton.jit
-def _sum_parts(
-    values,
-    stats,
-    sink,
-    turns,
-    out,
-    token,
-    first,
-    heads,
-    live,
-    splits,
-    HAS_TURNS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """The output of HEADS heads from ``first`` on, ROWS at a time: their ``live`` parts, one after another."""
-    column = tl.arange(0, 512)
-    cos, sin = _turns_of_all(turns + token * 64, HAS_TURNS)
-    for begin in range(0, HEADS, ROWS):
-        head = first + begin + tl.arange(0, ROWS)
-        known = head < heads
-        row = token * heads + head
-        sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
-        top = sink_top
-        denominator = tl.zeros((ROWS,), tl.float32)
-        total = tl.zeros((ROWS, 512), tl.float32)
-        for split in tl.range(0, live, num_stages=SUM_STAGES):
-            part = row * splits + split
-            part_top = tl.load(stats + part * 2, mask=known, other=0.0, cache_modifier=".cg")
-            part_sum = tl.load(stats + part * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-            address = values + part[:, None] * 512 + column[None, :]
-            found = tl.load(address, mask=known[:, None], other=0.0, cache_modifier=".cg")
-            greater = tl.maximum(top, part_top)
-            decay, weight = tl.exp2(top - greater), part_sum * tl.exp2(part_top - greater)
-            denominator = denominator * decay + weight
-            total = total * decay[:, None] + found * weight[:, None]
-            top = greater
-        total /= (denominator + tl.exp2(sink_top - top))[:, None]
-        if HAS_TURNS:
-            even, odd = tl.split(tl.reshape(total, (ROWS, 256, 2)))
-            even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
-            total = tl.reshape(tl.join(even, odd), (ROWS, 512))
-        tl.store(out + row[:, None] * 512 + column[None, :], round_for(total, out), mask=known[:, None])
-
-
-@triton.jit
-def _turns_of_all(turns, HAS_TURNS: tl.constexpr):
-    """(cos, sin), fp32 [256]; pairs before the last 32 are turned by nothing."""
-    pair = tl.arange(0, 256) - 224
-    rotary = (pair >= 0) & HAS_TURNS
-    cos = tl.load(turns + pair * 2, mask=rotary, other=1.0)
-    return cos, tl.load(turns + pair * 2 + 1, mask=rotary, other=0.0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     q,
     q_token,
@@ -266,6 +192,7 @@ def _attend(
     out,
     partial_stats,
     heads,
+    splits,
     eps,
     arrivals,
     finished,
@@ -282,18 +209,19 @@ def _attend(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     APART: tl.constexpr,
-    LAST_SUMS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """Program (query · head blocks + head block, split).
+    """Program (query · head blocks + head block) · splits + split.
 
-    ``out`` is the output or, if SPLIT, :class:`Partials`' values; then, if LAST_SUMS, ``finished`` is the output.
+    ``out`` is the output or, if SPLIT, :class:`Partials`' values; then ``finished`` is the output.
     """
     after_previous()
     head_blocks = tl.cdiv(heads, HEADS)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    token = (block // head_blocks).to(tl.int64)
+    first = block % head_blocks * HEADS
+    head = first + tl.arange(0, HEADS)
     known = head < heads
 
     window_length = window_columns
@@ -306,7 +234,6 @@ def _attend(
             extra_length = tl.minimum(tl.load(extra_lengths + token).to(tl.int32), extra_columns)
     window_tiles = tl.cdiv(window_length, KEYS)
     tiles = window_tiles + tl.cdiv(extra_length, KEYS)
-    split, splits = tl.program_id(1), tl.num_programs(1)
     live = tl.maximum(tl.minimum(tiles, splits), 1)
     begin = split * tiles // live
     end = (split + 1) * tiles // live
@@ -316,8 +243,6 @@ def _attend(
         out_row = out_row * splits + split
         if split >= live:
             # Where a list is long and few of its columns count, most programs have no part.
-            if not LAST_SUMS:
-                tl.store(partial_stats + out_row * 2 + 1, tl.zeros((HEADS,), tl.float32), mask=known)
             return
 
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
@@ -369,29 +294,29 @@ def _attend(
 
         previous = top
         if APART:
-            weights = tl.zeros((KEYS, HEADS) if KEYS_FIRST else (HEADS, KEYS), OPERAND)
+            weights = tl.zeros((HEADS, KEYS), OPERAND)
             if tile < end:  # always
                 # Scaled one by one: the compiler would make one chain of products of a bare sum.
-                logits = _logits(q_low, k_low, KEYS_FIRST) * scale_log2
-                logits += _logits(q_mid, k_mid, KEYS_FIRST) * scale_log2
-                logits += _logits(q_high, k_high, KEYS_FIRST) * scale_log2
-                logits += _logits(q_tail, k_tail, KEYS_FIRST) * scale_log2
-                top, denominator, weights = _weigh(logits, visible, top, denominator, KEYS_FIRST)
+                logits = tl.dot(q_low, tl.trans(k_low)) * scale_log2
+                logits += tl.dot(q_mid, tl.trans(k_mid)) * scale_log2
+                logits += tl.dot(q_high, tl.trans(k_high)) * scale_log2
+                logits += tl.dot(q_tail, tl.trans(k_tail)) * scale_log2
+                top, denominator, weights = _weigh(logits, visible, top, denominator)
         else:
-            logits = _logits(q_low, k_low, KEYS_FIRST)
-            logits += _logits(q_mid, k_mid, KEYS_FIRST)
-            logits += _logits(q_high, k_high, KEYS_FIRST)
-            logits += _logits(q_tail, k_tail, KEYS_FIRST)
+            logits = tl.dot(q_low, tl.trans(k_low))
+            logits += tl.dot(q_mid, tl.trans(k_mid))
+            logits += tl.dot(q_high, tl.trans(k_high))
+            logits += tl.dot(q_tail, tl.trans(k_tail))
             logits *= scale_log2
-            top, denominator, weights = _weigh(logits, visible, top, denominator, KEYS_FIRST)
+            top, denominator, weights = _weigh(logits, visible, top, denominator)
         decay = tl.exp2(previous - top)
         # All before the first product: the assembler runs products one by one when accumulators change among them.
         low, mid = _decayed(low, decay, TRANSPOSED), _decayed(mid, decay, TRANSPOSED)
         high, tail = _decayed(high, decay, TRANSPOSED), _decayed(tail, decay, TRANSPOSED)
-        low = _accumulate(low, weights, k_low, TRANSPOSED, KEYS_FIRST)
-        mid = _accumulate(mid, weights, k_mid, TRANSPOSED, KEYS_FIRST)
-        high = _accumulate(high, weights, k_high, TRANSPOSED, KEYS_FIRST)
-        tail = _accumulate(tail, weights, k_tail, TRANSPOSED, KEYS_FIRST)
+        low = _accumulate(low, weights, k_low, TRANSPOSED)
+        mid = _accumulate(mid, weights, k_mid, TRANSPOSED)
+        high = _accumulate(high, weights, k_high, TRANSPOSED)
+        tail = _accumulate(tail, weights, k_tail, TRANSPOSED)
 
     if SPLIT:
         tl.store(partial_stats + out_row * 2, top, mask=known)
@@ -412,59 +337,11 @@ def _attend(
         rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
     _store(row, rotated, known, 448, 64)
 
-    if LAST_SUMS:
-        # All of the program's part lies in memory before it is counted in.
-        tl.debug_barrier()
-        arrived = arrivals + tl.program_id(0)
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == live - 1:
-            tl.store(arrived, 0)
-            _sum_parts(
-                *(out, partial_stats, sink, turns, finished, token, tl.program_id(0) % head_blocks * HEADS),
-                *(heads, live, splits, HAS_TURNS, HEADS, SUM_ROWS if HEADS > SUM_ROWS else HEADS),
-            )
-
-
-@triton.jit
-def _combine(
-    values,
-    stats,
-    sink,
-    turns,
-    out,
-    heads,
-    splits,
-    HAS_TURNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Program (query · heads + head, block of columns): all parts at once; of one whose sum is 0 nothing else is read.
-
-    PARTS: ``splits`` or more; it alone determines the order of the sums.
-    """
-    after_previous()
-    row = tl.program_id(0).to(tl.int64)
-    part = row * splits + tl.arange(0, PARTS)
-    known = tl.arange(0, PARTS) < splits
-    sums = tl.load(stats + part * 2 + 1, mask=known, other=0.0)
-    found = sums > 0
-    tops = tl.load(stats + part * 2, mask=found, other=float("-inf"))
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    parts = tl.load(values + part[:, None] * 512 + column[None, :], mask=found[:, None], other=0.0)
-
-    sink_top = tl.load(sink + row % heads) * LOG2_E
-    top = tl.maximum(tl.max(tops, axis=0), sink_top)
-    weights = sums * tl.exp2(tops - top)
-    total = tl.sum(parts * weights[:, None], axis=0) / (tl.sum(weights, axis=0) + tl.exp2(sink_top - top))
-    if HAS_TURNS:
-        # Pairs before the last 32 are turned by nothing.
-        pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2) - 224
-        turn = turns + row // heads * 64 + pair * 2
-        cos = tl.load(turn, mask=pair >= 0, other=1.0)
-        sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
-        even, odd = tl.split(tl.reshape(total, (COLUMNS // 2, 2)))
-        even, odd = rotate(even, odd, cos, -sin)
-        total = tl.reshape(tl.join(even, odd), (COLUMNS,))
-    tl.store(out + row * 512 + column, round_for(total, out))
+    if SPLIT:
+        add_parts(
+            *(out, partial_stats, sink, turns, finished, arrivals + block, token, first, heads, split, live, splits),
+            *(HAS_TURNS, HEADS, WARPS),
+        )
 
 
 class Entries(NamedTuple):
@@ -479,7 +356,7 @@ class Entries(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What the programs of one query leave for the sum of their parts; where a sum is 0, nothing else is defined.
+    """What the programs of one query leave for the sum of their parts; of programs without a part, nothing.
 
     values: fp32 [T, H, S, 512], each part over its own sum of weights, not turned back.
     stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
@@ -497,11 +374,9 @@ class Tiling:
         heads: heads of a program, fewer are padded; 64 is what one warp group multiplies.
         keys: entries at once.
         warps, stages: as Triton's.
-        resident: programs that a multiprocessor holds at once.
+        resident: programs that a multiprocessor holds at once, by their shared memory and registers. Never more than
+            it does hold: programs of split keys wait for one another.
         transposed: accumulate [512, heads] rather than [heads, 512].
-        keys_first: logits are [keys, heads], too; with ``transposed`` only.
-        last_sums: the last program of a query's heads to finish adds their parts, rather than a second launch of many
-            programs. It reads 2 KiB a head and part, at some 100 GB/s.
         apart: logits and weights are computed in a branch. The compiler gives a product that it sees feeding another to
             each warp group whole; what leaves a branch it does not follow, and shares the logits among the groups. The
             weights then pass through shared memory.
@@ -513,9 +388,7 @@ class Tiling:
     stages: int = 3
     resident: int = 1
     transposed: bool = False
-    keys_first: bool = False
     apart: bool = False
-    last_sums: bool = False
 
 
 HOPPER = Tiling(apart=True)
@@ -534,7 +407,7 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 """bf16 rows: two stages of them do not fit into shared memory beside the query."""
 
 
-FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2, last_sums=True)
+FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
 """Up to 16 heads, as a rank has them: instructions of 16 rows, 102 KiB of shared memory. Entries are decoded twice, in
 the layout of each product; padded to 64 rows, they would cost the tensor cores as much as for 64 heads."""
 
@@ -548,30 +421,40 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     return BLACKWELL if packed else BLACKWELL_PLAIN
 
 
+FEW_QUERIES = 64
+"""Up to so many queries two stages serve ``HOPPER`` better: by 0.5 to 1 us on an H200, of 14 to 74."""
+
+COUNTED_TILES = 40
+"""Of ``FEW_HEADS``. The list of HCA is as wide as the longest context has entries, and mostly few of them count."""
+
+
 def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool) -> Tiling:
     """The tiling for so many queries, from sizes alone; arguments as of :func:`choose_splits`.
 
-    Few queries of many heads are dealt to programs of few heads, as long as each can have a tile for itself: more of
-    the chip works on them, and their parts are small enough to be added within the launch.
+    Few queries of many heads are dealt to programs of few heads, as long as each can have a tile for itself and a
+    quarter of the chip remains: more of the chip works on them. Measured on an H200 with parts added by a second
+    launch, us for 1 query of 64 heads with 128, 640 and 1152 keys: 8.8, 10.5 and 13.6 against 14.6, 18.4 and 18.6;
+    for 8 queries 10.7, 23.9 and 32.4 against 14.5, 22.3 and 27.0.
     """
     queries = triton.next_power_of_2(queries)
-    tiles = sum(triton.cdiv(width, FEW_HEADS.keys) for width in columns)
+    tiles = min(sum(triton.cdiv(width, FEW_HEADS.keys) for width in columns), COUNTED_TILES)
     programs = queries * triton.cdiv(heads, FEW_HEADS.heads) * tiles
-    if programs <= processors * FEW_HEADS.resident:
+    if programs <= processors * FEW_HEADS.resident * 3 // 4:
         return FEW_HEADS
-    return default_tiling(heads, packed=packed)
+    tiling = default_tiling(heads, packed=packed)
+    return replace(tiling, stages=2) if tiling == HOPPER and queries <= FEW_QUERIES else tiling
 
 
-MAX_SPLITS = 256
-"""Parts that one program of the sum takes at once."""
+def most_splits(queries: int, heads: int, processors: int, tiling: Tiling) -> int:
+    """How many splits the chip can place at once: they wait for one another."""
+    return max(processors * tiling.resident // max(queries * triton.cdiv(heads, tiling.heads), 1), 1)
 
 
 def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: int, tiling: Tiling = HOPPER) -> int:
     """Into how many programs to split each query's keys, from sizes alone, so that a CUDA graph may hold the launch.
 
-    Counts waves of programs times the tiles that each walks, plus two tiles' time to load the query, store the part and
-    add it later; where one program adds them all, also a tile's time for ``4 · keys / heads`` parts. The fewest splits
-    among equals.
+    Counts the tiles that a program walks, plus two tiles' time to store the part and add it later. The fewest splits
+    among equals; never more than :func:`most_splits`.
 
     The queries are counted as the next power of two. The number of splits orders the sums, so it decides the last bits
     of a result; this way it is the same for 3 queries run as they are and in a graph captured for 4, as long as graphs
@@ -582,16 +465,12 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
         columns: widths of the slot lists. They count as the queries do: give graph and eager step the same.
         processors: multiprocessors of the chip.
     """
-    queries = triton.next_power_of_2(queries)
+    most = most_splits(triton.next_power_of_2(queries), heads, processors, tiling)
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
-    programs, places = queries * triton.cdiv(heads, tiling.heads), processors * tiling.resident
-    tile = 4 * tiling.keys
-    costs = {
-        splits: triton.cdiv(programs * splits, places) * (triton.cdiv(tiles, splits) + 2 * (splits > 1)) * tile
-        + tiling.last_sums * splits * tiling.heads
-        for splits in range(1, max(min(tiles, places, MAX_SPLITS), 1) + 1)
-    }
-    return min(costs, key=lambda splits: (costs[splits], splits))
+    return min(
+        range(1, max(min(tiles, most), 1) + 1),
+        key=lambda splits: (triton.cdiv(tiles, splits) + 2 * (splits > 1), splits),
+    )
 
 
 @cache
@@ -646,11 +525,11 @@ def sparse_attention(
             them, in fp32; not at all by default.
         query_eps: divide each row of ``q`` by its root mean square, with this added to the mean square, and turn its
             last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
-        splits: programs per query and block of heads, up to ``MAX_SPLITS``; by default what :func:`choose_splits` says
-            of this device.
+        splits: programs per query and block of heads, up to :func:`most_splits` of this device; by default what
+            :func:`choose_splits` says of it.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
-        arrivals: from :func:`new_arrivals`, zero before and after; for tilings that sum last and where keys are split
-            only. Allocated unless given, which is a launch.
+        arrivals: from :func:`new_arrivals`, zero before and after; where keys are split only. Allocated unless given,
+            which is a launch.
         out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
         tiling: by default what :func:`choose_tiling` says of this device.
     """
@@ -678,7 +557,8 @@ def sparse_attention(
     tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
     if splits is None:
         splits = choose_splits(tokens, heads, columns, processors, tiling)
-    require_range("splits", splits, 1, MAX_SPLITS)
+    most = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
+    require_range("splits", splits, 1, most)
     if turns is not None:
         require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")
         require_dtype("turns", turns, torch.float32)
@@ -700,8 +580,7 @@ def sparse_attention(
             require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2]")
             require_dtype(f"partials.{name}", part, torch.float32)
             require_contiguous(f"partials.{name}", part)
-    last_sums = tiling.last_sums and partials is not None
-    if last_sums and arrivals is None:
+    if partials is not None and arrivals is None:
         arrivals = new_arrivals(tokens, heads, q.device)
     if arrivals is not None:
         require_dtype("arrivals", arrivals, torch.int32)
@@ -728,7 +607,7 @@ def sparse_attention(
     target, stats = (out, out) if partials is None else partials
     has_turns = turns is not None
     turns = sink if turns is None else turns
-    _attend[(tokens * triton.cdiv(heads, tiling.heads), splits)](
+    _attend[(tokens * triton.cdiv(heads, tiling.heads) * splits,)](
         q,
         q.stride(0),
         q.stride(1),
@@ -746,8 +625,9 @@ def sparse_attention(
         target,
         stats,
         heads,
+        splits,
         0.0 if query_eps is None else query_eps,
-        arrivals if last_sums else stats,
+        stats if arrivals is None else arrivals,
         out,
         RAW=query_eps is not None,
         PACKED=packed,
@@ -762,34 +642,12 @@ def sparse_attention(
         KEYS=tiling.keys,
         STAGES=tiling.stages,
         TRANSPOSED=tiling.transposed,
-        KEYS_FIRST=tiling.keys_first,
         APART=tiling.apart,
-        LAST_SUMS=last_sums,
+        WARPS=tiling.warps,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **OVERLAPPED,
     )
-    if partials is not None and not last_sums:
-        parts = triton.next_power_of_2(splits)
-        # 32 to 64 values a thread, all asked for at once. Never by the batch's size, which would order the sums.
-        block = min(DIM, max(32, 4096 // parts))
-        # Unfused: sink · log2(e) must round as it did in the parts, whose maximum it may be. The error of the product
-        # is no small thing for a huge sink: fused, 1e30 gave NaN on an H200.
-        _combine[(tokens * heads, DIM // block)](
-            partials.values,
-            partials.stats,
-            sink,
-            turns,
-            out,
-            heads,
-            splits,
-            HAS_TURNS=has_turns,
-            PARTS=parts,
-            COLUMNS=block,
-            num_warps=4,
-            **UNFUSED,
-            **OVERLAPPED,
-        )
     return out
 
 

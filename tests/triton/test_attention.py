@@ -18,22 +18,21 @@ from nvfp4_sgl.triton_kernels.attention import (
     BLACKWELL,
     FEW_HEADS,
     HOPPER,
-    MAX_SPLITS,
     Entries,
     Partials,
     Tiling,
     choose_splits,
     choose_tiling,
     default_tiling,
+    most_splits,
     new_arrivals,
     new_partials,
     sparse_attention,
 )
 from nvfp4_sgl.triton_kernels.checks import KernelError
+from tests.triton.support.interpreter import run_backwards
 
 SCALE = 512**-0.5
-TWO_LAUNCHES = replace(FEW_HEADS, last_sums=False)
-KEYS_FIRST = Tiling(heads=8, stages=2, transposed=True, keys_first=True, last_sums=True)
 BOUND = 2**-7 * (1 + 2**-5)
 """Of the error over Σ w_j |k_j|: weights and output are rounded to bf16 once each, 2^-8; the rest is fp32."""
 WINDOW_PAGE, CSA_PAGE, HCA_PAGE = 256, 64, 2
@@ -41,8 +40,8 @@ WINDOW_PAGE, CSA_PAGE, HCA_PAGE = 256, 64, 2
 
 def named(tiling: Tiling) -> str:
     """What tells the tilings here apart."""
-    layout = "keys first" if tiling.keys_first else "transposed" if tiling.transposed else "heads first"
-    return f"{tiling.heads} heads, {tiling.keys} keys, {layout}{', one launch' if tiling.last_sums else ''}"
+    layout = "transposed" if tiling.transposed else "heads first"
+    return f"{tiling.heads} heads, {tiling.keys} keys, {layout}"
 
 
 def pool(rows: Tensor, slots: Tensor, count: int, page_size: int, *, packed: bool) -> tuple[Entries, RowStore]:
@@ -151,8 +150,8 @@ def check(case: Problem, device: str, **options: object) -> Tensor:
 
 @pytest.mark.parametrize(
     "tiling",
-    [HOPPER, BLACKWELL, FEW_HEADS, KEYS_FIRST],
-    ids=["heads x 512", "512 x heads", "few heads", "keys first"],
+    [HOPPER, BLACKWELL, FEW_HEADS],
+    ids=["heads x 512", "512 x heads", "few heads"],
 )
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
@@ -193,9 +192,7 @@ def turns_of(positions: Tensor, frequencies: Tensor) -> Tensor:
     [
         *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
         *((FEW_HEADS, splits) for splits in (2, 9)),
-        *((TWO_LAUNCHES, splits) for splits in (2, 9, 40)),
-        (KEYS_FIRST, 3),
-        *(pytest.param(TWO_LAUNCHES, splits, marks=pytest.mark.gpu) for splits in (20, 100, MAX_SPLITS)),
+        (HOPPER, 2),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
@@ -236,8 +233,8 @@ def test_turning_rounds_once(splits: int, device: str) -> None:
 @pytest.mark.parametrize(
     ("tiling", "splits"),
     [
-        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS, KEYS_FIRST)),
-        *((tiling, 3) for tiling in (FEW_HEADS, TWO_LAUNCHES)),
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
+        (FEW_HEADS, 3),
         pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -402,21 +399,55 @@ def test_given_partials_are_used(device: str) -> None:
     assert new_partials(case.q, 1) is None
 
 
-@pytest.mark.parametrize("tiling", [FEW_HEADS, KEYS_FIRST, replace(HOPPER, last_sums=True)], ids=named)
-def test_one_launch_gives_what_two_give(tiling: Tiling, device: str) -> None:
-    """To the last bit of fp32, in which the sums differ. The counters serve again; heads end within a block.
+@pytest.mark.parametrize(
+    ("tiling", "heads", "tiles", "numbers"),
+    [(FEW_HEADS, 8, 33, (3, 6, 20, 40)), (HOPPER, 20, 9, (3, 9))],
+    ids=["few heads", "many heads"],
+)
+def test_parts_of_any_number(tiling: Tiling, heads: int, tiles: int, numbers: tuple[int, ...], device: str) -> None:
+    """Every width of a share, shares that programs have more than one of, and programs that have none.
 
-    The queries see no tile, fewer than there are parts, and more.
+    Heads end within a block. The counters serve again.
     """
-    case = problem(20, [70, 130], tokens=3)
-    ends = {"window_lengths": torch.tensor([0, 1, 70]).int(), "extra_lengths": torch.tensor([0, 64, 130])}
-    counters = torch.zeros(3 * 20 + 7, dtype=torch.int32, device=device)
-    two = case.run(device, tiling=replace(tiling, last_sums=False), splits=3, **ends)
-    assert (two[0] == 0).all()
-    for arrivals in (counters, counters):
-        one = case.run(device, tiling=tiling, splits=3, arrivals=arrivals, **ends)
+    case = problem(heads, [tiling.keys + 3, (tiles - 3) * tiling.keys + 5], tokens=1, seed=2)
+    turns = turns_of(torch.tensor([70_001]), inverse_frequencies(64, 10000.0))
+    counters = torch.zeros(heads + 7, dtype=torch.int32, device=device)
+    whole = case.run(device, tiling=tiling, splits=1, turns=turns)
+    _, size = case.exact()
+    size[..., 448:] = size[..., 448:].unflatten(-1, (32, 2)).sum(-1, keepdim=True).expand(1, heads, 32, 2).flatten(-2)
+    for splits in numbers:
+        found = case.run(device, tiling=tiling, splits=splits, turns=turns, arrivals=counters)
+        assert ((found.double() - whole.double()).abs() <= 2 * BOUND * size).all(), splits
+        # Weights are rounded under another maximum, and little else differs.
+        assert torch.allclose(found.float(), whole.float(), rtol=2**-6, atol=float(size.max()) * 2**-8), splits
         assert not counters.any()
-        assert torch.allclose(one, two, rtol=2**-7, atol=1e-5) and (one != two).float().mean() < 2e-3
+
+
+def test_parts_of_lists_of_any_length(device: str) -> None:
+    """Queries that see no tile, one, fewer than there are parts, and more; each as if it were alone."""
+    case = problem(8, [70, 130], tokens=4)
+    ends = {"window_lengths": torch.tensor([0, 1, 33, 70]).int(), "extra_lengths": torch.tensor([0, 0, 64, 130]).int()}
+    together = case.run(device, tiling=FEW_HEADS, splits=6, **ends)
+    assert (together[0] == 0).all()
+    for slots, length in zip(case.slots, ends.values(), strict=True):
+        slots[torch.arange(slots.shape[1]) >= length[:, None]] = -1
+    check(case, device, tiling=FEW_HEADS, splits=6)
+    for token in range(4):
+        alone = Problem(
+            case.q[token : token + 1], case.sink, case.entries, case.stores, [s[token : token + 1] for s in case.slots]
+        )
+        own = {name: length[token : token + 1] for name, length in ends.items()}
+        assert torch.equal(alone.run(device, tiling=FEW_HEADS, splits=6, **own), together[token : token + 1])
+
+
+def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = problem(20, [70, 130], tokens=2)
+    counters = torch.zeros(2 * 20, dtype=torch.int32, device=device)
+    options = {"tiling": FEW_HEADS, "splits": 5, "arrivals": counters}
+    forwards = case.run(device, **options)
+    run_backwards(monkeypatch)
+    assert torch.equal(case.run(device, **options), forwards)
+    assert not counters.any()
 
 
 def test_no_queries(device: str) -> None:
@@ -438,21 +469,49 @@ def test_splits_fill_the_chip() -> None:
     assert splits(1, 8, 0) == 1
     for queries in (1, 3, 8, 64, 100, 256):
         assert 1 <= splits(queries, 128, 128, 1024) <= 18
-    assert 200 < choose_splits(1, 8, (128, 1 << 20), 132, TWO_LAUNCHES) <= MAX_SPLITS
-    assert 8 <= choose_splits(1, 8, (128, 512), 132, FEW_HEADS) <= 10  # a sum of 20 parts takes longer than a tile
+    assert choose_splits(1, 8, (128, 512), 132, FEW_HEADS) == 20
+    assert choose_splits(1, 64, (128, 8192), 132, FEW_HEADS) <= 66
 
 
-def test_few_queries_are_dealt_to_programs_of_few_heads() -> None:
-    for queries, heads, columns, few in [
-        (1, 64, (128, 512), True),
-        (2, 64, (128, 512), True),
-        (3, 64, (128, 512), False),
-        (8, 64, (128,), True),
-        (1, 64, (128, 8192), False),
-        (8192, 8, (128, 512), True),
+@pytest.mark.parametrize("tiling", [HOPPER, FEW_HEADS], ids=named)
+@pytest.mark.parametrize("queries", [1, 3, 8, 33, 64, 100, 8192])
+def test_programs_of_split_keys_all_have_a_place(queries: int, tiling: Tiling) -> None:
+    """They wait for one another."""
+    for heads in (8, 24, 64, 128):
+        splits = choose_splits(queries, heads, (128, 8192), 132, tiling)
+        programs = queries * -(-heads // tiling.heads) * splits
+        assert splits == 1 or programs <= 132 * tiling.resident
+        assert splits <= most_splits(queries, heads, 132, tiling)
+    assert most_splits(2, 64, 132, HOPPER) == 66
+    assert most_splits(2, 65, 132, FEW_HEADS) == 26
+
+
+def test_the_measured_tilings() -> None:
+    """What was fastest on an H200."""
+    short = replace(HOPPER, stages=2)
+    for queries, heads, columns, expected, splits in [
+        (1, 64, (128,), FEW_HEADS, 4),
+        (1, 64, (128, 512), FEW_HEADS, 20),
+        (1, 64, (128, 1024), FEW_HEADS, 36),
+        (1, 64, (128, 8192), FEW_HEADS, 65),
+        (8, 64, (128,), FEW_HEADS, 4),
+        (8, 64, (128, 512), short, 10),
+        (8, 64, (128, 1024), short, 9),
+        (64, 64, (128,), short, 1),
+        (64, 64, (128, 512), short, 2),
+        (256, 64, (128, 512), HOPPER, 1),
+        (8192, 64, (128, 512), HOPPER, 1),
+        (1, 128, (128,), FEW_HEADS, 4),
+        (1, 128, (128, 1024), short, 18),
+        (8, 128, (128,), short, 1),
+        (8, 128, (128, 1024), short, 6),
+        (8192, 8, (128, 512), FEW_HEADS, 1),
     ]:
         tiling = choose_tiling(queries, heads, columns, 132, packed=True)
-        assert tiling == (FEW_HEADS if few else default_tiling(heads, packed=True))
+        if default_tiling(64, packed=True) != HOPPER and expected != FEW_HEADS:
+            continue
+        assert tiling == expected, (queries, heads, columns)
+        assert choose_splits(queries, heads, columns, 132, tiling) == splits, (queries, heads, columns)
 
 
 @pytest.mark.parametrize("heads", [8, 64, 128])
@@ -503,7 +562,6 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"query_eps": 1e-6},
         {"query_eps": float("nan"), "turns": torch.zeros(2, 64)},
         {"splits": 0},
-        {"splits": MAX_SPLITS + 1},
         {"turns": torch.zeros(2, 32)},
         {"turns": torch.zeros(2, 64, dtype=torch.float64)},
         {"turns": torch.zeros(2, 128)[:, ::2]},
@@ -517,6 +575,16 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
     for changes in wrong:
         with pytest.raises(KernelError):
             run(**changes)
+
+
+@pytest.mark.gpu
+def test_more_programs_than_have_a_place_are_refused(device: str) -> None:
+    """Waiting for one that has no place, they would never end."""
+    case = problem(64, [64, 64], tokens=2)
+    most = most_splits(2, 64, torch.cuda.get_device_properties(device).multi_processor_count, HOPPER)
+    check(case, device, tiling=HOPPER, splits=most)
+    with pytest.raises(KernelError, match=rf"splits: .*{most}\], found {most + 1}"):
+        case.run(device, tiling=HOPPER, splits=most + 1)
 
 
 @pytest.mark.gpu
