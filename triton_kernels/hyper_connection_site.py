@@ -309,7 +309,7 @@ def _balance(
     store_post_and_comb(sums, inverse_rms, base, scale, post + token * 4, comb + token * 16, here, hc_eps, ITERATIONS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits", "lag"])
 def site_kernel(
     streams, output, post, comb, fn, base, scale, weight, next_streams, out, codes, block_scales, row_scale, constant,
     parts, sums, counters, tokens, d, d_per_split, splits, lag, hc_eps, norm_eps,
