@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import chip
 from .checks import (
     OperandValueError,
     require_contiguous,
@@ -200,7 +201,8 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
         codes, block_scales, row_scale, constant, parts, parts[splits * tokens * COLUMNS.value :], state.counters,
         tokens, d, d_per_split, splits, tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
         POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
-        QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile, TICKETS=tiling.tickets(tokens, head),
+        QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile,
+        TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
         EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
         COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCKS=max(triton.next_power_of_2(d) // BLOCK, 1), num_warps=tiling.warps, maxnreg=tiling.registers,

@@ -9,7 +9,7 @@ import triton
 from .hyper_connection_site import COLUMNS
 
 WAITING = 72
-"""So many programs may wait without tickets: fewer than any supported chip has multiprocessors."""
+"""So many programs may wait without tickets, on a chip of more multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,13 @@ class Tiling:
         programs = self.splits(tokens, d)[0] + self.followers(tokens, head)
         return min(self.blocks(tokens), triton.cdiv(self.ahead, programs))
 
-    def tickets(self, tokens: int, head: bool) -> bool:
-        """Whether so many programs wait that tasks must be given out in the order in which programs begin."""
-        return self.blocks(tokens) * self.followers(tokens, head) > WAITING
+    def tickets(self, tokens: int, head: bool, processors: int) -> bool:
+        """Whether so many programs wait that tasks must be given out in the order in which programs begin.
+
+        processors: of the chip, or of the part of it that a process sees.
+        """
+        waiting = self.blocks(tokens) * self.followers(tokens, head)
+        return waiting > WAITING or waiting >= processors > 1
 
 
 TILINGS = (

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import checks
+from . import checks, chip
 from .batch import PAGE_TOKENS, Batch
 from .index_entry import DIM, page_bytes
 from .index_query import check_queries, prepare_heads, prepare_queries, run_length
@@ -318,7 +318,7 @@ def index_scores(
         keys = pages.view(torch.float8_e4m3fn)
         scales = pages[:, page_size * DIM : page_bytes(page_size)].view(torch.float32)
     padded = max(16, triton.next_power_of_2(heads))
-    _scores_kernel[(tiles, choose_splits(tiles, steps, _processors(q.device), tiling))](
+    _scores_kernel[(tiles, choose_splits(tiles, steps, chip.processors(q.device), tiling))](
         q,
         q.stride(0),
         q.stride(1),
@@ -359,9 +359,3 @@ def index_scores(
 def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
     """Programs that share the keys of one tile of queries, which are so many steps."""
     return max(1, min(steps, triton.cdiv(tiling.programs * processors, tiles)))
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

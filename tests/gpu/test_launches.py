@@ -15,7 +15,7 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.gpu.decoder import Block
 from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.gpu.warm_up import warm_up
-from nvfp4_sgl.triton_kernels import attention, indexer
+from nvfp4_sgl.triton_kernels import chip
 from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next
 from tests.support.dry_launches import Launch, dry_launches
 from tests.support.interpreted import INTERPRETED
@@ -31,8 +31,7 @@ MOST = {LayerKind.CSA: 10, LayerKind.HCA: 8, LayerKind.SWA: 8}
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is split as on a chip of that many processors."""
-    for module in (attention, indexer):
-        monkeypatch.setattr(module, "_processors", lambda device: 132)
+    monkeypatch.setattr(chip, "processors", lambda device: 132)
 
 
 @pytest.fixture(scope="module")
