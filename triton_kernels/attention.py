@@ -171,7 +171,7 @@ def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(address, round_for(values, row), mask=known[:, None])
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _attend(
     q,
     q_token,
@@ -192,7 +192,6 @@ def _attend(
     out,
     partial_stats,
     heads,
-    splits,
     eps,
     arrivals,
     finished,
@@ -205,6 +204,7 @@ def _attend(
     HAS_EXTRA_LENGTHS: tl.constexpr,
     HAS_TURNS: tl.constexpr,
     SPLIT: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -212,26 +212,37 @@ def _attend(
     APART: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Program (query · head blocks + head block) · splits + split.
+    """Program (query · HEAD_BLOCKS + head block, split).
 
     ``out`` is the output or, if SPLIT, :class:`Partials`' values; then ``finished`` is the output.
     """
     after_previous()
-    head_blocks = tl.cdiv(heads, HEADS)
-    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    token = (block // head_blocks).to(tl.int64)
-    first = block % head_blocks * HEADS
+    block, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    token = (block // HEAD_BLOCKS).to(tl.int64)
+    first = block % HEAD_BLOCKS * HEADS
     head = first + tl.arange(0, HEADS)
     known = head < heads
 
     window_length = window_columns
     if HAS_WINDOW_LENGTHS:
-        window_length = tl.minimum(tl.load(window_lengths + token).to(tl.int32), window_columns)
+        window_length = tl.load(window_lengths + token).to(tl.int32)
     extra_length = 0
     if HAS_EXTRA:
         extra_length = extra_columns
         if HAS_EXTRA_LENGTHS:
-            extra_length = tl.minimum(tl.load(extra_lengths + token).to(tl.int32), extra_columns)
+            extra_length = tl.load(extra_lengths + token).to(tl.int32)
+    # On their way with the lengths, even if these then say that there is no part: mostly there is.
+    q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
+    q_low = _query(q_row, known, 0, 256)
+    q_mid = _query(q_row, known, 256, 128)
+    q_high = _query(q_row, known, 384, 64)
+    q_tail = _query(q_row, known, 448, 64)
+    if RAW:
+        cos, sin = load_turns(turns + token * 64, 32)
+    sink_logit = tl.load(sink + head, mask=known, other=0.0)
+
+    window_length = tl.minimum(window_length, window_columns)
+    extra_length = tl.minimum(extra_length, extra_columns)
     window_tiles = tl.cdiv(window_length, KEYS)
     tiles = window_tiles + tl.cdiv(extra_length, KEYS)
     live = tl.maximum(tl.minimum(tiles, splits), 1)
@@ -245,17 +256,11 @@ def _attend(
             # Where a list is long and few of its columns count, most programs have no part.
             return
 
-    q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
-    q_low = _query(q_row, known, 0, 256)
-    q_mid = _query(q_row, known, 256, 128)
-    q_high = _query(q_row, known, 384, 64)
-    q_tail = _query(q_row, known, 448, 64)
     if RAW:
-        cos, sin = load_turns(turns + token * 64, 32)
         q_low, q_mid, q_high, q_tail = _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS)
 
     # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
-    sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
+    sink_top = product(sink_logit, LOG2_E)
     top = sink_top
     denominator = tl.zeros((HEADS,), tl.float32)
     low = _zeros(HEADS, 256, TRANSPOSED)
@@ -607,7 +612,8 @@ def sparse_attention(
     target, stats = (out, out) if partials is None else partials
     has_turns = turns is not None
     turns = sink if turns is None else turns
-    _attend[(tokens * triton.cdiv(heads, tiling.heads) * splits,)](
+    head_blocks = triton.cdiv(heads, tiling.heads)
+    _attend[(tokens * head_blocks, splits)](
         q,
         q.stride(0),
         q.stride(1),
@@ -625,7 +631,6 @@ def sparse_attention(
         target,
         stats,
         heads,
-        splits,
         0.0 if query_eps is None else query_eps,
         stats if arrivals is None else arrivals,
         out,
@@ -638,6 +643,7 @@ def sparse_attention(
         HAS_EXTRA_LENGTHS=extra_lengths is not None,
         HAS_TURNS=has_turns,
         SPLIT=partials is not None,
+        HEAD_BLOCKS=head_blocks,
         HEADS=tiling.heads,
         KEYS=tiling.keys,
         STAGES=tiling.stages,

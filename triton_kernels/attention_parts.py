@@ -103,6 +103,12 @@ def _add_share(
     column = begin + tl.arange(0, COLUMNS)
     # Rounded as in the parts, whose maximum it may be: fused, the rest of the product was NaN for a sink of 1e30.
     sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
+    if HAS_TURNS:
+        # Ahead of the parts, so that they come with them. Pairs before the last 32 are turned by nothing.
+        pair = begin // 2 + tl.arange(0, COLUMNS // 2) - 224
+        turn = turns + token * 64 + pair * 2
+        cos = tl.load(turn, mask=pair >= 0, other=1.0)
+        sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
     top = sink_top
     denominator = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, COLUMNS), tl.float32)
@@ -122,11 +128,6 @@ def _add_share(
         top = greater
     total /= (denominator + tl.exp2(sink_top - top))[:, None]
     if HAS_TURNS:
-        # Pairs before the last 32 are turned by nothing.
-        pair = begin // 2 + tl.arange(0, COLUMNS // 2) - 224
-        turn = turns + token * 64 + pair * 2
-        cos = tl.load(turn, mask=pair >= 0, other=1.0)
-        sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
         even, odd = tl.split(tl.reshape(total, (HEADS, COLUMNS // 2, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         total = tl.reshape(tl.join(even, odd), (HEADS, COLUMNS))
