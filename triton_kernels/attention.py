@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import chip
 from .attention_parts import LOG2_E, add_parts
 from .checks import (
     OperandTypeError,
@@ -478,11 +478,6 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
     )
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def new_partials(q: Tensor, splits: int) -> Partials | None:
     """Room for the parts of a launch, ``None`` where it needs none."""
     if splits == 1:
@@ -558,7 +553,7 @@ def sparse_attention(
         require_dtype("extra.pages", extra.pages, window.pages.dtype)
         require_dtype("extra_slots", extra_slots, window_slots.dtype)
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
-    processors = _processors(q.device) if q.is_cuda else 1
+    processors = chip.processors(q.device)
     tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
     if splits is None:
         splits = choose_splits(tokens, heads, columns, processors, tiling)
