@@ -66,8 +66,7 @@ def add_parts(
             return
         while arrived < live:
             arrived = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
-        if tl.atomic_add(arrivals, 1, sem="relaxed", scope="gpu") == live + tl.minimum(live, shares) - 1:
-            tl.store(arrivals, 0)
+        _leave(arrivals, live + tl.minimum(live, shares) - 1)
         share, step = split, live
     for halvings in tl.static_range(1, HALVINGS + 1):
         if shares == (1 << halvings):
@@ -76,6 +75,31 @@ def add_parts(
                     *(values, stats, sink, turns, out, token, first, heads, begin, live, splits),
                     *(HAS_TURNS, HEADS, 512 >> halvings, max(1, (VALUES * WARPS * 32 // HEADS) // (512 >> halvings))),
                 )
+
+
+@triton.jit
+def _leave(arrivals, last):
+    """Count a program in that waits no longer; who finds ``last`` leaves zero.
+
+    One thread asks for it and none waits: ``inc`` wraps around by itself.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first red.relaxed.gpu.global.inc.u32 [$1], $2;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [arrivals, last],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
