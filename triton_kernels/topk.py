@@ -88,10 +88,9 @@ def _bound(keys, k, slack, low, high):
 
 @triton.jit
 def _cut(keys, k, GROUPS: tl.constexpr):
-    """Where the k largest of keys [n] end: (threshold, how many equal to it are among them, counts).
+    """Where the k largest of keys [n] end: (threshold, end); those above it and those equal to it at indices below end.
 
-    counts, [n]: how many of the keys so far are above the threshold, in the upper half, and equal to it, in the lower.
-    At least k keys are not ABSENT_KEY; equal ones count from the first. k <= GROUPS.
+    At least k keys are not ABSENT_KEY. k <= GROUPS.
     """
     if keys.shape[0] > GROUPS:
         # Of k groups whose maximum reaches a bound, k keys do. Groups are strided: neighbours often score alike. It is
@@ -103,29 +102,99 @@ def _cut(keys, k, GROUPS: tl.constexpr):
         high = tl.max(keys, axis=0) + 1
         low = tl.maximum(tl.min(keys, axis=0), NAN_KEY)
     threshold = _bound(keys, k, 0, low, high)
-    above = (keys > threshold).to(tl.int32)
-    counts = tl.cumsum((above << 16) + (keys == threshold).to(tl.int32), axis=0)
-    return threshold, k - tl.sum(above), counts
+    # Rarely are more than k: then the threshold is the k-th largest, and the end lies where k are reached.
+    index = tl.arange(0, keys.shape[0])
+    begin, end = 0, keys.shape[0]
+    taken = tl.sum((keys >= threshold).to(tl.int32))
+    while taken > k:
+        middle = (begin + end) // 2
+        reached = tl.sum(_chosen(keys, index, threshold, middle).to(tl.int32))
+        enough = reached >= k
+        begin, end = tl.where(enough, begin, middle), tl.where(enough, middle, end)
+        taken = tl.where(enough, reached, taken)
+    return threshold, end
 
 
 @triton.jit
-def _placed(keys, counts, threshold, equals_taken):
-    """(chosen, place) of each key by :func:`_cut`: the chosen at places 0 to k − 1 in order of index."""
-    equals = counts & 0xFFFF
-    chosen = (keys > threshold) | ((keys == threshold) & (equals <= equals_taken))
-    return chosen, (counts >> 16) + tl.minimum(equals, equals_taken) - 1
+def _chosen(keys, index, threshold, end):
+    """Which of the keys at these indices are those of :func:`_cut`."""
+    return (keys > threshold) | ((keys == threshold) & (index < end))
 
 
 @triton.jit
-def _piece(x, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """Elements PIECE · n/PIECES and following, n/PIECES of them, of x [n]; 1 or 4 pieces."""
-    if PIECES == 1:
-        return x
+def _counts_before(counts):
+    """counts [parts, n], of at most 2048 together: (first, second), int64 [n], with how many lie before each place.
+
+    The order is that of the parts, at most 8; 16 bits a part, of which four are in each of both.
+    """
+    part = tl.arange(0, counts.shape[0])[:, None]
+    shifted = counts.to(tl.int64) << (part % 4 * 16).to(tl.int64)
+    first = tl.sum(tl.where(part < 4, shifted, 0), axis=0)
+    total = tl.sum(first, axis=0)
+    before = tl.cumsum(first, axis=0) - first + (total << 16) + (total << 32) + (total << 48)
+    if counts.shape[0] <= 4:
+        return before, before
     else:
-        low, high = tl.split(tl.trans(tl.reshape(x, (2, x.shape[0] // 2))))
-        half = high if PIECE >= 2 else low
-        low, high = tl.split(tl.trans(tl.reshape(half, (2, x.shape[0] // 4))))
-        return high if PIECE % 2 == 1 else low
+        second = tl.sum(tl.where(part < 4, 0, shifted), axis=0)
+        both = total + (total >> 32)
+        all_first = (both + (both >> 16)) & 0xFFFF
+        total = tl.sum(second, axis=0)
+        after = tl.cumsum(second, axis=0) - second + (total << 16) + (total << 32) + (total << 48)
+        return before, after + all_first * 0x0001000100010001
+
+
+@triton.jit
+def _one(x, PART: tl.constexpr, PLACE: tl.constexpr):
+    """x[PART, :, PLACE]: what costs nothing where a thread holds all parts and places."""
+    part, place = tl.arange(0, x.shape[0])[:, None, None], tl.arange(0, x.shape[2])[None, :]
+    of_part = tl.sum(tl.where(part == PART, x, 0), axis=0)
+    return tl.sum(tl.where(place == PLACE, of_part, 0), axis=1)
+
+
+@triton.jit
+def _store_chosen(
+    keys,
+    threshold,
+    end,
+    begin,
+    nominated,
+    table,
+    to,
+    TOPK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ELECTS: tl.constexpr,
+    NOMINATES: tl.constexpr,
+):
+    """What :func:`_cut` chose of the keys, in order, at most TOPK: slots of entries, or (NOMINATES) keys and entries.
+
+    The keys' entries follow ``begin``, or (ELECTS) are among the nominated.
+    """
+    # A thread holds groups of four keys as they were loaded and stores one of each at a time, in the layout that it
+    # counts in: nothing moves between threads but the counts.
+    FOURS: tl.constexpr = min(keys.shape[0], GROUPS) // 4
+    PARTS: tl.constexpr = keys.shape[0] // (4 * FOURS)
+    index = tl.arange(0, keys.shape[0])
+    chosen = _chosen(keys, index, threshold, end).to(tl.int32)
+    first, second = _counts_before(tl.sum(tl.reshape(chosen, (PARTS, FOURS, 4)), axis=2))
+    keys = tl.reshape(keys, (PARTS, FOURS, 4))
+    for part in tl.static_range(PARTS):
+        before = first if part < 4 else second
+        place = (before >> (part % 4 * 16)).to(tl.int32) & 0xFFFF
+        for of_four in tl.static_range(4):
+            key = _one(keys, part, of_four)
+            index = (part * FOURS + tl.arange(0, FOURS)) * 4 + of_four
+            chosen = _chosen(key, index, threshold, end)
+            if ELECTS:
+                at = nominated + TOPK + index + index // TOPK * TOPK
+                entry = tl.load(at, mask=chosen, other=0, cache_modifier=".cg")
+            else:
+                entry = begin + index
+            if NOMINATES:
+                tl.store(to + place, key, mask=chosen)
+                tl.store(to + TOPK + place, entry, mask=chosen)
+            else:
+                tl.store(to + place, _entry_slot(table, entry, chosen), mask=chosen)
+            place += chosen.to(tl.int32)
 
 
 @triton.jit
@@ -166,20 +235,13 @@ def _select(
 ):
     """The best of the BLOCK scores at ``begin``: slots of them if they are the whole row, more than TOPK of at most
     BLOCK; else (NOMINATES) they are candidates, keys and entries, and all are if there are no more than TOPK."""
-    # In pieces: what is stored at once is in registers at once.
-    PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
     count = visible - begin
     keys = _keys(scores + begin, count, BLOCK)
-    threshold, equals_taken, counts = _cut(keys, tl.minimum(count, TOPK), GROUPS)
-    for piece in tl.static_range(PIECES):
-        entry = begin + piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
-        key = _piece(keys, piece, PIECES)
-        chosen, place = _placed(key, _piece(counts, piece, PIECES), threshold, equals_taken)
-        if whole:
-            tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
-        elif NOMINATES:
-            tl.store(candidates + place, key, mask=chosen)
-            tl.store(candidates + TOPK + place, entry, mask=chosen)
+    threshold, end = _cut(keys, tl.minimum(count, TOPK), GROUPS)
+    if whole:
+        _store_chosen(keys, threshold, end, begin, candidates, table, slots, TOPK, GROUPS, False, False)
+    elif NOMINATES:
+        _store_chosen(keys, threshold, end, begin, candidates, table, candidates, TOPK, GROUPS, False, True)
 
 
 @triton.jit
@@ -194,18 +256,12 @@ def _elect(
     GROUPS: tl.constexpr,
 ):
     """Slots of the best of at most BLOCK candidates, which other programs have stored."""
-    PIECES: tl.constexpr = 4 if BLOCK > 2 * GROUPS else 1
     index = tl.arange(0, BLOCK)
     present = index % TOPK < visible - index // TOPK * CHUNK
     at = candidates + index + index // TOPK * TOPK
     keys = tl.load(at, mask=present, other=ABSENT_KEY, cache_modifier=".cg")
-    threshold, equals_taken, counts = _cut(keys, TOPK, GROUPS)
-    for piece in tl.static_range(PIECES):
-        chosen, place = _placed(_piece(keys, piece, PIECES), _piece(counts, piece, PIECES), threshold, equals_taken)
-        index = piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
-        at = candidates + TOPK + index + index // TOPK * TOPK
-        entry = tl.load(at, mask=chosen, other=0, cache_modifier=".cg")
-        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
+    threshold, end = _cut(keys, TOPK, GROUPS)
+    _store_chosen(keys, threshold, end, 0, candidates, table, slots, TOPK, GROUPS, True, False)
 
 
 @triton.jit(do_not_specialize=["first"])
