@@ -152,25 +152,10 @@ def _one(x, PART: tl.constexpr, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _store_chosen(
-    keys,
-    threshold,
-    end,
-    begin,
-    nominated,
-    table,
-    to,
-    TOPK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ELECTS: tl.constexpr,
-    NOMINATES: tl.constexpr,
-):
-    """What :func:`_cut` chose of the keys, in order, at most TOPK: slots of entries, or (NOMINATES) keys and entries.
-
-    The keys' entries follow ``begin``, or (ELECTS) are among the nominated.
-    """
+def _store_choice(keys, threshold, end, to, GROUPS: tl.constexpr):
+    """Indices of what :func:`_cut` chose of the keys, in order, int32; all threads see them then."""
     # A thread holds groups of four keys as they were loaded and stores one of each at a time, in the layout that it
-    # counts in: nothing moves between threads but the counts.
+    # counts in: nothing moves between threads but the counts. What is done with the choice is done with it alone.
     FOURS: tl.constexpr = min(keys.shape[0], GROUPS) // 4
     PARTS: tl.constexpr = keys.shape[0] // (4 * FOURS)
     index = tl.arange(0, keys.shape[0])
@@ -181,20 +166,11 @@ def _store_chosen(
         before = first if part < 4 else second
         place = (before >> (part % 4 * 16)).to(tl.int32) & 0xFFFF
         for of_four in tl.static_range(4):
-            key = _one(keys, part, of_four)
             index = (part * FOURS + tl.arange(0, FOURS)) * 4 + of_four
-            chosen = _chosen(key, index, threshold, end)
-            if ELECTS:
-                at = nominated + TOPK + index + index // TOPK * TOPK
-                entry = tl.load(at, mask=chosen, other=0, cache_modifier=".cg")
-            else:
-                entry = begin + index
-            if NOMINATES:
-                tl.store(to + place, key, mask=chosen)
-                tl.store(to + TOPK + place, entry, mask=chosen)
-            else:
-                tl.store(to + place, _entry_slot(table, entry, chosen), mask=chosen)
+            chosen = _chosen(_one(keys, part, of_four), index, threshold, end)
+            tl.store(to + place, index, mask=chosen)
             place += chosen.to(tl.int32)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -229,6 +205,7 @@ def _select(
     slots,
     candidates,
     TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     NOMINATES: tl.constexpr,
@@ -238,10 +215,18 @@ def _select(
     count = visible - begin
     keys = _keys(scores + begin, count, BLOCK)
     threshold, end = _cut(keys, tl.minimum(count, TOPK), GROUPS)
+    place = tl.arange(0, PADDED)
     if whole:
-        _store_chosen(keys, threshold, end, begin, candidates, table, slots, TOPK, GROUPS, False, False)
+        _store_choice(keys, threshold, end, slots, GROUPS)
+        entry = begin + tl.load(slots + place, mask=place < TOPK, other=0, cache_modifier=".cg")
+        tl.store(slots + place, _entry_slot(table, entry, place < TOPK), mask=place < TOPK)
     elif NOMINATES:
-        _store_chosen(keys, threshold, end, begin, candidates, table, candidates, TOPK, GROUPS, False, True)
+        entries = candidates + TOPK
+        _store_choice(keys, threshold, end, entries, GROUPS)
+        stored = place < tl.minimum(count, TOPK)
+        entry = begin + tl.load(entries + place, mask=stored, other=0, cache_modifier=".cg")
+        tl.store(candidates + place, _ordered(tl.load(scores + entry, mask=stored, other=0.0)), mask=stored)
+        tl.store(entries + place, entry, mask=stored)
 
 
 @triton.jit
@@ -251,6 +236,7 @@ def _elect(
     table,
     slots,
     TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -261,7 +247,12 @@ def _elect(
     at = candidates + index + index // TOPK * TOPK
     keys = tl.load(at, mask=present, other=ABSENT_KEY, cache_modifier=".cg")
     threshold, end = _cut(keys, TOPK, GROUPS)
-    _store_chosen(keys, threshold, end, 0, candidates, table, slots, TOPK, GROUPS, True, False)
+    _store_choice(keys, threshold, end, slots, GROUPS)
+    place = tl.arange(0, PADDED)
+    index = tl.load(slots + place, mask=place < TOPK, other=0, cache_modifier=".cg")
+    at = candidates + TOPK + index + index // TOPK * TOPK
+    entry = tl.load(at, mask=place < TOPK, other=0, cache_modifier=".cg")
+    tl.store(slots + place, _entry_slot(table, entry, place < TOPK), mask=place < TOPK)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -303,9 +294,9 @@ def _select_kernel(
         if visible <= TOPK:
             _take_all(table, visible, slots, TOPK, PADDED)
         elif visible <= SMALL:
-            _select(scores, 0, visible, True, *of_row, TOPK, SMALL, GROUPS, False)
+            _select(scores, 0, visible, True, *of_row, TOPK, PADDED, SMALL, GROUPS, False)
         else:
-            _select(scores, begin, visible, visible <= BLOCK, *of_row, TOPK, BLOCK, GROUPS, ELECTORS > 0)
+            _select(scores, begin, visible, visible <= BLOCK, *of_row, TOPK, PADDED, BLOCK, GROUPS, ELECTORS > 0)
             if (ELECTORS > 0) & (visible > BLOCK):
                 chunks = tl.cdiv(visible, BLOCK)
                 # All that the program nominates lies in memory before it is counted in.
@@ -314,9 +305,9 @@ def _select_kernel(
                     tl.store(arrivals + row, 0)
                     candidates += row * candidates_row
                     if chunks * TOPK <= SMALL:
-                        _elect(candidates, visible, table, slots, TOPK, BLOCK, SMALL, GROUPS)
+                        _elect(candidates, visible, table, slots, TOPK, PADDED, BLOCK, SMALL, GROUPS)
                     elif ELECTORS > SMALL:
-                        _elect(candidates, visible, table, slots, TOPK, BLOCK, ELECTORS, GROUPS)
+                        _elect(candidates, visible, table, slots, TOPK, PADDED, BLOCK, ELECTORS, GROUPS)
 
 
 @dataclass(frozen=True)
