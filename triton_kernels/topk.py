@@ -188,16 +188,19 @@ def _take_all(table, visible, slots, TOPK: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _keys(scores, count, BLOCK: tl.constexpr):
-    """Of ``count`` scores, then ABSENT_KEY: [BLOCK]."""
+def _keys(scores, count, limit, BLOCK: tl.constexpr):
+    """Of ``count`` scores, then ABSENT_KEY: [BLOCK]. ``limit``: how many may be read."""
     index = tl.arange(0, BLOCK)
-    present = index < count
-    return tl.where(present, _ordered(tl.load(scores + index, mask=present, other=0.0)), ABSENT_KEY)
+    # Of the last four that hold any all are read, if there are four: so they come together.
+    readable = index < tl.minimum((count + 3) // 4 * 4, limit)
+    keys = _ordered(tl.load(scores + index, mask=readable, other=0.0))
+    return tl.where(index < count, keys, ABSENT_KEY)
 
 
 @triton.jit
 def _select(
     scores,
+    columns,
     begin,
     visible,
     whole,
@@ -213,7 +216,7 @@ def _select(
     """The best of the BLOCK scores at ``begin``: slots of them if they are the whole row, more than TOPK of at most
     BLOCK; else (NOMINATES) they are candidates, keys and entries, and all are if there are no more than TOPK."""
     count = visible - begin
-    keys = _keys(scores + begin, count, BLOCK)
+    keys = _keys(scores + begin, count, columns - begin, BLOCK)
     threshold, end = _cut(keys, tl.minimum(count, TOPK), GROUPS)
     place = tl.arange(0, PADDED)
     if whole:
@@ -294,9 +297,9 @@ def _select_kernel(
         if visible <= TOPK:
             _take_all(table, visible, slots, TOPK, PADDED)
         elif visible <= SMALL:
-            _select(scores, 0, visible, True, *of_row, TOPK, PADDED, SMALL, GROUPS, False)
+            _select(scores, columns, 0, visible, True, *of_row, TOPK, PADDED, SMALL, GROUPS, False)
         else:
-            _select(scores, begin, visible, visible <= BLOCK, *of_row, TOPK, PADDED, BLOCK, GROUPS, ELECTORS > 0)
+            _select(scores, columns, begin, visible, visible <= BLOCK, *of_row, TOPK, PADDED, BLOCK, GROUPS, ELECTORS > 0)
             if (ELECTORS > 0) & (visible > BLOCK):
                 chunks = tl.cdiv(visible, BLOCK)
                 # All that the program nominates lies in memory before it is counted in.
@@ -343,7 +346,8 @@ def select_entries(
 
     Args:
         scores: fp32 [rows, columns] from ``indexer.index_scores``, the last dimension contiguous; row i belongs to
-            token ``first + i``. Columns that the token does not see are not read, nor is the row of one that sees no
+            token ``first + i``. Of columns that the token does not see at most three are read, of
+            no effect, and none of the row of one that sees no
             more than ``topk``. A query sees at most ``columns`` entries; further ones are left out.
         batch: where all tokens of the pass stand.
         topk: at most 2048, and ``topk`` times the chunks of a row (``columns`` / 16384, rounded up) at most 16384.
