@@ -174,6 +174,15 @@ def _store_choice(keys, threshold, end, to, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _choice(at, known):
+    """What :func:`_store_choice` stored; the places may be overwritten then."""
+    index = tl.load(at, mask=known, other=0, cache_modifier=".cg")
+    # Where there are fewer places than threads, several read each, and one will write it: after all have read.
+    tl.debug_barrier()
+    return index
+
+
+@triton.jit
 def _entry_slot(table, entry, known):
     """Slot of a request's ratio-4 entry, int32; ``table``: the request's row of full slots."""
     return tl.load(table + entry * 4, mask=known, other=0) // 4
@@ -221,13 +230,13 @@ def _select(
     place = tl.arange(0, PADDED)
     if whole:
         _store_choice(keys, threshold, end, slots, GROUPS)
-        entry = begin + tl.load(slots + place, mask=place < TOPK, other=0, cache_modifier=".cg")
+        entry = begin + _choice(slots + place, place < TOPK)
         tl.store(slots + place, _entry_slot(table, entry, place < TOPK), mask=place < TOPK)
     elif NOMINATES:
         entries = candidates + TOPK
         _store_choice(keys, threshold, end, entries, GROUPS)
         stored = place < tl.minimum(count, TOPK)
-        entry = begin + tl.load(entries + place, mask=stored, other=0, cache_modifier=".cg")
+        entry = begin + _choice(entries + place, stored)
         tl.store(candidates + place, _ordered(tl.load(scores + entry, mask=stored, other=0.0)), mask=stored)
         tl.store(entries + place, entry, mask=stored)
 
@@ -252,7 +261,7 @@ def _elect(
     threshold, end = _cut(keys, TOPK, GROUPS)
     _store_choice(keys, threshold, end, slots, GROUPS)
     place = tl.arange(0, PADDED)
-    index = tl.load(slots + place, mask=place < TOPK, other=0, cache_modifier=".cg")
+    index = _choice(slots + place, place < TOPK)
     at = candidates + TOPK + index + index // TOPK * TOPK
     entry = tl.load(at, mask=place < TOPK, other=0, cache_modifier=".cg")
     tl.store(slots + place, _entry_slot(table, entry, place < TOPK), mask=place < TOPK)
@@ -299,8 +308,9 @@ def _select_kernel(
         elif visible <= SMALL:
             _select(scores, columns, 0, visible, True, *of_row, TOPK, PADDED, SMALL, GROUPS, False)
         else:
-            _select(scores, columns, begin, visible, visible <= BLOCK, *of_row, TOPK, PADDED, BLOCK, GROUPS, ELECTORS > 0)
-            if (ELECTORS > 0) & (visible > BLOCK):
+            whole = visible <= BLOCK
+            _select(scores, columns, begin, visible, whole, *of_row, TOPK, PADDED, BLOCK, GROUPS, ELECTORS > 0)
+            if (ELECTORS > 0) & (not whole):
                 chunks = tl.cdiv(visible, BLOCK)
                 # All that the program nominates lies in memory before it is counted in.
                 tl.debug_barrier()
@@ -346,9 +356,9 @@ def select_entries(
 
     Args:
         scores: fp32 [rows, columns] from ``indexer.index_scores``, the last dimension contiguous; row i belongs to
-            token ``first + i``. Of columns that the token does not see at most three are read, of
-            no effect, and none of the row of one that sees no
-            more than ``topk``. A query sees at most ``columns`` entries; further ones are left out.
+            token ``first + i``. Of columns that the token does not see three at most are read, to no effect, and of the
+            row of one that sees no more than ``topk`` none. A query sees at most ``columns`` entries; further ones are
+            left out.
         batch: where all tokens of the pass stand.
         topk: at most 2048, and ``topk`` times the chunks of a row (``columns`` / 16384, rounded up) at most 16384.
         slots: int32 [rows, topk], contiguous: slots of entries in the order of the entries, then -1.

@@ -128,6 +128,21 @@ def test_ties_go_to_the_lower_entry(device: str):
     assert torch.equal(slots[0].long(), made.plan.csa_entry_slots[0, :17])
 
 
+@pytest.mark.parametrize("columns", [4100, 16001])
+def test_ties_that_end_anywhere(columns: int, device: str):
+    """More reach the threshold than are taken, the last of these in any part of a block; scores of all scales."""
+    topk = 100
+    ends = [topk, 2047, 2049, columns // 2, columns - 900, columns - 1]
+    made, scores = new_pass(at_sight([columns] * len(ends)), device), -random_scores(len(ends), columns).abs()
+    scores *= 2.0 ** torch.randint(-140, 120, (columns,), generator=torch.Generator().manual_seed(3))
+    for row, end in zip(scores, ends, strict=True):
+        row[end - topk // 2 : end] = 1.5  # the upper half of those taken is above
+        row[[0, end, columns - 1]] = 1.25
+        row[end - topk : end - topk // 2] = 1.25
+    check(made, scores, topk)
+    check(made, scores.round(), topk)
+
+
 def test_numbers_of_every_kind(device: str):
     """Infinities, zeros, denormals and what is not a number, which comes last."""
     tiny = 2.0**-149
@@ -223,6 +238,10 @@ def test_a_million_tokens(topk: int, device: str):
         assert bool((slots[row, kept:] == -1).all())
 
 
+STACK = {90: 32, 100: 256}
+"""Bytes a thread per architecture, beside the rounds that count, which use registers alone."""
+
+
 def launches() -> None:
     made = new_pass([(0, 16)], "cpu")
     for columns, topk in ((2048, 512), (CHUNK, 1024), (262144, 512), (262144, 1024)):
@@ -236,6 +255,5 @@ def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     assert len(found) == 4
     for usage in found:
-        usage.require_no_spills()
-        assert usage.registers <= REGISTERS, usage
+        assert usage.registers <= REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
         assert usage.shared <= 1024, f"more than counts moves between threads: {usage}"
