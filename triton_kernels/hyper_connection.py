@@ -139,6 +139,11 @@ class Quantized:
         return Quantized(self.codes[:tokens], scales, row_scale, self.token_tile)
 
 
+def new_counters(tokens: int, device: torch.device | str) -> Tensor:
+    """Counters of a :class:`SiteState` of up to ``tokens`` tokens."""
+    return torch.zeros(counters_size(tokens), dtype=torch.int32, device=device)
+
+
 @dataclass(frozen=True)
 class SiteState:
     """What passes from one site to the next, and room to work; larger ones may be used for fewer tokens.
@@ -161,14 +166,14 @@ class SiteState:
     quantized: Quantized | None = None
 
     @classmethod
-    def allocate(cls, tokens: int, d: int, device: torch.device | str) -> SiteState:
-        """Room for up to ``tokens`` tokens."""
+    def allocate(cls, tokens: int, d: int, device: torch.device | str, *, counters: Tensor | None = None) -> SiteState:
+        """Room for up to ``tokens`` tokens; ``counters`` outlive it if they are given."""
         return cls(
             torch.empty(tokens, d, dtype=torch.bfloat16, device=device),
             torch.empty(tokens, STREAMS, dtype=torch.float32, device=device),
             torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device),
             torch.empty(workspace_size(tokens, d), dtype=torch.float32, device=device),
-            torch.zeros(counters_size(tokens), dtype=torch.int32, device=device),
+            new_counters(tokens, device) if counters is None else counters,
         )
 
     def first(self, tokens: int) -> SiteState:

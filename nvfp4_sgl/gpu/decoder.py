@@ -101,7 +101,8 @@ class GpuDecoder(nn.Module):
             caches: one a layer.
         """
         all_reduce = self._parallel.all_reduce
-        state = SiteState.allocate(streams.shape[0], streams.shape[2], streams.device)
+        tokens, _, d = streams.shape
+        state = SiteState.allocate(tokens, d, streams.device, counters=step.site_counters)
         hyper_connection_pre(self._sites[0], streams, state)
         following = iter(self._sites[1:])
         for block, cache in zip(self._blocks, caches, strict=True):

@@ -11,6 +11,7 @@ from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention import new_arrivals
 from nvfp4_sgl.triton_kernels.compressor import Workspace, new_workspace
+from nvfp4_sgl.triton_kernels.hyper_connection import new_counters
 from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
 from nvfp4_sgl.triton_kernels.rope import rope_turns
 from nvfp4_sgl.triton_kernels.topk import Candidates, new_candidates
@@ -54,6 +55,7 @@ class Scratch:
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._counters: list[Tensor] = []
+        self._site_counters: list[tuple[int, Tensor]] = []
         self._candidates: list[tuple[int, int, Candidates]] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
@@ -69,6 +71,12 @@ class Scratch:
         if not self._counters or self._counters[-1].numel() < tokens * heads:
             self._counters.append(new_arrivals(tokens, heads, self._device))
         return self._counters[-1]
+
+    def site_counters(self, tokens: int) -> Tensor:
+        """Counters of hyper-connections, enough for so many tokens."""
+        if not self._site_counters or self._site_counters[-1][0] < tokens:
+            self._site_counters.append((tokens, new_counters(tokens, self._device)))
+        return self._site_counters[-1][1]
 
     def candidates(self, rows: int, columns: int, topk: int) -> Candidates:
         """Room for the choice of the decoder's ``topk`` among so many scores of so many queries."""
@@ -90,7 +98,7 @@ class Step:
         window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
-        arrivals: counters of sparse attention.
+        arrivals: counters of sparse attention. site_counters: of hyper-connections.
         candidates: of the choice of entries.
     """
 
@@ -100,6 +108,7 @@ class Step:
     scores: Tensor
     workspace: Workspace
     arrivals: Tensor
+    site_counters: Tensor
     candidates: Candidates
 
     @classmethod
@@ -136,7 +145,7 @@ class Step:
         arrivals = scratch.attention_arrivals(tokens, config.num_attention_heads)
         workspace = scratch.workspace(tokens, requests.shape[0])
         candidates = scratch.candidates(scores.shape[0], scores.shape[1], config.index_topk)
-        return cls(plan, turns[0], turns[1], scores, workspace, arrivals, candidates)
+        return cls(plan, turns[0], turns[1], scores, workspace, arrivals, scratch.site_counters(tokens), candidates)
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:

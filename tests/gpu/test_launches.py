@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind
@@ -59,6 +60,29 @@ def test_launches_of_a_decode_layer(requests: int, model: GpuStandalone):
                 hyper_connection_next(block.hc_attn.site, output, streams, state)
             kind = model.config.kind(layer)
             assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
+
+
+class Fills(TorchDispatchMode):
+    """Names of the operators that write a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in function.__name__ for word in ("zero", "fill", "full", "ones")):
+            self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_pass_fills_nothing(model: GpuStandalone):
+    """Counters are zero before a pass because the one before left them so; a captured graph would repeat a fill."""
+    model.reset()
+    for count in (5, 1):
+        work = model.begin({0: [7] * count})
+        with dry_launches(), Fills() as fills:
+            model.forward(work)
+        assert not fills.names
 
 
 def test_nothing_compiles_after_the_warm_up(model: GpuStandalone):

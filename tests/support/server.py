@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-START_SECONDS = 240
+START_SECONDS = 600
 STOP_SECONDS = 20
 TAIL_CHARACTERS = 4000
 
