@@ -296,7 +296,7 @@ def test_kernels_fit(architecture: int):
     assert len(found) == 5  # prefill and decode, and of HCA decode by one token and by eight
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array and are polynomials of fused steps.
-        assert usage.local == 0 and usage.stack <= 40
+        assert usage.local == 0 and usage.stack <= 56
         assert usage.count("fma.rn.f32") == 0
-        if usage.warps == 8:
-            assert usage.count("atom.global.gpu.acq_rel.add") == 1
+    # The programs of a window of ratio 128 count themselves in.
+    assert sorted(usage.count("atom.global.gpu.acq_rel.add") for usage in found) == [0, 0, 1, 1, 1]
