@@ -110,10 +110,10 @@ def test_no_tokens(device: str):
     check_pass(world, {1: 0}, 128)
 
 
-def test_refusals():
-    world = World(LAYERS["HCA"], "cpu")
+def test_refusals(device: str):
+    world = World(LAYERS["HCA"], device)
     batch = world.batch([1], [0], [6])
-    good = some_latents(6, 128, torch.float32, "cpu")
+    good = some_latents(6, 128, torch.float32, device)
     for bad, message in [
         ({"q_lora": good.q_lora[:1]}, "q_lora: expected shape"),
         ({"q_norm": good.q_norm[:64]}, "weight: expected shape"),
@@ -123,10 +123,10 @@ def test_refusals():
         ({"turns": good.turns[:, :32].contiguous()}, "rope_dim of turns"),
         ({"slots": good.slots.float()}, "slots: expected dtype"),
         ({"page_size": 512}, "pages of 512 entries"),
-        ({"turns": good.turns.to("meta")}, "turns: expected device cpu"),
+        ({"turns": good.turns.to("meta")}, f"turns: expected device {device}"),
     ]:
         with pytest.raises(KernelError, match=message):
-            prepare_attention(replace(good, **bad), [], batch, FREQUENCIES)
+            prepare_attention(replace(good, **bad), [], batch, FREQUENCIES.to(device))
 
 
 def launches() -> None:
