@@ -12,9 +12,11 @@ import datetime
 import importlib
 import json
 import pkgutil
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +37,7 @@ DECODING, PROMPT = (1, 64), 2048
 CONTEXT = 2500
 """Tokens before a decode pass: more ratio-4 entries than are chosen."""
 REPEATS = 5
+REPLAYS = 40
 
 
 def launches(run: Callable[[], object], attempts: int = 3) -> list[tuple[str, float]]:
@@ -58,6 +61,17 @@ def launches(run: Callable[[], object], attempts: int = 3) -> list[tuple[str, fl
         if attempts == 1:
             raise
     return launches(run, attempts - 1)
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Median microseconds of a replay, from one to the next of several in a row."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    graph.replay()
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) * 1000 for begin, end in pairwise(marks))
 
 
 def our_kernels() -> set[str]:
@@ -104,8 +118,8 @@ def prompt(count: int) -> list[int]:
 def sections(model: GpuStandalone) -> Iterator[Section]:
     ours = our_kernels()
 
-    def section(title: str, part: str, run: Callable[[], object]) -> Section:
-        return Section.of(title, part, launches(run), ours)
+    def section(title: str, part: str, run: Callable[[], object], us: float | None = None) -> Section:
+        return Section.of(title, part, launches(run), ours, us)
 
     for requests in DECODING:
         title = f"decode of {requests}"
@@ -114,9 +128,10 @@ def sections(model: GpuStandalone) -> Iterator[Section]:
             model.extend({request: prompt(CONTEXT)})
         captured = CapturedDecode(model, requests)
         captured({request: [7] for request in range(requests)})
-        yield section(title, "the whole pass", captured.graph.replay)
+        yield section(title, "the whole pass", captured.graph.replay, replay_us(captured.graph))
         for part, run in parts(model, model.begin({request: [7] for request in range(requests)})):
-            yield section(title, part, capture(run).replay)
+            graph = capture(run)
+            yield section(title, part, graph.replay, replay_us(graph))
     model.reset()
     work = model.begin({0: prompt(PROMPT)})
     title = f"prefill of {PROMPT}"

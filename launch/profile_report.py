@@ -43,15 +43,22 @@ class Launch:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a pass, and its launches in order."""
+    """A part of a pass, and its launches in order.
+
+    us: from its begin to its end, where that was timed. Launches overlap: a kernel's own time contains its waiting for
+    the one before.
+    """
 
     title: str
     part: str
     launches: list[Launch]
+    us: float | None = None
 
     @classmethod
-    def of(cls, title: str, part: str, found: Sequence[tuple[str, float]], ours: set[str]) -> Section:
-        return cls(title, part, [Launch(name, us, kind_of(name, ours)) for name, us in found])
+    def of(
+        cls, title: str, part: str, found: Sequence[tuple[str, float]], ours: set[str], us: float | None = None
+    ) -> Section:
+        return cls(title, part, [Launch(name, us, kind_of(name, ours)) for name, us in found], us)
 
     def text(self) -> str:
         """A heading with counts and times, then a line for each launch."""
@@ -59,7 +66,8 @@ class Section:
         for kind in ("product", "ours", "neither"):
             times = [launch.us for launch in self.launches if launch.kind == kind]
             counts.append(f"{len(times)} {kind} ({sum(times):.1f} us)")
-        heading = f"{self.title}, {self.part}: {len(self.launches)} launches: {', '.join(counts)}"
+        timed = "" if self.us is None else f" in {self.us:.1f} us"
+        heading = f"{self.title}, {self.part}: {len(self.launches)} launches{timed}: {', '.join(counts)}"
         lines = [f"{launch.us:9.1f}  {launch.kind:8}  {launch.name[:NAME_LENGTH]}" for launch in self.launches]
         return "\n".join([heading, *lines])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,10 @@ def test_kinds():
 
 
 def test_text_counts_kinds():
-    section = Section.of("decode of 1", "SWA (layer 0)", [("_mine", 2.0), ("nvjet", 3.0), ("_mine", 2.5)], {"_mine"})
+    found = [("_mine", 2.0), ("nvjet", 3.0), ("_mine", 2.5)]
+    section = Section.of("decode of 1", "SWA (layer 0)", found, {"_mine"}, us=6.25)
     heading, *lines = section.text().splitlines()
-    assert heading == "decode of 1, SWA (layer 0): 3 launches: 1 product (3.0 us), 2 ours (4.5 us), 0 neither (0.0 us)"
+    counts = "1 product (3.0 us), 2 ours (4.5 us), 0 neither (0.0 us)"
+    assert heading == f"decode of 1, SWA (layer 0): 3 launches in 6.2 us: {counts}"
+    assert replace(section, us=None).text().startswith(f"decode of 1, SWA (layer 0): 3 launches: {counts}")
     assert [line.split()[-1] for line in lines] == ["_mine", "nvjet", "_mine"]
