@@ -19,6 +19,9 @@ Precision:
 
 * a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
+* raw queries (``query_eps``) are not rounded but for their last 64 columns, which are turned in fp32 and rounded to
+  bf16 once; the logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32
+  it counts as 0, and keys whose product with it overflows, too, do not count for it;
 * logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
   divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
   |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; turned back,
@@ -107,20 +110,51 @@ def _square_sum(values):
 
 
 @triton.jit
-def _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS: tl.constexpr):
-    """Raw queries, in their four pieces [HEADS, ...]: each row over its root mean square, the tail turned.
+def _inverse_rms(q_low, q_mid, q_high, q_tail, eps):
+    """Over the root mean square of raw queries in their four pieces, fp32 [HEADS]: 0 where squares overflow.
 
-    cos, sin: fp32 [32]. Each piece is rounded to bf16 once. Squares of bf16 are exact in fp32, so fused or not, a sum
-    of squares has the same bits.
+    Squares of bf16 are exact in fp32, so fused or not, a sum of squares has the same bits.
     """
     square_sum = _square_sum(q_low) + _square_sum(q_mid) + (_square_sum(q_high) + _square_sum(q_tail))
-    scale = mean_square_scale(square_sum, 512.0, eps)[:, None]
-    even, odd = tl.split(tl.reshape(q_tail.to(tl.float32) * scale, (HEADS, 32, 2)))
+    return mean_square_scale(square_sum, 512.0, eps)
+
+
+@triton.jit
+def _turned(q_tail, cos, sin, HEADS: tl.constexpr):
+    """The last 64 columns of raw queries turned by cos and sin, fp32 [32], and rounded to bf16 once."""
+    even, odd = tl.split(tl.reshape(q_tail.to(tl.float32), (HEADS, 32, 2)))
     even, odd = rotate(even, odd, cos[None, :], sin[None, :])
-    q_low = _rounded(q_low.to(tl.float32) * scale)
-    q_mid = _rounded(q_mid.to(tl.float32) * scale)
-    q_high = _rounded(q_high.to(tl.float32) * scale)
-    return q_low, q_mid, q_high, _rounded(tl.reshape(tl.join(even, odd), (HEADS, 64)))
+    return _rounded(tl.reshape(tl.join(even, odd), (HEADS, 64)))
+
+
+@triton.jit
+def _beside(values, others):
+    """``values`` as they are, laid out over the threads as ``others``, which have their shape.
+
+    In a loop, ``values`` from before it come into that layout before it, too.
+    """
+    if INTERPRETED:
+        return values
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [values, others], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _weight(logits):
+    """2^logits of fp32 that is not above 0, and 0 of what is not a number."""
+    if INTERPRETED:
+        return tl.where(logits == logits, tl.exp2(logits), 0.0)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ ex2.approx.ftz.f32 $0, $1; mul.sat.ftz.f32 $0, $0, 0f3F800000; }",
+            "=f,f",
+            [logits],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -128,7 +162,7 @@ def _weigh(logits, visible, top, denominator):
     """The greater maximum, the sum relative to it, and the rounded weights of a tile, [HEADS, KEYS]."""
     logits = tl.where(visible[None, :], logits, float("-inf"))
     greater = tl.maximum(top, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - greater[:, None])
+    weights = _weight(logits - greater[:, None])
     denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=1)
     return greater, denominator, _rounded(weights)
 
@@ -251,13 +285,18 @@ def _attend(
 
     out_row = token * heads + head
     if SPLIT:
-        out_row = out_row * splits + split
+        if HEADS < 64:
+            out_row = out_row * splits + split
         if split >= live:
             # Where a list is long and few of its columns count, most programs have no part.
             return
 
+    query_scale = scale_log2
     if RAW:
-        q_low, q_mid, q_high, q_tail = _normalised(q_low, q_mid, q_high, q_tail, cos, sin, eps, HEADS)
+        # Logits are scaled rather than queries: tensor cores read from shared memory only what was loaded. Queries that
+        # were computed would be asked for as fragments with each tile: 43 ldmatrix on sm_90 rather than 15.
+        query_scale = _inverse_rms(q_low, q_mid, q_high, q_tail, eps) * scale_log2
+        q_tail = _turned(q_tail, cos, sin, HEADS)
 
     # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
     sink_top = product(sink_logit, LOG2_E)
@@ -297,22 +336,27 @@ def _attend(
             k_high = _plain(entry, visible, 384, 64)
             k_tail = _plain(entry, visible, 448, 64)
 
+        logit_scale = query_scale
+        if RAW:
+            # Else, where logits are APART, it would pass through shared memory to them with each tile.
+            logit_scale = _beside(query_scale, denominator)[:, None]
         previous = top
         if APART:
             weights = tl.zeros((HEADS, KEYS), OPERAND)
             if tile < end:  # always
-                # Scaled one by one: the compiler would make one chain of products of a bare sum.
-                logits = tl.dot(q_low, tl.trans(k_low)) * scale_log2
-                logits += tl.dot(q_mid, tl.trans(k_mid)) * scale_log2
-                logits += tl.dot(q_high, tl.trans(k_high)) * scale_log2
-                logits += tl.dot(q_tail, tl.trans(k_tail)) * scale_log2
+                # Scaled one by one: the compiler would make one chain of products of a bare sum. The tail first: it
+                # comes through registers if it was turned, which are fewer before there is a sum.
+                logits = tl.dot(q_tail, tl.trans(k_tail)) * logit_scale
+                logits += tl.dot(q_low, tl.trans(k_low)) * logit_scale
+                logits += tl.dot(q_mid, tl.trans(k_mid)) * logit_scale
+                logits += tl.dot(q_high, tl.trans(k_high)) * logit_scale
                 top, denominator, weights = _weigh(logits, visible, top, denominator)
         else:
             logits = tl.dot(q_low, tl.trans(k_low))
             logits += tl.dot(q_mid, tl.trans(k_mid))
             logits += tl.dot(q_high, tl.trans(k_high))
             logits += tl.dot(q_tail, tl.trans(k_tail))
-            logits *= scale_log2
+            logits *= logit_scale
             top, denominator, weights = _weigh(logits, visible, top, denominator)
         decay = tl.exp2(previous - top)
         # All before the first product: the assembler runs products one by one when accumulators change among them.
@@ -324,6 +368,9 @@ def _attend(
         tail = _accumulate(tail, weights, k_tail, TRANSPOSED)
 
     if SPLIT:
+        if HEADS >= 64:
+            # Where accumulators crowd the registers, not before the loop: the compiler would keep it through that.
+            out_row = out_row * splits + split
         tl.store(partial_stats + out_row * 2, top, mask=known)
         tl.store(partial_stats + out_row * 2 + 1, denominator, mask=known)
         # Over its own sum, a part is no larger than a key.
@@ -399,11 +446,11 @@ class Tiling:
 HOPPER = Tiling(apart=True)
 """Accumulators fill half of each thread's registers; 183 KiB of shared memory.
 
-Measured on an H200, 2026-11-21, with queries made ready before, and where keys are split (up to 64 queries) with
-products run one by one, which they no longer are: us for 64 heads and 640 keys with 1, 8, 64, 256 and 2048 queries:
-13.8, 15.8, 42.9, 110, 842. Without ``apart``, where both warp groups compute all logits: 13.8, 15.9, 45.0, 134, 1023,
-and in two stages 13.3, 15.5, 43.5, 129, 984. 128 heads and 1152 keys: 14.7, 26.2, 91.1, 356, 2785 against 14.1, 26.1,
-107, 420, 3263."""
+Measured on an H200, 2026-11-21, with ready queries, the tail's product last, and where keys are split (up to 64
+queries) with products run one by one, which they no longer are: us for 64 heads and 640 keys with 1, 8, 64, 256 and
+2048 queries: 13.8, 15.8, 42.9, 110, 842. Without ``apart``, where both warp groups compute all logits: 13.8, 15.9,
+45.0, 134, 1023, and in two stages 13.3, 15.5, 43.5, 129, 984. 128 heads and 1152 keys: 14.7, 26.2, 91.1, 356, 2785
+against 14.1, 26.1, 107, 420, 3263."""
 
 BLACKWELL = Tiling(stages=2, transposed=True)
 """64 heads as rows would take all 512 columns of tensor memory and leave none for the logits; as columns, 256."""
@@ -523,8 +570,8 @@ def sparse_attention(
         window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
         turns: fp32 [T, 64] from ``rope.rope_turns`` of the queries' positions: the last 64 columns are turned back by
             them, in fp32; not at all by default.
-        query_eps: divide each row of ``q`` by its root mean square, with this added to the mean square, and turn its
-            last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
+        query_eps: divide each row of ``q`` (its logits, rather) by its root mean square, with this added to the mean
+            square, and turn its last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
         splits: programs per query and block of heads, up to :func:`most_splits` of this device; by default what
             :func:`choose_splits` says of it.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.

@@ -9,8 +9,8 @@ from nvfp4_sgl.triton_kernels.attention import FEW_HEADS, HOPPER, Entries, spars
 from nvfp4_sgl.triton_kernels.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
-STACK = {90: 64, 100: 640}
-"""Bytes a thread: addresses and the like, on Hopper put away before the main loop and after it; accumulators stay."""
+STACK = {90: 32, 100: 560}
+"""Bytes a thread: addresses and the like, which the main loop on Hopper at most reads; accumulators stay."""
 
 SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
 """Of a multiprocessor, both architectures: bytes of shared memory, of it for each program, registers.
