@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import checks
 from .overlap import OVERLAPPED, after_previous
-from .rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3
+from .rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
 
 DIM = 128
 ENTRY_BYTES = 132
@@ -37,28 +37,32 @@ def hadamard128(rows):
     Bit-equal to ``index_entry.hadamard``: butterflies at distances 1, 2, 4 … 64, one addition or subtraction each, then
     one product. Launch with ``UNFUSED``, or a product before the first stage is fused with its addition.
     """
-    high = (tl.arange(0, 2) == 1)[None, None, :, None]
+    sign = tl.where(tl.arange(0, 2) == 1, -1.0, 1.0)[None, None, :, None]
     for stage in tl.static_range(7):
         x = tl.reshape(rows, (rows.shape[0], 64 >> stage, 2, 1 << stage))
         # The other of a pair: the sum of both, as integers, less the one. Left to the compiler it is one shuffle.
         bits = x.to(tl.int32, bitcast=True)
         other = tl.sum(bits, axis=2, keep_dims=True, dtype=PARTNER_SUM) - bits
         other = other.to(tl.int32).to(tl.float32, bitcast=True)
-        rows = tl.reshape(tl.where(high, other - x, x + other), rows.shape)
+        rows = tl.reshape(signed_sum(x, sign, other), rows.shape)
     return rows * HADAMARD_SCALE
 
 
 @triton.jit
 def pack_index_row(rows):
-    """(codes int32 [R, 128], scales fp32 [R]) of fp32 [R, 128]: bit-equal to ``index_entry.pack``.
+    """(codes uint8 [R, 128], scales fp32 [R]) of fp32 [R, 128]: bit-equal to ``index_entry.pack``.
 
     NaN counts as +0, magnitudes are clamped to the largest finite bf16. No row's scale depends on another row.
     """
-    rows = tl.where(rows != rows, 0.0, rows)
+    # The maximum passes over NaN, as over 0; a row of nothing else has NaN. The interpreter's does not.
+    magnitudes = tl.abs(rows)
+    if INTERPRETED:
+        magnitudes = tl.where(rows != rows, 0.0, magnitudes)
+    largest = tl.max(magnitudes, axis=1)
     # What is clamped has the largest code, clamped or not.
-    largest = tl.minimum(tl.max(tl.abs(rows), axis=1), BF16_MAX)
+    largest = tl.minimum(tl.where(largest != largest, 0.0, largest), BF16_MAX)
     scale = tl.div_rn(tl.maximum(largest, AMAX_FLOOR), 448.0)
-    return encode_e4m3(rows * tl.div_rn(1.0, scale)[:, None]), scale
+    return encode_e4m3_bytes(rows * tl.div_rn(1.0, scale)[:, None]), scale
 
 
 @triton.jit
@@ -71,7 +75,7 @@ def store_index_row(rows, slots, valid, pages_ptr, page_stride, PAGE_SIZE: tl.co
     page = pages_ptr + slots // PAGE_SIZE * page_stride
     row = slots % PAGE_SIZE
     data = (page + row * 128)[:, None] + tl.arange(0, 128)[None, :]
-    tl.store(data, codes.to(tl.uint8), mask=valid[:, None])
+    tl.store(data, codes, mask=valid[:, None])
     scales = (page + PAGE_SIZE * 128 + row * 4).to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(scales, scale, mask=valid)
 

@@ -16,21 +16,26 @@ from . import checks
 from .index_entry import DIM, hadamard128, pack_index_row
 from .overlap import OVERLAPPED, after_previous
 from .rope import require_turns, rotate
-from .rounding import UNFUSED, round_to_bf16
+from .rounding import UNFUSED, round_to_bf16, widen
 
 ROPE_DIM = 64
 
 
 @triton.jit
 def _half(q, head, stride, heads, RUN: tl.constexpr):
-    """fp32 [64 / RUN, R, RUN]: 64 dimensions of heads (int [R]) from ``q`` on, rounded to bf16; 0 beyond the heads."""
+    """[64 / RUN, R, RUN]: 64 dimensions of heads (int [R]) from ``q`` on; 0 beyond the heads."""
     dim = tl.arange(0, 64 // RUN)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
     at = q + head.to(tl.int64)[None, :, None] * stride + dim
-    values = tl.load(at, mask=(head < heads)[None, :, None], other=0.0)
-    if q.dtype.element_ty == tl.bfloat16:
-        return values.to(tl.float32)
+    return tl.load(at, mask=(head < heads)[None, :, None], other=0.0)
+
+
+@triton.jit
+def _rounded(x):
+    """fp32 of ``x``, bf16 or fp32, as bf16 holds it."""
+    if x.dtype == tl.bfloat16:
+        return widen(x)
     else:
-        return round_to_bf16(values)
+        return widen(round_to_bf16(x).to(tl.bfloat16))
 
 
 @triton.jit
@@ -44,18 +49,22 @@ def prepare_heads(q, q_head, weights, turns, factor, head, heads, PACKED: tl.con
     """
     HEADS: tl.constexpr = head.shape[0]
     RUNS: tl.constexpr = 64 // RUN
-    rotary = _half(q + 64, head, q_head, heads, RUN)
-    even, odd = tl.split(tl.reshape(rotary, (RUNS, HEADS, RUN // 2, 2)))
-    turn = tl.load(turns + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])
-    cos, sin = tl.split(tl.reshape(turn, (RUNS, 1, RUN // 2, 2)))
+    plain, rotary = _half(q, head, q_head, heads, RUN), _half(q + 64, head, q_head, heads, RUN)
+    # Without it the compiler asks for one half when it is done with the other.
+    tl.debug_barrier()
+    even, odd = tl.split(tl.reshape(_rounded(rotary), (RUNS, HEADS, RUN // 2, 2)))
+    # For each head again, so that a thread has its turns beside its values; else all values would go to the turns.
+    dim = tl.arange(0, RUNS)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    turn = tl.load(turns + dim + tl.zeros((RUNS, HEADS, RUN), tl.int32))
+    cos, sin = tl.split(tl.reshape(turn, (RUNS, HEADS, RUN // 2, 2)))
     even, odd = rotate(even, odd, cos, sin)
-    rotary = tl.reshape(tl.join(round_to_bf16(even), round_to_bf16(odd)), (RUNS, HEADS, RUN))
-    halves = tl.join(_half(q, head, q_head, heads, RUN), rotary)
+    rotary = tl.reshape(tl.join(_rounded(even), _rounded(odd)), (RUNS, HEADS, RUN))
+    halves = tl.join(_rounded(plain), rotary)
     values = tl.reshape(tl.permute(halves, (1, 3, 0, 2)), (HEADS, 128))
     weight = tl.load(weights + head, mask=head < heads, other=0.0).to(tl.float32) * factor
     if PACKED:
         code, scale = pack_index_row(hadamard128(values))
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True), weight * scale
+        return code.to(tl.float8e4nv, bitcast=True), weight * scale
     else:
         return values.to(tl.bfloat16), weight
 

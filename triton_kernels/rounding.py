@@ -81,6 +81,20 @@ def product(x, y):
 
 
 @triton.jit
+def signed_sum(x, sign, y):
+    """fp32 ``x · sign + y`` for a sign of 1 or -1: the sum or the difference, rounded once, in one instruction.
+
+    A multiply-add under another name than the compiler gives those that it fuses, which the tests refuse.
+    """
+    if INTERPRETED:
+        return x * sign + y
+    else:
+        return tl.inline_asm_elementwise(
+            "mad.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, sign, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` of fp32, correctly rounded: what ``div_rn`` gives, for half the instructions."""
     if INTERPRETED:
@@ -113,6 +127,39 @@ def encode_e4m3(x):
             dtype=tl.int32,
             is_pure=True,
             pack=1,
+        )
+
+
+@triton.jit
+def encode_e4m3_bytes(x):
+    """uint8 E4M3 code of fp32 ``x``; NaN gives 0, else as :func:`encode_e4m3`.
+
+    In fours where there is hardware: two conversions for them rather than four, and one word to store. NaN is told by
+    its code, 0x7F, which no number has after saturation.
+    """
+    if INTERPRETED:
+        return encode_e4m3(tl.where(x != x, 0.0, x)).to(tl.uint8)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            .reg .b32 codes, nan;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 codes, {low, high};
+            and.b32 nan, codes, 0x7F7F7F7F;
+            add.u32 nan, nan, 0x01010101;
+            prmt.b32 nan, nan, nan, 0xBA98;
+            not.b32 nan, nan;
+            and.b32 $0, codes, nan;
+            }
+            """,
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
         )
 
 

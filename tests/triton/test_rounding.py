@@ -26,6 +26,8 @@ def convert(x_ptr, out_ptr, count, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
         out = tl.where(out != out, 0x7FC00000, out.to(tl.int32, bitcast=True))
     elif FORMAT == "e4m3":
         out = rounding.encode_e4m3(x)
+    elif FORMAT == "e4m3 bytes":
+        out = rounding.encode_e4m3_bytes(x).to(tl.int32)
     elif FORMAT == "e2m1":
         out = rounding.encode_e2m1(x)
     elif FORMAT == "e2m1 word":
@@ -64,6 +66,8 @@ def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
         return torch.where(x.isnan(), 0x7FC00000, bits(x.to(torch.bfloat16)))
     if kind == "e4m3":
         return e4m3.round_to_e4m3(x).view(torch.uint8).int()
+    if kind == "e4m3 bytes":
+        return e4m3.round_to_e4m3(torch.where(x.isnan(), 0.0, x)).view(torch.uint8).int()
     if kind == "e4m3 value":
         return bits(e4m3.round_to_e4m3(x.abs()))
     if kind == "e2m1":
@@ -76,10 +80,12 @@ def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
     return exponent.int() if kind == "ue8m0" else bits(ue8m0.decode_reciprocal(exponent))
 
 
-@pytest.mark.parametrize("kind", ["finite", "bf16", "e4m3", "e4m3 value", "e2m1", "e2m1 word", "ue8m0", "reciprocal"])
+@pytest.mark.parametrize(
+    "kind", ["finite", "bf16", "e4m3", "e4m3 bytes", "e4m3 value", "e2m1", "e2m1 word", "ue8m0", "reciprocal"]
+)
 def test_conversion_equals_the_reference(kind: str, device: str):
     x = around_ties(device)
-    if kind not in ("finite", "bf16"):
+    if kind not in ("finite", "bf16", "e4m3 bytes"):
         x = x[~x.isnan()]
     if kind in ("ue8m0", "reciprocal"):
         limit = 2.0**127 if kind == "ue8m0" else 2.0**126
