@@ -20,7 +20,7 @@ from torch import Tensor
 from . import checks
 from .overlap import OVERLAPPED, after_previous
 from .rope import load_turns, mean_square_scale, require_norm_weight, require_turns, rotate
-from .rounding import UNFUSED, encode_e4m3, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
+from .rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
 
 DIM = 512
 ROPE_DIM = 64
@@ -49,13 +49,13 @@ def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: t
     values = tl.minimum(tl.maximum(finite(values), -VALUE_MAX), VALUE_MAX)
     amax = tl.maximum(tl.max(tl.abs(values), axis=1), AMAX_FLOOR)
     exponent = encode_ue8m0_ceil(amax * INVERSE_E4M3_MAX)
-    codes = encode_e4m3(values * reciprocal_ue8m0(exponent)[:, None])
+    codes = encode_e4m3_bytes(values * reciprocal_ue8m0(exponent)[:, None])
 
     page = pages_ptr + slot // PAGE_SIZE * page_stride
     data = page + slot % PAGE_SIZE * 576
     block = tl.arange(0, 8)
     column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(data + column, codes.to(tl.uint8), mask=column < 448)
+    tl.store(data + column, codes, mask=column < 448)
 
     tail = tl.reshape(tl.join(round_to_bf16(finite(even)), round_to_bf16(finite(odd))), (64,)).to(tl.bfloat16)
     tl.store((data + 448).to(tl.pointer_type(tl.bfloat16), bitcast=True) + tl.arange(0, 64), tail)
@@ -68,18 +68,22 @@ def store_row(
     x, weight, turns, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
     """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if so; nothing for a slot outside."""
+    # All is asked for at once, and before the slot is known: a row is short, and most of its time is waiting.
+    column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tail = 448 + tl.arange(0, 64)
+    row, last = tl.load(x + column), tl.load(x + tail)
+    if NORM_ROPE:
+        weights, last_weights = tl.load(weight + column), tl.load(weight + tail)
+        cos, sin = load_turns(turns, 32)
+    values = row.to(tl.float32)
+    even, odd = tl.split(tl.reshape(last.to(tl.float32), (32, 2)))
+    if NORM_ROPE:
+        square_sum = tl.sum(tl.sum(values * values, axis=1), axis=0)
+        scale = mean_square_scale(square_sum, 512.0, eps)
+        values = values * scale * weights.to(tl.float32)
+        even_weight, odd_weight = tl.split(tl.reshape(last_weights.to(tl.float32), (32, 2)))
+        even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
     if (slot >= 0) & (slot < capacity):
-        column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
-        tail = 448 + tl.arange(0, 64)
-        values = tl.load(x + column).to(tl.float32)
-        even, odd = tl.split(tl.reshape(tl.load(x + tail).to(tl.float32), (32, 2)))
-        if NORM_ROPE:
-            square_sum = tl.sum(tl.sum(values * values, axis=1), axis=0)
-            scale = mean_square_scale(square_sum, 512.0, eps)
-            values = values * scale * tl.load(weight + column).to(tl.float32)
-            even_weight, odd_weight = tl.split(tl.reshape(tl.load(weight + tail).to(tl.float32), (32, 2)))
-            cos, sin = load_turns(turns, 32)
-            even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
         store_kv_entry(values, even, odd, slot, pages, page_stride, PAGE_SIZE)
 
 

@@ -90,10 +90,13 @@ def _expand(op: str, source: Tensor, rows: Tensor | None, tokens: int, streams: 
 @triton.jit
 def normalized(x, weight, eps, columns, inside, width, WEIGHTED: tl.constexpr):
     """fp32 rows ``x`` [ROWS, BLOCK], zero outside, over their root mean square, times the weight."""
+    if WEIGHTED:
+        # Asked for with the rows, not after their sum.
+        weights = tl.load(weight + columns, mask=inside, other=0.0)
     mean_square = tl.sum(x * x, axis=1) / width
     x *= tl.rsqrt(mean_square + eps)[:, None]
     if WEIGHTED:
-        x *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x *= weights.to(tl.float32)[None, :]
     return x
 
 
