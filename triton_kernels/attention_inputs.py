@@ -27,6 +27,9 @@ PROGRAMS = 16
 """Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
 WARPS = {0: 4, 4: 8, 128: 8}
 """Of a program, by ratio; 0: latents alone. Not by the size of a pass: the order of sums is the same in all passes."""
+REGISTERS = {0: None, 4: 80, 128: None}
+"""Of a thread at most, by ratio. At ratio 4 the compiler would take 107: two programs rather than three would fit a
+multiprocessor of Hopper."""
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -127,6 +130,7 @@ def prepare_attention(
         each if calls else 0,
         padded if calls else 0,
         num_warps=WARPS[ratio],
+        maxnreg=REGISTERS[ratio],
         **UNFUSED,
         **OVERLAPPED,
     )

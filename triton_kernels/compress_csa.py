@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .rounding import round_for
-from .windows import pool, span_of_request, store_entry, unit_of_number, unit_of_token
+from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entry, unit_of_number, unit_of_token
 
 
 @triton.jit
@@ -27,23 +27,22 @@ def _close(window, start, first, slots, batch, call):
     N: tl.constexpr = call.N
     row = tl.arange(0, 8)
     position = window * 4 - 4 + row
-    fresh = position >= start
-    ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
-    cached = (ring >= 0) & (ring < call.state_rows)
+    ring = tl.full((8,), -1, tl.int64)
+    if window * 4 - 4 < start:
+        ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
+    new, old = (position >= start)[:, None], ((ring >= 0) & (ring < call.state_rows))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
-
-    new, old = fresh[:, None], cached[:, None]
-    history = call.state + ring[:, None] * call.state_row + column
-    values = tl.load(call.kv + token * call.kv_row + column, mask=new, other=0.0).to(tl.float32)
-    values = tl.where(new, values, tl.load(history, mask=old, other=0.0).to(tl.float32))
-    scores = tl.load(call.score + token * call.score_row + column, mask=new, other=0.0).to(tl.float32)
-    scores = tl.where(new, scores, tl.load(history + 2 * N, mask=old, other=float("-inf")).to(tl.float32))
-    scores += tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
-
-    pooled = tl.reshape(pool(values, scores), (N // 64, 64))
+    history = call.state + ring[:, None] * call.state_row
+    values = load_rows(new, call.kv + token * call.kv_row, old, history, column, 0.0)
+    scores = load_rows(new, call.score + token * call.score_row, old, history + 2 * N, column, float("-inf"))
+    # Without it the compiler asks for some of the rows when others have come.
+    tl.debug_barrier()
+    bias = tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
     slot = tl.load(slots + window * 4).to(tl.int64) // 4
-    store_entry(pooled, window * 4, slot, call, batch.frequencies)
+    norm, frequencies = ask_for_entry(call, batch.frequencies)
+    pooled = tl.reshape(pool(values, scores + bias), (N // 64, 64))
+    store_entry(pooled, norm, frequencies, window * 4, slot, call)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .rounding import round_for
-from .windows import pool, span_of_request, store_entry, unit_of_number, unit_of_token
+from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entry, unit_of_number, unit_of_token
 
 CHANNELS = tl.constexpr(32)
 """Of a program: 128 bytes a row in fp32, and few enough registers for several programs on a processor."""
@@ -43,16 +43,15 @@ def _compress(unit, channels, owner, window, is_head, batch, call, workspace):
     column = channels * CHANNELS + tl.arange(0, CHANNELS)
     if (window + 1) * 128 <= end:
         position = window * 128 + row
-        new = (position >= start)[:, None]
         token = (first + position - start).to(tl.int64)[:, None]
-        values = tl.load(call.kv + token * call.kv_row + column[None, :], mask=new, other=0.0).to(tl.float32)
-        scores = tl.load(call.score + token * call.score_row + column[None, :], mask=new, other=0.0).to(tl.float32)
-        if window * 128 < start:
-            ring = request * 128 + row
-            old = ((position < start) & (ring < call.state_rows))[:, None]
-            history = call.state + ring[:, None] * call.state_row + column[None, :]
-            values = tl.where(new, values, tl.load(history, mask=old, other=0.0).to(tl.float32))
-            scores = tl.where(new, scores, tl.load(history + 512, mask=old, other=float("-inf")).to(tl.float32))
+        ring = (request * 128 + row)[:, None]
+        new, old = (position >= start)[:, None], (position < start)[:, None] & (ring < call.state_rows)
+        history = call.state + ring * call.state_row
+        values = load_rows(new, call.kv + token * call.kv_row, old, history, column[None, :], 0.0)
+        new_scores = call.score + token * call.score_row
+        scores = load_rows(new, new_scores, old, history + 512, column[None, :], float("-inf"))
+        # Without it the compiler asks for the scores when the values have come.
+        tl.debug_barrier()
         scores += tl.load(call.ape + row[:, None] * 512 + column[None, :])
         tl.store(workspace.pooled + unit * 512 + column, pool(values, scores))
         # All of the program's channels lie in memory before it is counted in.
@@ -62,7 +61,8 @@ def _compress(unit, channels, owner, window, is_head, batch, call, workspace):
             whole = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
             pooled = tl.load(workspace.pooled + unit * 512 + whole, cache_modifier=".cg")
             slot = tl.load(batch.slots + request * batch.slots_row + window * 128).to(tl.int64) // 128
-            store_entry(pooled, window * 128, slot, call, batch.frequencies)
+            norm, frequencies = ask_for_entry(call, batch.frequencies)
+            store_entry(pooled, norm, frequencies, window * 128, slot, call)
 
     if is_head:
         tl.debug_barrier()

@@ -145,6 +145,21 @@ def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def load_rows(new, fresh, old, history, column, other):
+    """fp32 [R, n]: ``column`` of the rows (pointers [R, 1]) at ``fresh`` where new, at ``history`` where old, else
+    ``other``.
+
+    One load if both are of one type: two would need twice the registers while rows are on their way.
+    """
+    if fresh.dtype == history.dtype:
+        at = tl.where(new, fresh + column, history + column)
+        return tl.load(at, mask=new | old, other=other).to(tl.float32)
+    else:
+        values = tl.load(fresh + column, mask=new, other=other).to(tl.float32)
+        return tl.where(new, values, tl.load(history + column, mask=old, other=other).to(tl.float32))
+
+
+@triton.jit
 def pool(values, scores):
     """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent."""
     weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
@@ -152,22 +167,30 @@ def pool(values, scores):
 
 
 @triton.jit
-def store_entry(pooled, position, slot, call, frequencies):
+def ask_for_entry(call, frequencies):
+    """What :func:`store_entry` reads beside the pooled row: (norm, frequencies). Ask before the window's rows come."""
+    column = tl.arange(0, call.N // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    return tl.load(call.norm + column), tl.load(frequencies + tl.arange(0, 32))
+
+
+@triton.jit
+def store_entry(pooled, norm, frequencies, position, slot, call):
     """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``call.pages`` holds.
 
-    pooled: fp32 [n/64, 64]. slot: int64; outside the pool nothing is stored. Pages of uint8 are for packed entries, of
-    584 bytes for n = 512 and 132 for n = 128 (which are rotated by the Hadamard matrix first); else rows of n.
+    pooled: fp32 [n/64, 64]. norm, frequencies: of :func:`ask_for_entry`. slot: int64; outside the pool nothing is
+    stored. Pages of uint8 are for packed entries, of 584 bytes for n = 512 and 132 for n = 128 (which are rotated by
+    the Hadamard matrix first); else rows of n.
     """
     BLOCKS: tl.constexpr = pooled.shape[0]
     block = tl.arange(0, BLOCKS)[:, None]
     column = block * 64 + tl.arange(0, 64)[None, :]
     scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, call.eps)
-    rows = pooled * scale * tl.load(call.norm + column).to(tl.float32)
+    rows = pooled * scale * norm.to(tl.float32)
 
     # The last block alone: all that is added to it is zero.
     is_tail = block == BLOCKS - 1
     even, odd = tl.split(tl.reshape(tl.sum(tl.where(is_tail, rows, 0.0), axis=0), (32, 2)))
-    angle = position * tl.load(frequencies + tl.arange(0, 32))
+    angle = position * frequencies
     even, odd = rotate(even, odd, tl.cos(angle), tl.sin(angle))
 
     exists = (slot >= 0) & (slot < call.capacity)
