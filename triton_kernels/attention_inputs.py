@@ -1,8 +1,10 @@
-"""All that an attention layer makes of its first product, in one launch: what its queries begin with, and its caches.
+"""All that an attention layer makes of its first product: what its queries begin with, and its caches.
 
 The latents, the rows of the compressor and those of the indexer's are columns of one product, and what becomes of one
 does not depend on another (DEEPSEEK_V4.md §3.1, §4): they are written to buffers of their own, and each program does
-one part of the work. Programs that may have a window to close come first, since they take longest.
+one part of the work. In decode and small passes one launch has them all; programs that may have a window to close come
+first, since they take longest. A large prefill takes two launches, since latents pay there for the compressors' warps
+and registers.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from .windows import PassArguments, unit_limit
 
 PROGRAMS = 16
 """Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
+APART = 1024
+"""Tokens of a prefill from which latents and compressors are launched apart. Of 8192 tokens on an H200 one launch took
+100 us in a CSA layer, 60 in an HCA layer; latents alone take 22, compressors 46 and 14 with the same warps."""
 WARPS = {0: 4, 4: 8, 128: 8}
-"""Of a program, by ratio; 0: latents alone. Not by the size of a pass: the order of sums is the same in all passes."""
+"""Of a program, by ratio; 0: latents alone. Of compressors the same in all passes: the order of sums goes by it."""
 REGISTERS = {0: None, 4: 80, 128: None}
 """Of a thread at most, by ratio. At ratio 4 the compiler would take 107: two programs rather than three would fit a
 multiprocessor of Hopper."""
@@ -75,6 +80,8 @@ def prepare_attention(
 ) -> None:
     """Store the latents of a pass, close its windows, store their entries and bring the states up to date.
 
+    One launch; two from ``APART`` tokens on, if there are latents and compressors and the pass is not decode's.
+
     Args:
         latents: ``None`` leaves them out.
         calls: none for a window-only layer, that of an HCA layer, the two of a CSA layer.
@@ -89,7 +96,9 @@ def prepare_attention(
     that of ``ops.compress_windows`` bit for bit. Entries are fp32 up to their format's own rounding. The pooling's
     exponential and sums have an error and an order of their own: (R + 16) · 2^-23 of the largest pooled value at most,
     of a window of R rows; so next to a tie a code may differ from the reference's by one. How its tokens are dealt to
-    passes does not change an entry's bytes, as long as the state holds them exactly.
+    passes does not change an entry's bytes, as long as the state holds them exactly. It may change a latent's: their
+    sums of squares have an order that goes by the number of warps, which is another from ``APART`` tokens on in layers
+    with compressors.
 
     Floor: every column of the product read once, what is kept written once; per closing window the cached rows it
     needs.
@@ -103,17 +112,32 @@ def prepare_attention(
         raise checks.OperandValueError(
             f"{op}: calls: expected none, one, or two of ratio 4, found {[call.compressor.ratio for call in calls]}"
         )
-    tokens, requests = batch.tokens, batch.requests.shape[0]
-    units = unit_limit(tokens, requests, ratio) if calls else 1
     if ratio == 128:
         if workspace is None:
             raise checks.OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
-        workspace.check(units, calls[0].kv)
+        workspace.check(unit_limit(batch.tokens, batch.requests.shape[0], ratio), calls[0].kv)
     if latents is not None:
-        checks.require_shape(f"{op}: kv of latents", latents.kv, (tokens, latents.kv.shape[-1]), "[T, 512]")
+        checks.require_shape(f"{op}: kv of latents", latents.kv, (batch.tokens, latents.kv.shape[-1]), "[T, 512]")
         latents.check()
-    if not tokens:
+    if not batch.tokens:
         return
+    if latents is not None and calls and batch.tokens >= APART and not batch.is_decode:
+        _launch(None, calls, batch, frequencies, workspace)
+        _launch(latents, (), batch, frequencies, workspace)
+    else:
+        _launch(latents, calls, batch, frequencies, workspace)
+
+
+def _launch(
+    latents: Latents | None,
+    calls: Sequence[Compression],
+    batch: Batch,
+    frequencies: Tensor,
+    workspace: Workspace | None,
+) -> None:
+    tokens, requests = batch.tokens, batch.requests.shape[0]
+    ratio = calls[0].compressor.ratio if calls else 0
+    units = unit_limit(tokens, requests, ratio) if calls else 1
     # One kernel for all sizes of decode, where no program looks through the requests for its unit.
     each, padded = 0, triton.next_power_of_2(requests)
     if batch.is_decode:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels import index_entry, kv_entry
-from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
+from nvfp4_sgl.triton_kernels.attention_inputs import APART, prepare_attention
 from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
 from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, new_workspace
 from nvfp4_sgl.triton_kernels.latent import Latents
@@ -30,6 +30,8 @@ EPS, PAGE_SIZE = 1e-6, 256
 CONTEXT = 65536
 REQUESTS = (1, 8, 64, 256)
 PREFILL = 8192
+SMALLER = (APART // 2, APART)
+"""Of one request, too: the last size of one launch that is a power of two, and the first of two."""
 DECODE = {"none close": 0, "all close": 127, "as it comes": None}
 """Position of the new tokens in their window of 128; or one after another."""
 OWN_PAGES = 2
@@ -41,7 +43,8 @@ def cases() -> Iterator[Case]:
         for kind, phase in DECODE.items():
             phases = torch.arange(requests) % 128 if phase is None else torch.full((requests,), phase)
             yield from _layers(_batch(CONTEXT - 256 + phases, torch.ones_like(phases)), f"decode {kind}")
-    yield from _layers(_batch(torch.tensor([CONTEXT - PREFILL]), torch.tensor([PREFILL])), "prefill")
+    for tokens in (*SMALLER, PREFILL):
+        yield from _layers(_batch(torch.tensor([CONTEXT - tokens]), torch.tensor([tokens])), "prefill")
     starts = torch.arange(64) * 37
     yield from _layers(_batch(starts, torch.full_like(starts, PREFILL // 64)), "prefill of 64")
 

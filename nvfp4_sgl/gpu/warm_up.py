@@ -11,6 +11,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.gpu.decoder import GpuDecoder
 from nvfp4_sgl.gpu.step import Step
+from nvfp4_sgl.triton_kernels.attention_inputs import APART
 
 
 def sizes(limit: int) -> list[int]:
@@ -76,6 +77,6 @@ def warm_up(
         run([1] * size, decode=True)
         run([1] * size)
         whole = -(-(size + 1) // 16) * 16
-        for total in (whole, whole + 1):
+        for total in (whole, whole + 1, APART, APART + 1):
             if size < total <= min(tokens, end):
                 run([1] * (size - 1) + [total - size + 1])

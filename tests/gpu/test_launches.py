@@ -17,6 +17,7 @@ from nvfp4_sgl.gpu.decoder import Block
 from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.gpu.warm_up import warm_up
 from nvfp4_sgl.triton_kernels import chip
+from nvfp4_sgl.triton_kernels.attention_inputs import APART
 from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next
 from tests.support.dry_launches import Launch, dry_launches
 from tests.support.interpreted import INTERPRETED
@@ -60,6 +61,17 @@ def test_launches_of_a_decode_layer(requests: int, model: GpuStandalone):
                 hyper_connection_next(block.hc_attn.site, output, streams, state)
             kind = model.config.kind(layer)
             assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
+
+
+@pytest.mark.parametrize("tokens", [APART - 1, APART])
+def test_latents_of_a_large_prefill_are_launched_apart(tokens: int, model: GpuStandalone):
+    model.reset()
+    with dry_launches() as launches:
+        model.extend({0: [7] * tokens})
+    compressing = sum(model.config.kind(layer) is not LayerKind.SWA for layer in LAYERS)
+    assert compressing
+    expected = len(LAYERS) + (compressing if tokens >= APART else 0)
+    assert Counter(launch.name for launch in launches)["_attention_inputs"] == expected
 
 
 class Fills(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch
 from nvfp4_sgl.ops.norm import rms_norm as reference_norm
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels import attention_inputs
-from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
+from nvfp4_sgl.triton_kernels.attention_inputs import APART, prepare_attention
 from nvfp4_sgl.triton_kernels.checks import KernelError
 from nvfp4_sgl.triton_kernels.compressor import new_workspace
 from nvfp4_sgl.triton_kernels.kv_entry import norm_rope_store_kv, page_bytes
@@ -34,7 +34,7 @@ def some_latents(tokens: int, width: int, dtype: torch.dtype, device: str) -> La
     q_norm, kv_norm = (torch.rand(n, generator=generator).add(0.5).bfloat16().to(device) for n in (width, 512))
     positions = torch.randint(1 << 20, (tokens,), generator=generator).to(device)
     turns = rope_turns(positions, inverse_frequencies(64, 1e4).to(device), torch.empty(tokens, 64, device=device))
-    slots = torch.randperm(512, generator=generator)[:tokens].int()
+    slots = torch.randperm(max(512, tokens), generator=generator)[:tokens].int()
     slots[2:3], slots[3:4] = -1, 512
     return Latents(
         q_lora=q_lora,
@@ -95,6 +95,38 @@ def test_layers(layer: str, order: str, each: int, device: str, monkeypatch: pyt
     world.check_entries()
 
 
+@pytest.mark.parametrize("layer", ["CSA", "HCA"])
+def test_apart_and_together(layer: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    """One pass whose latents and compressors are launched apart leaves the entries that passes of both sizes leave."""
+    monkeypatch.setattr(attention_inputs, "APART", 16)
+    whole, chunked = World(LAYERS[layer], device), World(LAYERS[layer], device)
+    for world in (whole, chunked):
+        world.suppose({1: 95})
+    check_pass(whole, {1: 60}, 128)
+    for count in (15, 16, 1, 28):
+        check_pass(chunked, {1: count}, 128)
+    chunked.check_entries()
+    for one, other in zip(whole.sides, chunked.sides, strict=True):
+        assert torch.equal(one.pages, other.pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["CSA", "HCA"])
+def test_chunks_of_a_long_prefill(layer: str, device: str):
+    whole, chunked = World(LAYERS[layer], device, capacity=4096), World(LAYERS[layer], device, capacity=4096)
+    for world, counts in ((whole, (3500, 1)), (chunked, (1100, APART - 1, APART, 1, 352, 1))):
+        for count in counts:
+            batch, wide = world.prepare({1: count})
+            latents = some_latents(count, 1024, torch.float32, device)
+            prepare_attention(latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace)
+            check_latents(latents)
+            world.check_states()
+    assert whole.lengths == chunked.lengths
+    whole.check_entries()
+    for one, other in zip(whole.sides, chunked.sides, strict=True):
+        assert torch.equal(one.pages, other.pages)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS)
 def test_large_passes_beside_latents(layer: str, device: str):
@@ -134,7 +166,7 @@ def launches() -> None:
         world = World(cases, "cpu")
         world.workspace = new_workspace(256, 256, "cpu")
         decode = [world.batch([1] * tokens, [0] * tokens, [1] * tokens) for tokens in (16, 256)]
-        for batch in (world.batch([1], [0], [64]), *decode):
+        for batch in (world.batch([1], [0], [64]), world.batch([1], [0], [APART]), *decode):
             wide = torch.zeros(batch.tokens, world.rows.shape[2])
             latents = some_latents(batch.tokens, 1536, torch.float32, "cpu")
             prepare_attention(latents, world.calls(wide), batch, FREQUENCIES, workspace=world.workspace)
@@ -143,8 +175,9 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    # Latents alone; with two compressors in prefill and decode; with one in prefill, and decode by one token and eight.
-    assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * 6 + ["_turns_kernel"]
+    # Latents alone; with two compressors in prefill and decode; with one in prefill, and decode by one token and eight;
+    # two compressors and one without latents, in a large prefill.
+    assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * 8 + ["_turns_kernel"]
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array.
         assert usage.local == 0 and usage.stack <= 48
