@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,10 +32,14 @@ APART = 1024
 """Tokens of a prefill from which latents and compressors are launched apart. Of 8192 tokens on an H200 one launch took
 100 us in a CSA layer, 60 in an HCA layer; latents alone take 22, compressors 46 and 14 with the same warps."""
 WARPS = {0: 4, 4: 8, 128: 8}
-"""Of a program, by ratio; 0: latents alone. Of compressors the same in all passes: the order of sums goes by it."""
+"""Of a program, by ratio; 0: latents alone."""
 REGISTERS = {0: None, 4: 80, 128: None}
 """Of a thread at most, by ratio. At ratio 4 the compiler would take 107: two programs rather than three would fit a
 multiprocessor of Hopper."""
+WARPS_LARGE = {0: 4, 4: 4, 128: 8}
+"""The same from ``APART`` tokens on. Of ratio 4 only for rows of fp32, whose sums have the same order with four warps
+and eight (:func:`.windows.pool`); at ratio 128 it goes by the number of warps."""
+REGISTERS_LARGE = {0: None, 4: 128, 128: None}
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -144,6 +149,10 @@ def _launch(
         each, padded = (min(triton.next_power_of_2(triton.cdiv(tokens, PROGRAMS)), 16) if ratio == 128 else 1), 1
     groups = triton.cdiv(units, max(each, 1))
     programs = groups * (BLOCKS.value if ratio == 128 else len(calls))
+    # Rows of bf16 would be dealt to threads in eights by four warps, in fours by eight.
+    is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)
+    large = tokens >= APART and not batch.is_decode and is_fp32
+    warps, registers = (WARPS_LARGE, REGISTERS_LARGE) if large else (WARPS, REGISTERS)
     _attention_inputs[(programs + (2 * tokens if latents else 0),)](
         PassArguments.of(batch, frequencies) if calls else (),
         latents.arguments() if latents else (),
@@ -153,8 +162,8 @@ def _launch(
         ratio,
         each if calls else 0,
         padded if calls else 0,
-        num_warps=WARPS[ratio],
-        maxnreg=REGISTERS[ratio],
+        num_warps=warps[ratio],
+        maxnreg=registers[ratio],
         **UNFUSED,
         **OVERLAPPED,
     )

@@ -161,9 +161,18 @@ def load_rows(new, fresh, old, history, column, other):
 
 @triton.jit
 def pool(values, scores):
-    """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent."""
+    """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent.
+
+    Eight rows of 512 are added by pairs, those 4 apart first, both sums in one go: a sum of two has no order, so the
+    bits do not depend on how many warps share the rows.
+    """
     weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
-    return tl.div_rn(tl.sum(values * weights, axis=0), tl.sum(weights, axis=0))
+    if values.shape[0] == 8 and values.shape[1] == 512:
+        both = tl.reshape(tl.join(values * weights, weights), (2, 2, 2, 512, 2))
+        weighted, total = tl.split(tl.sum(tl.sum(tl.sum(both, axis=0), axis=0), axis=0))
+    else:
+        weighted, total = tl.sum(values * weights, axis=0), tl.sum(weights, axis=0)
+    return tl.div_rn(weighted, total)
 
 
 @triton.jit
