@@ -28,9 +28,10 @@ from .windows import PassArguments, unit_limit
 
 PROGRAMS = 16
 """Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
-APART = 1024
-"""Tokens of a prefill from which latents and compressors are launched apart. Of 8192 tokens on an H200 one launch took
-100 us in a CSA layer, 60 in an HCA layer; latents alone take 22, compressors 46 and 14 with the same warps."""
+APART = 2048
+"""Tokens of a prefill from which latents and compressors are launched apart. On an H200, 2026-11-22: a CSA layer's
+8192 tokens take 69 us so (59 with ``WARPS_LARGE``), in one launch 99; an HCA layer's 42 and 60; but 1024 tokens 14 and
+12, 10 and 7."""
 WARPS = {0: 4, 4: 8, 128: 8}
 """Of a program, by ratio; 0: latents alone."""
 REGISTERS = {0: None, 4: 80, 128: None}

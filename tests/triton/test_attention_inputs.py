@@ -113,8 +113,9 @@ def test_apart_and_together(layer: str, device: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", ["CSA", "HCA"])
 def test_chunks_of_a_long_prefill(layer: str, device: str):
-    whole, chunked = World(LAYERS[layer], device, capacity=4096), World(LAYERS[layer], device, capacity=4096)
-    for world, counts in ((whole, (3500, 1)), (chunked, (1100, APART - 1, APART, 1, 352, 1))):
+    whole, chunked = World(LAYERS[layer], device, capacity=8192), World(LAYERS[layer], device, capacity=8192)
+    chunks = (1100, APART - 1, APART, 1, 352, 1)
+    for world, counts in ((whole, (sum(chunks) - 1, 1)), (chunked, chunks)):
         for count in counts:
             batch, wide = world.prepare({1: count})
             latents = some_latents(count, 1024, torch.float32, device)
