@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -73,13 +73,18 @@ def _decoded(entry, scales, visible, BEGIN: tl.constexpr, BLOCKS: tl.constexpr, 
 
     entry: address of the data, [KEYS]. scales: int64 [KEYS], the eight scale bytes.
     """
-    block = tl.arange(0, BLOCKS)
-    exponent = (scales[:, None] >> (BEGIN // 8 + block * 8)[None, :]).to(tl.int32) & 0xFF
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    address = entry[:, None, None] + (BEGIN + block[None, :, None] * 64 + tl.arange(0, 64)[None, None, :])
-    code = tl.load(address, mask=visible[:, None, None], other=0).to(tl.float8e4nv, bitcast=True)
-    # Scaled in fp32: the compiler turns E4M3 to fp32 and fp32 pairs to bf16 by fast instructions, E4M3 to bf16 by slow.
-    return tl.reshape((code.to(tl.float32) * scale[:, :, None]).to(OPERAND), (KEYS, BLOCKS * 64))
+    # Block by block, so that a thread has the same entries in all of them: their addresses are computed once.
+    if BLOCKS == 1:
+        exponent = (scales >> (BEGIN // 8)).to(tl.int32) & 0xFF
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        address = entry[:, None] + (BEGIN + tl.arange(0, 64)[None, :])
+        code = tl.load(address, mask=visible[:, None], other=0).to(tl.float8e4nv, bitcast=True)
+        # In fp32: the compiler turns E4M3 to fp32 and fp32 pairs to bf16 by fast instructions, E4M3 to bf16 by slow.
+        return (code.to(tl.float32) * scale[:, None]).to(OPERAND)
+    else:
+        left = _decoded(entry, scales, visible, BEGIN, BLOCKS // 2, KEYS)
+        right = _decoded(entry, scales, visible, BEGIN + BLOCKS * 32, BLOCKS // 2, KEYS)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (KEYS, BLOCKS * 64))
 
 
 @triton.jit
@@ -443,14 +448,14 @@ class Tiling:
     apart: bool = False
 
 
-HOPPER = Tiling(apart=True)
-"""Accumulators fill half of each thread's registers; 183 KiB of shared memory.
+HOPPER = Tiling(stages=5, apart=True)
+"""Accumulators fill half of each thread's registers; 218 KiB of shared memory.
 
-Measured on an H200, 2026-11-21, with ready queries, the tail's product last, and where keys are split (up to 64
-queries) with products run one by one, which they no longer are: us for 64 heads and 640 keys with 1, 8, 64, 256 and
-2048 queries: 13.8, 15.8, 42.9, 110, 842. Without ``apart``, where both warp groups compute all logits: 13.8, 15.9,
-45.0, 134, 1023, and in two stages 13.3, 15.5, 43.5, 129, 984. 128 heads and 1152 keys: 14.7, 26.2, 91.1, 356, 2785
-against 14.1, 26.1, 107, 420, 3263."""
+Five stages, since an entry follows its slot, are two tiles ahead. In three, which are one, entries are asked for after
+the products of a tile and awaited at the beginning of the next: nothing hides their way."""
+
+HOPPER_PLAIN = Tiling(apart=True)
+"""bf16 rows: two tiles of them ahead do not fit into shared memory."""
 
 BLACKWELL = Tiling(stages=2, transposed=True)
 """64 heads as rows would take all 512 columns of tensor memory and leave none for the logits; as columns, 256."""
@@ -460,8 +465,8 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 
 
 FEW_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
-"""Up to 16 heads, as a rank has them: instructions of 16 rows, 102 KiB of shared memory. Entries are decoded twice, in
-the layout of each product; padded to 64 rows, they would cost the tensor cores as much as for 64 heads."""
+"""Up to 16 heads, as a rank has them: instructions of 16 rows, 53 KiB of shared memory; padded to 64 rows, they
+would cost the tensor cores as much as for 64 heads."""
 
 
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
@@ -469,12 +474,9 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     if heads <= FEW_HEADS.heads:
         return FEW_HEADS
     if INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100:
-        return HOPPER
+        return HOPPER if packed else HOPPER_PLAIN
     return BLACKWELL if packed else BLACKWELL_PLAIN
 
-
-FEW_QUERIES = 64
-"""Up to so many queries two stages serve ``HOPPER`` better: by 0.5 to 1 us on an H200, of 14 to 74."""
 
 COUNTED_TILES = 40
 """Of ``FEW_HEADS``. The list of HCA is as wide as the longest context has entries, and mostly few of them count."""
@@ -493,8 +495,7 @@ def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: 
     programs = queries * triton.cdiv(heads, FEW_HEADS.heads) * tiles
     if programs <= processors * FEW_HEADS.resident * 3 // 4:
         return FEW_HEADS
-    tiling = default_tiling(heads, packed=packed)
-    return replace(tiling, stages=2) if tiling == HOPPER and queries <= FEW_QUERIES else tiling
+    return default_tiling(heads, packed=packed)
 
 
 def most_splits(queries: int, heads: int, processors: int, tiling: Tiling) -> int:
