@@ -465,7 +465,9 @@ HOPPER = Tiling(stages=5, apart=True)
 """Accumulators fill half of each thread's registers; 218 KiB of shared memory.
 
 Five stages, since an entry follows its slot, are two tiles ahead. In three, which are one, entries are asked for after
-the products of a tile and awaited at the beginning of the next: nothing hides their way."""
+the products of a tile and awaited at the beginning of the next: nothing hides their way. Measured on an H200,
+2026-11-22, us for 64 heads and 640 keys of 2048 and 256 raw queries: 730 and 95 in five stages, 816 and 112 in three,
+849 and 113 in two. For 64 queries or fewer only five stages were timed with keys decoded block by block."""
 
 HOPPER_PLAIN = Tiling(apart=True)
 """bf16 rows: two tiles of them ahead do not fit into shared memory."""
