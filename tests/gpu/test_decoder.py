@@ -3,7 +3,9 @@
 Both round activations to bf16, in different places. So the yardstick is the reference itself: what bf16 costs the CPU
 reference, against the same model with fp32 activations, is what it may cost the GPU, too. A rounding that flips a
 choice of expert or entry moves a log-probability by much: one checkpoint leaves nothing to choose, and shows smaller
-mistakes; the other chooses.
+mistakes; the other chooses. There a flip moves all that follows it, and how many flip is chance: of seven runs of the
+CPU reference that differ in a few roundings the median distance is 0.078 to 0.081, the 90 % quantile 0.24 to 0.35. So
+the yardstick is several such runs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 LENGTHS = (5, 127, 128, 129, 300, 641) if ON_GPU else (6,)
 DECODED = 12 if ON_GPU else 2
 """Either way a ratio-4 window closes in the prompt and one in a decode step."""
+
+ROUNDINGS = 5 if ON_GPU else 1
+"""Of the reference, whose median of medians and largest 90 % quantile count."""
 
 DEPTH: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3}
 """The interpreter runs one layer of each kind; ``test_sublayers`` looks at them one by one."""
@@ -73,14 +78,29 @@ def run(model: GpuStandalone | Standalone, chunk: int | None = None) -> dict[int
     return {request: torch.cat(pieces).log_softmax(-1) for request, pieces in parts.items()}
 
 
+References = tuple[list[torch.Tensor], dict[int, torch.Tensor]]
+"""Distances to fp32 activations in each run with bf16; the log-probabilities of fp32 activations."""
+
+
+def nudged(weight: torch.Tensor, seed: int) -> torch.Tensor:
+    """One in a hundred bf16 numbers moved to a neighbour: roundings behind it fall differently, the error stays."""
+    chance = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+    factor = torch.where(chance < 0.005, 1 + 2.0**-8, torch.where(chance > 0.995, 1 - 2.0**-8, 1.0))
+    return (weight.float() * factor).to(weight.dtype)
+
+
 @pytest.fixture(scope="module")
-def references(checkpoint: Path) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """The CPU reference with bf16 and with fp32 activations, both on packed rows."""
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        reference = Standalone(checkpoint, packed=True, dtype=dtype, requests=len(LENGTHS), capacity=1024)
-        results.append(run(reference))
-    return results[0], results[1]
+def references(checkpoint: Path) -> References:
+    """The CPU reference on packed rows."""
+
+    def reference(dtype: torch.dtype, rounding: int = 0) -> dict[int, torch.Tensor]:
+        model = Standalone(checkpoint, packed=True, dtype=dtype, requests=len(LENGTHS), capacity=1024)
+        if rounding:
+            model._embed = nudged(model._embed, rounding)
+        return run(model)
+
+    exact = reference(torch.float32)
+    return [distances(reference(torch.bfloat16, rounding), exact) for rounding in range(ROUNDINGS)], exact
 
 
 def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -88,16 +108,16 @@ def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor])
     return torch.cat([(found[r] - expected[r]).square().mean(-1).sqrt() for r in expected])
 
 
-def require_as_good_as_the_reference(
-    found: dict[int, torch.Tensor], references: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
-) -> None:
+def require_as_good_as_the_reference(found: dict[int, torch.Tensor], references: References) -> None:
     rounded, exact = references
-    ours, theirs = distances(found, exact), distances(rounded, exact)
+    ours = distances(found, exact)
     assert bool(torch.isfinite(ours).all())
     quantiles = torch.tensor([0.5, 0.9])
-    print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
-    for share in (0.5, 0.9) if len(ours) > 100 else (0.5,):
-        assert ours.quantile(share) <= 1.3 * theirs.quantile(share)
+    theirs = torch.stack([each.quantile(quantiles) for each in rounded])
+    print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), "the reference's:", theirs)
+    assert ours.quantile(0.5) <= 1.3 * theirs[:, 0].median()
+    if len(ours) > 100:
+        assert ours.quantile(0.9) <= 1.3 * theirs[:, 1].max()
 
 
 def test_prefill_and_decode(model: GpuStandalone, references):

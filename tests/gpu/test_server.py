@@ -53,10 +53,10 @@ def references(checkpoint: Path) -> Iterator[References]:
 def require_as_good(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     quantiles = torch.tensor([0.5, 0.9])
     print("error of log-probabilities, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
-    # Quantiles of few values scatter: with 112 of them an H200 once gave 1.4, with 3695 at most 1.16.
-    allowance = 1.3 if len(ours) > 1000 else 2.0
-    for share in (0.5, 0.9):
-        assert ours.quantile(share) <= allowance * theirs.quantile(share)
+    # Quantiles of few values scatter: with 112 of them an H200 once gave 1.4, with 3695 at most 1.16. The upper one
+    # scatters anyway, as flipped choices move all that follows: 1.46 between runs of the reference (test_decoder).
+    assert ours.quantile(0.5) <= (1.3 if len(ours) > 1000 else 2.0) * theirs.quantile(0.5)
+    assert ours.quantile(0.9) <= 2.0 * theirs.quantile(0.9)
 
 
 def test_cold_chunked_and_concurrent(serve: ServerPool, checkpoint: Path, references: Any):
