@@ -4,7 +4,8 @@ Where keys are split, each program of a query's block of heads stores its part, 
 there, and adds its share: some columns of all parts, in a fixed order. No result depends on the order of programs.
 
 Waiting cannot block the device as long as all programs of the launch have a place on the chip at once, which
-``attention.most_splits`` bounds; no other launch that waits may run beside it. Programs without a part have left.
+``attention_tiling.most_splits`` bounds; no other launch that waits may run beside it. Programs without a part have
+left.
 
 Counters: int32, one a query and block of heads, up to the number of parts and from there on up by the programs that
 wait no longer. The last leaves zero.

@@ -14,20 +14,16 @@ from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.numerics import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
-from nvfp4_sgl.triton_kernels.attention import (
+from nvfp4_sgl.triton_kernels.attention import Entries, Partials, new_arrivals, new_partials, sparse_attention
+from nvfp4_sgl.triton_kernels.attention_tiling import (
     BLACKWELL,
     FEW_HEADS,
     HOPPER,
-    Entries,
-    Partials,
     Tiling,
     choose_splits,
     choose_tiling,
     default_tiling,
     most_splits,
-    new_arrivals,
-    new_partials,
-    sparse_attention,
 )
 from nvfp4_sgl.triton_kernels.checks import KernelError
 from tests.triton.support.interpreter import run_backwards

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.triton_kernels.attention import FEW_HEADS, HOPPER, Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention_tiling import FEW_HEADS, HOPPER
 from nvfp4_sgl.triton_kernels.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
@@ -34,7 +35,7 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_resources(architecture: int) -> None:
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert sorted(usage.kernel for usage in found) == ["_attend"] * 4
+    assert sorted(usage.kernel for usage in found) == ["attend"] * 4
     for usage in found:
         # Programs of split keys wait for one another: those that a multiprocessor is said to hold, it must.
         resident = {tiling.warps: tiling.resident for tiling in (HOPPER, FEW_HEADS)}[usage.warps]
