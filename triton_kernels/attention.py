@@ -9,8 +9,8 @@ pages of 584-byte entries (``nvfp4_sgl.numerics.kv_entry``) or from rows of bf16
 A program serves up to 64 heads (``attention_tiling``) of one query and one stretch of its keys: each entry is read once
 for them and decoded to bf16 on the way to the tensor cores (``attention_kernel``). Where the queries alone do not fill
 the chip, the keys are split; then the programs wait for one another and add the parts in a fixed order
-(``attention_parts``). Nothing depends on the batch but the number of splits: with the same ``splits`` a query's result
-has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
+(``attention_parts``). Nothing depends on the batch but what is chosen from its size: with the same ``tiling`` and
+``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
 (``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.

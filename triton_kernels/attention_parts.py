@@ -147,7 +147,9 @@ def _add_share(
         address = values + at[:, :, None] * 512 + column[None, None, :]
         parts = tl.load(address, mask=found[:, :, None], other=0.0, cache_modifier=".cg")
         greater = tl.maximum(top, tl.max(tops, axis=0))
-        decay, weights = tl.exp2(top - greater), sums * tl.exp2(tops - greater[None, :])
+        decay = tl.exp2(top - greater)
+        # Rounded before lanes exchange them: fused with the addition of another lane's, lanes had different sums.
+        weights = product(sums, tl.exp2(tops - greater[None, :]))
         denominator = denominator * decay + tl.sum(weights, axis=0)
         total = total * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
         top = greater

@@ -40,6 +40,7 @@ def test_resources(architecture: int) -> None:
         # Programs of split keys wait for one another: those that a multiprocessor is said to hold, it must.
         resident = {tiling.warps: tiling.resident for tiling in (HOPPER, FEW_HEADS)}[usage.warps]
         assert resident * (usage.shared + RESERVED) <= SHARED and resident * usage.warps * 32 * 256 <= REGISTERS, usage
+        assert usage.fused_shuffles == 0, usage
         assert usage.shared <= SHARED_LIMIT and usage.stack <= STACK[architecture], usage
         tensor_core = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
         assert (usage.count(tensor_core) > 0) == (usage.warps == HOPPER.warps), usage

@@ -38,6 +38,8 @@ class Resources:
         ptx: how often each PTX instruction occurs, by its full name: which roundings the compiler chose.
         group_waits: machine instructions that wait for products of warp groups. One after each says that the assembler
             could not run them together, and they take turns with their latency.
+        fused_shuffles: sums of another lane's number with a product that was not rounded. Two lanes that exchange their
+            numbers so have different sums of the same two.
     """
 
     kernel: str
@@ -49,6 +51,7 @@ class Resources:
     shared: int
     ptx: dict[str, int]
     group_waits: int
+    fused_shuffles: int
 
     def count(self, prefix: str) -> int:
         """PTX instructions whose name begins with ``prefix``."""
@@ -124,6 +127,22 @@ def _require_it_waits(metadata: Any, machine_code: str) -> None:
         raise RuntimeError(f"{metadata.name}: {early[1]} before it waits for the previous kernel")
 
 
+def _fused_shuffles(machine_code: str) -> int:
+    found, shuffled = 0, set[int]()
+    instruction = re.compile(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*) +([^;\n]*);")
+    for name, operands in instruction.findall(machine_code):
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
+        if name.startswith("SHFL."):
+            shuffled.add(registers[0])
+            continue
+        if name.startswith("FFMA") and len(registers) == 4:
+            found += registers[3] in shuffled
+        if operands.startswith("R") and registers:
+            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            shuffled.difference_update(range(registers[0], registers[0] + width))
+    return found
+
+
 def _resources(kernel: Any, architecture: int) -> Resources:
     import triton
 
@@ -145,6 +164,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         shared=kernel.metadata.shared,
         ptx=dict(Counter(re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.[\w:]+)*)\s", kernel.asm["ptx"], re.M))),
         group_waits=text.count("WARPGROUP.DEPBAR"),
+        fused_shuffles=_fused_shuffles(text),
     )
 
 
