@@ -143,6 +143,36 @@ def _fused_shuffles(machine_code: str) -> int:
     return found
 
 
+def lost_negations(ptx: str) -> list[str]:
+    """Registers negated, then in the first of two maxima (or minima), one of the other: ptxas may lose the negation.
+
+    Of ``neg.s32 n, x; max.s32 m, a, n; max.s32 r, m, c`` ptxas 12.9, 13.0 and 13.3 make ``VIMNMX3 r, a, c, x`` for
+    sm_90 and sm_100: x as it is; so too if it is 0 - x, x times -1, or of 16 bits. An absolute value is the maximum of
+    x and its negation, and judged alike. It is the PTX that is judged: what one ptxas gets right the next may not.
+    """
+    negated, extrema = set(), []
+    for name, to, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(%\w+), *([^;]*);", ptx, re.M):
+        first, *others = operands.split(", ")
+        kind, _, size = name.rpartition(".")
+        if kind in ("max", "min") and size in ("s16", "s32"):
+            extrema.append((name, to, (first, *others)))
+        elif (
+            kind in ("neg", "abs")
+            or (kind == "sub" and first == "0")
+            or (kind == "mul.lo" and "-1" in others)
+            or (kind == "mov" and first in negated)
+        ):
+            negated.add(to)
+    taken_in = {(name, operand) for name, _, operands in extrema for operand in operands}
+    of_three = [operands for name, to, operands in extrema if (name, to) in taken_in]
+    return [operand for operands in of_three for operand in operands if operand in negated]
+
+
+def _require_negations_kept(metadata: Any, ptx: str) -> None:
+    if found := lost_negations(ptx):
+        raise RuntimeError(f"{metadata.name}: ptxas may lose the negations {found}; use ~, or a difference")
+
+
 def _resources(kernel: Any, architecture: int) -> Resources:
     import triton
 
@@ -153,6 +183,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         command = [str(tool), "--dump-resource-usage", "--dump-sass", str(cubin)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     _require_it_waits(kernel.metadata, text)
+    _require_negations_kept(kernel.metadata, kernel.asm["ptx"])
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return Resources(
         kernel=kernel.metadata.name,
