@@ -165,6 +165,49 @@ def test_early_maxima_of_one_group(device: str):
     check(made, scores, 512)
 
 
+KEPT = {
+    "normal": lambda scores: scores,
+    "exponential": lambda scores: scores.mul(3).exp(),
+    "rising": lambda scores: scores.sort(dim=1).values,
+    "falling": lambda scores: scores.sort(dim=1, descending=True).values,
+    "best side by side": lambda scores: scores + (torch.arange(scores.shape[1]) // 1500 == 2) * 8.0,
+    "few values": lambda scores: scores.round(),
+    "few numbers": lambda scores: scores.masked_fill(torch.arange(scores.shape[1]) % 37 > 0, torch.nan),
+    "equal": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept_first(kind: str, device: str):
+    """However many reach the first bound, of rows that fill a block and of rows that do not."""
+    visible = [SMALL // 2, SMALL // 2 + 1, SMALL, SMALL + 1, 2 * SMALL + 70, CHUNK]
+    made = new_pass(at_sight(visible), device)
+    check(made, KEPT[kind](random_scores(6, CHUNK, 5)), 512 if len(kind) % 2 else 1024)
+
+
+def test_more_chosen_than_groups_hold_any(device: str):
+    """Just above SMALL a block's last warps hold nothing."""
+    made, scores = new_pass(at_sight([SMALL + 1] * 3), device), random_scores(3, CHUNK, 7)
+    scores[1] = -3.0
+    scores[2] = scores[2].masked_fill(torch.arange(CHUNK) % 5 > 0, torch.nan)
+    check(made, scores, 2048)
+
+
+def test_one_kept_entry_a_thread(device: str):
+    """Of few chosen from a large block each thread holds one key in the end, and its maxima are chains of keys."""
+    made, scores = new_pass(at_sight([4100] * 2), device), random_scores(2, 4100, 8)
+    scores[1] = -scores[1].abs()
+    check(made, scores, 100)
+
+
+def test_kept_entries_of_a_row_are_not_those_of_the_next(device: str):
+    """What waits among the slots ends with its row, also where no row of slots has the alignment of the next."""
+    made = new_pass(at_sight([SMALL + 700] * 3), device)
+    scores = random_scores(3, SMALL + 700, 6)
+    scores[1] = scores[1].round()
+    check(made, scores, 333)
+
+
 def test_tokens_of_prompts_in_parts(device: str):
     """Several queries a request, in parts: each sees what its position allows."""
     made = new_pass([(40, 75), (0, 9), (130, 131), (64, 64 + 21)], device)
@@ -238,8 +281,8 @@ def test_a_million_tokens(topk: int, device: str):
         assert bool((slots[row, kept:] == -1).all())
 
 
-STACK = {90: 32, 100: 256}
-"""Bytes a thread per architecture, beside the rounds that count, which use registers alone."""
+STACK = {90: 304, 100: 456}
+"""Bytes a thread per architecture: beside the rounds over all keys of a chunk, which are for ties and the like."""
 
 
 def launches() -> None:
@@ -256,4 +299,4 @@ def test_kernels_fit(architecture: int):
     assert len(found) == 4
     for usage in found:
         assert usage.registers <= REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
-        assert usage.shared <= 1024, f"more than counts moves between threads: {usage}"
+        assert usage.shared <= 2048, f"more than counts moves between threads: {usage}"
