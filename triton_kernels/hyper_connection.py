@@ -6,7 +6,7 @@ sublayer's input and normalised (*pre*). :func:`hyper_connection_next` does all 
 (``hyper_connection_site``), laid on the chip by ``hyper_connection_tiling``.
 
 The products use bf16 tensor cores without loss: X is bf16, and the fp32 weight ``fn`` is kept as the three bf16 of
-which it is the sum, in the order in which the kernel reads them (:func:`split_fn`).
+which it is the sum (:func:`split_fn`), so that the kernel need not take it apart for every block of tokens.
 
 Floor in bytes: 20·d a token (streams read and written 16·d, h read and x written 4·d), and ``fn``, 576·d, once. What is
 above it goes through L2: 8·d a token, as the whole row must be known before it can be collapsed, and a program that
@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import chip
 from .checks import (
@@ -35,7 +34,7 @@ from .checks import (
     require_same_device,
     require_shape,
 )
-from .hyper_connection_site import COLUMNS, GROUP, as_fp32, mixed, site_kernel
+from .hyper_connection_site import COLUMNS, as_fp32, mixed, site_kernel
 from .hyper_connection_tiling import choose_tiling, counters_size, workspace_size
 from .nvfp4 import BLOCK, block_scale_bytes, layout_tile
 from .overlap import OVERLAPPED, after_previous
@@ -73,8 +72,8 @@ class Site:
     """What one mHC site, or the final collapse, computes with.
 
     Attributes:
-        fn: bf16 [ceil(d / 16), 3, 24, 64], what :func:`split_fn` makes of the fp32 weight; rows are pre (4), post (4),
-            comb (16). The final collapse has pre alone.
+        fn: bf16 [3, 24, 4 * d], what :func:`split_fn` makes of the fp32 weight; stream-major columns; rows are pre (4),
+            post (4), comb (16). The final collapse has pre alone.
         base: fp32, one for each row of ``fn``.
         scale: fp32 [3], for pre, post and comb; [1] for the final collapse.
         hc_eps: added to ``pre``, to the softmax and to Sinkhorn's sums.
@@ -93,32 +92,18 @@ class Site:
 
     @property
     def is_head(self) -> bool:
-        return self.fn.shape[2] == STREAMS
+        return self.fn.shape[1] == STREAMS
 
 
 def split_fn(fn: Tensor) -> Tensor:
-    """fp32 [rows, 4 * d], stream-major, as three bf16 whose sum it is: each the nearest to what those before leave.
+    """fp32 [rows, 4 * d] → bf16 [3, rows, 4 * d], whose sum it is: each part is the nearest to what those before leave.
 
     Exact, as 8 + 8 + 8 significant bits are 24; what is below 2^-133, bf16's smallest number, is rounded away.
-
-    Returns:
-        bf16 [ceil(d / 16), 3, rows, 64]: of 16 columns, part after part, row after row, stream after stream; zeros
-        beyond d.
     """
     first = fn.bfloat16()
     rest = fn - first.float()
     second = rest.bfloat16()
-    parts = torch.stack([first, second, (rest - second.float()).bfloat16()])
-    rows, d = fn.shape[0], fn.shape[1] // STREAMS
-    parts = pad(parts.view(3, rows, STREAMS, d), (0, -d % GROUP.value))
-    grouped = parts.view(3, rows, STREAMS, -1, GROUP.value).permute(3, 0, 1, 2, 4)
-    return grouped.reshape(-1, 3, rows, STREAMS * GROUP.value)
-
-
-def join_fn(fn: Tensor, d: int) -> Tensor:
-    """The fp32 [rows, 4 * d] that :func:`split_fn` took apart."""
-    whole = fn.float().sum(1).unflatten(2, (STREAMS, GROUP.value)).permute(1, 2, 0, 3)
-    return whole.flatten(2)[:, :, :d].flatten(1)
+    return torch.stack([first, second, (rest - second.float()).bfloat16()])
 
 
 @dataclass(frozen=True)
@@ -220,7 +205,7 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
         streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
         codes, block_scales, row_scale, constant, parts, parts[splits * tokens * COLUMNS.value :], state.counters,
         tokens, d, d_per_split, splits, tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
-        POST=after is not None, ROWS=site.fn.shape[2], ITERATIONS=site.iterations, NORM=site.norm is not None,
+        POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
         QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile,
         TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
         EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
@@ -327,8 +312,7 @@ def _check_coefficients(op: str, post: Tensor, comb: Tensor, streams: Tensor) ->
 def _check_site(op: str, site: Site, streams: Tensor, state: SiteState) -> None:
     tokens, _, d = streams.shape
     rows, scales = (STREAMS, 1) if site.is_head else (SITE_ROWS, 3)
-    fn_shape = (triton.cdiv(d, GROUP.value), 3, rows, STREAMS * GROUP.value)
-    require_shape(f"{op}: fn", site.fn, fn_shape, "[ceil(d / 16), 3, 24 (4 for the final collapse), 64]")
+    require_shape(f"{op}: fn", site.fn, (3, rows, STREAMS * d), "[3, 24 (4 for the final collapse), 4 * d]")
     require_shape(f"{op}: base", site.base, (rows,), "[rows of fn]")
     require_shape(f"{op}: scale", site.scale, (scales,), "[3] (1 for the final collapse)")
     if not site.is_head and site.iterations < 1:

@@ -35,13 +35,11 @@ from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
 """Columns of the products: the rows of ``fn``, the sum of squares, padding."""
-GROUP = tl.constexpr(16)
-"""Columns of each stream that lie together in ``fn``: [d / GROUP, part, row, stream, GROUP], with zeros beyond d."""
 
 
 @triton.jit
 def _products(x, at, mask, size):
-    """``x @ weight^T`` from bf16 x [T, K] and three bf16 [N, K], ``size`` apart; products exact, sums fp32."""
+    """``x @ weight^T`` from bf16 x [T, K] and fp32 weight [N, K], products exact, sums fp32."""
     if not INTERPRETED and not (x.shape[0] >= 64 and target_info.cuda_capability_geq(10, 0)):
         # Keeps the compiler from computing x a second time in the layout that the tensor core wants, which costs
         # more registers than there are. tcgen05, taken from 64 rows on, reads x from shared memory.
@@ -162,8 +160,6 @@ def _mix(
     for start in tl.range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D, num_stages=STAGES):
         # The tensor core takes the columns of all streams at a time: each product with it waits for the one before.
         k = tl.arange(0, 4 * BLOCK_D)
-        within = k % BLOCK_D
-        inside = (start + within < d) | EVEN
         if POST:
             column = start + tl.arange(0, BLOCK_D)
             mask = here[:, None] & ((column < d) | EVEN)[None, :]
@@ -182,20 +178,21 @@ def _mix(
             tl.store(next_streams + at + 2 * d, y2, mask=mask)
             tl.store(next_streams + at + 3 * d, y3, mask=mask)
             x = _side_by_side(y0, y1, y2, y3)
+            # BLOCK_D columns of stream after stream.
+            within = start + k % BLOCK_D
+            column = k // BLOCK_D * d + within
+            inside = (within < d) | EVEN
         else:
-            at = token[:, None] * (4 * d) + (k // BLOCK_D * d + start + within)[None, :]
+            # A token's streams are one row.
+            column = 4 * start + k
+            inside = (column < 4 * d) | EVEN
+            at = token[:, None] * (4 * d) + column[None, :]
             x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
-        # What a step needs of a row of ``fn`` lies together: L2 is asked for whole lines.
-        size: tl.constexpr = ROWS * 4 * GROUP
-        # Written so, not with ``within // GROUP``, the compiler sees that 16 elements are neighbours, and copies them
-        # asynchronously.
-        group = start // GROUP + k // GROUP % (BLOCK_D // GROUP)
-        column = group * (3 * size) + k // BLOCK_D * GROUP + k % GROUP
-        at = row[:, None] * (4 * GROUP) + column[None, :]
+        at = row[:, None] * (4 * d) + column[None, :]
         w_mask = (row < ROWS)[:, None] & inside[None, :]
         # The tensor core cuts a sum off where fp32 would round it; over thousands of additions that is a drift, so
         # the long sum is not left to it.
-        total += _products(x, fn + at, w_mask, size)
+        total += _products(x, fn + at, w_mask, ROWS * 4 * d)
         values = widen(x)
         squares += tl.sum(values * values, axis=1)
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
@@ -326,7 +323,7 @@ def site_kernel(
     POST: ``output`` is mixed into the streams first; else ``next_streams`` is ``streams``, and nothing is stored there.
     ROWS: of ``fn``; 4 for the final collapse. TILE: rows that share a row of atoms of ``block_scales``. EVEN: BLOCK_D
     divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``.
-    BLOCKS: of 16, that hold d. ``fn``: as :data:`GROUP` says; BLOCK_D is a multiple of it.
+    BLOCKS: of 16, that hold d.
     """
     after_previous()
     HEAD: tl.constexpr = ROWS == 4

@@ -18,7 +18,7 @@ class Tiling:
 
     Attributes:
         tokens: of a block, which share a reading of ``fn``; a power of two, 16 at least.
-        columns: of each stream that a mixer takes at a time; a power of two, 16 at least.
+        columns: of each stream that a mixer takes at a time; a power of two, 8 at least.
         span: of each stream that a mixer takes at most, which bounds what is between a block's mixers and its
             followers; a multiple of ``columns``.
         programs: mixers of a launch, where that many are possible.

@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
                 f"hyper_connection_next/{shape}",
                 partial(hc.hyper_connection_next, site, output, streams, state),
                 bytes=moved + site.fn.nbytes,
-                flops=2 * site.fn[:, 0].numel() * tokens,
+                flops=2 * site.fn[0].numel() * tokens,
                 peers={
                     "copy": Peer(partial(torch.empty_like(source).copy_, source), part=True),
                     **next_peers(site, output, streams, post, comb),
@@ -62,20 +62,20 @@ def cases() -> Iterator[Case]:
                 f"hyper_connection_next, quantised/{shape}",
                 partial(hc.hyper_connection_next, site, output, streams, replace(state, quantized=quantized)),
                 bytes=moved + site.fn.nbytes + output.nbytes * 9 // 32,
-                flops=2 * site.fn[:, 0].numel() * tokens,
+                flops=2 * site.fn[0].numel() * tokens,
             )
             yield Case(
                 f"hyper_connection_pre/{shape}",
                 partial(hc.hyper_connection_pre, site, streams, state),
                 bytes=streams.nbytes + output.nbytes + site.fn.nbytes,
-                flops=2 * site.fn[:, 0].numel() * tokens,
+                flops=2 * site.fn[0].numel() * tokens,
                 peers=pre_peers(site, streams, state),
             )
             yield Case(
                 f"hyper_connection_head/{shape}",
                 partial(hc.hyper_connection_pre, head, streams, state),
                 bytes=streams.nbytes + output.nbytes + head.fn.nbytes,
-                flops=2 * head.fn[:, 0].numel() * tokens,
+                flops=2 * head.fn[0].numel() * tokens,
                 peers=head_peers(head, streams, state),
             )
             mixed = torch.empty_like(streams)

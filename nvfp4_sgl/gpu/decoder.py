@@ -25,7 +25,7 @@ from nvfp4_sgl.triton_kernels.streams import embed_streams, expand_streams
 
 
 class HyperConnection(nn.Module):
-    """Parameters of one mHC site, and the norm after it: fp32, ``fn`` as ``split_fn`` has it; spec section 2."""
+    """Parameters of one mHC site, and the norm after it: fp32, ``fn`` as three bf16; spec section 2."""
 
     def __init__(self, context: GpuContext, stem: str, norm: str, *, iterations: int):
         super().__init__()
