@@ -35,8 +35,8 @@ MOST = 2048
 SMALL = 4096
 """Scores among all of which the threshold is found, at most; half as many up to a topk of 512. Of more, some are kept.
 
-Measured on an H200 (2026-11-22): choosing 512 of 4096 for 1, 8, 64 and 256 queries takes 7.0, 7.2, 7.9 and 9.9 us if
-some are kept first, 5.6, 6.8, 7.3 and 13.0 if not.
+Measured on an H200 (2026-11-22; keys were then made with one instruction more or less): choosing 512 of 4096 for 1, 8,
+64 and 256 queries takes 7.0, 7.2, 7.9 and 9.9 us if some are kept first, 5.6, 6.8, 7.3 and 13.0 if not.
 """
 CANDIDATES = 16384
 """What the chunks of a row may yield together."""
@@ -44,9 +44,9 @@ CANDIDATES = 16384
 WARPS = 8
 """Of a program, at most; 4 up to 2048 scores.
 
-Measured on an H200 (2026-11-22): choosing 512 of 16384 for 1, 8, 64 and 256 queries takes 8.3, 8.8, 9.5 and 13.3 us,
-with 16 warps of 64 registers 8.5, 9.6, 10.6 and 15.8; of 2048 with 4 warps 4.7, 4.7, 5.5 and 6.3, with 8 5.1, 5.1, 6.1
-and 7.0.
+Measured on an H200 (2026-11-22; likewise): choosing 512 of 16384 for 1, 8, 64 and 256 queries takes 8.3, 8.8, 9.5 and
+13.3 us, with 16 warps of 64 registers 8.5, 9.6, 10.6 and 15.8; of 2048 with 4 warps 4.7, 4.7, 5.5 and 6.3, with 8 5.1,
+5.1, 6.1 and 7.0.
 """
 REGISTERS = 128
 """Of a thread, so that a multiprocessor holds two programs: one loads while the other counts."""
