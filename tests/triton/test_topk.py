@@ -285,9 +285,15 @@ STACK = {90: 304, 100: 456}
 """Bytes a thread per architecture: beside the rounds over all keys of a chunk, which are for ties and the like."""
 
 
+SERVED = ((2048, 512), (CHUNK, 1024), (262144, 512), (262144, 1024))
+"""Columns and topk of models."""
+ONE_KEY_A_THREAD = (4100, 100)
+"""Rows that begin anywhere: of these ptxas lost a negation."""
+
+
 def launches() -> None:
     made = new_pass([(0, 16)], "cpu")
-    for columns, topk in ((2048, 512), (CHUNK, 1024), (262144, 512), (262144, 1024)):
+    for columns, topk in (*SERVED, ONE_KEY_A_THREAD):
         slots, lengths = torch.zeros(16, topk, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
         candidates = new_candidates(16, columns, topk, "cpu")
         select_entries(torch.zeros(16, columns), made.batch, topk, slots, lengths, candidates=candidates)
@@ -296,7 +302,7 @@ def launches() -> None:
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    assert len(found) == 4
-    for usage in found:
+    assert len(found) == len(SERVED) + 1
+    for usage in found[: len(SERVED)]:
         assert usage.registers <= REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
         assert usage.shared <= 2048, f"more than counts moves between threads: {usage}"
