@@ -25,6 +25,7 @@ from nvfp4_sgl.triton_kernels.indexer import (
     index_scores,
 )
 from nvfp4_sgl.triton_kernels.rope import rope_turns
+from tests.support.interpreted import ON_GPU
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources
 
@@ -202,8 +203,11 @@ def test_scores_do_not_depend_on_the_company(tiling: str, device: str):
     found = layer.scores(130, 2, device, tiling=TILINGS[tiling])
     alone = [layer.scores(130, 2, device, first=i, rows=1, tiling=TILINGS[tiling]) for i in range(10)]
     shifted = layer.scores(130, 2, device, first=3, rows=7, tiling=TILINGS[tiling])
-    assert torch.equal(torch.cat(alone).view(torch.int32), found.view(torch.int32))
-    assert torch.equal(shifted.view(torch.int32), found[3:].view(torch.int32))
+    for part, whole in ((torch.cat(alone), found), (shifted, found[3:])):
+        if ON_GPU:
+            assert torch.equal(part.view(torch.int32), whole.view(torch.int32))
+        # Interpreted products are a BLAS', whose order of sums may depend on where a row stands: on some hosts it does.
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
