@@ -35,8 +35,8 @@ MOST = 2048
 SMALL = 4096
 """Scores among all of which the threshold is found, at most; half as many up to a topk of 512. Of more, some are kept.
 
-Measured on an H200 (2026-11-22; keys were then made with one instruction more or less): choosing 512 of 4096 for 1, 8,
-64 and 256 queries takes 7.0, 7.2, 7.9 and 9.9 us if some are kept first, 5.6, 6.8, 7.3 and 13.0 if not.
+Measured on an H200 (2026-11-22, when keys were made by a negation): choosing 512 of 4096 for 1, 8, 64 and 256 queries
+takes 7.0, 7.2, 7.9 and 9.9 us if some are kept first, 5.6, 6.8, 7.3 and 13.0 if not.
 """
 CANDIDATES = 16384
 """What the chunks of a row may yield together."""
