@@ -22,3 +22,6 @@ Modules
     custom_ops, checks, plan, compiled: from a call to a checked launch of the right kernel.
     sm100/: the kernels.
 """
+
+if __name__ != "nvfp4_sgl.cutedsl_kernels":
+    raise ImportError(f"{__name__}: expected nvfp4_sgl.cutedsl_kernels, the only name of this folder; import that")

@@ -31,24 +31,6 @@ COPY_BYTES = 2**30
 PRODUCT_SIZE = 8192
 
 
-def _import_paths() -> None:
-    """Let ``nvfp4_sgl.triton_kernels`` be found in a checkout that is not installed."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
-    import nvfp4_sgl
-
-    if importlib.util.find_spec("nvfp4_sgl.triton_kernels") is None:
-        spec = importlib.util.spec_from_file_location(
-            "nvfp4_sgl.triton_kernels",
-            ROOT / "triton_kernels" / "__init__.py",
-            submodule_search_locations=[str(ROOT / "triton_kernels")],
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        nvfp4_sgl.triton_kernels = module
-        spec.loader.exec_module(module)
-
-
 def elapsed(work: Callable[[], object]) -> float:
     """Microseconds between events around ``work``."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -121,7 +103,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels: no CUDA device; it measures, and measures nothing without one")
-    _import_paths()
+    sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
     chip, date = measured_chip(), datetime.date.today().isoformat()
     print(
         f"{chip.name}, torch {torch.__version__}, {date}: copy {chip.bandwidth / 1e12:.2f} TB/s,"

@@ -13,8 +13,8 @@ from bench_peers import foreign, installed
 from torch import Tensor
 
 from nvfp4_sgl.cache.layout import STATE_RING
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
-from nvfp4_sgl.triton_kernels.compressor import Compression
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 COMPRESS = "sglang.kernels.ops.attention.dsv4.compress"
 _POOL, _STORE = foreign(COMPRESS, "compress_forward"), foreign(COMPRESS, "compress_norm_rope_store")

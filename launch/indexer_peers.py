@@ -10,7 +10,7 @@ from bench import Peer, relative_error
 from bench_peers import foreign, installed
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 DSV4 = "sglang.kernels.ops.attention.dsv4"
 PAGE, DIM = PAGE_TOKENS // 4, 128

@@ -12,7 +12,7 @@ from bench import Peer, relative_error
 from bench_peers import compared, foreign, installed
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels import hyper_connection as hc
+from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 
 MHC = "sglang.kernels.ops.layernorm.mhc"
 POST_FACTOR = 2.0

@@ -30,7 +30,7 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.gpu.captured import CapturedDecode, capture
 from nvfp4_sgl.gpu.decoder import Block
 from nvfp4_sgl.gpu.standalone import GpuStandalone, Pass
-from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next, hyper_connection_pre
+from nvfp4_sgl.triton_kernels.hyper_connection.site import SiteState, hyper_connection_next, hyper_connection_pre
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 DECODING, PROMPT = (1, 64), 2048
@@ -77,8 +77,8 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 def our_kernels() -> set[str]:
     """Names of all functions in ``triton_kernels`` that Triton compiles."""
     modules = [
-        importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(triton_kernels.__path__)
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     ]
     return {
         value.__name__ for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)

@@ -1,15 +1,19 @@
-"""Triton kernels of the DeepSeek-V4 decoder, for SM100 and Hopper: everything that is not a matrix product.
+"""Triton kernels of the DeepSeek-V4 decoder, for SM100 and Hopper: everything that is not a GEMM with NVFP4 weights.
 
 Torch tensors go in and come out; nothing in this folder knows SGLang or the model, and nothing imports upwards. Where
 outputs are given nothing is allocated, no grid depends on a tensor's data, and nothing waits for the device: every op
-can be captured in a CUDA graph. A module holds one family of ops, its device functions first. Shared by all:
+can be captured in a CUDA graph. A folder holds one family of ops:
 
-    rounding: fp32 to the narrow formats, bit for bit as ``nvfp4_sgl.numerics`` defines them.
-    nvfp4: the device function that quantises a row and stores it where the products look for it.
-    rope: the table of angles of a pass, which every kernel that rotates reads.
-    batch: where the tokens of a pass stand; metadata resolves it to slots once for all layers.
-    checks: arguments, from their metadata alone.
+    attention, attention_inputs, indexer: the three stages of an attention layer around its GEMMs.
+    hyper_connection: the residual streams and the mHC sites between sublayers.
+    experts: routing, permutation, SwiGLU, the sum of a token's experts.
+    quantize: activations to NVFP4, alone and as device functions that other kernels call.
+    entries: rows of the key caches. plan: slots of a pass. common: what all of them share.
 
-The folder is installed as ``nvfp4_sgl.triton_kernels``: the top-level name ``triton_kernels`` belongs to a third-party
-package that SGLang probes for.
+The folder is imported as ``nvfp4_sgl.triton_kernels`` and under no other name: the top-level name ``triton_kernels``
+belongs to a third-party package that SGLang probes for, and a second copy of a module would have exceptions and
+registrations of its own.
 """
+
+if __name__ != "nvfp4_sgl.triton_kernels":
+    raise ImportError(f"{__name__}: expected nvfp4_sgl.triton_kernels, the only name of this folder; import that")

@@ -15,9 +15,9 @@ import torch
 from bench_peers import compared, foreign, installed
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.attention import Entries, new_arrivals, new_partials, sparse_attention
-from nvfp4_sgl.triton_kernels.attention_tiling import choose_splits, choose_tiling
-from nvfp4_sgl.triton_kernels.kv_entry import page_bytes, store_kv_entries
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_arrivals, new_partials, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
+from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entries
 
 from . import Case, Peer
 

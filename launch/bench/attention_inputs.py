@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels import index_entry, kv_entry
-from nvfp4_sgl.triton_kernels.attention_inputs import APART, prepare_attention
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
-from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, new_workspace
-from nvfp4_sgl.triton_kernels.latent import Latents
-from nvfp4_sgl.triton_kernels.rope import rope_turns
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.entries import index_entry, kv_entry
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 from . import Case, Peer, one_after_the_other
 

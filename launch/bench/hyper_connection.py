@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from mhc_peers import head_peers, next_peers, post_peers, pre_peers
 
-from nvfp4_sgl.triton_kernels import hyper_connection as hc
+from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 
 from . import Case, Peer
 

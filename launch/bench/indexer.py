@@ -11,12 +11,12 @@ from indexer_peers import query_peers, score_peers, selection_peers
 from torch import Tensor
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
-from nvfp4_sgl.triton_kernels.index_entry import ENTRY_BYTES, page_bytes
-from nvfp4_sgl.triton_kernels.index_query import prepare_queries
-from nvfp4_sgl.triton_kernels.indexer import index_scores
-from nvfp4_sgl.triton_kernels.rope import rope_turns
-from nvfp4_sgl.triton_kernels.topk import new_candidates, select_entries
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.entries.index_entry import ENTRY_BYTES, page_bytes
+from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
+from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
+from nvfp4_sgl.triton_kernels.indexer.topk import new_candidates, select_entries
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 from . import Case, Peer
 

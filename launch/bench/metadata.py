@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from bench_peers import foreign, installed
 
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS
-from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
 from . import Case, Peer, relative_error
 

@@ -14,9 +14,9 @@ import torch
 from bench_peers import foreign, installed
 from torch import Tensor
 
-from nvfp4_sgl.numerics.nvfp4 import quantize_rows, swiglu_row_scale
-from nvfp4_sgl.triton_kernels.nvfp4 import block_scale_bytes
-from nvfp4_sgl.triton_kernels.quantize import (
+from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
+from nvfp4_sgl.triton_kernels.quantize.nvfp4 import block_scale_bytes
+from nvfp4_sgl.triton_kernels.quantize.quantize import (
     inverse_rope_quantize,
     quantize,
     quantize_scattered,

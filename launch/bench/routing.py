@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from bench_peers import compared, foreign, installed
 
-from nvfp4_sgl.triton_kernels.finalize import finalize
-from nvfp4_sgl.triton_kernels.permutation import Routes
-from nvfp4_sgl.triton_kernels.routing import route_hash, route_topk
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 
 from . import Case, Peer, one_after_the_other, relative_error
 

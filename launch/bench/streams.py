@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from bench_peers import compared, foreign, installed
 
-from nvfp4_sgl.triton_kernels import streams
+from nvfp4_sgl.triton_kernels.hyper_connection import streams
 
 from . import Case, Peer
 

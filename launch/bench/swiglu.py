@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from bench_peers import compared, foreign, installed
 
-from nvfp4_sgl.triton_kernels.swiglu import scatter_rows, swiglu
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 
 from . import Case
 

@@ -11,7 +11,7 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.cache.plan import Batch, BatchPlan, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.numerics import index_entry, kv_entry
+from nvfp4_sgl.formats import index_entry, kv_entry
 
 
 class LocalCaches:

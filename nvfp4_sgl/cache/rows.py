@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.numerics import index_entry, kv_entry
+from nvfp4_sgl.formats import index_entry, kv_entry
 
 
 class RowStore(Protocol):

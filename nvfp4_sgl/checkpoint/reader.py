@@ -15,9 +15,9 @@ from nvfp4_sgl.checkpoint.inventory import SHOWN, Inventory
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Storage
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.numerics import fp8_block, nvfp4
-from nvfp4_sgl.numerics.fp8_block import Fp8BlockTensor
-from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.formats import fp8_block, nvfp4
+from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 __all__ = ["CheckpointReader", "Storage"]
 

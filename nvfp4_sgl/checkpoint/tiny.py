@@ -24,7 +24,7 @@ from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.numerics import fp8_block, mxfp4, nvfp4
+from nvfp4_sgl.formats import fp8_block, mxfp4, nvfp4
 
 MARKER = "nvfp4_sgl_tiny.json"
 """Marks a directory as written by this module; only such a directory is ever overwritten."""

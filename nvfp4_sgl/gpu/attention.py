@@ -13,12 +13,12 @@ from nvfp4_sgl.gpu.context import GpuContext
 from nvfp4_sgl.gpu.products import GroupedProjection, MergedProjection, multiply
 from nvfp4_sgl.gpu.step import Frequencies, Step
 from nvfp4_sgl.model.weights import Shard, frozen
-from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
-from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor
-from nvfp4_sgl.triton_kernels.indexer import index_scores
-from nvfp4_sgl.triton_kernels.latent import Latents
-from nvfp4_sgl.triton_kernels.topk import select_entries
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
+from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
+from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
+from nvfp4_sgl.triton_kernels.indexer.topk import select_entries
 
 
 def packed(rows: RowStore | None) -> Entries:

@@ -14,14 +14,14 @@ from nvfp4_sgl.gpu.moe import MoE
 from nvfp4_sgl.gpu.step import Frequencies, Scratch, Step
 from nvfp4_sgl.model.weights import frozen
 from nvfp4_sgl.ops.linear import ActivationMode
-from nvfp4_sgl.triton_kernels.hyper_connection import (
+from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     Site,
     SiteState,
     hyper_connection_next,
     hyper_connection_pre,
     split_fn,
 )
-from nvfp4_sgl.triton_kernels.streams import embed_streams, expand_streams
+from nvfp4_sgl.triton_kernels.hyper_connection.streams import embed_streams, expand_streams
 
 
 class HyperConnection(nn.Module):

@@ -11,10 +11,10 @@ from nvfp4_sgl.gpu.context import GpuContext
 from nvfp4_sgl.gpu.products import ExpertProjection, multiply
 from nvfp4_sgl.gpu.step import Scratch
 from nvfp4_sgl.model.weights import Matrix, Shard, frozen, load_matrix
-from nvfp4_sgl.triton_kernels.finalize import finalize
-from nvfp4_sgl.triton_kernels.permutation import Routes
-from nvfp4_sgl.triton_kernels.routing import route_hash, route_topk
-from nvfp4_sgl.triton_kernels.swiglu import scatter_rows, swiglu
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 
 
 class MoE(nn.Module):

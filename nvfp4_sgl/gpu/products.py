@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.model.weights import Matrix, NvFp4Matrix, Shard, WeightSource, frozen, load_matrix
-from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
 
 
 def dequantized(matrix: Matrix, device: torch.device) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.attention import new_arrivals
-from nvfp4_sgl.triton_kernels.compressor import Workspace, new_workspace
-from nvfp4_sgl.triton_kernels.hyper_connection import new_counters
-from nvfp4_sgl.triton_kernels.metadata import Plan, resolve
-from nvfp4_sgl.triton_kernels.rope import rope_turns
-from nvfp4_sgl.triton_kernels.topk import Candidates, new_candidates
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.hyper_connection.site import new_counters
+from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
 SCORE_VALUES = 1 << 26
 """fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""

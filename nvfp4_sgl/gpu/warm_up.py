@@ -11,7 +11,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.gpu.decoder import GpuDecoder
 from nvfp4_sgl.gpu.step import Step
-from nvfp4_sgl.triton_kernels.attention_inputs import APART
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
 
 
 def sizes(limit: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.reader import Storage
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.ops.dispatch import Ops
 from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight
 

@@ -76,20 +76,20 @@ _REFERENCES = {
 }
 
 _KERNELS = {
-    "rms_norm": "attention_inputs:prepare_attention",
-    "rms_norm_rope": "attention:sparse_attention",
-    "apply_rope": "attention:sparse_attention",
-    "expand_streams": "streams:embed_streams",
-    "hyper_connection_pre": "hyper_connection:hyper_connection_next",
-    "hyper_connection_post": "hyper_connection:hyper_connection_next",
-    "hyper_connection_head": "hyper_connection:hyper_connection_next",
-    "route_topk": "routing:route_topk",
-    "route_hash": "routing:route_hash",
-    "compress_windows": "attention_inputs:prepare_attention",
-    "indexer_query": "indexer:index_scores",
-    "write_index_keys": "attention_inputs:prepare_attention",
-    "select_entries": "topk:select_entries",
-    "sparse_attention": "attention:sparse_attention",
+    "rms_norm": "attention_inputs.prepare:prepare_attention",
+    "rms_norm_rope": "attention.sparse_attention:sparse_attention",
+    "apply_rope": "attention.sparse_attention:sparse_attention",
+    "expand_streams": "hyper_connection.streams:embed_streams",
+    "hyper_connection_pre": "hyper_connection.site:hyper_connection_next",
+    "hyper_connection_post": "hyper_connection.site:hyper_connection_next",
+    "hyper_connection_head": "hyper_connection.site:hyper_connection_next",
+    "route_topk": "experts.routing:route_topk",
+    "route_hash": "experts.routing:route_hash",
+    "compress_windows": "attention_inputs.prepare:prepare_attention",
+    "indexer_query": "indexer.scores:index_scores",
+    "write_index_keys": "attention_inputs.prepare:prepare_attention",
+    "select_entries": "indexer.topk:select_entries",
+    "sparse_attention": "attention.sparse_attention:sparse_attention",
 }
 """Ops that are Triton kernels on every GPU; one named twice does both in one launch."""
 

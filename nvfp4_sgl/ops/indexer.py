@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.cache.rows import RowStore
-from nvfp4_sgl.numerics import index_entry
-from nvfp4_sgl.numerics.index_entry import hadamard
+from nvfp4_sgl.formats import index_entry
+from nvfp4_sgl.formats.index_entry import hadamard
 
 
 def indexer_query(q: Tensor, keys: RowStore) -> Tensor:

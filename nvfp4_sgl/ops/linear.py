@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.numerics.nvfp4 import quantize_rows
+from nvfp4_sgl.formats.nvfp4 import quantize_rows
 
 
 class ActivationMode(enum.Enum):
@@ -52,7 +52,7 @@ def activation_operand(
     """``(values fp32 [..., K], row_scale fp32 [...] | None)`` of the activations that meet ``weight``.
 
     Only a product with an NVFP4 weight quantises its activations, and only in ``w4a4`` mode, by
-    :func:`nvfp4_sgl.numerics.nvfp4.quantize_rows`. FP8 and plain weights always see the activations as they are.
+    :func:`nvfp4_sgl.formats.nvfp4.quantize_rows`. FP8 and plain weights always see the activations as they are.
     """
     if mode is ActivationMode.W4A16 or not weight.is_nvfp4:
         return x.float(), None

@@ -16,9 +16,9 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.gpu.decoder import Block
 from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.gpu.warm_up import warm_up
-from nvfp4_sgl.triton_kernels import chip
-from nvfp4_sgl.triton_kernels.attention_inputs import APART
-from nvfp4_sgl.triton_kernels.hyper_connection import SiteState, hyper_connection_next
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
+from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels.hyper_connection.site import SiteState, hyper_connection_next
 from tests.support.dry_launches import Launch, dry_launches
 from tests.support.interpreted import INTERPRETED
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import e2m1, fp8_block, kv_entry, mxfp4, nvfp4, scale_layout, ue8m0
-from nvfp4_sgl.numerics.e4m3 import round_to_e4m3
+from nvfp4_sgl.formats import e2m1, fp8_block, kv_entry, mxfp4, nvfp4, scale_layout, ue8m0
+from nvfp4_sgl.formats.e4m3 import round_to_e4m3
 from tests.numerics import oracles
 
 

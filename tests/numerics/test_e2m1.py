@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import e2m1
-from nvfp4_sgl.numerics.checks import FormatError, as_finite_fp32, require_finite
+from nvfp4_sgl.formats import e2m1
+from nvfp4_sgl.formats.checks import FormatError, as_finite_fp32, require_finite
 from tests.numerics import oracles
 
 

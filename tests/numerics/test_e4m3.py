@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import ue8m0
-from nvfp4_sgl.numerics.checks import FormatError
-from nvfp4_sgl.numerics.e4m3 import E4M3_MAX, E4M3_MIN, round_to_e4m3
+from nvfp4_sgl.formats import ue8m0
+from nvfp4_sgl.formats.checks import FormatError
+from nvfp4_sgl.formats.e4m3 import E4M3_MAX, E4M3_MIN, round_to_e4m3
 from tests.numerics import oracles
 
 

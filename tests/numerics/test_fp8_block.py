@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import fp8_block, ue8m0
-from nvfp4_sgl.numerics.fp8_block import Fp8BlockTensor, Fp8Rows, quantize_rows_fp8, quantize_weight
+from nvfp4_sgl.formats import fp8_block, ue8m0
+from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor, Fp8Rows, quantize_rows_fp8, quantize_weight
 from tests.numerics import oracles
 from tests.numerics.oracles import ceil_log2
 

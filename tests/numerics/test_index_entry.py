@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import index_entry
-from nvfp4_sgl.numerics.checks import FormatError
+from nvfp4_sgl.formats import index_entry
+from nvfp4_sgl.formats.checks import FormatError
 from tests.numerics import oracles
 from tests.numerics.oracles import nearest_code, round_fp32
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import kv_entry
-from nvfp4_sgl.numerics.checks import FormatError
+from nvfp4_sgl.formats import kv_entry
+from nvfp4_sgl.formats.checks import FormatError
 from tests.numerics import oracles
 from tests.numerics.oracles import ceil_log2, nearest_code
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import e2m1, mxfp4
-from nvfp4_sgl.numerics.checks import FormatError
-from nvfp4_sgl.numerics.mxfp4 import MxFp4Tensor, largest_exponent, to_nvfp4
+from nvfp4_sgl.formats import e2m1, mxfp4
+from nvfp4_sgl.formats.checks import FormatError
+from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor, largest_exponent, to_nvfp4
 from tests.numerics import oracles
 from tests.numerics.oracles import E2M1_GRID, ceil_log2, nearest_code
 

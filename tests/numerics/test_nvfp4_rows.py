@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import e2m1, nvfp4
-from nvfp4_sgl.numerics.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
+from nvfp4_sgl.formats import e2m1, nvfp4
+from nvfp4_sgl.formats.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
 from tests.numerics import oracles
 from tests.numerics.oracles import E2M1_GRID, E4M3_GRID, nearest_code, round_fp32
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import e2m1
-from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor, quantize_weight
+from nvfp4_sgl.formats import e2m1
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_weight
 from tests.numerics import oracles
 from tests.numerics.oracles import E2M1_GRID, E4M3_GRID, nearest_code, round_fp32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.numerics.scale_layout import padded_shape, swizzle_128x4, unswizzle_128x4
+from nvfp4_sgl.formats.scale_layout import padded_shape, swizzle_128x4, unswizzle_128x4
 
 SHAPES = [(1, 1), (128, 4), (129, 4), (128, 5), (31, 3), (33, 7), (300, 13), (256, 16), (512, 2)]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from nvfp4_sgl.formats.nvfp4 import quantize_weight
 from nvfp4_sgl.model.weights import NvFp4Matrix
-from nvfp4_sgl.numerics.nvfp4 import quantize_weight
 from nvfp4_sgl.ops.linear import ActivationMode, grouped_linear, linear
 from nvfp4_sgl.ops.moe import expert_mlp, routed_experts
 from tests.support import numpy_nvfp4 as reference

@@ -1,4 +1,4 @@
-"""Data flows one way: launch -> nvfp4_sgl -> kernel folders -> torch. Read from the imports, nothing is run."""
+"""Data flows one way: launch -> nvfp4_sgl -> kernel folders -> formats -> torch. Read from the imports."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, imports, sources
+from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, Import, imports, sources
 
 KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"torch", "triton", "cutlass", "cuda", "numpy"}
+FORMATS = "nvfp4_sgl.formats"
+"""The torch-only floor below the kernel folders."""
 SGLANG_IS_KNOWN_TO = PACKAGE / "serving"
 
 
@@ -18,8 +20,12 @@ def upward_imports(source: str, depth: int) -> list[str]:
     return [
         f"line {found.line}: {'.' * found.level}{found.module}"
         for found in imports(source)
-        if (found.level > depth if found.level else found.top not in KERNELS_MAY_IMPORT)
+        if (found.level > depth if found.level else not _is_below_kernels(found))
     ]
+
+
+def _is_below_kernels(found: Import) -> bool:
+    return found.top in KERNELS_MAY_IMPORT or f"{found.module}.".startswith(f"{FORMATS}.")
 
 
 @pytest.mark.parametrize("folder", KERNEL_FOLDERS)
@@ -47,7 +53,14 @@ def test_upward_imports_are_seen(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import torch", "import triton.language as tl", "from . import layout", "import os"]
+    "source",
+    [
+        "import torch",
+        "import triton.language as tl",
+        "from . import layout",
+        "import os",
+        "from nvfp4_sgl.formats.rows import Rows",
+    ],
 )
 def test_downward_imports_pass(source: str) -> None:
     assert not upward_imports(source, depth=1)

@@ -53,7 +53,7 @@ PRODUCTS = [
 def test_kinds():
     ours = our_kernels()
     assert {"_copy_to_streams", "_scores_kernel", "_route_topk"} <= ours
-    for name in ("_copy_to_streams", "nvfp4_sgl.triton_kernels.indexer._scores_kernel"):
+    for name in ("_copy_to_streams", "nvfp4_sgl.triton_kernels.indexer.scores._scores_kernel"):
         assert kind_of(name, ours) == "ours"
     for name in PRODUCTS:
         assert kind_of(name, ours) == "product"

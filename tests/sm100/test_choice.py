@@ -18,6 +18,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
     TENSOR_COLUMNS,
     TOKEN_TILES,
     KernelShape,
+    Output,
 )
 from nvfp4_sgl.model.products import LayerProduct, layer_products
 from tests.support.released import FLASH, PRO, config_json
@@ -39,7 +40,7 @@ def chosen(product: LayerProduct, tokens: int) -> tuple[KernelShape, Problem]:
     if not product.experts_per_token:
         return choose_product(*size, tokens, product.groups), Problem(*size, tokens, product.groups)
     pairs = tokens * product.experts_per_token
-    output = "nvfp4" if product.gated else "bf16"
+    output: Output = "nvfp4" if product.gated else "bf16"
     shape = choose_experts(*size, pairs, product.groups, product.gated, output)
     return shape, Problem(*size, pairs, product.groups, product.gated, True, output)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.reader import Storage
-from nvfp4_sgl.numerics.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 _MODULE_RENAMES = (
     (r"\bcompressor\.indexer\.scorer\.weights_proj\b", "indexer.weights_proj"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
-from nvfp4_sgl.numerics import kv_entry
+from nvfp4_sgl.formats import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
-from nvfp4_sgl.triton_kernels.attention import Entries, Partials, new_arrivals, new_partials, sparse_attention
-from nvfp4_sgl.triton_kernels.attention_tiling import (
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
+    Entries,
+    Partials,
+    new_arrivals,
+    new_partials,
+    sparse_attention,
+)
+from nvfp4_sgl.triton_kernels.attention.tiling import (
     BLACKWELL,
     FEW_HEADS,
     HOPPER,
@@ -26,7 +33,7 @@ from nvfp4_sgl.triton_kernels.attention_tiling import (
     default_tiling,
     most_splits,
 )
-from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from tests.triton.support.interpreter import run_backwards
 
 SCALE = 512**-0.5
@@ -65,7 +72,7 @@ class Problem:
     stores: list[RowStore]
     slots: list[Tensor]
 
-    def run(self, device: str, **options: object) -> Tensor:
+    def run(self, device: str, **options: Any) -> Tensor:
         """The op; outputs poisoned first."""
         window, *extra = [Entries(pages.to(device), size) for pages, size in self.entries]
         window_slots, *extra_slots = [slots.to(device) for slots in self.slots]
@@ -589,7 +596,7 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
     entries, slots = case.entries, case.slots
 
     def run(**changes: object) -> None:
-        arguments: dict[str, object] = {
+        arguments: dict[str, Any] = {
             "q": case.q,
             "window": entries[0],
             "window_slots": slots[0],

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from nvfp4_sgl.ops.norm import rms_norm as reference_norm
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels import attention_inputs
-from nvfp4_sgl.triton_kernels.attention_inputs import APART, prepare_attention
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.compressor import new_workspace
-from nvfp4_sgl.triton_kernels.kv_entry import norm_rope_store_kv, page_bytes
-from nvfp4_sgl.triton_kernels.latent import Latents
-from nvfp4_sgl.triton_kernels.rope import rope_turns
+from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_inputs
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes
 from tests.triton.support.compression import FREQUENCIES, World
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources
@@ -147,7 +148,7 @@ def test_refusals(device: str):
     world = World(LAYERS["HCA"], device)
     batch = world.batch([1], [0], [6])
     good = some_latents(6, 128, torch.float32, device)
-    for bad, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"q_lora": good.q_lora[:1]}, "q_lora: expected shape"),
         ({"q_norm": good.q_norm[:64]}, "weight: expected shape"),
         ({"q_out": good.q_out.half()}, "q_out: expected dtype"),
@@ -157,7 +158,8 @@ def test_refusals(device: str):
         ({"slots": good.slots.float()}, "slots: expected dtype"),
         ({"page_size": 512}, "pages of 512 entries"),
         ({"turns": good.turns.to("meta")}, f"turns: expected device {device}"),
-    ]:
+    ]
+    for bad, message in refused:
         with pytest.raises(KernelError, match=message):
             prepare_attention(replace(good, **bad), [], batch, FREQUENCIES.to(device))
 

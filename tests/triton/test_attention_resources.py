@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from nvfp4_sgl.triton_kernels.attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.attention_tiling import FEW_HEADS, HOPPER
-from nvfp4_sgl.triton_kernels.kv_entry import page_bytes
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.tiling import FEW_HEADS, HOPPER
+from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
 STACK = {90: 32, 100: 560}
@@ -26,7 +28,7 @@ def launches() -> None:
     for tokens, heads, splits in ((4, 64, 4), (4, 8, 4), (128, 64, 1)):
         q = torch.empty(tokens, heads, 512, dtype=torch.bfloat16)
         slots, lengths = torch.zeros(tokens, 128, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-        given = {"window_lengths": lengths, "extra_lengths": lengths, "turns": torch.empty(tokens, 64)}
+        given: dict[str, Any] = {"window_lengths": lengths, "extra_lengths": lengths, "turns": torch.empty(tokens, 64)}
         sparse_attention(q, window, slots, sink[:heads], 1.0, extra, slots, splits=splits, query_eps=1e-6, **given)
     rows = Entries(torch.zeros(2, 256 * 512, dtype=torch.bfloat16), 256)
     sparse_attention(q, rows, slots, sink, 1.0, rows, slots, splits=1)

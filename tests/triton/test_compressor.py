@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.numerics import kv_entry
-from nvfp4_sgl.triton_kernels import attention_inputs
-from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.compressor import new_workspace
-from nvfp4_sgl.triton_kernels.windows import unit_limit
+from nvfp4_sgl.formats import kv_entry
+from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_inputs
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
+from nvfp4_sgl.triton_kernels.attention_inputs.windows import unit_limit
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from tests.triton.support.compression import FREQUENCIES, POISON, World, bits
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.finalize import finalize
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from tests.triton.support.resources import resources
 
 

@@ -11,12 +11,12 @@ from triton.runtime import interpreter
 
 from nvfp4_sgl.ops import hyper_connection as reference
 from nvfp4_sgl.ops.norm import rms_norm
-from nvfp4_sgl.triton_kernels import hyper_connection as kernels
-from nvfp4_sgl.triton_kernels import hyper_connection_tiling as tilings
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.hyper_connection import Quantized, Site, SiteState
-from nvfp4_sgl.triton_kernels.hyper_connection_tiling import Tiling
-from nvfp4_sgl.triton_kernels.quantize import quantize
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.hyper_connection import site as kernels
+from nvfp4_sgl.triton_kernels.hyper_connection import tiling as tilings
+from nvfp4_sgl.triton_kernels.hyper_connection.site import Quantized, Site, SiteState
+from nvfp4_sgl.triton_kernels.hyper_connection.tiling import Tiling
+from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from tests.triton.support.resources import resources
 
 EPS = 1e-6

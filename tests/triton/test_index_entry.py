@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import index_entry as reference
-from nvfp4_sgl.triton_kernels import index_entry
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.index_entry import page_bytes, store_index_keys
+from nvfp4_sgl.formats import index_entry as reference
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.entries import index_entry
+from nvfp4_sgl.triton_kernels.entries.index_entry import page_bytes, store_index_keys
 from tests.triton.support.resources import resources
 
 POISON = 0xA5

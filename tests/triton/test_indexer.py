@@ -4,19 +4,21 @@ nothing else is written."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.rows import PackedIndexRows
-from nvfp4_sgl.numerics import index_entry
+from nvfp4_sgl.formats import index_entry
 from nvfp4_sgl.ops.indexer import index_scores as reference_scores
 from nvfp4_sgl.ops.indexer import indexer_query
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.index_query import prepare_queries
-from nvfp4_sgl.triton_kernels.indexer import (
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
+from nvfp4_sgl.triton_kernels.indexer.scores import (
     DECODE,
     HOPPER_PREFILL,
     PREFILL,
@@ -24,7 +26,6 @@ from nvfp4_sgl.triton_kernels.indexer import (
     choose_splits,
     index_scores,
 )
-from nvfp4_sgl.triton_kernels.rope import rope_turns
 from tests.support.interpreted import ON_GPU
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources
@@ -269,7 +270,7 @@ def test_refusals(device: str):
         (8, scores[:4], "q: expected shape"),
     ]:
         with pytest.raises(KernelError, match=message):
-            index_scores(*good[:index], bad, *good[index + 1 :])
+            index_scores(*cast(Any, (*good[:index], bad, *good[index + 1 :])))
     with pytest.raises(KernelError, match="H of q"):
         index_scores(q.new_zeros(5, 128, 128), q.new_zeros(5, 128), *good[2:])
     with pytest.raises(KernelError, match="first: expected a value"):
@@ -280,7 +281,7 @@ def test_refusals(device: str):
         (4, queries[:, :8], "queries: expected shape"),
         (5, weights.half(), "scaled: expected dtype"),
     ]:
-        arguments = [q, weights, turns, 0.1, queries, weights]
+        arguments: list[Any] = [q, weights, turns, 0.1, queries, weights]
         arguments[index] = bad
         with pytest.raises(KernelError, match=message):
             prepare_queries(*arguments)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.numerics import kv_entry as reference
+from nvfp4_sgl.formats import kv_entry as reference
 from nvfp4_sgl.ops.rope import inverse_frequencies, rms_norm_rope
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.entries import kv_entry
+from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes, store_kv_entries
 from tests.triton.support.resources import resources
-from triton_kernels import kv_entry
-from triton_kernels.checks import KernelError
-from triton_kernels.kv_entry import norm_rope_store_kv, page_bytes, store_kv_entries
-from triton_kernels.rope import rope_turns
 
 POISON = 0xA5
 EPS = 1e-6

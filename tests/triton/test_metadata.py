@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 from tests.triton.support.resources import resources
-from triton_kernels.checks import KernelError
-from triton_kernels.metadata import Plan, resolve
 
 WINDOW = 128
 

@@ -11,22 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from cutedsl_kernels.sm100 import scale_layout
-from nvfp4_sgl.numerics import e2m1, e4m3
-from nvfp4_sgl.numerics.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
+from nvfp4_sgl.formats import e2m1, e4m3
+from nvfp4_sgl.formats.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
-from tests.triton.support.resources import resources
-from triton_kernels.checks import KernelError
-from triton_kernels.nvfp4 import TOKEN_TILES, block_scale_bytes
-from triton_kernels.quantize import (
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.quantize.nvfp4 import TOKEN_TILES, block_scale_bytes
+from nvfp4_sgl.triton_kernels.quantize.quantize import (
     inverse_rope_quantize,
     quantize,
     quantize_scattered,
     rms_norm_quantize,
     swiglu_quantize,
 )
-from triton_kernels.rope import rope_turns
+from tests.triton.support.resources import resources
 
 POISON = 0xA5
 EPS = 1e-6

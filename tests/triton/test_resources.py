@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4_sgl.triton_kernels.overlap import OVERLAPPED, after_previous
+from nvfp4_sgl.triton_kernels.common.overlap import OVERLAPPED, after_previous
 from tests.triton.support.resources import lost_negations, resources
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.ops import rope as reference
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from tests.triton.support.resources import resources
-from triton_kernels.checks import KernelError
-from triton_kernels.rope import rope_turns
 
 POISON = float("nan")
 

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4_sgl.numerics import e2m1, e4m3, ue8m0
-from nvfp4_sgl.numerics.checks import BF16_MAX, as_finite_fp32
-from triton_kernels import rounding
+from nvfp4_sgl.formats import e2m1, e4m3, ue8m0
+from nvfp4_sgl.formats.checks import BF16_MAX, as_finite_fp32
+from nvfp4_sgl.triton_kernels.common import rounding
 
 BLOCK = 4096
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.permutation import FEW_TOKENS, Routes, padded_rows
-from nvfp4_sgl.triton_kernels.routing import route_hash, route_topk
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.experts.permutation import FEW_TOKENS, Routes, padded_rows
+from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources
 

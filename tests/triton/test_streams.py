@@ -7,8 +7,8 @@ import torch
 
 from nvfp4_sgl.ops.hyper_connection import expand_streams
 from nvfp4_sgl.ops.norm import rms_norm
-from nvfp4_sgl.triton_kernels import streams
-from nvfp4_sgl.triton_kernels.checks import KernelError
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.hyper_connection import streams
 from tests.triton.support.resources import resources
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from tests.triton.support.resources import resources
-from triton_kernels.checks import KernelError
-from triton_kernels.swiglu import scatter_rows, swiglu
 
 LIMIT = 10.0
 

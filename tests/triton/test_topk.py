@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels import topk as topk_module
-from nvfp4_sgl.triton_kernels.checks import KernelError
-from nvfp4_sgl.triton_kernels.topk import CHUNK, REGISTERS, SMALL, Candidates, new_candidates, select_entries
+from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
+from nvfp4_sgl.triton_kernels.indexer.topk import CHUNK, REGISTERS, SMALL, Candidates, new_candidates, select_entries
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, fields, replace
 from itertools import product as every_pair
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from nvfp4_sgl.cutedsl_kernels.errors import OperandValueError
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import layout_tile
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.numerics.nvfp4 import swiglu_row_scale
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.released import FLASH, PRO, config_json
 
@@ -35,7 +36,7 @@ def test_the_host_function_takes_the_arguments_in_their_order() -> None:
 
 
 def test_every_part_of_a_key_names_another_kernel() -> None:
-    changes: dict[str, object] = {
+    changes: dict[str, Any] = {
         "architecture": "sm_103a",
         "shape": KernelShape(16),
         "weighted": True,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes, scale_offset, scale_rows, swizzle_scales
-from nvfp4_sgl.numerics.scale_layout import swizzle_128x4
+from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 
 
 @pytest.mark.parametrize("token_tile", [8, 32, 128, 256])

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase
 
 STRICT = Options(strict_tensor_waits=True)
 
 
-def gate_up(token_tile: int, pair: bool = False, output: str = "nvfp4") -> KernelShape:
+def gate_up(token_tile: int, pair: bool = False, output: Output = "nvfp4") -> KernelShape:
     return KernelShape(token_tile, pair=pair, gated=True, grouped=True, output=output)
 
 
-def down(token_tile: int, pair: bool = False, output: str = "bf16") -> KernelShape:
+def down(token_tile: int, pair: bool = False, output: Output = "bf16") -> KernelShape:
     return KernelShape(token_tile, pair=pair, grouped=True, output=output)
 
 

@@ -12,13 +12,13 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.cache.plan import Batch as ReferenceBatch
 from nvfp4_sgl.cache.plan import plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.numerics import index_entry, kv_entry
+from nvfp4_sgl.formats import index_entry, kv_entry
 from nvfp4_sgl.ops.compressor import compress_windows
 from nvfp4_sgl.ops.indexer import write_index_keys
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.attention_inputs import prepare_attention
-from nvfp4_sgl.triton_kernels.batch import Batch
-from nvfp4_sgl.triton_kernels.compressor import Compression, Compressor, new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
+from nvfp4_sgl.triton_kernels.plan.batch import Batch
 
 EPS = 1e-6
 FREQUENCIES = inverse_frequencies(64, 160000.0)

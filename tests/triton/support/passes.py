@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nvfp4_sgl.cache import plan as reference
-from nvfp4_sgl.triton_kernels.batch import PAGE_TOKENS, Batch
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 UNALLOCATED = 2**30
 """In the slots of positions that a sequence has not reached."""

@@ -1,0 +1,127 @@
+"""Block-scaled FP8: 128×128 weights and 1×128 activations, E4M3 with UE8M0 scales. Source: DEEPSEEK_V4.md §3.5, §8.1.
+
+Ragged edges are allowed: the last block of a dimension that is no multiple of 128 is simply smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nvfp4_sgl.formats import ue8m0
+from nvfp4_sgl.formats.checks import (
+    POWER_SCALE_MAX,
+    as_finite_fp32,
+    divide,
+    require_dtype,
+    require_finite,
+    require_matrix,
+    require_multiple,
+    require_rows,
+    require_shape,
+)
+from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
+
+BLOCK = 128
+AMAX_FLOOR = 1e-4
+"""Block maxima are floored here (on the amax, not on the scale), as DeepSeek's, SGLang's and vLLM's code does."""
+
+VALUE_MAX = 1.875 * 2.0**127
+"""Activations are clamped here: 240·2^120 is the largest E4M3 multiple of a power-of-two scale that is finite in
+fp32, and the largest bf16 would round to 256·2^120 = infinity."""
+
+
+@dataclass(frozen=True)
+class Fp8BlockTensor:
+    """A matrix [..., N, K], or a stack of them: value = e4m3 · 2^(scale − 127).
+
+    weight: float8_e4m3fn [..., N, K]. scale: ``float8_e8m0fnu`` or uint8 [..., ceil(N/128), ceil(K/128)].
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("FP8 weight", self.weight, torch.float8_e4m3fn)
+        ue8m0.as_bytes(self.scale, "FP8 weight scale")
+        require_matrix("FP8 weight", self.weight)
+        n, k = self.weight.shape[-2:]
+        require_shape("FP8 weight scale", self.scale, (*self.weight.shape[:-2], -(-n // BLOCK), -(-k // BLOCK)))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape [..., N, K]."""
+        return self.weight.shape
+
+    def dequantize(self) -> Tensor:
+        """fp32 [..., N, K], exact; exact in bf16 too. NaN where a scale byte is 255."""
+        n, k = self.weight.shape[-2:]
+        scale = ue8m0.decode(ue8m0.as_bytes(self.scale))
+        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., :n, :].repeat_interleave(BLOCK, dim=-1)[..., :k]
+        return self.weight.float() * scale
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Activations [T, K]: value = e4m3 · 2^(scale − 127), one scale for each 128 of a row.
+
+    values: float8_e4m3fn [T, K]. scale: uint8 [T, ceil(K/128)].
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("FP8 rows", self.values, torch.float8_e4m3fn)
+        require_dtype("FP8 rows scale", self.scale, torch.uint8)
+        require_rows("FP8 rows", self.values)
+        require_shape("FP8 rows scale", self.scale, (self.values.shape[0], -(-self.values.shape[1] // BLOCK)))
+
+    def dequantize(self) -> Tensor:
+        """fp32 [T, K], exact; exact in bf16 too."""
+        scale = ue8m0.decode(self.scale).repeat_interleave(BLOCK, dim=-1)[:, : self.values.shape[1]]
+        return self.values.float() * scale
+
+
+def quantize_weight(w: Tensor) -> Fp8BlockTensor:
+    """Quantise bf16 or fp32 [..., N, K] (|w| ≤ 2^127) to 128×128 blocks; the scale comes out as ``float8_e8m0fnu``.
+
+    In fp32: s = 2^ceil(log2(max(amax_block, 1e-4) / 448)), value = e4m3(w / s). Nothing saturates, as s ≥ amax/448.
+    """
+    require_matrix("weight", w)
+    require_dtype("weight", w, torch.float32, torch.bfloat16)
+    require_finite("weight", w, POWER_SCALE_MAX)
+    n, k = w.shape[-2:]
+    blocks = functional.pad(w.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = blocks.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N/128, 128, K/128, 128]
+    scale = block_exponent(blocks.abs().amax(dim=(-3, -1)))
+    inverse = ue8m0.decode_reciprocal(scale)[..., :, None, :, None]
+    weight = round_to_e4m3(blocks * inverse).flatten(-4, -3).flatten(-2)[..., :n, :k].contiguous()
+    return Fp8BlockTensor(weight, scale.view(torch.float8_e8m0fnu))
+
+
+def quantize_rows_fp8(x: Tensor) -> Fp8Rows:
+    """Quantise activations, bf16 or fp32 [T, K], to 1×128 blocks. T may be 0.
+
+    In fp32: x = NaN → +0, then clamp to ±1.875·2^127 (:data:`VALUE_MAX`); s and value as in :func:`quantize_weight`.
+    """
+    require_rows("activations", x)
+    require_dtype("activations", x, torch.float32, torch.bfloat16)
+    require_multiple("activations", x.shape[1], 1)
+    k = x.shape[1]
+    blocks = functional.pad(as_finite_fp32(x).clamp(-VALUE_MAX, VALUE_MAX), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scale = block_exponent(blocks.abs().amax(dim=-1))
+    values = round_to_e4m3(blocks * ue8m0.decode_reciprocal(scale)[..., None]).flatten(-2)[:, :k].contiguous()
+    return Fp8Rows(values, scale)
+
+
+def block_exponent(amax: Tensor) -> Tensor:
+    """uint8 UE8M0 byte of 2^ceil(log2(max(amax, 1e-4) / 448)); amax fp32, any shape. The key cache uses it too.
+
+    The division cannot round onto a power of two from above, so this is the exact ceiling for every fp32 amax.
+    A kernel may multiply by fp32(1/448) instead: the exponent is the same for every fp32 amax.
+    """
+    return ue8m0.encode_ceil(divide(amax.clamp_min(AMAX_FLOOR), E4M3_MAX))

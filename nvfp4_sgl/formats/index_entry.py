@@ -1,0 +1,81 @@
+"""The lightning indexer's key entry of 132 bytes, and the rotation applied before it. Source: DEEPSEEK_V4.md §4.5, §5.
+
+128 × E4M3 and one fp32 scale (little endian), amax/448 and not a power of two, as SGLang 0.5.23 stores it by default.
+A page of P entries (P = 64 in SGLang) is P × 128 data bytes, then P × 4 scale bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.formats.checks import FormatError, as_finite_fp32, divide, require_dtype, require_rows, require_shape
+from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
+from nvfp4_sgl.formats.pages import PageLayout
+
+DIM = 128
+SCALE_BYTES = 4
+AMAX_FLOOR = 1e-4
+LAYOUT = PageLayout(data_bytes=DIM, scale_bytes=SCALE_BYTES)
+
+
+def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 or bf16 [n, 128] → (data uint8 [n, 128] of e4m3 bytes, scale fp32 [n]).
+
+    In fp32: NaN → +0 and magnitudes clamped to the largest finite bf16; scale = max(amax, 1e-4) / 448;
+    data = e4m3(x · (1 / scale)), nearest-even, saturating (the product may round just above 448).
+    Both divisions are correctly rounded. A key of zeros gets scale fp32(1e-4)/448 and codes 0; SGLang's kernels
+    use the same floor, so they agree.
+    """
+    require_rows("index keys", rows, DIM)
+    require_dtype("index keys", rows, torch.float32, torch.bfloat16)
+    x = as_finite_fp32(rows)
+    scale = divide(x.abs().amax(dim=-1).clamp_min(AMAX_FLOOR), E4M3_MAX)
+    return round_to_e4m3(x * (1.0 / scale)[:, None]).view(torch.uint8), scale
+
+
+def unpack(data: Tensor, scale: Tensor) -> Tensor:
+    """(data uint8 [n, 128], scale fp32 [n]) → fp32 [n, 128]: e4m3 · scale, one rounding."""
+    require_rows("index key data", data, DIM)
+    require_dtype("index key data", data, torch.uint8)
+    require_dtype("index key scale", scale, torch.float32)
+    require_shape("index key scale", scale, (data.shape[0],))
+    return data.contiguous().view(torch.float8_e4m3fn).float() * scale[:, None]
+
+
+def page_bytes(page_size: int) -> int:
+    """Bytes of a page of ``page_size`` entries: 132·P."""
+    return LAYOUT.page_bytes(page_size)
+
+
+def write_rows(pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
+    """Pack ``rows`` (fp32 or bf16 [n, 128]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
+
+    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`FormatError`. Slots should be
+    distinct: which row wins at a repeated slot is undefined.
+    """
+    require_shape("slots", slots, (rows.shape[0],))
+    data, scale = pack(rows)
+    LAYOUT.write(pages, page_size, slots, data, scale[:, None].view(torch.uint8))
+
+
+def read_rows(pages: Tensor, page_size: int, slots: Tensor) -> Tensor:
+    """fp32 [n, 128]: the entries at ``slots`` (int32 or int64 [n], may repeat) of ``pages``, dequantised."""
+    data, scale = LAYOUT.read(pages, page_size, slots)
+    return unpack(data, scale.contiguous().view(torch.float32).flatten())
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Hadamard transform over the last dimension of 128: x · H · 128^-0.5, H in Sylvester order; fp32.
+
+    x is read as fp32. Seven butterfly stages at distances 1, 2, 4 … 64, each one fp32 addition or subtraction, then
+    one multiplication by fp32(128^-0.5): this order defines the bits. Apply it to index queries and index keys
+    alike, after RoPE and before quantisation; scores do not change, only their quantisation error does.
+    """
+    if x.shape[-1] != DIM:
+        raise FormatError(f"hadamard: expected a last dimension of {DIM}, found shape {tuple(x.shape)}")
+    y = x.float()
+    for distance in (1, 2, 4, 8, 16, 32, 64):
+        low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+    return y * DIM**-0.5

@@ -1,0 +1,123 @@
+"""MXFP4: E2M1 codes with a UE8M0 scale for each 32 of a row, and its exact conversion to NVFP4.
+
+Source: DEEPSEEK_V4.md §8.1 (the experts of the original releases), §9.6 (conversion); OCP MX 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.formats import e2m1, ue8m0
+from nvfp4_sgl.formats.checks import (
+    POWER_SCALE_MAX,
+    FormatError,
+    divide,
+    require_dtype,
+    require_finite,
+    require_matrix,
+    require_shape,
+)
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+
+BLOCK = 32
+AMAX_FLOOR = 6.0 * 2.0**-126
+
+TOP = 8
+"""Block scales of a converted tensor start at 2^8, the largest power of two in E4M3."""
+
+BOTTOM = -9
+"""…and end at 2^-9, the smallest. So block exponents may differ by at most 17."""
+
+LOWEST_GLOBAL_EXPONENT = -117
+"""A converted tensor's global scale is at least 2^this, so that its smallest block scale times it is normal in fp32."""
+
+
+@dataclass(frozen=True)
+class MxFp4Tensor:
+    """A matrix [..., N, K], or a stack of them, in MXFP4: value = e2m1 · 2^(scale − 127).
+
+    packed: uint8 [..., N, K/2], low nibble = even k (a checkpoint's int8 must be viewed as uint8).
+    scale: uint8 [..., N, K/32] (``float8_e8m0fnu`` must be viewed as uint8: ``ue8m0.as_bytes``).
+    """
+
+    packed: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("MXFP4 packed", self.packed, torch.uint8)
+        require_dtype("MXFP4 scale", self.scale, torch.uint8)
+        require_matrix("MXFP4 packed", self.packed, BLOCK // 2)
+        require_shape("MXFP4 scale", self.scale, (*self.packed.shape[:-1], self.packed.shape[-1] * 2 // BLOCK))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape [..., N, K]."""
+        return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
+
+    def dequantize(self) -> Tensor:
+        """fp32 [..., N, K], exact (above fp32's subnormals: scale byte 2 or more). Scale byte 255 gives NaN."""
+        values = e2m1.decode_packed(self.packed).unflatten(-1, (-1, BLOCK))
+        return (values * ue8m0.decode(self.scale)[..., None]).flatten(-2)
+
+
+def quantize(w: Tensor) -> MxFp4Tensor:
+    """Quantise bf16 or fp32 [..., N, K] (|w| ≤ 2^127, K a multiple of 32) to MXFP4.
+
+    In fp32: s = 2^ceil(log2(max(amax_block, 6·2^-126) / 6)), code = e2m1(w / s). Nothing saturates, as s ≥ amax/6.
+    """
+    require_matrix("weight", w, BLOCK)
+    require_dtype("weight", w, torch.float32, torch.bfloat16)
+    require_finite("weight", w, POWER_SCALE_MAX)
+    blocks = w.float().unflatten(-1, (-1, BLOCK))
+    scale = ue8m0.encode_ceil(divide(blocks.abs().amax(dim=-1).clamp_min(AMAX_FLOOR), e2m1.E2M1_MAX))
+    codes = e2m1.encode(blocks * ue8m0.decode_reciprocal(scale)[..., None]).flatten(-2)
+    return MxFp4Tensor(e2m1.pack(codes), scale)
+
+
+def largest_exponent(tensor: MxFp4Tensor) -> Tensor:
+    """int32 [...]: the largest block exponent of each matrix, over blocks that hold anything but zeros.
+
+    −127 for an all-zero matrix. Matrices that must share a global scale (gate and up) take the maximum of theirs.
+    """
+    _require_no_nan(tensor)
+    exponent = torch.where(_is_zero_block(tensor), -ue8m0.BIAS, tensor.scale.int() - ue8m0.BIAS)
+    return exponent.amax(dim=(-2, -1)).to(torch.int32)
+
+
+def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor:
+    """The same values in NVFP4, bit for bit; the packed codes are shared, not copied.
+
+    exponent: int32 broadcastable over the leading dimensions, at least each matrix's :func:`largest_exponent`
+    (the default). With m = max(exponent − 8, −117): global_scale = 2^m, and both halves of a block of exponent k
+    get block scale 2^(k − m). Blocks of zeros get block scale 1, as their exponent means nothing.
+
+    :class:`FormatError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the
+    exponents of one matrix spread over more than 17: such a tensor has no exact NVFP4 form.
+    """
+    own = largest_exponent(tensor)
+    top = own if exponent is None else exponent
+    m = (top - TOP).clamp_min(LOWEST_GLOBAL_EXPONENT)
+    k = tensor.scale.int() - ue8m0.BIAS - m[..., None, None]
+    k = torch.where(_is_zero_block(tensor), 0, k)
+    low, high = int(k.min()), int(k.max())
+    if low < BOTTOM or high > TOP:
+        raise FormatError(
+            f"MXFP4 to NVFP4: expected block scales within 2^{BOTTOM}..2^{TOP} under the global scale, found"
+            f" 2^{low}..2^{high}; the exponents spread too wide for an exact conversion: requantise from the source"
+        )
+    block_scale = ue8m0.decode((k + ue8m0.BIAS).to(torch.uint8)).to(torch.float8_e4m3fn)
+    global_scale = ue8m0.decode((m + ue8m0.BIAS).to(torch.uint8))
+    return NvFp4Tensor(tensor.packed, block_scale.repeat_interleave(2, dim=-1), global_scale)
+
+
+def _is_zero_block(tensor: MxFp4Tensor) -> Tensor:
+    """bool [..., N, K/32]: every code of the block is ±0."""
+    return (tensor.packed.unflatten(-1, (-1, BLOCK // 2)) & 0x77 == 0).all(dim=-1)
+
+
+def _require_no_nan(tensor: MxFp4Tensor) -> None:
+    if bool((tensor.scale == ue8m0.NAN_BYTE).any()):
+        raise FormatError("MXFP4 scale: expected bytes 0..254, found 255 (NaN); the tensor is damaged")

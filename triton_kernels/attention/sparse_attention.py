@@ -1,0 +1,285 @@
+"""Sparse attention: one softmax with a sink over the window and the selected compressed entries (DEEPSEEK_V4.md §3.3).
+
+Contract: ``nvfp4_sgl.ops.attention.sparse_attention``. A key is its own value, 512 wide, read in place from SGLang's
+pages of 584-byte entries (``nvfp4_sgl.formats.kv_entry``) or from rows of bf16::
+
+    s_j = (q · k_j) · scale
+    o   = Σ_j exp(s_j − m) k_j / (Σ_j exp(s_j − m) + exp(sink − m)),  m = max(s_j, sink)
+
+A program serves up to 64 heads (``attention_tiling``) of one query and one stretch of its keys: each entry is read once
+for them and decoded to bf16 on the way to the tensor cores (``attention_kernel``). Where the queries alone do not fill
+the chip, the keys are split; then the programs wait for one another and add the parts in a fixed order
+(``attention_parts``). Nothing depends on the batch but what is chosen from its size: with the same ``tiling`` and
+``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
+
+The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
+(``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
+
+Precision:
+
+* a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
+  (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
+* raw queries (``query_eps``) are not rounded but for their last 64 columns, which are turned in fp32 and rounded to
+  bf16 once; the logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32
+  it counts as 0, and keys whose product with it overflows, too, do not count for it;
+* logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
+  divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
+  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; turned back,
+  an element of a pair has its own such bound times |cos| plus the other's times |sin|.
+
+Floor: 584 bytes per entry and query (1024 for bf16 rows) plus q and o; 2·(512 + 512) operations per head and entry.
+For 64 heads and 584 bytes that is 224 operations a byte, near the balance of an H200, so both floors count.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..common import chip
+from ..common.checks import (
+    OperandTypeError,
+    require_aligned,
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_pages,
+    require_power_of_two,
+    require_range,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from ..common.overlap import OVERLAPPED
+from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
+from .kernel import attend
+from .parts import LOG2_E
+from .tiling import Tiling, choose_splits, choose_tiling, most_splits
+
+
+class Entries(NamedTuple):
+    """A pool of keys, in place.
+
+    pages: packed, uint8 [pages, >= ``page_bytes(P)``]; or plain, bf16 [pages, P·512]; the last dimension contiguous.
+    page_size: P, entries of a page, a power of two; slot = page · P + row.
+    """
+
+    pages: Tensor
+    page_size: int
+
+
+class Partials(NamedTuple):
+    """What the programs of one query leave for the sum of their parts; of programs without a part, nothing.
+
+    values: fp32 [T, H, S, 512], each part over its own sum of weights, not turned back.
+    stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
+    """
+
+    values: Tensor
+    stats: Tensor
+
+
+def new_partials(q: Tensor, splits: int) -> Partials | None:
+    """Room for the parts of a launch, ``None`` where it needs none."""
+    if splits == 1:
+        return None
+    rows = (*q.shape[:2], splits)
+    return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in (DIM, 2)))
+
+
+def new_arrivals(tokens: int, heads: int, device: torch.device | str) -> Tensor:
+    """Counters for launches of up to so many queries of so many heads, one launch at a time."""
+    return torch.zeros(tokens * heads, dtype=torch.int32, device=device)
+
+
+def sparse_attention(
+    q: Tensor,
+    window: Entries,
+    window_slots: Tensor,
+    sink: Tensor,
+    scale: float,
+    extra: Entries | None = None,
+    extra_slots: Tensor | None = None,
+    *,
+    window_lengths: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    turns: Tensor | None = None,
+    query_eps: float | None = None,
+    splits: int | None = None,
+    partials: Partials | None = None,
+    arrivals: Tensor | None = None,
+    out: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """One softmax over two sets of cached entries and a sink; keys are the values too. See the module's text.
+
+    Args:
+        q: bf16 [T, H, 512], the last dimension contiguous; any H. Normalised and rotated, or, with ``query_eps``, the
+            projection.
+        window, window_slots: the sliding window's pool and int32 or int64 [T, W]; a negative slot is none.
+        sink: fp32 [H], finite, in logit units, not scaled; it has no value.
+        scale: softmax scale, ``512**-0.5``.
+        extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
+            ``window_slots``; both ``None`` in window-only layers.
+        window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
+        turns: fp32 [T, 64] from ``rope.rope_turns`` of the queries' positions: the last 64 columns are turned back by
+            them, in fp32; not at all by default.
+        query_eps: divide each row of ``q`` (its logits, rather) by its root mean square, with this added to the mean
+            square, and turn its last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
+        splits: programs per query and block of heads, up to :func:`most_splits` of this device; by default what
+            :func:`choose_splits` says of it.
+        partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
+        arrivals: from :func:`new_arrivals`, zero before and after; where keys are split only. Allocated unless given,
+            which is a launch.
+        out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
+        tiling: by default what :func:`choose_tiling` says of this device.
+    """
+    require_dimensions("q", q, 3, "[T, H, 512]")
+    tokens, heads = q.shape[:2]
+    require_shape("q", q, (tokens, heads, DIM), "[T, H, 512]")
+    require_dtype("q", q, torch.bfloat16)
+    require_rows("q", q)
+    require_aligned("q", q)
+    require_shape("sink", sink, (heads,), "[H]")
+    require_dtype("sink", sink, torch.float32)
+    require_contiguous("sink", sink)
+    packed = window.pages.dtype == torch.uint8
+    _require_set("window", window, window_slots, window_lengths, tokens)
+    has_extra = extra is not None and extra_slots is not None
+    if extra is None or extra_slots is None:
+        # Placeholders of the right types, which the kernel does not read.
+        extra, extra_slots, extra_lengths = window, window_slots, None
+    else:
+        _require_set("extra", extra, extra_slots, extra_lengths, tokens)
+        require_dtype("extra.pages", extra.pages, window.pages.dtype)
+        require_dtype("extra_slots", extra_slots, window_slots.dtype)
+    columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
+    processors = chip.processors(q.device)
+    tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
+    if splits is None:
+        splits = choose_splits(tokens, heads, columns, processors, tiling)
+    most = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
+    require_range("splits", splits, 1, most)
+    if turns is not None:
+        require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")
+        require_dtype("turns", turns, torch.float32)
+        require_contiguous("turns", turns)
+    if query_eps is not None:
+        require_range("query_eps", query_eps, 0.0, 1.0)
+        if turns is None:
+            raise OperandTypeError("turns: expected them with query_eps, by which raw queries are rotated, found None")
+    if out is None:
+        out = torch.empty(tokens, heads, DIM, dtype=q.dtype, device=q.device)
+    require_shape("out", out, q.shape, "[T, H, 512]")
+    require_dtype("out", out, torch.bfloat16)
+    require_contiguous("out", out)
+    require_aligned("out", out)
+    if partials is None:
+        partials = new_partials(q, splits)
+    if partials is not None:
+        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 2)):
+            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2]")
+            require_dtype(f"partials.{name}", part, torch.float32)
+            require_contiguous(f"partials.{name}", part)
+    if partials is not None and arrivals is None:
+        arrivals = new_arrivals(tokens, heads, q.device)
+    if arrivals is not None:
+        require_dtype("arrivals", arrivals, torch.int32)
+        require_contiguous("arrivals", arrivals)
+        require_range("counters of arrivals", arrivals.numel(), tokens * heads, math.inf)
+    require_same_device(
+        "q",
+        q,
+        window=window.pages,
+        window_slots=window_slots,
+        window_lengths=window_lengths,
+        extra=extra.pages,
+        extra_slots=extra_slots,
+        extra_lengths=extra_lengths,
+        sink=sink,
+        turns=turns,
+        arrivals=arrivals,
+        out=out,
+        **({} if partials is None else partials._asdict()),
+    )
+    if tokens == 0 or heads == 0:
+        return out
+
+    target, stats = (out, out) if partials is None else partials
+    has_turns = turns is not None
+    turns = sink if turns is None else turns
+    head_blocks = triton.cdiv(heads, tiling.heads)
+    attend[(tokens * head_blocks, splits)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        *_pool_arguments(window),
+        window_slots,
+        window_slots if window_lengths is None else window_lengths,
+        columns[0],
+        *_pool_arguments(extra),
+        extra_slots,
+        extra_slots if extra_lengths is None else extra_lengths,
+        columns[1],
+        sink,
+        scale * LOG2_E.value,
+        turns,
+        target,
+        stats,
+        heads,
+        0.0 if query_eps is None else query_eps,
+        stats if arrivals is None else arrivals,
+        out,
+        RAW=query_eps is not None,
+        PACKED=packed,
+        WINDOW_SHIFT=window.page_size.bit_length() - 1,
+        EXTRA_SHIFT=extra.page_size.bit_length() - 1,
+        HAS_EXTRA=has_extra,
+        HAS_WINDOW_LENGTHS=window_lengths is not None,
+        HAS_EXTRA_LENGTHS=extra_lengths is not None,
+        HAS_TURNS=has_turns,
+        SPLIT=partials is not None,
+        HEAD_BLOCKS=head_blocks,
+        HEADS=tiling.heads,
+        KEYS=tiling.keys,
+        STAGES=tiling.stages,
+        TRANSPOSED=tiling.transposed,
+        APART=tiling.apart,
+        WARPS=tiling.warps,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **OVERLAPPED,
+    )
+    return out
+
+
+def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
+    """The pool's bytes, and the distance of its pages (packed) or of its rows (plain) in bytes."""
+    pages = entries.pages
+    if pages.dtype == torch.uint8:
+        return pages, pages.stride(0)
+    return pages.view(torch.uint8), DIM * pages.element_size()
+
+
+def _require_set(name: str, entries: Entries, slots: Tensor, lengths: Tensor | None, tokens: int) -> None:
+    pages, page_size = entries
+    require_power_of_two(f"{name}.page_size", "entries of a page", page_size)
+    if pages.dtype == torch.uint8:
+        require_pages(f"{name}.pages", pages, page_bytes(page_size), page_size)
+    else:
+        require_dtype(f"{name}.pages", pages, torch.bfloat16, torch.uint8)
+        require_shape(f"{name}.pages", pages, (pages.shape[0], page_size * DIM), "[pages, page_size · 512]")
+        require_contiguous(f"{name}.pages", pages)
+        require_aligned(f"{name}.pages", pages)
+    require_dimensions(f"{name}_slots", slots, 2, "[T, columns]")
+    require_shape(f"{name}_slots", slots, (tokens, slots.shape[1]), "[T, columns]")
+    require_dtype(f"{name}_slots", slots, torch.int32, torch.int64)
+    require_contiguous(f"{name}_slots", slots)
+    if lengths is not None:
+        require_shape(f"{name}_lengths", lengths, (tokens,), "[T]")
+        require_dtype(f"{name}_lengths", lengths, torch.int32, torch.int64)
+        require_contiguous(f"{name}_lengths", lengths)

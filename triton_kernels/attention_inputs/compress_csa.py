@@ -1,0 +1,91 @@
+"""Ratio 4: windows of four tokens that overlap, of the main compressor and the indexer's.
+
+A window pools the first half of the channels of the four tokens before it and the second half of its own four. The
+state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (DEEPSEEK_V4.md §4.1, §4.3).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.rounding import round_for
+from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entry, unit_of_number, unit_of_token
+
+
+@triton.jit
+def _ring_rows(position, present, slots, full_to_swa):
+    """int64: the state rows of the positions of the request whose row of slots is given; −1 where not present."""
+    full = tl.load(slots + position, mask=present, other=0).to(tl.int64)
+    swa = tl.load(full_to_swa + full, mask=present, other=-1)
+    return tl.where(swa >= 0, swa // 256 * 8 + swa % 8, -1)
+
+
+@triton.jit
+def _close(window, start, first, slots, batch, call):
+    """Pool a complete window and store its entry; rows before ``start`` come from the state, others from the pass."""
+    N: tl.constexpr = call.N
+    row = tl.arange(0, 8)
+    position = window * 4 - 4 + row
+    ring = tl.full((8,), -1, tl.int64)
+    if window * 4 - 4 < start:
+        ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
+    new, old = (position >= start)[:, None], ((ring >= 0) & (ring < call.state_rows))[:, None]
+    token = (first + position - start).to(tl.int64)[:, None]
+    column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
+    history = call.state + ring[:, None] * call.state_row
+    values = load_rows(new, call.kv + token * call.kv_row, old, history, column, 0.0)
+    scores = load_rows(new, call.score + token * call.score_row, old, history + 2 * N, column, float("-inf"))
+    # Without it the compiler asks for some of the rows when others have come.
+    tl.debug_barrier()
+    bias = tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
+    slot = tl.load(slots + window * 4).to(tl.int64) // 4
+    norm, frequencies = ask_for_entry(call, batch.frequencies)
+    pooled = tl.reshape(pool(values, scores + bias), (N // 64, 64))
+    store_entry(pooled, norm, frequencies, window * 4, slot, call)
+
+
+@triton.jit
+def _remember(position, kept, start, first, slots, batch, call):
+    """Put the tokens of this pass at those positions [8] that are ``kept`` into the state."""
+    N: tl.constexpr = call.N
+    ring = _ring_rows(position, kept, slots, batch.full_to_swa)
+    kept = (kept & (ring >= 0) & (ring < call.state_rows))[:, None]
+    token = (first + position - start).to(tl.int64)[:, None]
+    for half in tl.static_range(2):
+        column = half * N + tl.arange(0, N)[None, :]
+        to = call.state + ring[:, None] * call.state_row + column
+        values = tl.load(call.kv + token * call.kv_row + column, mask=kept, other=0.0).to(tl.float32)
+        tl.store(to, round_for(values, call.state), mask=kept)
+        scores = tl.load(call.score + token * call.score_row + column, mask=kept, other=0.0).to(tl.float32)
+        tl.store(to + 2 * N, round_for(scores, call.state), mask=kept)
+
+
+@triton.jit
+def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constexpr):
+    """One unit of one compressor: first all that reads the state, then all that writes it.
+
+    BY_TOKEN: the unit of token ``number``, if it has one; else the unit of that number, if there are so many.
+    """
+    if BY_TOKEN:
+        request, window, is_head, exists = unit_of_token(number, batch, 4)
+    else:
+        request, window, is_head, exists = unit_of_number(number, batch, 4, PADDED)
+    if exists:
+        first, start, end = span_of_request(request, batch)
+        slots = batch.slots + tl.load(batch.requests + request) * batch.slots_row
+        for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
+            _close(closing, start, first, slots, batch, call)
+        tl.debug_barrier()
+
+        # A page keeps its last 8 tokens, or the pass's. The head writes those of the page that the pass begins in,
+        # where its history lies; of other pages, where none has history, each unit writes what lies in its own
+        # windows. Pages that several requests share are full, and nobody writes there.
+        row = tl.arange(0, 8)
+        for part in tl.range(tl.where(is_head, 0, 1), 2):
+            position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
+            page = position // 256
+            kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
+            kept = kept & ((page > start // 256) == (part == 1))
+            if tl.max(kept.to(tl.int32), 0) > 0:
+                _remember(position, kept, start, first, slots, batch, call)

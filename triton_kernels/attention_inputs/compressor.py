@@ -1,0 +1,178 @@
+"""Token compression: windows of 4 or 128 tokens become one cache entry each (DEEPSEEK_V4.md §4).
+
+For every window that a token of the pass completes::
+
+    a = softmax over the window's rows of (score + ape[position mod ratio]), per channel
+    e = rope(rmsnorm(sum_rows a * kv), position of the window's first token)
+
+Ratio 128 pools the window's own tokens. Ratio 4 overlaps: half of the channels of the four tokens before it, the other
+half of its own. The raw rows of tokens whose window is still open, and of those that the next window overlaps, stay in
+SGLang's state rings. All is derived on the device from the :class:`~.batch.Batch`; one launch closes and stores
+(:mod:`.attention_inputs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ..common import checks
+from ..entries import index_entry, kv_entry
+from ..plan.batch import Batch
+from .windows import CompressionArguments, unit_limit
+
+ROPE_DIM = 64
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """One compressor of one layer.
+
+    Attributes:
+        ratio: 4 or 128.
+        ape: fp32 [ratio, w], contiguous; w = 2n for ratio 4, n for ratio 128.
+        norm: bf16 or fp32 [n]; n = 512 for entries, 128 for the indexer's keys (ratio 4 only).
+        norm_eps: added to the mean square.
+    """
+
+    ratio: int
+    ape: Tensor
+    norm: Tensor
+    norm_eps: float
+
+    @property
+    def size(self) -> int:
+        """n, the width of an entry."""
+        return self.norm.shape[0]
+
+    @property
+    def width(self) -> int:
+        """w, the width of a token's row."""
+        return 2 * self.size if self.ratio == 4 else self.size
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What a compressor reads and writes in a pass.
+
+    Attributes:
+        compressor: its parameters.
+        kv, score: fp32 or bf16 [T, w], raw, the last dimension contiguous: columns of a product.
+        state: fp32 or bf16 [rows, 2w], rows contiguous; ``kv | score`` of earlier tokens in SGLang's rings (Batch says
+            which row is whose), updated in place. Other rows are neither read nor written.
+        pages: the pool of entries, updated in place. uint8: 584-byte entries (``kv_entry``) for n = 512, 132-byte ones
+            (``index_entry``) for n = 128, which the Hadamard matrix rotates first. bf16 or fp32 [pages, page_size·n]:
+            the rows themselves.
+        page_size: entries of a page.
+    """
+
+    compressor: Compressor
+    kv: Tensor
+    score: Tensor
+    state: Tensor
+    pages: Tensor
+    page_size: int
+
+    def check(self, batch: Batch, frequencies: Tensor) -> None:
+        """Refuse what the kernels cannot read; metadata only."""
+        compressor, floats = self.compressor, (torch.float32, torch.bfloat16)
+        checks.require_one_of("compress: ratio", compressor.ratio, (4, 128))
+        checks.require_dimensions("compress: norm", compressor.norm, 1, "[n]")
+        checks.require_one_of("compress: n", compressor.size, (512, 128) if compressor.ratio == 4 else (512,))
+        checks.require_dtype("compress: norm", compressor.norm, *floats)
+        checks.require_contiguous("compress: norm", compressor.norm)
+        width = compressor.width
+        checks.require_dtype("compress: ape", compressor.ape, torch.float32)
+        checks.require_shape("compress: ape", compressor.ape, (compressor.ratio, width), "[ratio, w]")
+        checks.require_contiguous("compress: ape", compressor.ape)
+        for name, rows in (("kv", self.kv), ("score", self.score)):
+            checks.require_dtype(f"compress: {name}", rows, *floats)
+            checks.require_shape(f"compress: {name}", rows, (batch.tokens, width), "[T, w]")
+            checks.require_rows(f"compress: {name}", rows)
+        checks.require_dtype("compress: state", self.state, *floats)
+        checks.require_dimensions("compress: state", self.state, 2, "[rows, 2w]")
+        checks.require_shape("compress: state", self.state, (self.state.shape[0], 2 * width), "[rows, 2w]")
+        checks.require_rows("compress: state", self.state)
+        self._check_pages()
+        checks.require_shape("compress: frequencies", frequencies, (ROPE_DIM // 2,), "[rope_dim/2]")
+        checks.require_dtype("compress: frequencies", frequencies, torch.float32)
+        checks.require_contiguous("compress: frequencies", frequencies)
+        checks.require_same_device(
+            "kv",
+            self.kv,
+            score=self.score,
+            state=self.state,
+            pages=self.pages,
+            ape=compressor.ape,
+            norm=compressor.norm,
+            frequencies=frequencies,
+            slots=batch.slots,
+        )
+
+    def _check_pages(self) -> None:
+        size = self.compressor.size
+        if self.pages.dtype == torch.uint8:
+            entry = kv_entry if size == kv_entry.DIM else index_entry
+            checks.require_pages("compress: pages", self.pages, entry.page_bytes(self.page_size), self.page_size)
+            return
+        checks.require_dtype("compress: pages", self.pages, torch.uint8, torch.bfloat16, torch.float32)
+        expected = (self.pages.shape[0], self.page_size * size)
+        checks.require_shape("compress: pages", self.pages, expected, "[pages, page_size * n]")
+        checks.require_rows("compress: pages", self.pages)
+
+    def arguments(self) -> CompressionArguments:
+        return CompressionArguments(
+            kv=self.kv,
+            score=self.score,
+            state=self.state,
+            ape=self.compressor.ape,
+            norm=self.compressor.norm,
+            pages=self.pages,
+            eps=self.compressor.norm_eps,
+            kv_row=self.kv.stride(0),
+            score_row=self.score.stride(0),
+            state_row=self.state.stride(0),
+            state_rows=self.state.shape[0],
+            page_stride=self.pages.stride(0),
+            capacity=self.pages.shape[0] * self.page_size,
+            N=tl.constexpr(self.compressor.size),
+            PAGE_SIZE=tl.constexpr(self.page_size),
+        )
+
+
+class Workspace(NamedTuple):
+    """Where the programs of a ratio-128 window meet; one serves all layers of a stream, one after another.
+
+    Attributes:
+        pooled: fp32 [units, 512]. arrivals: int32 [units], zero between launches.
+    """
+
+    pooled: Tensor
+    arrivals: Tensor
+
+    def check(self, units: int, kv: Tensor) -> None:
+        """Refuse what is not enough for ``units`` units; metadata only."""
+        checks.require_dtype("compress: workspace.pooled", self.pooled, torch.float32)
+        checks.require_dtype("compress: workspace.arrivals", self.arrivals, torch.int32)
+        for name, tensor in self._asdict().items():
+            checks.require_contiguous(f"compress: workspace.{name}", tensor)
+        expected = (self.arrivals.shape[0], kv_entry.DIM)
+        checks.require_shape("compress: workspace.pooled", self.pooled, expected, "[units, 512]")
+        checks.require_same_device("kv", kv, pooled=self.pooled, arrivals=self.arrivals)
+        if self.arrivals.shape[0] < units:
+            raise checks.OperandValueError(
+                f"compress: workspace: expected at least {units} units, found {self.arrivals.shape[0]}"
+            )
+
+
+def new_workspace(tokens: int, requests: int, device: torch.device | str) -> Workspace:
+    """Enough for passes of up to ``tokens`` tokens of up to ``requests`` requests, at ratio 128."""
+    units = unit_limit(tokens, requests, 128)
+    return Workspace(
+        torch.empty(units, kv_entry.DIM, dtype=torch.float32, device=device),
+        torch.zeros(units, dtype=torch.int32, device=device),
+    )

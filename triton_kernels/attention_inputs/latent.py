@@ -1,0 +1,134 @@
+"""The two latents of an attention layer: q_lora normalised; keys normalised, rotated, packed and stored.
+
+Both are columns of the same product and neither waits for the other (DEEPSEEK_V4.md §3.1, §4.4): a program takes one of
+them for one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import checks
+from ..common.rope import require_norm_weight, require_turns
+from ..common.rounding import round_for
+from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
+from ..hyper_connection.streams import MAX_ROW, normalized
+
+
+class LatentArguments(NamedTuple):
+    """:class:`Latents` as a kernel takes them; strides in elements, PAGE_SIZE and BLOCK constants."""
+
+    q: Tensor
+    q_norm: Tensor
+    q_out: Tensor
+    kv: Tensor
+    kv_norm: Tensor
+    turns: Tensor
+    slots: Tensor
+    pages: Tensor
+    eps: float
+    width: int
+    q_row: int
+    q_out_row: int
+    kv_row: int
+    page_stride: int
+    capacity: int
+    PAGE_SIZE: tl.constexpr
+    BLOCK: tl.constexpr
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What an attention layer reads of its latents in a pass of T tokens, and where it puts them.
+
+    Attributes:
+        q_lora: bf16 or fp32 [T, n], the last dimension contiguous, n up to 16384. q_norm: bf16 or fp32 [n].
+        q_out: bf16 or fp32 [T, n], the last dimension contiguous: ``rms_norm(q_lora, q_norm)``, one rounding.
+        kv: bf16 or fp32 [T, 512], the last dimension contiguous. kv_norm: bf16 or fp32 [512].
+        eps: added to both mean squares.
+        turns: fp32 [T, 64].
+        slots: int32 or int64 [T]; a slot outside the pool is left out.
+        pages, page_size: SGLang's pages of 584-byte entries, in place, as of :func:`kv_entry.norm_rope_store_kv`.
+    """
+
+    q_lora: Tensor
+    q_norm: Tensor
+    q_out: Tensor
+    kv: Tensor
+    kv_norm: Tensor
+    eps: float
+    turns: Tensor
+    slots: Tensor
+    pages: Tensor
+    page_size: int
+
+    @property
+    def tokens(self) -> int:
+        return self.kv.shape[0]
+
+    def check(self) -> None:
+        """Refuse what the kernels cannot read; metadata only."""
+        tokens, width = self.tokens, self.q_lora.shape[-1]
+        for name, tensor, columns in (
+            ("q_lora", self.q_lora, width),
+            ("q_out", self.q_out, width),
+            ("kv", self.kv, DIM),
+        ):
+            checks.require_shape(f"latents: {name}", tensor, (tokens, columns), "[T, n] or [T, 512]")
+            checks.require_dtype(f"latents: {name}", tensor, torch.bfloat16, torch.float32)
+            checks.require_rows(f"latents: {name}", tensor)
+        checks.require_range("latents: columns of q_lora", width, 1, MAX_ROW)
+        require_norm_weight(self.q_norm, width)
+        require_norm_weight(self.kv_norm, DIM)
+        rope = require_turns("latents: turns", self.turns, tokens, DIM)
+        checks.require_one_of("latents: rope_dim of turns", rope, (ROPE_DIM,))
+        checks.require_shape("latents: slots", self.slots, (tokens,), "[T]")
+        checks.require_dtype("latents: slots", self.slots, torch.int32, torch.int64)
+        checks.require_contiguous("latents: slots", self.slots)
+        checks.require_pages("latents: pages", self.pages, page_bytes(self.page_size), self.page_size)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        checks.require_same_device("q_lora", self.q_lora, **tensors)
+
+    def arguments(self) -> LatentArguments:
+        width = self.q_lora.shape[1]
+        return LatentArguments(
+            q=self.q_lora,
+            q_norm=self.q_norm,
+            q_out=self.q_out,
+            kv=self.kv,
+            kv_norm=self.kv_norm,
+            turns=self.turns,
+            slots=self.slots,
+            pages=self.pages,
+            eps=self.eps,
+            width=width,
+            q_row=self.q_lora.stride(0),
+            q_out_row=self.q_out.stride(0),
+            kv_row=self.kv.stride(0),
+            page_stride=self.pages.stride(0),
+            capacity=self.pages.shape[0] * self.page_size,
+            PAGE_SIZE=tl.constexpr(self.page_size),
+            BLOCK=tl.constexpr(triton.next_power_of_2(width)),
+        )
+
+
+@triton.jit
+def store_latent(row, which, of):
+    """The key (``which`` 0) or q_lora (1) of token ``row`` (int64)."""
+    if which == 0:
+        slot = tl.load(of.slots + row).to(tl.int64)
+        at, turn = of.kv + row * of.kv_row, of.turns + row * 64
+        store_row(at, of.kv_norm, turn, slot, of.pages, of.eps, of.page_stride, of.capacity, True, of.PAGE_SIZE)
+    else:
+        BLOCK: tl.constexpr = of.BLOCK
+        column = tl.arange(0, BLOCK)
+        inside = column < of.width
+        value = tl.load(of.q + row * of.q_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        value = tl.reshape(normalized(value, of.q_norm, of.eps, column, inside, of.width, True), (BLOCK,))
+        tl.store(of.q_out + row * of.q_out_row + column, round_for(value, of.q_out), mask=inside)

@@ -1,0 +1,218 @@
+"""Windows of compressed tokens: who closes which, and what becomes of a pooled one (DEEPSEEK_V4.md §4.1, §4.4, §4.5).
+
+The windows of a request that a pass touches are cut into *units*: two each for ratio 4, one for ratio 128. The first
+unit, the *head*, has all windows that may need tokens of earlier passes (of ratio 4 the second window overlaps the
+first), and it writes all state rows in which such history may lie. So what is read before it is overwritten is read
+and overwritten by one program, in that order, whatever the sizes of a pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.rope import mean_square_scale, rotate
+from ..common.rounding import round_for
+from ..entries.index_entry import hadamard128, store_index_row
+from ..entries.kv_entry import store_kv_entry
+from ..plan.batch import Batch
+
+
+class PassArguments(NamedTuple):
+    """A :class:`~.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation."""
+
+    owners: Tensor
+    starts: Tensor
+    bounds: Tensor
+    requests: Tensor
+    slots: Tensor
+    full_to_swa: Tensor
+    frequencies: Tensor
+    slots_row: int
+    tokens: int
+    request_count: int
+
+    @classmethod
+    def of(cls, batch: Batch, frequencies: Tensor) -> PassArguments:
+        return cls(
+            owners=batch.owners,
+            starts=batch.starts,
+            bounds=batch.bounds,
+            requests=batch.requests,
+            slots=batch.slots,
+            full_to_swa=batch.full_to_swa,
+            frequencies=frequencies,
+            slots_row=batch.slots.stride(0),
+            tokens=batch.tokens,
+            request_count=batch.requests.shape[0],
+        )
+
+
+class CompressionArguments(NamedTuple):
+    """A :class:`~.compressor.Compression` as a kernel takes it; strides in elements, N and PAGE_SIZE constants."""
+
+    kv: Tensor
+    score: Tensor
+    state: Tensor
+    ape: Tensor
+    norm: Tensor
+    pages: Tensor
+    eps: float
+    kv_row: int
+    score_row: int
+    state_row: int
+    state_rows: int
+    page_stride: int
+    capacity: int
+    N: tl.constexpr
+    PAGE_SIZE: tl.constexpr
+
+
+def unit_limit(tokens: int, requests: int, ratio: int) -> int:
+    """Units of any pass of so many tokens and requests, at most; one a token at most, in decode exactly.
+
+    A request of k tokens touches at most ⌊(k + 6) / 4⌋ windows of ratio 4, an open one included: ⌊(k + 10) / 8⌋ units;
+    and it closes at most ⌈k / 128⌉ of ratio 128.
+    """
+    if ratio == 4:
+        return min(tokens, (tokens + 10 * requests) // 8)
+    return min(tokens, (tokens + 127 * requests) // 128)
+
+
+@triton.jit
+def span(RATIO: tl.constexpr):
+    """Windows of a unit."""
+    return 2 if RATIO == 4 else 1
+
+
+@triton.jit
+def unit_count(start, end, RATIO: tl.constexpr):
+    """Units of requests that add the positions start .. end − 1.
+
+    For ratio 4 an open window counts, too, since its tokens go into the state; for ratio 128 the head writes them all.
+    """
+    last = (end + 3) // 4 if RATIO == 4 else end // RATIO
+    units = (last - start // RATIO + span(RATIO) - 1) // span(RATIO)
+    return tl.where(end > start, tl.maximum(units, 1), 0)
+
+
+@triton.jit
+def span_of_request(request, batch):
+    """(its first token in the pass, that token's position, the position after its last)."""
+    first, start = tl.load(batch.bounds + request), tl.load(batch.starts + request)
+    return first, start, start + tl.load(batch.bounds + request + 1) - first
+
+
+@triton.jit
+def unit_of_token(token, batch, RATIO: tl.constexpr):
+    """(request, its first window, whether the head, whether there is one) of the unit that belongs to a token.
+
+    The head belongs to its request's first token, any other to the first token of its first window: every unit to
+    one token, whatever the requests' sizes.
+    """
+    request = tl.load(batch.owners + token)
+    first, start, end = span_of_request(request, batch)
+    position = start + token - first
+    window = position // RATIO
+    later = window - start // RATIO
+    begins = (
+        (position % RATIO == 0) & (later % span(RATIO) == 0) & (later // span(RATIO) < unit_count(start, end, RATIO))
+    )
+    is_head = token == first
+    return request, window, is_head, is_head | begins
+
+
+@triton.jit
+def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
+    """(request, its first window, whether the head, whether there is one) of the ``number``-th unit.
+
+    Units are numbered request after request, heads first. PADDED: a power of two, requests or more.
+    """
+    request = tl.arange(0, PADDED)
+    inside = request < batch.request_count
+    start = tl.load(batch.starts + request, mask=inside, other=0)
+    end = start + tl.load(batch.bounds + request + 1, mask=inside, other=0)
+    end -= tl.load(batch.bounds + request, mask=inside, other=0)
+    reached = tl.cumsum(unit_count(start, end, RATIO), 0)
+    owner = tl.sum((reached <= number).to(tl.int32), 0)
+    within = number - tl.max(tl.where(reached <= number, reached, 0), 0)
+    exists = owner < batch.request_count
+    owner = tl.minimum(owner, batch.request_count - 1)
+    return owner, tl.load(batch.starts + owner) // RATIO + within * span(RATIO), within == 0, exists
+
+
+@triton.jit
+def load_rows(new, fresh, old, history, column, other):
+    """fp32 [R, n]: ``column`` of the rows (pointers [R, 1]) at ``fresh`` where new, at ``history`` where old, else
+    ``other``.
+
+    One load if both are of one type: two would need twice the registers while rows are on their way.
+    """
+    if fresh.dtype == history.dtype:
+        at = tl.where(new, fresh + column, history + column)
+        return tl.load(at, mask=new | old, other=other).to(tl.float32)
+    else:
+        values = tl.load(fresh + column, mask=new, other=other).to(tl.float32)
+        return tl.where(new, values, tl.load(history + column, mask=old, other=other).to(tl.float32))
+
+
+@triton.jit
+def pool(values, scores):
+    """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent.
+
+    Eight rows of 512 are added by pairs, those 4 apart first, both sums in one go: a sum of two has no order, so the
+    bits do not depend on how many warps share the rows.
+    """
+    weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
+    if values.shape[0] == 8 and values.shape[1] == 512:
+        both = tl.reshape(tl.join(values * weights, weights), (2, 2, 2, 512, 2))
+        weighted, total = tl.split(tl.sum(tl.sum(tl.sum(both, axis=0), axis=0), axis=0))
+    else:
+        weighted, total = tl.sum(values * weights, axis=0), tl.sum(weights, axis=0)
+    return tl.div_rn(weighted, total)
+
+
+@triton.jit
+def ask_for_entry(call, frequencies):
+    """What :func:`store_entry` reads beside the pooled row: (norm, frequencies). Ask before the window's rows come."""
+    column = tl.arange(0, call.N // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    return tl.load(call.norm + column), tl.load(frequencies + tl.arange(0, 32))
+
+
+@triton.jit
+def store_entry(pooled, norm, frequencies, position, slot, call):
+    """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``call.pages`` holds.
+
+    pooled: fp32 [n/64, 64]. norm, frequencies: of :func:`ask_for_entry`. slot: int64; outside the pool nothing is
+    stored. Pages of uint8 are for packed entries, of 584 bytes for n = 512 and 132 for n = 128 (which are rotated by
+    the Hadamard matrix first); else rows of n.
+    """
+    BLOCKS: tl.constexpr = pooled.shape[0]
+    block = tl.arange(0, BLOCKS)[:, None]
+    column = block * 64 + tl.arange(0, 64)[None, :]
+    scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, call.eps)
+    rows = pooled * scale * norm.to(tl.float32)
+
+    # The last block alone: all that is added to it is zero.
+    is_tail = block == BLOCKS - 1
+    even, odd = tl.split(tl.reshape(tl.sum(tl.where(is_tail, rows, 0.0), axis=0), (32, 2)))
+    angle = position * frequencies
+    even, odd = rotate(even, odd, tl.cos(angle), tl.sin(angle))
+
+    exists = (slot >= 0) & (slot < call.capacity)
+    if call.pages.dtype.element_ty == tl.uint8 and BLOCKS == 8:
+        if exists:
+            store_kv_entry(rows, even, odd, slot, call.pages, call.page_stride, call.PAGE_SIZE)
+    else:
+        rows = tl.where(is_tail, tl.reshape(tl.join(even, odd), (1, 64)), rows)
+        if call.pages.dtype.element_ty == tl.uint8:
+            keys = hadamard128(tl.reshape(rows, (1, 128)))
+            alone = tl.zeros((1,), tl.int64)
+            store_index_row(keys, alone + slot, (alone == 0) & exists, call.pages, call.page_stride, call.PAGE_SIZE)
+        else:
+            page = call.pages + slot // call.PAGE_SIZE * call.page_stride
+            at = page + slot % call.PAGE_SIZE * (BLOCKS * 64) + column
+            tl.store(at, round_for(rows, call.pages), mask=exists)

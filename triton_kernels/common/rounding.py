@@ -1,0 +1,287 @@
+"""Conversions of fp32 to the narrow formats, on the bits: device functions shared by every kernel.
+
+Each equals ``nvfp4_sgl.formats`` bit for bit. They do without Triton's casts, which are not the same everywhere: the
+interpreter truncates fp32 to bf16 and mangles fp32 to E4M3. Where a large constant is added to round, a minimum stands
+before the addition, so that it cannot be fused with a product of the caller's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+UNFUSED = {"enable_fp_fusion": False}
+"""Launch option: a product is rounded before it is added to anything."""
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter."""
+
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
+BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
+"""Largest finite bf16, and its bits as fp32."""
+
+
+@triton.jit
+def finite(x):
+    """NaN → +0, magnitudes above the largest finite bf16 (infinities, too) → that; the sign of zero is kept."""
+    return tl.minimum(tl.maximum(tl.where(x != x, 0.0, x), -BF16_MAX), BF16_MAX)
+
+
+@triton.jit
+def round_to_bf16(x):
+    """fp32 → fp32 that bf16 holds exactly, nearest, ties to even; NaN stays NaN. Follow with ``.to`` bf16.
+
+    The hardware's cast where there is any.
+    """
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x != x, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
+    else:
+        # In pairs: the compiler converts one at a time, at a quarter of the rate.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        ).to(tl.float32)
+
+
+@triton.jit
+def widen(x):
+    """bf16 → fp32. In pairs: the compiler takes them apart for its own cast, and puts them together again to store."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def round_for(x, pointer):
+    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return round_to_bf16(x).to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
+def product(x, y):
+    """fp32 ``x · y``, rounded before it is added to anything, whether or not the launch is ``UNFUSED``."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def signed_sum(x, sign, y):
+    """fp32 ``x · sign + y`` for a sign of 1 or -1: the sum or the difference, rounded once, in one instruction.
+
+    A multiply-add under another name than the compiler gives those that it fuses, which the tests refuse.
+    """
+    if INTERPRETED:
+        return x * sign + y
+    else:
+        return tl.inline_asm_elementwise(
+            "mad.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, sign, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """``1 / x`` of fp32, correctly rounded: what ``div_rn`` gives, for half the instructions."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """int32 E4M3 code (0..255) of fp32 ``x``, no NaN: nearest, ties to even, saturating at ±448; the sign is kept."""
+    if INTERPRETED:
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = (bits + ((bits >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
+        # Below 2^-6 codes count multiples of 2^-9, the spacing of fp32 at 2^14.
+        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 pair;
+            cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, $1;
+            cvt.u32.u16 $0, pair;
+            }
+            """,
+            "=r,f",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def encode_e4m3_bytes(x):
+    """uint8 E4M3 code of fp32 ``x``; NaN gives 0, else as :func:`encode_e4m3`.
+
+    In fours where there is hardware: two conversions for them rather than four, and one word to store. NaN is told by
+    its code, 0x7F, which no number has after saturation.
+    """
+    if INTERPRETED:
+        return encode_e4m3(tl.where(x != x, 0.0, x)).to(tl.uint8)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            .reg .b32 codes, nan;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 codes, {low, high};
+            and.b32 nan, codes, 0x7F7F7F7F;
+            add.u32 nan, nan, 0x01010101;
+            prmt.b32 nan, nan, nan, 0xBA98;
+            not.b32 nan, nan;
+            and.b32 $0, codes, nan;
+            }
+            """,
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def decode_e4m3(code):
+    """fp32 value of a non-negative int32 E4M3 code (0..126), exact."""
+    # Exponent and mantissa where fp32 has them, subnormal codes as subnormal numbers; the biases differ by 120.
+    return (code << 20).to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def encode_e2m1(x):
+    """int32 E2M1 code (0..15) of fp32 ``x``, no NaN: nearest, ties to the even code, saturating at ±6; sign kept."""
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # From 1 on: round to one bit of mantissa, and count from code 2 = 1.0. The constants are one.
+    large = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
+    # Below 1 codes count halves, the spacing of fp32 at 2^22.
+    small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    return tl.where(magnitude < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _e2m1_magnitude(x):
+    """int32 whose low byte is the E2M1 code of ``|x|``, 0..7, by sums alone: comparisons run at half their rate.
+
+    The code is ``4 sat(y) + 2 sat(y - 1) + sat(y - 2)`` of ``y = |x| / 2``, rounded to an integer, sat the clamp to
+    [0, 1]; each term reaches its end, an even code, before the next begins. The terms are exact where they count, and
+    added to 2^23, where fp32 counts integers, each addition rounds to nearest, ties to even.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 magnitude, part, sum;
+        abs.f32 magnitude, $1;
+        mul.rn.ftz.sat.f32 part, magnitude, 0f3F000000;
+        fma.rn.ftz.f32 sum, part, 0f40800000, 0f4B000000;
+        fma.rn.ftz.sat.f32 part, magnitude, 0f3F000000, 0fBF800000;
+        fma.rn.ftz.f32 sum, part, 0f40000000, sum;
+        fma.rn.ftz.sat.f32 part, magnitude, 0f3F000000, 0fC0000000;
+        add.rn.ftz.f32 sum, sum, part;
+        mov.b32 $0, sum;
+        }
+        """,
+        "=r,f",
+        [x],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7):
+    """int32 of the E2M1 codes of eight fp32, given their magnitudes' codes; see :func:`_e2m1_magnitude`."""
+    b0 = _e2m1_magnitude(x1) * 16 + _e2m1_magnitude(x0)
+    b1 = _e2m1_magnitude(x3) * 16 + _e2m1_magnitude(x2)
+    b2 = _e2m1_magnitude(x5) * 16 + _e2m1_magnitude(x4)
+    b3 = _e2m1_magnitude(x7) * 16 + _e2m1_magnitude(x6)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, codes, even, odd;
+        prmt.b32 low, $1, $2, 0x0040;
+        prmt.b32 high, $3, $4, 0x0040;
+        prmt.b32 codes, low, high, 0x5410;
+        prmt.b32 low, $5, $7, 0x0073;
+        prmt.b32 high, $9, $11, 0x0073;
+        prmt.b32 even, low, high, 0x5410;
+        prmt.b32 low, $6, $8, 0x0073;
+        prmt.b32 high, $10, $12, 0x0073;
+        prmt.b32 odd, low, high, 0x5410;
+        shr.u32 even, even, 4;
+        lop3.b32 codes, codes, even, 0x08080808, 0xF8;
+        lop3.b32 $0, codes, odd, 0x80808080, 0xF8;
+        }
+        """,
+        "=r,r,r,r,r,f,f,f,f,f,f,f,f",
+        [b0, b1, b2, b3, x0, x1, x2, x3, x4, x5, x6, x7],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7):
+    """int32 of the E2M1 codes of eight fp32, the first in the lowest nibble; each as :func:`encode_e2m1`."""
+    if INTERPRETED:
+        low = encode_e2m1(x0) | (encode_e2m1(x1) << 4) | (encode_e2m1(x2) << 8) | (encode_e2m1(x3) << 12)
+        high = encode_e2m1(x4) | (encode_e2m1(x5) << 4) | (encode_e2m1(x6) << 8) | (encode_e2m1(x7) << 12)
+        return low | (high << 16)
+    elif tl.target_info.cuda_capability_geq(10, 0):
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b8 b0, b1, b2, b3;
+            cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1;
+            cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;
+            cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5;
+            cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;
+            mov.b32 $0, {b0, b1, b2, b3};
+            }
+            """,
+            "=r,f,f,f,f,f,f,f,f",
+            [x0, x1, x2, x3, x4, x5, x6, x7],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7)
+
+
+@triton.jit
+def encode_ue8m0_ceil(x):
+    """int32 UE8M0 byte of the smallest power of two not below fp32 ``x``; x must be normal and at most 2^127."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def reciprocal_ue8m0(byte):
+    """fp32 2^(127 − byte) of an int32 UE8M0 byte, 0..253, exact."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,179 @@
+"""Key-value entries of 584 bytes in SGLang's pages: normalise, rotate, pack and store (DEEPSEEK_V4.md §4.4).
+
+The format is that of ``nvfp4_sgl.formats.kv_entry``, bit for bit. A row of 512: the first 448 as E4M3 in 7 blocks of
+64, each with a UE8M0 scale; the last 64, which carry the rotation, as bf16::
+
+    data   576 bytes: 448 × e4m3 | 64 × bf16
+    scales   8 bytes: 7 × ue8m0  | one byte 0
+
+A page of P rows is P × 576 bytes of data, then P × 8 of scales, rounded up to a multiple of 576; slot = page · P + row.
+Rows are quantised from fp32, without a rounding to bf16 on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import checks
+from ..common.overlap import OVERLAPPED, after_previous
+from ..common.rope import load_turns, mean_square_scale, require_norm_weight, require_turns, rotate
+from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
+
+DIM = 512
+ROPE_DIM = 64
+DATA_BYTES = 576
+ENTRY_BYTES = 584
+
+VALUE_MAX = tl.constexpr(1.875 * 2.0**127)
+"""The largest multiple of a scale that is finite in fp32 when read back."""
+AMAX_FLOOR = tl.constexpr(1e-4)
+INVERSE_E4M3_MAX = tl.constexpr(1.0 / 448.0)
+"""Rounded to fp32 it gives the exponent of the exact quotient for every fp32 maximum."""
+
+
+def page_bytes(page_size: int) -> int:
+    """Bytes of a page of ``page_size`` entries."""
+    return -(-page_size * ENTRY_BYTES // DATA_BYTES) * DATA_BYTES
+
+
+@triton.jit
+def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: tl.constexpr):
+    """Pack one row and store it.
+
+    values: fp32 [8, 64], the row; its last 64 are ignored. even, odd: fp32 [32] each, the row's last 64, pair by pair.
+    slot: int64, inside the pool. pages_ptr: uint8, an even address; page_stride: even.
+    """
+    values = tl.minimum(tl.maximum(finite(values), -VALUE_MAX), VALUE_MAX)
+    amax = tl.maximum(tl.max(tl.abs(values), axis=1), AMAX_FLOOR)
+    exponent = encode_ue8m0_ceil(amax * INVERSE_E4M3_MAX)
+    codes = encode_e4m3_bytes(values * reciprocal_ue8m0(exponent)[:, None])
+
+    page = pages_ptr + slot // PAGE_SIZE * page_stride
+    data = page + slot % PAGE_SIZE * 576
+    block = tl.arange(0, 8)
+    column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(data + column, codes, mask=column < 448)
+
+    tail = tl.reshape(tl.join(round_to_bf16(finite(even)), round_to_bf16(finite(odd))), (64,)).to(tl.bfloat16)
+    tl.store((data + 448).to(tl.pointer_type(tl.bfloat16), bitcast=True) + tl.arange(0, 64), tail)
+    scales = page + PAGE_SIZE * 576 + slot % PAGE_SIZE * 8
+    tl.store(scales + block, tl.where(block < 7, exponent, 0).to(tl.uint8))
+
+
+@triton.jit
+def store_row(
+    x, weight, turns, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if so; nothing for a slot outside."""
+    # All is asked for at once, and before the slot is known: a row is short, and most of its time is waiting.
+    column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tail = 448 + tl.arange(0, 64)
+    row, last = tl.load(x + column), tl.load(x + tail)
+    if NORM_ROPE:
+        weights, last_weights = tl.load(weight + column), tl.load(weight + tail)
+        cos, sin = load_turns(turns, 32)
+    values = row.to(tl.float32)
+    even, odd = tl.split(tl.reshape(last.to(tl.float32), (32, 2)))
+    if NORM_ROPE:
+        square_sum = tl.sum(tl.sum(values * values, axis=1), axis=0)
+        scale = mean_square_scale(square_sum, 512.0, eps)
+        values = values * scale * weights.to(tl.float32)
+        even_weight, odd_weight = tl.split(tl.reshape(last_weights.to(tl.float32), (32, 2)))
+        even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
+    if (slot >= 0) & (slot < capacity):
+        store_kv_entry(values, even, odd, slot, pages, page_stride, PAGE_SIZE)
+
+
+@triton.jit
+def _store_kernel(
+    x,
+    weight,
+    turns,
+    slots,
+    pages,
+    eps,
+    x_row,
+    page_stride,
+    capacity,
+    NORM_ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    store_row(x + row * x_row, weight, turns + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE)
+
+
+def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
+    """Pack finished rows into their slots.
+
+    Args:
+        rows: bf16 or fp32 [T, 512], the last dimension contiguous.
+        slots: int32 or int64 [T], distinct; a slot outside the pool (−1 for padding) is left out.
+        pages: uint8 [pages, >= page_bytes(page_size)], rows contiguous, in place; other bytes are left alone.
+        page_size: entries of a page.
+
+    Rounding: bit-equal to ``kv_entry.pack``. Floor: T·(2·512 + 584) bytes for bf16 rows.
+    """
+    _launch(rows, None, 0.0, None, slots, pages, page_size)
+
+
+def norm_rope_store_kv(
+    x: Tensor, weight: Tensor, eps: float, turns: Tensor, slots: Tensor, pages: Tensor, page_size: int
+) -> None:
+    """Root-mean-square normalisation, rotation, packing and store of new keys.
+
+    Args:
+        x: bf16 or fp32 [T, 512], the last dimension contiguous: the key projection.
+        weight: bf16 or fp32 [512], ``kv_norm``. eps: added to the mean square.
+        turns: fp32 [T, 64] from ``rope.rope_turns``.
+        slots, pages, page_size: as in :func:`store_kv_entries`.
+
+    Rounding: fp32 up to the format's own. The sum of squares has an order of its own, so a normalised value may differ
+    from the reference's by 2 units in the last place of fp32, and with it, next to a tie, a code by one.
+    Floor: T·(2·512 + 584) bytes for bf16 keys, weight and turns aside.
+    """
+    require_norm_weight(weight, DIM)
+    rope = require_turns("turns", turns, x.shape[0], DIM)
+    checks.require_one_of("rope_dim of turns", rope, (ROPE_DIM,))
+    _launch(x, weight, eps, turns, slots, pages, page_size)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    turns: Tensor | None,
+    slots: Tensor,
+    pages: Tensor,
+    page_size: int,
+) -> None:
+    checks.require_dtype("rows", x, torch.bfloat16, torch.float32)
+    checks.require_shape("rows", x, (x.shape[0], DIM), "[T, 512]")
+    checks.require_rows("rows", x)
+    rows = x.shape[0]
+    checks.require_shape("slots", slots, (rows,), "[T]")
+    checks.require_dtype("slots", slots, torch.int32, torch.int64)
+    checks.require_contiguous("slots", slots)
+    checks.require_pages("pages", pages, page_bytes(page_size), page_size)
+    checks.require_same_device("rows", x, weight=weight, turns=turns, slots=slots, pages=pages)
+    if rows:
+        _store_kernel[(rows,)](
+            x,
+            x if weight is None else weight,
+            x if turns is None else turns,
+            slots,
+            pages,
+            eps,
+            x.stride(0),
+            pages.stride(0),
+            pages.shape[0] * page_size,
+            weight is not None,
+            page_size,
+            num_warps=1,
+            **UNFUSED,
+            **OVERLAPPED,
+        )

@@ -1,0 +1,93 @@
+"""The sum of what a token's experts give (DEEPSEEK_V4.md §6)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.checks import (
+    OperandValueError,
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from ..common.overlap import OVERLAPPED, after_previous
+from ..common.rounding import round_for
+
+
+@triton.jit
+def _finalize(
+    rows, destination, weights, shared, out, d, row_stride, shared_stride,
+    TOPK: tl.constexpr, WEIGHTED: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    after_previous()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = column < d
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for k in tl.static_range(TOPK):
+        row = tl.load(destination + token * TOPK + k).to(tl.int64)
+        value = tl.load(rows + row * row_stride + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + token * TOPK + k)
+        total += value
+    if SHARED:
+        total += tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * d + column, round_for(total, out), mask=inside)
+
+
+def finalize(
+    rows: Tensor,
+    destination: Tensor,
+    weights: Tensor | None,
+    out: Tensor,
+    *,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """Sum each token's rows: ``sum_k weights_k rows[destination_k] (+ shared)``.
+
+    Args:
+        rows: [padded rows, d] bf16 or fp32, the experts' outputs. Padding is not read.
+        destination: int32 [T, k]; a pair with −1 adds nothing.
+        weights: fp32 [T, k], or ``None`` where the rows are weighted already.
+        out: bf16 or fp32 [T, d], contiguous.
+        shared: bf16 or fp32 [T, d], the shared expert's output where that is not among the rows.
+
+    Rounding: fp32, in the order of k, the shared expert last; one rounding to the output dtype.
+    """
+    op = "finalize"
+    require_dimensions(f"{op}: rows", rows, 2, "[padded rows, d]")
+    require_dimensions(f"{op}: destination", destination, 2, "[tokens, topk]")
+    d = rows.shape[1]
+    tokens, topk = destination.shape
+    require_dtype(f"{op}: destination", destination, torch.int32)
+    require_contiguous(f"{op}: destination", destination)
+    require_shape(f"{op}: out", out, (tokens, d), "[tokens, d]")
+    require_contiguous(f"{op}: out", out)
+    for name, tensor in {"rows": rows, "out": out, "shared": shared}.items():
+        if tensor is not None:
+            require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
+            require_rows(f"{op}: {name}", tensor)
+            require_same_device("destination", destination, **{f"{op}: {name}": tensor})
+    if weights is not None:
+        require_shape(f"{op}: weights", weights, (tokens, topk), "[tokens, topk]")
+        require_dtype(f"{op}: weights", weights, torch.float32)
+        require_contiguous(f"{op}: weights", weights)
+        require_same_device("destination", destination, **{f"{op}: weights": weights})
+    if shared is not None:
+        require_shape(f"{op}: shared", shared, (tokens, d), "[tokens, d]")
+    if d == 0:
+        raise OperandValueError(f"{op}: rows: expected at least one column, found shape {tuple(rows.shape)}")
+    if tokens:
+        block = min(triton.next_power_of_2(d), 1024)
+        _finalize[(tokens, triton.cdiv(d, block))](
+            rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
+            TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
+            **OVERLAPPED,
+        )  # fmt: skip
+    return out

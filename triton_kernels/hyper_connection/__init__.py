@@ -1,0 +1,1 @@
+"""Manifold-constrained hyper-connections (mHC) and the residual streams they mix."""

@@ -1,0 +1,369 @@
+"""The kernel of an mHC site: streams are mixed, multiplied with ``fn``, collapsed and normalised in one launch.
+
+A program has one of three tasks, for one block of tokens (DEEPSEEK_V4.md §2):
+
+* a *mixer* has a part of d: it writes the next streams, multiplies them with ``fn`` while they are in registers, leaves
+  its part of the products and of the sum of squares in ``parts``, and counts itself in;
+* a *collapser* waits until all mixers of the block are counted in, sums the parts in a fixed order, and collapses,
+  normalises and, if wanted, quantises one row or several: it reads the streams, from L2;
+* a *balancer* waits likewise, and computes post and comb for the next site: Sinkhorn takes as long as all that is done
+  to a row, and nothing in the row needs it. The final collapse has none.
+
+A block's *followers*, its collapsers and balancers, come ``lag`` blocks of mixers after its own: so that they hardly
+ever wait, but before so much more has been written that L2 has lost the block.
+
+Waiting cannot block the device. Only followers wait, for mixers alone, and mixers wait for nobody. With TICKETS a
+program's task goes by a ticket that it takes when it begins, and the block's mixers have lower ones than its followers:
+whoever waits does so for programs that have begun. A ticket costs the way to L2 and back, so where there are few
+followers tasks go by the program's number: fewer wait than the chip has multiprocessors, and mixers find a place.
+
+Counters: int32, one for the tickets, then one a block, up to the number of its mixers, and from there on up by the
+followers that wait no longer. Who takes the last ticket, and the last of a block's programs, leave zero. No result
+depends on the order of programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from ..common.overlap import after_previous
+from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
+from ..quantize.nvfp4 import load_halves, store_halves, store_quantized_row
+from .sinkhorn import collapse_weights, store_post_and_comb
+
+COLUMNS = tl.constexpr(32)
+"""Columns of the products: the rows of ``fn``, the sum of squares, padding."""
+
+
+@triton.jit
+def _products(x, at, mask, size):
+    """``x @ weight^T`` from bf16 x [T, K] and fp32 weight [N, K], products exact, sums fp32."""
+    if not INTERPRETED and not (x.shape[0] >= 64 and target_info.cuda_capability_geq(10, 0)):
+        # Keeps the compiler from computing x a second time in the layout that the tensor core wants, which costs
+        # more registers than there are. tcgen05, taken from 64 rows on, reads x from shared memory.
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    total = tl.zeros((x.shape[0], 32), tl.float32)
+    for part in tl.static_range(3):
+        weight = tl.load(at + part * size, mask=mask, other=0.0)
+        if INTERPRETED:
+            total = tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total)
+    return total
+
+
+@triton.jit
+def _side_by_side(x0, x1, x2, x3):
+    """Four [N, K] as [N, 4 * K], one after another: a thread's neighbours in a row stay together."""
+    joined = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+    return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (x0.shape[0], 4 * x0.shape[1]))
+
+
+@triton.jit
+def as_fp32(x):
+    """bf16 or fp32 as fp32."""
+    if x.dtype == tl.bfloat16:
+        return widen(x)
+    else:
+        return x
+
+
+@triton.jit
+def mixed(h, x0, x1, x2, x3, post, c0, c1, c2, c3):
+    """``post_k h + sum_j comb[j, k] x_j`` of one stream k; all fp32, and fused alike wherever it is computed."""
+    return tl.fma(post, h, tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0))))
+
+
+@triton.jit
+def _task(counters, blocks, splits, followers, lag, TICKETS: tl.constexpr):
+    """This program's block, and its number among the block's: mixers first, then collapsers, then balancers.
+
+    The launch's order: mixers of ``lag`` blocks; then the mixers of a block and the followers of that ``lag`` earlier,
+    block by block; then the rest of the followers.
+    """
+    if TICKETS:
+        number = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
+        if number == tl.num_programs(0) - 1:
+            tl.store(counters, 0)
+    else:
+        number = tl.program_id(0)
+    ahead = lag * splits
+    both = splits + followers
+    last = ahead + (blocks - lag) * both
+    if number < ahead:
+        block, task = number // splits, number % splits
+    elif number < last:
+        task = (number - ahead) % both
+        block = (number - ahead) // both + tl.where(task < splits, lag, 0)
+    else:
+        block, task = blocks - lag + (number - last) // followers, splits + (number - last) % followers
+    return block, task
+
+
+@triton.jit
+def _wait(arrivals, splits):
+    """Until all mixers of a block are counted in: from here on their stores are seen by loads that bypass L1."""
+    while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < splits:
+        pass
+
+
+@triton.jit
+def _leave(arrivals, programs):
+    """Count a program in that waits no longer; the last of the block's ``programs`` leaves zero."""
+    if tl.atomic_add(arrivals, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(arrivals, 0)
+
+
+@triton.jit
+def _mix(
+    streams, output, post, comb, fn, next_streams, parts, block, split, tokens, d, d_per_split,
+    POST: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One part of d of a block's tokens."""
+    first = block.to(tl.int64) * BLOCK_T
+    # From here on tokens count from the block's first: offsets within it fit int32.
+    token = tl.arange(0, BLOCK_T)
+    here = token < tokens - first
+    streams += first * 4 * d
+    next_streams += first * 4 * d
+    row = tl.arange(0, COLUMNS)
+    total = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    if POST:
+        output += first * d
+        post += first * 4
+        comb += first * 16
+        p0 = tl.load(post + token * 4, mask=here, other=0.0)[:, None]
+        p1 = tl.load(post + token * 4 + 1, mask=here, other=0.0)[:, None]
+        p2 = tl.load(post + token * 4 + 2, mask=here, other=0.0)[:, None]
+        p3 = tl.load(post + token * 4 + 3, mask=here, other=0.0)[:, None]
+        c = comb + token * 16
+        c00 = tl.load(c, mask=here, other=0.0)[:, None]
+        c01 = tl.load(c + 1, mask=here, other=0.0)[:, None]
+        c02 = tl.load(c + 2, mask=here, other=0.0)[:, None]
+        c03 = tl.load(c + 3, mask=here, other=0.0)[:, None]
+        c10 = tl.load(c + 4, mask=here, other=0.0)[:, None]
+        c11 = tl.load(c + 5, mask=here, other=0.0)[:, None]
+        c12 = tl.load(c + 6, mask=here, other=0.0)[:, None]
+        c13 = tl.load(c + 7, mask=here, other=0.0)[:, None]
+        c20 = tl.load(c + 8, mask=here, other=0.0)[:, None]
+        c21 = tl.load(c + 9, mask=here, other=0.0)[:, None]
+        c22 = tl.load(c + 10, mask=here, other=0.0)[:, None]
+        c23 = tl.load(c + 11, mask=here, other=0.0)[:, None]
+        c30 = tl.load(c + 12, mask=here, other=0.0)[:, None]
+        c31 = tl.load(c + 13, mask=here, other=0.0)[:, None]
+        c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
+        c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
+    for start in tl.range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D, num_stages=STAGES):
+        # The tensor core takes the columns of all streams at a time: each product with it waits for the one before.
+        k = tl.arange(0, 4 * BLOCK_D)
+        if POST:
+            column = start + tl.arange(0, BLOCK_D)
+            mask = here[:, None] & ((column < d) | EVEN)[None, :]
+            at = token[:, None] * (4 * d) + column[None, :]
+            x0 = widen(tl.load(streams + at, mask=mask, other=0.0))
+            x1 = widen(tl.load(streams + at + d, mask=mask, other=0.0))
+            x2 = widen(tl.load(streams + at + 2 * d, mask=mask, other=0.0))
+            x3 = widen(tl.load(streams + at + 3 * d, mask=mask, other=0.0))
+            h = as_fp32(tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0))
+            y0 = round_for(mixed(h, x0, x1, x2, x3, p0, c00, c10, c20, c30), next_streams)
+            y1 = round_for(mixed(h, x0, x1, x2, x3, p1, c01, c11, c21, c31), next_streams)
+            y2 = round_for(mixed(h, x0, x1, x2, x3, p2, c02, c12, c22, c32), next_streams)
+            y3 = round_for(mixed(h, x0, x1, x2, x3, p3, c03, c13, c23, c33), next_streams)
+            tl.store(next_streams + at, y0, mask=mask)
+            tl.store(next_streams + at + d, y1, mask=mask)
+            tl.store(next_streams + at + 2 * d, y2, mask=mask)
+            tl.store(next_streams + at + 3 * d, y3, mask=mask)
+            x = _side_by_side(y0, y1, y2, y3)
+            # BLOCK_D columns of stream after stream.
+            within = start + k % BLOCK_D
+            column = k // BLOCK_D * d + within
+            inside = (within < d) | EVEN
+        else:
+            # A token's streams are one row.
+            column = 4 * start + k
+            inside = (column < 4 * d) | EVEN
+            at = token[:, None] * (4 * d) + column[None, :]
+            x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
+        at = row[:, None] * (4 * d) + column[None, :]
+        w_mask = (row < ROWS)[:, None] & inside[None, :]
+        # The tensor core cuts a sum off where fp32 would round it; over thousands of additions that is a drift, so
+        # the long sum is not left to it.
+        total += _products(x, fn + at, w_mask, ROWS * 4 * d)
+        values = widen(x)
+        squares += tl.sum(values * values, axis=1)
+    total = tl.where((row == ROWS)[None, :], squares[:, None], total)
+    parts += (split.to(tl.int64) * tokens + first) * COLUMNS
+    tl.store(parts + token[:, None] * COLUMNS + row[None, :], total, mask=here[:, None])
+
+
+@triton.jit
+def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
+def _load_parts(parts, row, tokens, splits, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """Of the rows ``row`` (int64 [R]) the parts of *pre* and of the sum of squares: five fp32 [R, BLOCK_SPLITS]."""
+    part = tl.arange(0, BLOCK_SPLITS)
+    at = parts + (part.to(tl.int64)[None, :] * tokens + row[:, None]) * COLUMNS
+    mask = (part < splits)[None, :] & (row < tokens)[:, None]
+    return (
+        tl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(at + 1, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(at + 2, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(at + 3, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(at + ROWS, mask=mask, other=0.0, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
+def _load_streams(streams, token, d, BLOCKS: tl.constexpr):
+    """A row of each stream, as :func:`nvfp4.load_halves` has them."""
+    at = streams + token * (4 * d)
+    first0, last0 = load_halves(at, d, BLOCKS, ".cg")
+    first1, last1 = load_halves(at + d, d, BLOCKS, ".cg")
+    first2, last2 = load_halves(at + 2 * d, d, BLOCKS, ".cg")
+    first3, last3 = load_halves(at + 3 * d, d, BLOCKS, ".cg")
+    return first0, last0, first1, last1, first2, last2, first3, last3
+
+
+@triton.jit
+def _finish_row(
+    first, last, weight, out, codes, block_scales, row_scale, constant, token, d, norm_eps,
+    NORM: tl.constexpr, QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Round, normalise and store a collapsed row."""
+    first, last = round_to_bf16(first), round_to_bf16(last)
+    if NORM:
+        # The row as the sublayer would read it: the statistics are those of the rounded values.
+        inverse_rms = tl.rsqrt(tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / d + norm_eps)
+        first_weight, last_weight = load_halves(weight, d, BLOCKS)
+        first = round_to_bf16(first * inverse_rms * first_weight)
+        last = round_to_bf16(last * inverse_rms * last_weight)
+    store_halves(out + token * d, first.to(tl.bfloat16), last.to(tl.bfloat16), d, BLOCKS)
+    if QUANTIZE:
+        store_quantized_row(
+            first, last, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16,
+            d // 16, CONSTANT, TILE, BLOCKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _collapse(
+    streams, parts, base, scale, weight, out, codes, block_scales, row_scale, constant, arrivals, programs, first, rows,
+    tokens, d, splits, mean_of, hc_eps, norm_eps,
+    ROWS: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr,
+    COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """``rows`` rows from ``first`` (int64) on, COLLAPSED at most."""
+    index = tl.arange(0, COLLAPSED)
+    if COLLAPSED == 1:
+        # Ahead of the coefficients, so that they are computed while these arrive.
+        x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
+    sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
+    _leave(arrivals, programs)
+    s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
+    inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
+    p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
+    for row in tl.range(0, rows):
+        if COLLAPSED > 1:
+            x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first + row, d, BLOCKS)
+        w0 = tl.sum(tl.where(index == row, p0, 0.0), axis=0)
+        w1 = tl.sum(tl.where(index == row, p1, 0.0), axis=0)
+        w2 = tl.sum(tl.where(index == row, p2, 0.0), axis=0)
+        w3 = tl.sum(tl.where(index == row, p3, 0.0), axis=0)
+        _finish_row(
+            (w0 * x0 + w1 * x1) + (w2 * x2 + w3 * x3), (w0 * y0 + w1 * y1) + (w2 * y2 + w3 * y3), weight, out, codes,
+            block_scales, row_scale, constant, first + row, d, norm_eps, NORM, QUANTIZE, CONSTANT, TILE, BLOCKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _balance(
+    parts, sums, base, scale, post, comb, first, tokens, splits, mean_of, hc_eps, norm_eps,
+    ROWS: tl.constexpr, ITERATIONS: tl.constexpr, BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Post and comb of BALANCED tokens from ``first`` (int64) on."""
+    # So many splits at a time as leave a program few values in each thread.
+    CHUNK: tl.constexpr = max(1, min(BLOCK_SPLITS, 256 // BALANCED))
+    token = first + tl.arange(0, BALANCED)
+    here = token < tokens
+    column = tl.arange(0, COLUMNS)
+    at = token[:, None] * COLUMNS + column[None, :]
+    total = tl.zeros((BALANCED, COLUMNS), tl.float32)
+    part = tl.arange(0, CHUNK)
+    for start in range(0, splits, CHUNK):
+        mask = here[None, :, None] & (start + part < splits)[:, None, None]
+        offset = ((start + part).to(tl.int64) * tokens * COLUMNS)[:, None, None] + at[None, :, :]
+        total += tl.sum(tl.load(parts + offset, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
+    tl.store(sums + at, total, mask=here[:, None])
+    tl.debug_barrier()
+    # Lanes beyond the last token compute what that one does.
+    token = tl.minimum(token, tokens - 1)
+    sums += token * COLUMNS
+    inverse_rms = tl.rsqrt(tl.load(sums + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
+    store_post_and_comb(sums, inverse_rms, base, scale, post + token * 4, comb + token * 16, here, hc_eps, ITERATIONS)
+
+
+@triton.jit(do_not_specialize=["tokens", "splits", "lag"])
+def site_kernel(
+    streams, output, post, comb, fn, base, scale, weight, next_streams, out, codes, block_scales, row_scale, constant,
+    parts, sums, counters, tokens, d, d_per_split, splits, lag, hc_eps, norm_eps,
+    POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
+    CONSTANT: tl.constexpr, TILE: tl.constexpr, TICKETS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr, BALANCED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: for each block of BLOCK_T tokens ``splits`` mixers, and :func:`followers` of them.
+
+    POST: ``output`` is mixed into the streams first; else ``next_streams`` is ``streams``, and nothing is stored there.
+    ROWS: of ``fn``; 4 for the final collapse. TILE: rows that share a row of atoms of ``block_scales``. EVEN: BLOCK_D
+    divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``.
+    BLOCKS: of 16, that hold d.
+    """
+    after_previous()
+    HEAD: tl.constexpr = ROWS == 4
+    largest = tl.minimum(tokens, BLOCK_T)
+    collapsers = tl.cdiv(largest, COLLAPSED)
+    balancers = 0 if HEAD else tl.cdiv(largest, BALANCED)
+    block, task = _task(counters, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
+    arrivals = counters + 1 + block
+    if task < splits:
+        _mix(
+            streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, ROWS,
+            EVEN, BLOCK_T, BLOCK_D, STAGES,
+        )  # fmt: skip
+        # All that the program stored lies in memory before it is counted in.
+        tl.debug_barrier()
+        tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+    else:
+        # The last block may have fewer tokens, and so fewer programs that do anything.
+        first = block.to(tl.int64) * BLOCK_T
+        count = tl.minimum(tokens - block * BLOCK_T, BLOCK_T)
+        programs = splits + tl.cdiv(count, COLLAPSED)
+        if not HEAD:
+            programs += tl.cdiv(count, BALANCED)
+        mean_of = 4 * d
+        task -= splits
+        if task < collapsers:
+            begin = task * COLLAPSED
+            if begin < count:
+                _wait(arrivals, splits)
+                _collapse(
+                    next_streams, parts, base, scale, weight, out, codes, block_scales, row_scale, constant, arrivals,
+                    programs, first + begin, min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps,
+                    norm_eps, ROWS, NORM, QUANTIZE, CONSTANT, TILE, COLLAPSED, BLOCK_SPLITS, BLOCKS,
+                )  # fmt: skip
+        elif not HEAD:
+            begin = (task - collapsers) * BALANCED
+            if begin < count:
+                _wait(arrivals, splits)
+                _leave(arrivals, programs)
+                _balance(
+                    parts, sums, base, scale, post, comb, first + begin, tokens, splits, mean_of, hc_eps, norm_eps,
+                    ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,
+                )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The lightning indexer: queries, scores, selection of the best entries."""

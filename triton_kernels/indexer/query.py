@@ -1,0 +1,162 @@
+"""Queries of the lightning indexer as they meet the cached keys (DEEPSEEK_V4.md §5).
+
+Raw projections become what scores are made of: the last 64 of a head's 128 are turned, the head is rotated by the
+Hadamard matrix and packed as E4M3 with one scale (``index_entry``); the scale is positive, so it goes into the head's
+weight. The kernel of the scores does so itself where a query has few programs; else it is a launch of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import checks
+from ..common.overlap import OVERLAPPED, after_previous
+from ..common.rope import require_turns, rotate
+from ..common.rounding import UNFUSED, round_to_bf16, widen
+from ..entries.index_entry import DIM, hadamard128, pack_index_row
+
+ROPE_DIM = 64
+
+
+@triton.jit
+def _half(q, head, stride, heads, RUN: tl.constexpr):
+    """[64 / RUN, R, RUN]: 64 dimensions of heads (int [R]) from ``q`` on; 0 beyond the heads."""
+    dim = tl.arange(0, 64 // RUN)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    at = q + head.to(tl.int64)[None, :, None] * stride + dim
+    return tl.load(at, mask=(head < heads)[None, :, None], other=0.0)
+
+
+@triton.jit
+def _rounded(x):
+    """fp32 of ``x``, bf16 or fp32, as bf16 holds it."""
+    if x.dtype == tl.bfloat16:
+        return widen(x)
+    else:
+        return widen(round_to_bf16(x).to(tl.bfloat16))
+
+
+@triton.jit
+def prepare_heads(q, q_head, weights, turns, factor, head, heads, PACKED: tl.constexpr, RUN: tl.constexpr):
+    """(query [R, 128], weight fp32 [R]) of heads (int [R]) of one token; what lies beyond ``heads`` is zero.
+
+    q, weights, turns: at the token. PACKED: the query is E4M3, its scale in the weight; else bf16, turned only. R is a
+    power of two. RUN: neighbouring dimensions that go to neighbouring threads, 16 or 32: with ``8 · threads / R`` a
+    thread holds one head at the same few of every RUN dimensions, and all but one or two of the Hadamard matrix's
+    butterflies stay inside it. Launch with ``UNFUSED``.
+    """
+    HEADS: tl.constexpr = head.shape[0]
+    RUNS: tl.constexpr = 64 // RUN
+    plain, rotary = _half(q, head, q_head, heads, RUN), _half(q + 64, head, q_head, heads, RUN)
+    # Without it the compiler asks for one half when it is done with the other.
+    tl.debug_barrier()
+    even, odd = tl.split(tl.reshape(_rounded(rotary), (RUNS, HEADS, RUN // 2, 2)))
+    # For each head again, so that a thread has its turns beside its values; else all values would go to the turns.
+    dim = tl.arange(0, RUNS)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    turn = tl.load(turns + dim + tl.zeros((RUNS, HEADS, RUN), tl.int32))
+    cos, sin = tl.split(tl.reshape(turn, (RUNS, HEADS, RUN // 2, 2)))
+    even, odd = rotate(even, odd, cos, sin)
+    rotary = tl.reshape(tl.join(_rounded(even), _rounded(odd)), (RUNS, HEADS, RUN))
+    halves = tl.join(_rounded(plain), rotary)
+    values = tl.reshape(tl.permute(halves, (1, 3, 0, 2)), (HEADS, 128))
+    weight = tl.load(weights + head, mask=head < heads, other=0.0).to(tl.float32) * factor
+    if PACKED:
+        code, scale = pack_index_row(hadamard128(values))
+        return code.to(tl.float8e4nv, bitcast=True), weight * scale
+    else:
+        return values.to(tl.bfloat16), weight
+
+
+def run_length(heads: int, warps: int) -> int:
+    """``RUN`` for programs of so many heads and warps."""
+    return 16 if 8 * 32 * warps // heads <= 16 else 32
+
+
+@triton.jit
+def _query_kernel(
+    q,
+    q_token,
+    q_head,
+    weights,
+    weights_token,
+    turns,
+    factor,
+    queries,
+    scaled,
+    heads,
+    HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    after_previous()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    inside = head < heads
+    at_token = (q + token * q_token, q_head, weights + token * weights_token, turns + token * 64)
+    query, weight = prepare_heads(*at_token, factor, head, heads, PACKED, RUN)
+    out = queries + (token * heads + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out, query, mask=inside[:, None])
+    tl.store(scaled + token * heads + head, weight, mask=inside)
+
+
+def check_queries(q: Tensor, weights: Tensor, turns: Tensor) -> None:
+    """Refuse what :func:`prepare_heads` cannot read; metadata only."""
+    checks.require_dimensions("q", q, 3, "[T, H, 128]")
+    tokens, heads = q.shape[:2]
+    checks.require_shape("q", q, (tokens, heads, DIM), "[T, H, 128]")
+    checks.require_dtype("q", q, torch.bfloat16, torch.float32)
+    checks.require_rows("q", q)
+    checks.require_shape("weights", weights, (tokens, heads), "[T, H]")
+    checks.require_dtype("weights", weights, torch.bfloat16, torch.float32)
+    checks.require_rows("weights", weights)
+    checks.require_one_of("rope_dim of turns", require_turns("turns", turns, tokens, DIM), (ROPE_DIM,))
+    checks.require_same_device("q", q, weights=weights, turns=turns)
+
+
+def prepare_queries(q: Tensor, weights: Tensor, turns: Tensor, factor: float, queries: Tensor, scaled: Tensor) -> None:
+    """Queries as they meet the cached keys, and the weights of their heads.
+
+    Args:
+        q: bf16 or fp32 [T, H, 128], the projection, the last dimension contiguous.
+        weights: bf16 or fp32 [T, H], the projection, the last dimension contiguous.
+        turns: fp32 [T, 64] from ``rope.rope_turns``.
+        factor: ``128**-0.5 * H**-0.5``.
+        queries: float8_e4m3fn [T, H, 128], contiguous, for keys in the form of ``index_entry``; or bf16, for exact
+            keys.
+        scaled: fp32 [T, H], contiguous.
+
+    Rounding: q to bf16; its last 64 rotated in fp32 and rounded to bf16; Hadamard in fp32 and the codes, bit-equal to
+    ``index_entry``. ``scaled`` is fp32(fp32(weights · factor) · the query's scale). Exact queries are rotated
+    only, and their weights only multiplied by ``factor``. Floor: q, weights, turns, queries and scaled once.
+    """
+    check_queries(q, weights, turns)
+    tokens, heads = q.shape[:2]
+    checks.require_shape("queries", queries, (tokens, heads, DIM), "[T, H, 128]")
+    checks.require_dtype("queries", queries, torch.float8_e4m3fn, torch.bfloat16)
+    checks.require_contiguous("queries", queries)
+    checks.require_shape("scaled", scaled, (tokens, heads), "[T, H]")
+    checks.require_dtype("scaled", scaled, torch.float32)
+    checks.require_contiguous("scaled", scaled)
+    checks.require_same_device("q", q, queries=queries, scaled=scaled)
+    if tokens and heads:
+        per_program = min(16, triton.next_power_of_2(heads))
+        _query_kernel[(tokens, triton.cdiv(heads, per_program))](
+            q,
+            q.stride(0),
+            q.stride(1),
+            weights,
+            weights.stride(0),
+            turns,
+            factor,
+            queries,
+            scaled,
+            heads,
+            per_program,
+            queries.dtype != torch.bfloat16,
+            run_length(per_program, 1),
+            num_warps=1,
+            **UNFUSED,
+            **OVERLAPPED,
+        )

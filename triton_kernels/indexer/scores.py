@@ -1,0 +1,361 @@
+"""Lightning indexer: how much each ratio-4 entry matters to a query (DEEPSEEK_V4.md §5).
+
+Contract: ``nvfp4_sgl.ops.indexer``. A query at position p sees entries ``w < (p + 1) // 4`` of its request and scores
+
+    I[t, w] = sum_h weights[t, h] · relu(q[t, h] · k[w])
+
+Queries and keys meet as E4M3 with one fp32 scale for each (query, head) and each key. A query's scales are positive, so
+they go into its weights; a key's multiplies the sum over the heads.
+
+Precision of the scores: products of E4M3 are exact, 128 of them are added in fp32 by the tensor cores. Blackwell's keep
+fp32; Hopper's align the 32 products of an instruction and what was added before to the largest among them and keep 13
+bits below its leading one, so a dot is off by at most 132 · 2^-13 times the largest product or partial sum. Weighted
+sums over heads are fp32, their order the tiling's: with the same one a score depends on its query and key alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import checks, chip
+from ..common.overlap import OVERLAPPED, after_previous
+from ..common.rounding import INTERPRETED, UNFUSED
+from ..entries.index_entry import DIM, page_bytes
+from ..plan.batch import PAGE_TOKENS, Batch
+from .query import check_queries, prepare_heads, prepare_queries, run_length
+
+MAX_HEADS = 64
+ENTRIES = tl.constexpr(PAGE_TOKENS // 4)
+"""Of a page."""
+PAGE = tl.constexpr(PAGE_TOKENS)
+
+
+@triton.jit
+def visible_entries(position, columns):
+    """int32, how many ratio-4 entries a query at ``position`` (int64) sees, of at most ``columns``."""
+    return tl.minimum((position + 1) // 4, columns).to(tl.int32)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a program scores.
+
+    Attributes:
+        prepares: a program makes its query from the projection; else a launch of its own has done so for all. Only for
+            one query: more would not fit the registers.
+        queries: scored against each key that is read.
+        pages: of keys that are read at once, 1 or 2.
+        warps, stages: of a program; stages of keys under way.
+        registers: of a thread at most, None for no limit.
+        programs: for each multiprocessor, if there are as many pages of keys.
+    """
+
+    prepares: bool
+    queries: int
+    pages: int
+    warps: int
+    stages: int
+    registers: int | None
+    programs: int
+
+
+DECODE = Tiling(prepares=True, queries=1, pages=2, warps=8, stages=4, registers=None, programs=2)
+"""Each request's query alone: its keys are read at the memory's pace. As few programs as keep it busy, since each
+prepares the query anew."""
+PREFILL = Tiling(prepares=False, queries=2, pages=1, warps=4, stages=3, registers=None, programs=8)
+"""A product of 64 keys and 2 · 64 heads: of the programs that share a multiprocessor some multiply while others
+reduce."""
+HOPPER_PREFILL = Tiling(prepares=False, queries=4, pages=1, warps=8, stages=3, registers=128, programs=8)
+"""Twice the queries, so that keys are asked of the second-level cache half as often; two programs fit a
+multiprocessor."""
+
+
+def default_tiling(batch: Batch, device: torch.device) -> Tiling:
+    if batch.is_decode:
+        return DECODE
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return HOPPER_PREFILL if hopper else PREFILL
+
+
+@triton.jit
+def _operand(x):
+    """For a product. The interpreter multiplies fp32 matrices only."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    """The lower and the upper half of the heads of [ROWS, QUERIES · HEADS] or [ROWS, QUERIES, HEADS]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, QUERIES, 2, HEADS // 2)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _quarters(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    low, high = _halves(x, ROWS, QUERIES, HEADS)
+    first, second = _halves(low, ROWS, QUERIES, HEADS // 2)
+    third, fourth = _halves(high, ROWS, QUERIES, HEADS // 2)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _look_up(page_slots, step, pages, PAGES: tl.constexpr):
+    """First slots of the one or two pages of a step, int32; those of page 0 beyond the request's ``pages``."""
+    page = step * PAGES
+    one = tl.load(page_slots + page * PAGE, mask=page < pages, other=0)
+    if PAGES == 1:
+        return one, one
+    else:
+        return one, tl.load(page_slots + (page + 1) * PAGE, mask=page + 1 < pages, other=0)
+
+
+@triton.jit
+def _in_pages(base, page_stride, within, one, other, PAGES: tl.constexpr):
+    """Pointers [PAGES · 64, n] to ``within`` (int32 [PAGES · 64, n], from the start of a page) of the entries of the
+    pages that begin with full slots ``one`` and ``other``."""
+    if PAGES == 1:
+        return base + (one // PAGE).to(tl.int64) * page_stride + within
+    else:
+        first = tl.arange(0, 2 * ENTRIES) < ENTRIES
+        page = tl.where(first, one // PAGE, other // PAGE).to(tl.int64)
+        return base + (page * page_stride)[:, None] + within
+
+
+@triton.jit
+def _score_pages(
+    following,
+    after,
+    page_slots,
+    pages,
+    query,
+    weight,
+    keys,
+    page_stride,
+    key_scales,
+    scale_stride,
+    out,
+    seen,
+    QUERIES: tl.constexpr,
+    PAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Scores of a program's share of a request's ``pages``, the first of which are looked up already.
+
+    query [128, QUERIES · HEADS], an operand; weight fp32 [QUERIES · HEADS]; out: the rows of scores, and seen: how many
+    entries each sees, [QUERIES].
+    """
+    STEP: tl.constexpr = PAGES * ENTRIES
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    w0, w1, w2, w3 = _quarters(weight, 1, QUERIES, HEADS)
+    dim, within = tl.arange(0, 128), tl.arange(0, STEP)
+    in_page = (within if PAGES == 1 else within % ENTRIES)[:, None]
+    for step in tl.range(split, tl.cdiv(pages, PAGES), splits, num_stages=STAGES):
+        at = _in_pages(keys, page_stride, in_page * 128 + dim[None, :], following, after, PAGES)
+        scale_at = _in_pages(key_scales, scale_stride, in_page, following, after, PAGES)
+        # The pages of the next step are looked up during this one, and not used for anything before: the compiler would
+        # have each key wait for its page.
+        following, after = _look_up(page_slots, step + splits, pages, PAGES)
+        key = tl.load(at)
+        d0, d1, d2, d3 = _quarters(tl.dot(_operand(key), query), STEP, QUERIES, HEADS)
+        # Most of the sum as multiply-adds; a sum of products would be a tree of products and additions.
+        part = tl.maximum(d0, 0.0) * w0
+        part = tl.fma(tl.maximum(d1, 0.0), w1, part)
+        part = tl.fma(tl.maximum(d2, 0.0), w2, part)
+        part = tl.fma(tl.maximum(d3, 0.0), w3, part)
+        score = tl.sum(part, axis=2)
+        if PACKED:
+            score *= tl.load(scale_at)
+        entry = (within + step * STEP)[:, None]
+        tl.store(out[None, :] + entry, score, mask=entry < seen[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
+def _scores_kernel(
+    q,
+    q_token,
+    q_head,
+    weights,
+    weights_token,
+    turns,
+    factor,
+    keys,
+    page_stride,
+    key_scales,
+    scale_stride,
+    scores,
+    row_stride,
+    rows,
+    columns,
+    positions,
+    owners,
+    requests,
+    table,
+    table_stride,
+    topk,
+    first,
+    heads,
+    HEADS: tl.constexpr,
+    PREPARES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    after_previous()
+    begin = tl.program_id(0).to(tl.int64) * QUERIES
+    split = tl.program_id(1)
+    row = begin + tl.arange(0, QUERIES)
+    position = tl.load(positions + first + row, mask=row < rows, other=-1)
+    visible = visible_entries(position, columns)
+    visible = tl.where(visible > topk, visible, 0)
+    of_keys = (keys, page_stride, key_scales, scale_stride, scores + row * row_stride)
+    if tl.max(visible, axis=0) > split * PAGES * ENTRIES:
+        owner = tl.load(owners + first + tl.minimum(row, rows - 1))
+        if PREPARES:
+            pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES)
+            page_slots = table + tl.load(requests + tl.max(owner, axis=0)) * table_stride
+            following, after = _look_up(page_slots, split, pages, PAGES)
+            at_token = (q + begin * q_token, q_head, weights + begin * weights_token, turns + begin * 64)
+            query, weight = prepare_heads(*at_token, factor, tl.arange(0, HEADS), heads, PACKED, RUN)
+            query = tl.trans(_operand(query))
+            of_request = (following, after, page_slots, pages)
+            _score_pages(*of_request, query, weight, *of_keys, visible, QUERIES, PAGES, PACKED, STAGES, HEADS)
+        else:
+            column = tl.arange(0, QUERIES * HEADS)
+            token, head = begin + column // HEADS, column % HEADS
+            known = (token < rows) & (head < heads)
+            weight = tl.load(weights + token * weights_token + head, mask=known, other=0.0)
+            at = q + (token * q_token + head * q_head)[:, None] + tl.arange(0, 128)[None, :]
+            query = tl.trans(_operand(tl.load(at, mask=known[:, None], other=0.0)))
+            # Queries of a tile may be of several requests: each is scored with its own keys.
+            for request in range(tl.min(owner, axis=0), tl.max(owner, axis=0) + 1):
+                seen = tl.where(owner == request, visible, 0)
+                pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES)
+                page_slots = table + tl.load(requests + request) * table_stride
+                following, after = _look_up(page_slots, split, pages, PAGES)
+                of_request = (following, after, page_slots, pages)
+                _score_pages(*of_request, query, weight, *of_keys, seen, QUERIES, PAGES, PACKED, STAGES, HEADS)
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    turns: Tensor,
+    factor: float,
+    pages: Tensor,
+    page_size: int,
+    batch: Batch,
+    topk: int,
+    scores: Tensor,
+    *,
+    first: int = 0,
+    tiling: Tiling | None = None,
+) -> None:
+    """Scores of the entries that queries see.
+
+    Args:
+        q: bf16 or fp32 [rows, H, 128], the projection of tokens ``first`` to ``first + rows - 1``, the last dimension
+            contiguous. At most 64 heads.
+        weights: bf16 or fp32 [rows, H], the projection, the last dimension contiguous.
+        turns: fp32 [rows, 64] from ``rope.rope_turns``.
+        factor: of the weights, ``128**-0.5 * H**-0.5``.
+        pages: uint8 [pages, >= 64 · 132], the layer's keys in the form of ``index_entry``, this pass's included; or
+            bf16 [pages, >= 64 · 128], exact keys. Pages begin at multiples of 16 bytes.
+        page_size: 64, the entries of 256 tokens.
+        batch: where all tokens of the pass stand. The entries of one page of tokens are one page of keys.
+        topk: a query that sees no more entries is not scored: its row is left alone.
+        scores: fp32 [rows, columns], the last dimension contiguous: written in the columns that the row's token sees
+            and in no others. A query sees at most ``columns`` entries; further ones are left out.
+        first: the token of the first row.
+        tiling: None for the default.
+
+    Rounding: queries and weights are those of ``index_query.prepare_queries`` bit for bit. One launch in decode; else
+    the queries are prepared by one of their own. The grid depends on shapes alone: columns that no query sees cost
+    nothing. Floor: 132 bytes per key that a request's queries see, 4 per score, q, weights and turns once;
+    2 · 128 · H operations per score.
+    """
+    batch.check("index_scores")
+    packed = pages.dtype != torch.bfloat16
+    checks.require_dimensions("scores", scores, 2, "[rows, columns]")
+    checks.require_dtype("scores", scores, torch.float32)
+    checks.require_rows("scores", scores)
+    rows, columns = scores.shape
+    checks.require_range("first", first, 0, batch.tokens - rows)
+    check_queries(q, weights, turns)
+    heads = q.shape[1]
+    checks.require_shape("q", q, (rows, heads, DIM), "[rows, H, 128]")
+    checks.require_range("H of q", heads, 1, MAX_HEADS)
+    checks.require_dtype("pages", pages, torch.uint8, torch.bfloat16)
+    checks.require_one_of("page_size", page_size, (PAGE_TOKENS // 4,))
+    if packed:
+        checks.require_pages("pages", pages, page_bytes(page_size), page_size)
+    else:
+        checks.require_pages("pages", pages.view(torch.uint8), page_size * 2 * DIM, page_size)
+    checks.require_range("topk", topk, 0, 2**31 - 1)
+    checks.require_same_device("q", q, pages=pages, scores=scores, positions=batch.positions)
+    if not rows or not columns:
+        return
+    tiling = tiling or default_tiling(batch, q.device)
+    if not tiling.prepares:
+        queries = q.new_empty(q.shape, dtype=torch.float8_e4m3fn if packed else torch.bfloat16)
+        scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+        prepare_queries(q, weights, turns, factor, queries, scaled)
+        q, weights = queries, scaled
+    tiles = triton.cdiv(rows, tiling.queries)
+    steps = triton.cdiv(columns, page_size * tiling.pages)
+    keys, scales = pages, pages
+    if packed:
+        keys = pages.view(torch.float8_e4m3fn)
+        scales = pages[:, page_size * DIM : page_bytes(page_size)].view(torch.float32)
+    padded = max(16, triton.next_power_of_2(heads))
+    _scores_kernel[(tiles, choose_splits(tiles, steps, chip.processors(q.device), tiling))](
+        q,
+        q.stride(0),
+        q.stride(1),
+        weights,
+        weights.stride(0),
+        turns,
+        factor,
+        keys,
+        keys.stride(0),
+        scales,
+        scales.stride(0),
+        scores,
+        scores.stride(0),
+        rows,
+        columns,
+        batch.positions,
+        batch.owners,
+        batch.requests,
+        batch.slots,
+        batch.slots.stride(0),
+        topk,
+        first,
+        heads,
+        padded,
+        tiling.prepares,
+        tiling.queries,
+        tiling.pages,
+        packed,
+        tiling.stages,
+        run_length(padded, tiling.warps),
+        num_warps=tiling.warps,
+        maxnreg=tiling.registers,
+        **UNFUSED,
+        **OVERLAPPED,
+    )
+
+
+def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
+    """Programs that share the keys of one tile of queries, which are so many steps."""
+    return max(1, min(steps, triton.cdiv(tiling.programs * processors, tiles)))

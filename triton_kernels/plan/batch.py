@@ -1,0 +1,81 @@
+"""Where the tokens of a forward pass stand: what every kernel that reads or writes a cache is told.
+
+Nothing is resolved to slots here. A request's row of ``slots`` gives the full slot of each of its positions, and all
+else follows by arithmetic (DEEPSEEK_V4.md §4.3): pages hold 256 tokens, an entry of ratio r has slot ``full // r``, a
+window row the slot that ``full_to_swa`` gives, a ratio-4 state row lies in the ring of its window page
+(``swa // 256 * 8 + swa % 8``), a ratio-128 one in the ring of its request (``request * 128 + position % 128``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.checks import (
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+
+PAGE_TOKENS = 256
+"""Tokens of one logical page."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T tokens of B requests, request after request.
+
+    Request b adds tokens ``bounds[b] .. bounds[b + 1] - 1``; the first of them has position ``starts[b]``, and all
+    before are cached. A request of no tokens is allowed. Padding of a captured graph is a request of slot 0 with one
+    token at position 0: SGLang keeps request slot 0, and page 0 of every pool, for that.
+
+    Attributes:
+        positions: int64 [T], absolute.
+        owners: int32 [T], the request (0 to B - 1) of each token.
+        starts: int32 [B].
+        bounds: int32 [B + 1].
+        requests: int64 [B], the row of ``slots``, and the owner of the ratio-128 state ring.
+        slots: int32 [request slots, columns], rows contiguous: the full slot of a request's positions, those of this
+            pass included.
+        full_to_swa: int64 [full slots].
+    """
+
+    positions: Tensor
+    owners: Tensor
+    starts: Tensor
+    bounds: Tensor
+    requests: Tensor
+    slots: Tensor
+    full_to_swa: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request adds exactly one token, as far as sizes tell: a captured graph is always so."""
+        return self.positions.shape[0] == self.requests.shape[0]
+
+    def check(self, op: str) -> None:
+        """Refuse what the kernels cannot read; metadata only."""
+        require_dimensions(f"{op}: positions", self.positions, 1, "[tokens]")
+        require_dimensions(f"{op}: requests", self.requests, 1, "[requests]")
+        tokens, requests = self.tokens, self.requests.shape[0]
+        require_shape(f"{op}: owners", self.owners, (tokens,), "[tokens]")
+        require_shape(f"{op}: starts", self.starts, (requests,), "[requests]")
+        require_shape(f"{op}: bounds", self.bounds, (requests + 1,), "[requests + 1]")
+        require_dimensions(f"{op}: slots", self.slots, 2, "[request slots, columns]")
+        require_rows(f"{op}: slots", self.slots)
+        for name in ("positions", "requests", "full_to_swa"):
+            require_dtype(f"{op}: {name}", getattr(self, name), torch.int64)
+        for name in ("owners", "starts", "bounds", "slots"):
+            require_dtype(f"{op}: {name}", getattr(self, name), torch.int32)
+        for name in ("positions", "owners", "starts", "bounds", "requests", "full_to_swa"):
+            require_contiguous(f"{op}: {name}", getattr(self, name))
+            require_same_device("slots", self.slots, **{f"{op}: {name}": getattr(self, name)})

@@ -1,0 +1,184 @@
+"""The plan of a pass, built on the device: which slots its tokens write and see (DEEPSEEK_V4.md §3.3, §4.3).
+
+Two launches before the first layer, shared by all of them, and part of a captured decode graph: sizes come from shapes
+alone. The selection of ratio-4 entries is each layer's own (``topk``); window and ratio-128 entries follow from
+positions and are resolved here.
+
+Floor: the slots that are written, 4 bytes each, and as many read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.checks import (
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_power_of_two,
+    require_range,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from ..common.overlap import OVERLAPPED, after_previous
+from .batch import PAGE_TOKENS, Batch
+
+MAX_REQUESTS = 4096
+BLOCK = 1024
+"""Entries resolved at once: with 128, the 8192 of a million tokens took an H200 17 us."""
+
+
+@triton.jit
+def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BLOCK: tl.constexpr):
+    """starts and bounds from lengths; without NEW every request adds one token."""
+    after_previous()
+    request = tl.arange(0, BLOCK)
+    inside = request < requests
+    added = inside.to(tl.int32)
+    if NEW:
+        added = tl.load(new_tokens + request, mask=inside, other=0).to(tl.int32)
+    length = tl.load(seq_lens + request, mask=inside, other=0).to(tl.int32)
+    tl.store(starts + request, length - added, mask=inside)
+    tl.store(bounds + 1 + request, tl.cumsum(added, axis=0), mask=inside)
+    tl.store(bounds + request, tl.zeros_like(added), mask=request == 0)
+
+
+@triton.jit
+def _resolve(
+    positions,
+    bounds,
+    requests,
+    slots,
+    slots_row,
+    full_to_swa,
+    owners,
+    window_write,
+    window_slots,
+    window_lengths,
+    entry_slots,
+    entry_lengths,
+    count,
+    entry_columns,
+    WINDOW: tl.constexpr,
+    RATIO: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    after_previous()
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.arange(0, BLOCK_B)
+    ends = tl.load(bounds + 1 + request, mask=request < count, other=2147483647)
+    owner = tl.sum((ends <= token).to(tl.int32), axis=0)
+    position = tl.load(positions + token)
+    row = slots + tl.load(requests + owner) * slots_row
+    back = tl.arange(0, WINDOW)
+    seen = position - back >= 0
+    full = tl.load(row + position - back, mask=seen, other=0)
+    swa = tl.load(full_to_swa + full, mask=seen, other=-1).to(tl.int32)
+    tl.store(owners + token, owner)
+    tl.store(window_slots + token * WINDOW + back, swa)
+    tl.store(window_write + token, tl.sum(tl.where(back == 0, swa, 0), axis=0))
+    tl.store(window_lengths + token, tl.minimum(position + 1, WINDOW).to(tl.int32))
+    entries = tl.minimum((position + 1) // RATIO, entry_columns).to(tl.int32)
+    tl.store(entry_lengths + token, entries)
+    for begin in range(0, entries, BLOCK):
+        entry = begin + tl.arange(0, BLOCK)
+        inside = entry < entries
+        # Entries of a page follow one another: its first slot tells them all, and is read by neighbouring lanes.
+        place = entry % (PAGE // RATIO)
+        page = tl.load(row + (entry - place).to(tl.int64) * RATIO, mask=inside, other=0)
+        tl.store(entry_slots + token * entry_columns + entry, page // RATIO + place, mask=inside)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch and its slots. A captured graph keeps one for each of its sizes.
+
+    Attributes:
+        batch: what the cache kernels read; ``owners``, ``starts`` and ``bounds`` are written here.
+        window_write: int32 [T], window slot of each token.
+        window_slots: int32 [T, window], the query's window, newest first, −1 before the beginning.
+        window_lengths: int32 [T].
+        entry_slots: int32 [T, columns], the ratio-128 entries that a query sees, in order; what lies beyond
+            ``entry_lengths`` is not written.
+        entry_lengths: int32 [T], ``(position + 1) // 128``.
+    """
+
+    batch: Batch
+    window_write: Tensor
+    window_slots: Tensor
+    window_lengths: Tensor
+    entry_slots: Tensor
+    entry_lengths: Tensor
+
+    @classmethod
+    def allocate(
+        cls, positions: Tensor, requests: Tensor, slots: Tensor, full_to_swa: Tensor, *, window: int, columns: int
+    ) -> Plan:
+        """Room for a pass of these tokens and requests, whose tensors it refers to.
+
+        Args:
+            positions: int64 [T]. requests: int64 [B]. slots, full_to_swa: as in :class:`~.batch.Batch`.
+            window: a power of two. columns: ratio-128 entries of the longest sequence that may come.
+        """
+        tokens, count = positions.shape[0], requests.shape[0]
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=positions.device)
+
+        batch = Batch(positions, new(tokens), new(count), new(count + 1), requests, slots, full_to_swa)
+        return cls(batch, new(tokens), new(tokens, window), new(tokens), new(tokens, columns), new(tokens))
+
+
+def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> None:
+    """Fill ``plan`` for its positions and requests.
+
+    Args:
+        plan: from :meth:`Plan.allocate`; all but positions, requests and the tables of slots is written.
+        seq_lens: int32 or int64 [B], lengths after this pass.
+        new_tokens: int32 or int64 [B], tokens that each request adds, T in all; one each (decode) unless given.
+    """
+    op, batch = "resolve", plan.batch
+    batch.check(op)
+    tokens, count = batch.tokens, batch.requests.shape[0]
+    window, columns = plan.window_slots.shape[1], plan.entry_slots.shape[1]
+    require_range(f"{op}: requests", count, 0, MAX_REQUESTS)
+    require_power_of_two(f"{op}: window_slots", "window", window)
+    for name, tensor in {"seq_lens": seq_lens, "new_tokens": new_tokens}.items():
+        if tensor is not None:
+            require_shape(f"{op}: {name}", tensor, (count,), "[requests]")
+            require_dtype(f"{op}: {name}", tensor, torch.int32, torch.int64)
+            require_contiguous(f"{op}: {name}", tensor)
+    if new_tokens is None:
+        require_shape(f"{op}: positions", batch.positions, (count,), "[requests], as new_tokens are not given")
+    for name in ("window_write", "window_slots", "window_lengths", "entry_slots", "entry_lengths"):
+        tensor = getattr(plan, name)
+        require_dtype(f"{op}: {name}", tensor, torch.int32)
+        require_rows(f"{op}: {name}", tensor)
+        require_contiguous(f"{op}: {name}", tensor)
+        require_shape(f"{op}: {name}", tensor, (tokens, *tensor.shape[1:]), "[tokens, ...]")
+        require_same_device("positions", batch.positions, **{f"{op}: {name}": tensor})
+    require_dimensions(f"{op}: entry_slots", plan.entry_slots, 2, "[tokens, columns]")
+    require_same_device("positions", batch.positions, seq_lens=seq_lens, new_tokens=new_tokens)
+    if not tokens:
+        return
+    block = triton.next_power_of_2(count)
+    _split[(1,)](
+        seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
+        NEW=new_tokens is not None, BLOCK=block,
+        **OVERLAPPED,
+    )  # fmt: skip
+    _resolve[(tokens,)](
+        batch.positions, batch.bounds, batch.requests, batch.slots, batch.slots.stride(0), batch.full_to_swa,
+        batch.owners, plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
+        count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
+        num_warps=4,
+        **OVERLAPPED,
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Quantisation of one row to NVFP4: the device functions that every kernel writing NVFP4 goes through.
+
+Recipe (``nvfp4_sgl.formats.nvfp4.quantize_rows``; DEEPSEEK_V4.md §9.2), all in fp32, each line one rounding to nearest
+even, so that nothing can be fused; equal bit for bit::
+
+    x    = NaN → +0, then clamp to ±(largest finite bf16)
+    g    = max(max|x| over the row, 2^-100) * fp32(1/2688)        or a constant
+    r    = 1 / g
+    s    = e4m3((amax of 16 * r) * fp32(1/6)),  saturating at 448
+    inv  = 1 / (s * g)
+    code = e2m1(x * inv), saturating;  0 in a block with s = 0
+
+A row is held as two tiles [blocks, 8], the first and the last eight elements of each block: eight bf16 are what one
+load takes, and with both tiles laid out alike a block is whole in one thread, which finds its maximum, its scale and
+its two words of codes alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_word, encode_e4m3, finite, reciprocal
+
+BLOCK = 16
+ATOM_ROWS = 128
+ATOM_BLOCKS = 4
+TOKEN_TILES = (8, 16, 32, 64, 128, 256)
+"""Token tiles of the block-scaled products."""
+
+AMAX_FLOOR = tl.constexpr(2.0**-100)
+INVERSE_FULL_SCALE = tl.constexpr(1.0 / 2688.0)
+INVERSE_E2M1_MAX = tl.constexpr(1.0 / 6.0)
+
+
+def layout_tile(token_tile: int) -> int:
+    """Rows that share a row of atoms. A tile narrower than an atom has atoms of its own."""
+    return min(token_tile, ATOM_ROWS)
+
+
+def block_scale_bytes(rows: int, k: int, token_tile: int = ATOM_ROWS) -> int:
+    """Size of the block scales of a matrix [rows, k], k a multiple of 64, for a product of that token tile."""
+    return -(-rows // layout_tile(token_tile)) * ATOM_ROWS * (k // BLOCK)
+
+
+@triton.jit
+def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
+    """Byte of a block's scale in a matrix of ``matrix_blocks`` columns, a multiple of 4; row int64.
+
+    Atoms of 128 rows by 4 blocks, 512 bytes, in row-major order; row r, block b of an atom at
+    ``r % 32 * 16 + r // 32 * 4 + b``. TILE rows to each row of atoms.
+    """
+    atom = row // TILE * (matrix_blocks // 4) + block // 4
+    within = row % TILE
+    return atom * 512 + within % 32 * 16 + within // 32 * 4 + block % 4
+
+
+@triton.jit
+def _columns(BLOCKS: tl.constexpr):
+    """[BLOCKS, 8] int32: where in the row the first tile's elements are; the last tile's are eight further on."""
+    return tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def load_halves(row_ptr, k, BLOCKS: tl.constexpr, CACHE: tl.constexpr = ""):
+    """The two tiles, as fp32, of the row of ``k`` elements at ``row_ptr``; 0 beyond. CACHE: the loads' modifier."""
+    column = _columns(BLOCKS)
+    first = tl.load(row_ptr + column, mask=column < k, other=0.0, cache_modifier=CACHE)
+    last = tl.load(row_ptr + 8 + column, mask=column + 8 < k, other=0.0, cache_modifier=CACHE)
+    return first.to(tl.float32), last.to(tl.float32)
+
+
+@triton.jit
+def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
+    """The reverse, of tiles in the dtype that is stored."""
+    column = _columns(BLOCKS)
+    tl.store(row_ptr + column, first, mask=column < k)
+    tl.store(row_ptr + 8 + column, last, mask=column + 8 < k)
+
+
+@triton.jit
+def split_pairs(half, BLOCKS: tl.constexpr):
+    """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
+    return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
+
+
+@triton.jit
+def join_pairs(even, odd, BLOCKS: tl.constexpr):
+    """The reverse."""
+    return tl.reshape(tl.join(even, odd), (BLOCKS, 8))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_maxima(first, last, BLOCKS: tl.constexpr):
+    """Largest magnitude of each block, fp32 [BLOCKS]; NaN if there is one."""
+    a, b = split_pairs(_larger(tl.abs(first), tl.abs(last)), BLOCKS)
+    a, b = tl.split(tl.reshape(_larger(a, b), (BLOCKS, 2, 2)))
+    a, b = tl.split(_larger(a, b))
+    return _larger(a, b)
+
+
+@triton.jit
+def _words(half, inverse, BLOCKS: tl.constexpr):
+    """int32 [BLOCKS]: the eight codes of each block's half."""
+    even, odd = split_pairs(half * inverse[:, None], BLOCKS)
+    x04, x26 = tl.split(tl.reshape(even, (BLOCKS, 2, 2)))
+    x15, x37 = tl.split(tl.reshape(odd, (BLOCKS, 2, 2)))
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7)
+
+
+@triton.jit
+def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
+    """Codes and scales of blocks, given their maxima and the row's scale.
+
+    first, last: fp32 [BLOCKS, 8], without NaN and infinity. amax: fp32 [BLOCKS]. g: fp32, one value.
+    Returns int32 [BLOCKS, 2], eight codes each, and int32 [BLOCKS], E4M3 codes of the scales.
+    """
+    scale = encode_e4m3((amax * reciprocal(g)) * INVERSE_E2M1_MAX)
+    step = tl.where(scale == 0, 1.0, decode_e4m3(scale) * g)
+    inverse = reciprocal(step)
+    words = tl.join(_words(first, inverse, BLOCKS), _words(last, inverse, BLOCKS))
+    return tl.where((scale == 0)[:, None], 0, words), scale
+
+
+@triton.jit
+def quantize_row(first, last, constant, CONSTANT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Quantise a row, or a group of it.
+
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond the row. constant: the row scale if CONSTANT.
+    Returns what :func:`quantize_blocks` does, and the row scale.
+    """
+    maxima = block_maxima(first, last, BLOCKS)
+    # As integers: in the order of their bits NaN is above infinity.
+    row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
+    if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
+        first, last = finite(first), finite(last)
+        maxima = block_maxima(first, last, BLOCKS)
+        row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
+    if CONSTANT:
+        g = constant
+    else:
+        g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
+    words, scale = quantize_blocks(first, last, maxima, g, BLOCKS)
+    return words, scale, g
+
+
+@triton.jit
+def store_codes_and_scales(
+    words,
+    scale,
+    codes_ptr,
+    block_scales_ptr,
+    row,
+    first_block,
+    blocks,
+    matrix_blocks,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Store what :func:`quantize_row` gave; the arguments are those of :func:`store_quantized_row`."""
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
+    offset = block_scale_offset(row, first_block + block, matrix_blocks, TILE)
+    tl.store(block_scales_ptr + offset, scale.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def store_quantized_row(
+    first,
+    last,
+    constant,
+    codes_ptr,
+    block_scales_ptr,
+    row_scale_ptr,
+    row,
+    first_block,
+    blocks,
+    matrix_blocks,
+    CONSTANT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Quantise a row, or a group of it, and store codes, block scales and row scale.
+
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. constant: the row scale if CONSTANT, which is then not
+    stored. codes_ptr (uint8, a multiple of 4) and row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of
+    ``matrix_blocks`` columns, in which this is ``row`` (int64) from column ``first_block`` on.
+    """
+    words, scale, g = quantize_row(first, last, constant, CONSTANT, BLOCKS)
+    if not CONSTANT:
+        tl.store(row_scale_ptr, g)
+    store_codes_and_scales(
+        words, scale, codes_ptr, block_scales_ptr, row, first_block, blocks, matrix_blocks, TILE, BLOCKS
+    )
