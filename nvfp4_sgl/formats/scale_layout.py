@@ -44,3 +44,22 @@ def unswizzle_128x4(flat: Tensor, m: int, kb: int) -> Tensor:
     tiles = flat.view(torch.uint8).unflatten(-1, (rows // 128, columns // 4, 32, 4, 4))
     padded = tiles.transpose(-4, -2).flatten(-2).flatten(-4, -2)
     return padded[..., :m, :kb].contiguous().view(flat.dtype)
+
+
+TOKEN_TILES = (8, 16, 32, 64, 128, 256)
+"""Token tiles of the block-scaled GEMMs."""
+
+
+def layout_tile(token_tile: int) -> int:
+    """Token rows that share a row of atoms; GEMMs of equal ``layout_tile`` read each other's layout.
+
+    A token tile narrower than 128 rows is one TMA copy too, and a copy takes whole atoms: each narrow tile has atoms of
+    its own, whose rows beyond the tile are unused.
+    """
+    return min(token_tile, TILE_ROWS)
+
+
+def scale_bytes(rows: int, k: int, token_tile: int = TILE_ROWS) -> int:
+    """Bytes of the block scales of [rows, k] activations for GEMMs of that token tile, or of a weight [rows, k]."""
+    atom_rows = -(-rows // layout_tile(token_tile))
+    return atom_rows * TILE_ROWS * -(-k // (16 * TILE_COLUMNS)) * TILE_COLUMNS
