@@ -111,6 +111,10 @@ class KernelCache:
                 self._kernels[key] = kernel
         return kernel
 
+    def freeze(self) -> None:
+        """Compile nothing from now on."""
+        self._compile_missing = False
+
     def _make(self, key: KernelKey) -> NativeKernel:
         found = self._library.kernel(key) if self._library is not None else None
         if found is not None:

@@ -37,6 +37,9 @@ class Launcher(Protocol):
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         """Run a checked call on the current stream of its tensors' device."""
 
+    def freeze(self) -> None:
+        """Compile nothing from now on: a kernel that is not ready is an error."""
+
 
 class CudaLauncher:
     """Launches on CUDA devices, from a cache of kernels.
@@ -68,6 +71,9 @@ class CudaLauncher:
 
     def multiprocessors(self, device: torch.device) -> int:
         return _multiprocessors(device.index)
+
+    def freeze(self) -> None:
+        self.kernels.freeze()
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         device = call.out.device

@@ -62,8 +62,8 @@ class Report:
     pins: list[Pin] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     target: str | None = None
-    ops: dict[str, str | None] = field(default_factory=dict)
-    stand_in: str | None = None
+    boundaries: dict[str, str] = field(default_factory=dict)
+    note: str = ""
     activation_modes: list[str] = field(default_factory=list)
     kv_row_modes: dict[str, str] = field(default_factory=dict)
     entry_points: list[EntryPointState] = field(default_factory=list)
@@ -152,10 +152,10 @@ def entry_point_state(group: str) -> EntryPointState:
 
 
 def examine_target(report: Report) -> None:
-    """Fill in devices, target, op implementations and activation modes."""
+    """Fill in devices, target, implementations of the boundaries, and activation modes."""
     import torch
 
-    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES, STAND_INS, Target, detect_target, implementations
+    from nvfp4_sgl.targets.choose import Target, choose, detect_target
 
     report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
@@ -165,18 +165,12 @@ def examine_target(report: Report) -> None:
     except Nvfp4SglError as error:
         report.problems.append(str(error))
         return
-    report.target = target.value
-    report.activation_modes = list(ACTIVATION_MODES[target])
-    report.ops = dict(implementations(target))
-    report.stand_in = STAND_INS.get(target)
+    choice = choose(target)
+    report.target, report.note = target.value, choice.note
+    report.activation_modes = [mode.value for mode in choice.modes]
+    report.boundaries = choice.boundaries.names()
     if target is not Target.CPU:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
-    missing = [op for op, where in report.ops.items() if where is None]
-    if missing:
-        report.problems.append(
-            f"target {report.target}: no implementation of {len(missing)} of {len(report.ops)} ops;"
-            " run where no CUDA device is visible (CUDA_VISIBLE_DEVICES='') to serve on the CPU"
-        )
 
 
 def device_name(index: int) -> str:
@@ -215,11 +209,11 @@ def render(report: Report) -> str:
         lines.append(f"  {pin.name:<20} {found:<16} " + ("OK" if pin.ok else f"MISMATCH, expected {pin.expected}"))
     lines += ["", "Device", *(f"  {device}" for device in report.devices)]
     lines.append(f"  target               {report.target or 'unsupported'}")
-    if report.ops:
-        lines += ["", f"Ops on {report.target}"]
-        lines += [f"  {op:<20} {where or 'NOT IMPLEMENTED'}" for op, where in report.ops.items()]
-    if report.stand_in:
-        lines += [f"  STAND-IN: {report.stand_in}"]
+    if report.boundaries:
+        lines += ["", f"Boundaries on {report.target}"]
+        lines += [f"  {name:<20} {where}" for name, where in report.boundaries.items()]
+    if report.note:
+        lines += [f"  NOTE: {report.note}"]
     lines += ["", "Modes", f"  activations          {', '.join(report.activation_modes)}"]
     lines += [f"  KV rows, {mode:<11} {text}" for mode, text in report.kv_row_modes.items()]
     lines += ["", "SGLang entry points"]

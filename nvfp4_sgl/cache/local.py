@@ -8,9 +8,8 @@ import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
-from nvfp4_sgl.cache.plan import Batch, BatchPlan, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
 
 
@@ -48,7 +47,6 @@ class LocalCaches:
         self._full_slots = deal().view(requests, self.capacity)
         self._full_to_swa = deal()
         self.lengths = [0] * requests
-        self._ratios = frozenset(kind.value for kind in config.layer_kinds if kind is not LayerKind.SWA)
         self.layers = [self._layer(layer, pages) for layer in range(config.num_hidden_layers)]
 
     def _rows(self, pages: int, page_size: int, dim: int, *, index: bool = False) -> RowStore:
@@ -80,17 +78,25 @@ class LocalCaches:
         """int64 [requests, capacity], the full slot of every position."""
         return self._full_slots
 
-    def plan(self, counts: Mapping[int, int]) -> BatchPlan:
-        """Plan a pass that appends ``counts[request]`` tokens to each request named, and advance their lengths."""
-        return plan_batch(self.advance(counts), window=self._config.sliding_window, ratios=self._ratios)
+    @property
+    def full_to_swa(self) -> torch.Tensor:
+        """int64, window slot of every full slot."""
+        return self._full_to_swa
 
-    def advance(self, counts: Mapping[int, int]) -> Batch:
-        """Append ``counts[request]`` tokens to each request named: the batch that does so."""
-        requests = list(counts)
-        starts = torch.tensor([self.lengths[request] for request in requests])
-        ends = starts + torch.tensor([counts[request] for request in requests])
-        if int(ends.max()) > self.capacity:
-            raise ValueError(f"a sequence of {int(ends.max())} tokens exceeds the capacity of {self.capacity}")
-        for request, end in zip(requests, ends.tolist(), strict=True):
+    def advance(self, counts: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """Append ``counts[request]`` tokens to each request named: their lengths before and after."""
+        starts = [self.lengths[request] for request in counts]
+        ends = [start + count for start, count in zip(starts, counts.values(), strict=True)]
+        if max(ends) > self.capacity:
+            raise ValueError(f"a sequence of {max(ends)} tokens exceeds the capacity of {self.capacity}")
+        for request, end in zip(counts, ends, strict=True):
             self.lengths[request] = end
-        return Batch(starts, ends, torch.tensor(requests), self._full_slots[requests], self._full_to_swa)
+        return starts, ends
+
+    def share_prefix(self, source: int, target: int, pages: int) -> None:
+        """Let ``target`` begin with the first whole pages of ``source``, as after a hit in the prefix cache."""
+        tokens = pages * PAGE_TOKENS
+        if tokens > self.lengths[source]:
+            raise ValueError(f"request {source} has {self.lengths[source]} tokens, expected {tokens} or more")
+        self._full_slots[target, :tokens] = self._full_slots[source, :tokens]
+        self.lengths[target] = tokens

@@ -22,7 +22,7 @@ class Rows:
 
     Attributes:
         codes: uint8 [T, K/2] or [T, G, K/2], the last dimension contiguous.
-        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups side by side as one matrix.
+        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups are one matrix.
         scale: fp32 row scales, [T] or [T, G]; or [1], one constant for all rows.
         token_tile: of the GEMM that reads the block scales.
     """

@@ -1,103 +1,78 @@
-"""The decoder: blocks of attention and experts around four residual streams, and the final collapse."""
+"""The decoder: attention and experts around four residual streams, and the final collapse. The same on every target."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.context import ModelContext
+from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.moe import MoE
-from nvfp4_sgl.model.weights import WeightSource, frozen
-
-
-class HyperConnection(nn.Module):
-    """fp32 parameters of one mHC site: ``fn`` [rows, n * d], ``base`` [rows], ``scale`` [3 or 1]."""
-
-    def __init__(self, reader: WeightSource, stem: str):
-        super().__init__()
-        self.fn = frozen(reader.read(f"{stem}_fn").float())
-        self.base = frozen(reader.read(f"{stem}_base").float())
-        self.scale = frozen(reader.read(f"{stem}_scale").float())
+from nvfp4_sgl.weights.parallel import Collective
 
 
 class Block(nn.Module):
-    """Attention and experts of one layer, each inside an mHC site."""
+    """Attention and experts of one layer, and the mHC sites in front of them."""
 
-    def __init__(self, context: ModelContext, layer: int):
+    def __init__(self, context: Context, layer: int):
         super().__init__()
-        reader = context.source
-        stem = f"layers.{layer}"
-        self._config, self._ops, self._parallel = context.config, context.ops, context.parallel
+        stem, iterations = f"layers.{layer}", context.config.hc_sinkhorn_iters
         self.attn = Attention(context, layer)
         self.ffn = MoE(context, layer)
-        self.attn_norm = frozen(reader.read(f"{stem}.attn_norm.weight"))
-        self.ffn_norm = frozen(reader.read(f"{stem}.ffn_norm.weight"))
-        self.hc_attn = HyperConnection(reader, f"{stem}.hc_attn")
-        self.hc_ffn = HyperConnection(reader, f"{stem}.hc_ffn")
-
-    def _enter(self, streams: Tensor, site: HyperConnection, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        collapsed, post, comb = self._ops.hyper_connection_pre(
-            streams,
-            site.fn,
-            site.base,
-            site.scale,
-            iterations=config.hc_sinkhorn_iters,
-            hc_eps=config.hc_eps,
-            norm_eps=config.rms_norm_eps,
-        )
-        return self._ops.rms_norm(collapsed, norm, config.rms_norm_eps), post, comb
-
-    def forward(self, streams: Tensor, token_ids: Tensor, plan: BatchPlan, cache: LayerCache) -> Tensor:
-        """Streams [T, n, d] after this layer, from those before it."""
-        x, post, comb = self._enter(streams, self.hc_attn, self.attn_norm)
-        output = self._parallel.all_reduce(self.attn(x, plan, cache)).to(streams.dtype)
-        streams = self._ops.hyper_connection_post(output, streams, post, comb)
-        x, post, comb = self._enter(streams, self.hc_ffn, self.ffn_norm)
-        output = self._parallel.all_reduce(self.ffn(x, token_ids)).to(streams.dtype)
-        return self._ops.hyper_connection_post(output, streams, post, comb)
+        site = context.boundaries.site
+        attention = SiteNames(f"{stem}.hc_attn", f"{stem}.attn_norm.weight", iterations)
+        experts = SiteNames(f"{stem}.hc_ffn", f"{stem}.ffn_norm.weight", iterations)
+        self.hc_attn = site(context, attention, self.attn.takes)
+        self.hc_ffn = site(context, experts, self.ffn.takes)
 
 
 class Decoder(nn.Module):
-    """All layers between the embedding and the LM head.
+    """A range of layers, all of them unless given: between the embedding and the LM head, or a stage of that.
 
-    Construction loads the weights: every tensor but ``embed`` and ``head`` is read from ``context.source``.
+    Construction loads the weights: every tensor of these layers is read from ``context.source``, and the final
+    collapse's if the range ends with the last layer. ``embed`` and ``head`` are the caller's.
     """
 
-    def __init__(self, context: ModelContext):
+    def __init__(self, context: Context, layers: range | None = None):
         super().__init__()
-        context.parallel.check(context.config)
-        self._config, self._ops = context.config, context.ops
-        self.layers = nn.ModuleList(Block(context, layer) for layer in range(context.config.num_hidden_layers))
-        self.hc_head = HyperConnection(context.source, "hc_head")
-        self.norm = frozen(context.source.read("norm.weight"))
+        config = context.config
+        context.parallel.check(config)
+        self.context, self.embedding = context, context.boundaries.embed(context)
+        self.range = range(config.num_hidden_layers) if layers is None else layers
+        self.layers = nn.ModuleList(Block(context, layer) for layer in self.range)
+        self.hc_head = None
+        if self.range.stop == config.num_hidden_layers:
+            self.hc_head = context.boundaries.site(context, SiteNames("hc_head", "norm.weight", 0), Form.VALUES)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Residual streams [T, n, d] of ``token_ids``, int [T], from the whole embedding table [vocabulary, d]."""
-        return self.expand(table[token_ids])
+        return self.embedding.embed(token_ids, table)
 
     def expand(self, embedded: Tensor) -> Tensor:
         """Residual streams [T, n, d] of embeddings [T, d], in the model dtype."""
-        return self._ops.expand_streams(embedded, self._config.hc_mult)
+        return self.embedding.expand(embedded)
 
-    def forward(self, streams: Tensor, token_ids: Tensor, plan: BatchPlan, caches: Sequence[LayerCache]) -> Tensor:
-        """Hidden states [T, d] for the LM head.
+    def forward(self, streams: Tensor, token_ids: Tensor, step: Any, caches: Sequence[LayerCache]) -> Tensor:
+        """Hidden states [T, d] for the LM head; streams [T, n, d] if the range ends before the last layer.
 
         Args:
-            streams: [T, n, d] from :meth:`embed` or :meth:`expand`.
+            streams: [T, n, d] from :meth:`embed`, :meth:`expand` or the range before; may be overwritten.
             token_ids: int [T]; the first layers route by them.
-            plan: the batch's slots.
-            caches: one a layer.
+            step: the planned pass.
+            caches: one a layer of the range.
         """
-        config, ops = self._config, self._ops
-        for layer, cache in zip(self.layers, caches, strict=True):
-            streams = layer(streams, token_ids, plan, cache)
-        head = self.hc_head
-        hidden = ops.hyper_connection_head(
-            streams, head.fn, head.base, head.scale, hc_eps=config.hc_eps, norm_eps=config.rms_norm_eps
-        )
-        return ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
+        all_reduce = self.context.parallel.all_reduce
+        blocks: list[Any] = list(self.layers)
+        following = [block.hc_attn for block in blocks[1:]] + [self.hc_head]
+        x, mix = blocks[0].hc_attn.enter(streams, step)
+        for block, after, cache in zip(blocks, following, caches, strict=True):
+            output = all_reduce(Collective.ATTENTION_OUTPUT, block.attn(x, step, cache))
+            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step)
+            output = all_reduce(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
+            if after is None:
+                return block.hc_ffn.leave(output, streams, mix)
+            x, streams, mix = after.advance(output, streams, mix, step)
+        return x.require_values()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.model.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.sglang_private import BACKEND
-
-ACTIVATION_MODES = ("w4a16", "w4a4")
-"""What enters products with NVFP4 weights: activations as they are, or quantised per 16."""
+from nvfp4_sgl.targets import requirements
+from nvfp4_sgl.targets.choose import Target, choose, detect_target
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -39,19 +42,11 @@ OVERRIDABLE = ("activation_mode",)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "dtype": ("auto", "float32", "float", "bfloat16"),
-    "kv_cache_dtype": ("auto", "bfloat16", "fp8_e4m3"),
     "load_format": ("auto", "safetensors"),
     "model_impl": ("auto", "sglang"),
     "page_size": (None, 256),
 }
-"""Arguments of which only these values are implemented."""
-
-GPU_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "dtype": ("auto", "bfloat16"),
-    "kv_cache_dtype": ("auto", "fp8_e4m3"),
-}
-"""Narrower still on a GPU, whose kernels take bf16 activations and SGLang's packed pages."""
+"""Arguments of which only these values are implemented; targets have further ones (``targets.choose``)."""
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
 _ONE: tuple[Any, ...] = (None, 1)
@@ -151,9 +146,8 @@ def preflight(server_args: Any) -> None:
     check_arguments(given)
     check_activation_mode(raw, overrides)
     config = ModelConfig.from_dir(path)
-    check_checkpoint(path, config, raw)
-    check_target(given, {**raw, **overrides})
-    check_parallel(config, given["tp_size"])
+    inventory = check_checkpoint(path, config, raw)
+    check_target(given, {**raw, **overrides}, config, inventory)
     bind_threads(given["tp_size"])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
@@ -206,25 +200,21 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
 
 def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Refuse an unknown ``activation_mode``."""
-    mode = {**raw, **overrides}.get("activation_mode", ACTIVATION_MODES[0])
-    if mode not in ACTIVATION_MODES:
+    mode, known = {**raw, **overrides}.get("activation_mode"), [mode.value for mode in ActivationMode]
+    if mode is not None and mode not in known:
         where = "--json-model-override-args" if "activation_mode" in overrides else "config.json"
-        raise ConfigError(f"{where}: activation_mode {mode!r}: expected one of {', '.join(ACTIVATION_MODES)}")
+        raise ConfigError(f"{where}: activation_mode {mode!r}: expected one of {', '.join(known)}")
 
 
-def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) -> None:
+def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) -> Inventory:
     """Refuse a checkpoint whose files, names, shapes or dtypes are not what ``config`` says; headers only."""
-    from nvfp4_sgl.checkpoint.inventory import Inventory
-    from nvfp4_sgl.checkpoint.quantization import check_quantization_config
-
-    summary = Inventory.open(path).verify(config)
-    check_quantization_config(raw, summary)
+    inventory = Inventory.open(path)
+    check_quantization_config(raw, inventory.verify(config))
+    return inventory
 
 
-def check_target(given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse a machine or ``--device`` for which some op has no implementation, and options it does not have."""
-    from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES as MODES
-    from nvfp4_sgl.ops.dispatch import Target, detect_target, load_implementations
+def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: ModelConfig, inventory: Inventory) -> None:
+    """Refuse a machine, a ``--device`` or an option that no target has, and a model that this one does not run."""
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         raise UnsupportedError("SGLANG_USE_CPU_ENGINE=1: SGLang's compiled CPU kernels are not used; unset it")
@@ -234,22 +224,14 @@ def check_target(given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"--device {given['device']}: this machine's target is {target.value}; leave the flag out"
         )
-    load_implementations(target)
-    if target is Target.CPU:
-        return
-    check_options(given, GPU_OPTIONS, f" on {target.value}")
-    mode = config.get("activation_mode", ACTIVATION_MODES[0])
-    if mode not in MODES[target]:
-        raise UnsupportedError(
-            f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(MODES[target])}"
-        )
-
-
-def check_parallel(config: ModelConfig, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that does not divide the model."""
-    from nvfp4_sgl.model.parallel import TensorParallel
-
-    TensorParallel(size=tp_size).check(config)
+    choice = choose(target)
+    options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
+    check_options(given, options, f" on {target.value}")
+    mode, known = raw.get("activation_mode"), [mode.value for mode in choice.modes]
+    if mode is not None and mode not in known:
+        raise UnsupportedError(f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(known)}")
+    TensorParallel(size=given["tp_size"]).check(config)
+    requirements.check_target(target, config, given["tp_size"], inventory.storage)
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> str:

@@ -1,7 +1,7 @@
-"""The attention backend: turns SGLang's forward batch into a plan, and SGLang's pools into row stores.
+"""The attention backend: hands SGLang's batches to the target's planner, and SGLang's pools to the model.
 
-Registered under the name ``nvfp4_sgl``. The model does the attention itself; SGLang asks a backend only to prepare each
-batch's metadata. :class:`PoolBackend` is what all targets share, :class:`Nvfp4AttentionBackend` the CPU's.
+Registered under the name ``nvfp4_sgl``, for every target. The model does the attention itself; SGLang asks a backend
+only to prepare each batch's metadata.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
-from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.serving import sglang_private as private
 
 
-class PoolBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
-    """What knows SGLang's pools.
+class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
+    """Plans every forward pass of our DeepSeek-V4.
 
     Attributes:
-        plan: what the decoder is given of the current batch; ``None`` for an idle one.
+        plan: the target's step of the current batch; ``None`` for an idle one.
         caches: one :class:`LayerCache` a layer, views of SGLang's pools made once.
     """
 
@@ -38,10 +38,18 @@ class PoolBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.page_size = runner.page_size
-        self.config: ModelConfig = runner.model.model_config
-        layers = range(self.config.num_hidden_layers)
-        self.caches = [layer_cache(self.token_to_kv_pool, self.config, layer) for layer in layers]
+        model = runner.model
+        config: ModelConfig = model.model_config
+        self.caches = [layer_cache(self.token_to_kv_pool, config, layer) for layer in model.decoder.range]
         self.plan: Any = None
+        slots = Slots(
+            self.req_to_token_pool.req_to_token,
+            private.full_to_swa_mapping(self.token_to_kv_pool),
+            requests=self.req_to_token_pool.size,
+            longest=int(runner.model_config.context_len),
+        )
+        self.planner = model.choice.boundaries.plan(model.decoder.context, slots, self.caches)
+        self.planner.warm_up(model.decoder, model.embed.weight, private.largest_prefill())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -49,34 +57,43 @@ class PoolBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
     def support_triton(self) -> bool:
         return False
 
-
-class Nvfp4AttentionBackend(PoolBackend):
-    """Plans every forward pass of our DeepSeek-V4 on the CPU: ``plan`` is a :class:`nvfp4_sgl.cache.plan.BatchPlan`."""
-
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan an eager pass from request slots, lengths and the request-to-token table."""
-        if forward_batch.forward_mode.is_idle():
-            self.plan = None
-            return
-        ends = forward_batch.seq_lens.long()
-        if forward_batch.forward_mode.is_decode():
-            starts = ends - 1
-        else:
-            starts = ends - forward_batch.extend_seq_lens.long()
-        requests = forward_batch.req_pool_indices.long()
-        table = self.req_to_token_pool.req_to_token
-        batch = Batch(
-            starts=starts,
-            ends=ends,
-            requests=requests,
-            full_slots=table[requests, : int(ends.max())].long(),
-            full_to_swa=private.full_to_swa_mapping(self.token_to_kv_pool),
-        )
-        ratios = frozenset(kind.value for kind in self.config.layer_kinds if kind is not LayerKind.SWA)
-        self.plan = plan_batch(batch, window=self.config.sliding_window, ratios=ratios)
+        """Plan an eager pass."""
+        self.plan = None if forward_batch.forward_mode.is_idle() else self.planner.plan(pass_request(forward_batch))
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Compressors and indexers read the scheduler's tables of slots up to the last layer: it must wait that long.
+
+        SGLang's default lets it go on as soon as the slots are resolved. A request that has just ended still runs one
+        step then; with its row given to another, that step would write into the other's pages.
+        """
+        ends = private.SharedReadEnds
+        return ends.POST_REPLAY if mode.is_decode() else ends.UNKNOWN
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing to allocate: this path is eager."""
+        """What graphs of up to ``max_bs`` requests share."""
+        self.planner.reserve(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a capture: the graph's own room. Before a replay: nothing, since the graph plans the pass itself."""
+        if in_capture:
+            self.plan = self.planner.capture(pass_request(forward_batch))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Recorded: the plan of the graph's tokens, from the runner's buffers."""
+        self.planner.fill(self.plan, pass_request(forward_batch))
+
+
+def pass_request(forward_batch: Any) -> PassRequest:
+    """SGLang's forward batch as the planners take it."""
+    decode = forward_batch.forward_mode.is_decode()
+    return PassRequest(
+        forward_batch.positions,
+        forward_batch.req_pool_indices,
+        forward_batch.seq_lens,
+        None if decode else forward_batch.extend_seq_lens,
+        longest=None if decode else int(forward_batch.seq_lens_cpu.max()),
+    )
 
 
 def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.ops.dispatch import detect_target, require_complete
+from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving.decoders import build_decoder
-
-if TYPE_CHECKING:
-    from nvfp4_sgl.serving.decoders import AnyDecoder
+from nvfp4_sgl.targets.choose import choose, detect_target
+from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +34,16 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.config = config
         self.path = private.model_path()
         self.model_config = ModelConfig.from_dir(self.path)
-        self.activation_mode = ActivationMode(private.activation_mode(config))
-        self.target = detect_target()
-        require_complete(self.target)
+        self.choice = choose(detect_target())
+        mode = private.activation_mode(config)
+        self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
         # DeepSeek's logits are fp32 products of the bf16 head (spec section 7); SGLang's default rounds them to bf16.
         config.enable_lm_head_fp32 = True
         self.logits_processor = private.LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
-        self.decoder: AnyDecoder | None = None
+        self.decoder: Decoder | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -60,8 +58,16 @@ class DeepseekV4ForCausalLM(nn.Module):
         reader = CheckpointReader(inventory)
         for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
             module.weight.weight_loader(module.weight, reader.read(name))
-        parallel = TensorParallel(private.tp_rank(), private.tp_size(), private.tp_all_reduce)
-        self.decoder = build_decoder(self.target, reader, self.model_config, self.activation_mode, parallel)
+        context = Context(
+            reader,
+            self.model_config,
+            self.choice.boundaries,
+            self.embed.weight.device,
+            self.embed.weight.dtype,
+            self.activation_mode,
+            TensorParallel(private.tp_rank(), private.tp_size(), all_reduce),
+        )
+        self.decoder = Decoder(context)
         reader.finish()
         logger.info("checkpoint\n%s", summary.table())
         return {name for name, _ in self.named_parameters()}
@@ -89,6 +95,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         if input_embeds is None and private.tp_size() == 1:
             return self.decoder.embed(input_ids, self.embed.weight)
         return self.decoder.expand(self.embed(input_ids) if input_embeds is None else input_embeds)
+
+
+def all_reduce(collective: Collective, part: Tensor) -> Tensor:
+    """SGLang's tensor-parallel sum, the same at every place."""
+    return private.tp_all_reduce(part)
 
 
 EntryClass = DeepseekV4ForCausalLM

@@ -63,10 +63,10 @@ def register_scheduler() -> None:
 
 def create_backend(runner: Any) -> Any:
     """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
-    from nvfp4_sgl.serving.decoders import build_backend
+    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
 
     private.require_own_model(runner.model)
-    return build_backend(runner)
+    return Nvfp4AttentionBackend(runner)
 
 
 def is_ours(hf_config: Any) -> bool:

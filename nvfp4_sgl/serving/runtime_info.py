@@ -1,4 +1,4 @@
-"""What is running: model class, backend, activation mode, cache rows, op implementations.
+"""What is running: model class, backend, activation mode, cache rows, the implementation of every boundary.
 
 Logged when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
 """
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 def describe_runtime(runner: Any) -> dict[str, Any] | None:
     """A JSON-ready description of what ``runner`` (SGLang's ModelRunner) runs, ``None`` if the model is not ours."""
-    from nvfp4_sgl.ops.dispatch import STAND_INS, implementations
     from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 
     model = runner.model
@@ -32,9 +31,9 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "kv_rows": kv_pool.describe_rows(getattr(runner.token_to_kv_pool, "row_dtype", None)),
         "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
-        "target": model.target.value,
-        "stand_in": STAND_INS.get(model.target),
-        "ops": implementations(model.target),
+        "target": model.choice.target.value,
+        "note": model.choice.note,
+        "boundaries": model.choice.boundaries.names(),
     }
 
 

@@ -243,9 +243,9 @@ def largest_prefill() -> int:
     return int(chunk if chunk and chunk > 0 else resolved(arguments, "max_prefill_tokens"))
 
 
-def activation_mode(hf_config: Any) -> str:
-    """``activation_mode`` of config.json or of ``--json-model-override-args``; ``w4a16`` if neither has one."""
-    return str(getattr(hf_config, "activation_mode", None) or "w4a16")
+def activation_mode(hf_config: Any) -> str | None:
+    """``activation_mode`` of config.json or of ``--json-model-override-args``; ``None`` if neither has one."""
+    return getattr(hf_config, "activation_mode", None)
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ def require_own_model(model: Any) -> None:
 
 def require_own_backend(backend: Any) -> None:
     """:class:`UnsupportedError` unless our model runs on our backend."""
-    from nvfp4_sgl.serving.backend import PoolBackend
+    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
 
-    if not isinstance(backend, PoolBackend):
+    if not isinstance(backend, Nvfp4AttentionBackend):
         raise UnsupportedError(
             f"architecture {ARCHITECTURE}: expected the attention backend '{BACKEND}', found {type(backend).__name__};"
             " leave the --attention-backend flags out"

@@ -19,7 +19,7 @@ import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.model.standalone import Standalone
+from nvfp4_sgl.standalone import Standalone
 from tests.support.interpreted import ON_GPU
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.gpu import step as step_module
 from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.gpu.step import Scratch, Step
-from nvfp4_sgl.model.standalone import Standalone
+from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.triton_kernels.indexer import topk
 from tests.support.interpreted import ON_GPU
 

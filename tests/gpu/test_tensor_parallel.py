@@ -19,8 +19,8 @@ from torch import Tensor
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.model.parallel import TensorParallel
-from nvfp4_sgl.model.standalone import Standalone
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.interpreted import ON_GPU
 
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -44,7 +44,7 @@ def expected(checkpoint, ids):
 
 def logprobs(checkpoint, ids) -> torch.Tensor:
     """Log-probabilities [TOKENS, vocab] of the package as it is imported right now."""
-    standalone = importlib.import_module("nvfp4_sgl.model.standalone")
+    standalone = importlib.import_module("nvfp4_sgl.standalone")
     model = standalone.Standalone(checkpoint, requests=2, capacity=512)
     parts = []
     for chunk in ids.split(CHUNKS):
@@ -62,7 +62,8 @@ def test_unmutated_model_agrees(checkpoint, ids, expected):
 
 ROPE, HC, MOE = "ops.rope", "ops.hyper_connection", "ops.moe"
 ATTENTION, COMPRESSOR, INDEXER, PLAN = "ops.attention", "ops.compressor", "ops.indexer", "cache.plan"
-MODEL = "model.attention"
+MODEL, TABLES = "model.attention", "model.rope_tables"
+CORE = "targets.reference.attention"
 
 MISTAKES = {
     "rope not applied": (ROPE, "    pairs *= ", "    _ = pairs * "),
@@ -79,19 +80,19 @@ MISTAKES = {
         "x[..., -2 * frequencies.numel() :].unflatten",
         "x[..., : 2 * frequencies.numel()].unflatten",
     ),
-    "no inverse rope": (MODEL, "o = ops.apply_rope(o, plan.positions, rope, inverse=True)", "pass"),
-    "inverse rope forwards": (MODEL, "inverse=True", "inverse=False"),
+    "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "pass"),
+    "inverse rope forwards": (CORE, "inverse=True", "inverse=False"),
     "main theta in compressed layers": (
         MODEL,
-        "(config.compress_rope_theta, config.yarn) if self._ratio",
-        "(config.rope_theta, None) if self._ratio",
+        "RopeTable.COMPRESSED",
+        "RopeTable.WINDOW",
     ),
     "no YaRN in compressed layers": (
-        MODEL,
+        TABLES,
         "config.compress_rope_theta, config.yarn",
         "config.compress_rope_theta, None",
     ),
-    "compress table in SWA layers": (MODEL, "config.rope_theta, None", "config.compress_rope_theta, config.yarn"),
+    "compress table in SWA layers": (MODEL, "RopeTable.WINDOW if", "RopeTable.COMPRESSED if"),
     "entry rope at the window's last token": (
         COMPRESSOR,
         "plan.window_positions,",
@@ -136,7 +137,7 @@ MISTAKES = {
         "_masked(swa_slots, back >= 0)",
         "_masked(swa_slots, (back >= 0) & (torch.arange(window) < window - 1))",
     ),
-    "window one long": ("cache.local", "window=self._config.sliding_window", "window=self._config.sliding_window + 1"),
+    "window one long": ("targets.reference.planner", "config.sliding_window", "config.sliding_window + 1"),
     "no sink": (ATTENTION, "denominator = (sink - top).exp()", "denominator = torch.zeros_like(top)"),
     "sink scaled": (ATTENTION, "(sink - top)", "(sink * scale - top)"),
     "keys of the second set seen by all": (
@@ -145,20 +146,20 @@ MISTAKES = {
         "return rows.read(distinct), torch.ones_like(seen)",
     ),
     "no head RMS of q": (
-        MODEL,
-        "q = ops.rms_norm_rope(q.to(dtype).view(tokens, self._heads, -1), None, eps, plan.positions, rope)",
-        "q = ops.apply_rope(q.to(dtype).view(tokens, self._heads, -1), plan.positions, rope)",
+        CORE,
+        "q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies)",
+        "q = apply_rope(q, step.positions, self._frequencies)",
     ),
     "indexer without ReLU": (INDEXER, "dots.relu_()", "dots"),
-    "indexer without rope on q": (MODEL, "ops.apply_rope(q, plan.positions, self._frequencies)", "q"),
+    "indexer without rope on q": (CORE, "apply_rope(q, step.positions, self._frequencies), keys", "q, keys"),
     "indexer weights dropped": (INDEXER, "weights.reshape(-1, 1, heads)", "weights.reshape(-1, 1, heads).abs()"),
     "comb not transposed": (HC, "comb.transpose(1, 2), streams", "comb, streams"),
     "post without its factor": (HC, "post = 2 * torch", "post = torch"),
     "Sinkhorn with 3 iterations": (HC, "range(iterations - 1)", "range(2)"),
     "shared expert not clamped": (
-        "model.moe",
-        "ops.expert_mlp(x, *self._shared, config.swiglu_limit,",
-        "ops.expert_mlp(x, *self._shared, 1e9,",
+        "targets.reference.experts",
+        "expert_mlp(values, *self._shared, self._limit,",
+        "expert_mlp(values, *self._shared, 1e9,",
     ),
     "gate clamped on both sides": ("ops.swiglu", "gate.clamp(max=limit)", "gate.clamp(-limit / 8, limit)"),
     "clamp after SiLU": ("ops.swiglu", "F.silu(gate.clamp(max=limit))", "F.silu(gate).clamp(max=limit)"),
@@ -176,9 +177,9 @@ MISTAKES = {
         "experts = router_scores(x, gate).topk(table.shape[1]).indices",
     ),
     "gate and up share one alpha": (
-        "model.weights",
-        "alpha = self.weight_scale_2.data.repeat_interleave(torch.tensor(self.shard_rows), dim=-1)",
-        "alpha = self.weight_scale_2.data.amax(-1, keepdim=True).expand(*self.weight.shape[:-1])",
+        "weights.matrix",
+        "return self.weight_scale_2.data.repeat_interleave(rows, dim=-1)",
+        "return self.weight_scale_2.data.amax(-1, keepdim=True).expand(*self.weight.shape[:-1])",
     ),
 }
 

@@ -16,11 +16,11 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.context import ModelContext
+from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots
 from nvfp4_sgl.model.moe import MoE
-from nvfp4_sgl.model.parallel import TensorParallel
 from nvfp4_sgl.ops import hyper_connection, rope
-from nvfp4_sgl.ops.dispatch import reference_ops
+from nvfp4_sgl.targets import reference
+from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.memory_reader import MemoryReader, original_names, randomise
 from tests.support.released import FLASH, PRO, config_json
 
@@ -88,6 +88,20 @@ def test_hyper_connection(name):
     assert ((collapsed - head(streams[None])[0]).norm() / collapsed.norm()).item() <= 1e-6
 
 
+def attend(context: Context, layer: Attention, parts: list[torch.Tensor]) -> torch.Tensor:
+    """One sequence in parts, each a pass."""
+    caches = LocalCaches(context.config, capacity=512)
+    planner = context.boundaries.plan(context, Slots(caches.slots, caches.full_to_swa, 1, 512), caches.layers)
+    results = []
+    for part in parts:
+        (start,), (end,) = caches.advance({0: len(part)})
+        request = PassRequest(
+            torch.arange(start, end), torch.zeros(1).long(), torch.tensor([end]), torch.tensor([len(part)])
+        )
+        results.append(layer(Operand(part), planner.plan(request), caches.layers[0]))
+    return torch.cat(results)
+
+
 @pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_attention(name, ratio):
@@ -106,12 +120,11 @@ def test_attention(name, ratio):
 
     reader = MemoryReader(original_names(module, "layers.0.attn"))
     del module
-    ours = Attention(ModelContext(reader, config, reference_ops()), 0)
-    assert ours._kind is LayerKind(ratio)
+    context = Context(reader, config, reference.boundaries())
+    ours = Attention(context, 0)
+    assert config.kind(0) is LayerKind(ratio)
     for chunks in ([tokens], [131, 1, 1, 2, 120, 1, 3, 41]):
-        caches = LocalCaches(config, capacity=512)
-        parts = x.split(chunks)
-        result = torch.cat([ours(part, caches.plan({0: len(part)}), caches.layers[0]) for part in parts])
+        result = attend(context, ours, list(x.split(chunks)))
         assert max_error(result, expected[0]) <= 3e-5 * expected.abs().max().item()
 
 
@@ -136,8 +149,8 @@ def test_moe(name, hashed):
     expected = module(x[None], ids[None])[0]
     reader = MemoryReader(original_names(module, "layers.0.ffn"))
     del module
-    ours = MoE(ModelContext(reader, config, reference_ops()), 0)
-    assert max_error(ours(x, ids), expected) <= 1e-5 * expected.abs().max().item()
+    ours = MoE(Context(reader, config, reference.boundaries()), 0)
+    assert max_error(ours(Operand(x), ids, None), expected) <= 1e-5 * expected.abs().max().item()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -150,13 +163,10 @@ def test_tensor_parallel_parts_sum_to_the_whole(size):
     reader = MemoryReader(original_names(attention, "layers.0.attn") | original_names(moe, "layers.0.ffn"))
     x = torch.randn(90, 512, generator=torch.Generator().manual_seed(42))
     ids = torch.zeros(90, dtype=torch.int64)
-    ops = reference_ops()
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
-        caches = LocalCaches(config, capacity=256)
-        context = ModelContext(reader, config, ops, parallel=parallel)
-        part, experts = Attention(context, 0), MoE(context, 0)
-        return part(x, caches.plan({0: 90}), caches.layers[0]), experts(x, ids)
+        context = Context(reader, config, reference.boundaries(), parallel=parallel)
+        return attend(context, Attention(context, 0), [x]), MoE(context, 0)(Operand(x), ids, None)
 
     whole = run(TensorParallel())
     parts = [run(replace(TensorParallel(), rank=rank, size=size)) for rank in range(size)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.model.standalone import Standalone
 from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.standalone import Standalone
 from tests.support.oracle import hf_model
 from tests.support.packed_oracle import pack_rows
 
@@ -117,7 +117,7 @@ def test_parameters_are_the_checkpoints_bytes(checkpoints):
         with safe_open(file, "pt") as handle:
             raw.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
     layer = Standalone(checkpoints["nvfp4-full"], capacity=256).decoder.layers[1]
-    merged = layer.attn.from_x.matrices[0]
+    merged = layer.attn.project_x.projection.matrices[0]
     stems = [f"layers.1.attn.{stem}" for stem in ("wq_a", "wkv", "compressor.wkv", "compressor.wgate")]
     stems += [f"layers.1.attn.indexer.compressor.{stem}" for stem in ("wkv", "wgate")]
 
@@ -129,7 +129,9 @@ def test_parameters_are_the_checkpoints_bytes(checkpoints):
     assert torch.equal(merged.weight_scale_2.data, torch.stack([raw[f"{s}.weight_scale_2"].reshape(()) for s in stems]))
     for expert in range(16):
         stem = f"layers.1.ffn.experts.{expert}"
-        assert torch.equal(layer.ffn.w13.weight[expert], as_bytes([raw[f"{stem}.w1.weight"], raw[f"{stem}.w3.weight"]]))
-        assert torch.equal(layer.ffn.w2.weight[expert], raw[f"{stem}.w2.weight"])
+        assert torch.equal(
+            layer.ffn.experts.w13.weight[expert], as_bytes([raw[f"{stem}.w1.weight"], raw[f"{stem}.w3.weight"]])
+        )
+        assert torch.equal(layer.ffn.experts.w2.weight[expert], raw[f"{stem}.w2.weight"])
         alphas = torch.stack([raw[f"{stem}.{w}.weight_scale_2"].reshape(()) for w in ("w1", "w3")])
-        assert torch.equal(layer.ffn.w13.weight_scale_2[expert], alphas)
+        assert torch.equal(layer.ffn.experts.w13.weight_scale_2[expert], alphas)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from nvfp4_sgl.formats.nvfp4 import quantize_weight
-from nvfp4_sgl.model.weights import NvFp4Matrix
 from nvfp4_sgl.ops.linear import ActivationMode, grouped_linear, linear
 from nvfp4_sgl.ops.moe import expert_mlp, routed_experts
+from nvfp4_sgl.targets.reference.projections import working_copy
+from nvfp4_sgl.weights.matrix import NvFp4Matrix
 from tests.support import numpy_nvfp4 as reference
 
 W4A4 = ActivationMode.W4A4
@@ -59,8 +60,8 @@ def test_linear_with_shards_of_different_global_scales(tokens):
     matrix = nvfp4_matrix([random((n, 256), seed=n) / 16 for n in (48, 16, 80)], [1e-4, 7.3e-4, 3e-5])
     values, row_scale = reference.quantize_rows(x.numpy())
     expected = row_scale.astype(np.float64)[:, None] * (values @ weight_values(matrix).T)
-    close(linear(x, matrix.operand(), W4A4), expected)
-    unquantised = linear(x, matrix.operand(), ActivationMode.W4A16).numpy()
+    close(linear(x, working_copy(matrix), W4A4), expected)
+    unquantised = linear(x, working_copy(matrix), ActivationMode.W4A16).numpy()
     assert np.abs(unquantised - x.numpy().astype(np.float64) @ weight_values(matrix).T).max() < 1e-3
     assert np.abs(unquantised - expected).max() > 1e-2
 
@@ -76,7 +77,7 @@ def test_grouped_linear_scales_each_token_and_group():
         ],
         axis=1,
     )
-    close(grouped_linear(x, matrix.operand(), W4A4), expected)
+    close(grouped_linear(x, working_copy(matrix), W4A4), expected)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -95,7 +96,7 @@ def test_expert_requantises_the_swiglu_output_with_the_constant_scale():
     x = random((9, 128), seed=3, outlier=5.0)
     w13 = nvfp4_matrix([random((64, 128), seed=4), random((64, 128), seed=5)], [5e-4, 9.7e-4])
     w2 = nvfp4_matrix([random((128, 64), seed=6) / 8], [3e-4])
-    ours = expert_mlp(x, w13.operand(), w2.operand(), 10.0, W4A4, torch.float32)
+    ours = expert_mlp(x, working_copy(w13), working_copy(w2), 10.0, W4A4, torch.float32)
     expected = expected_mlp(x.numpy(), weight_values(w13), weight_values(w2))
     # A last-bit difference before the second quantisation may move one code; it stays a rare, bounded event.
     scale = np.abs(expected).max(-1, keepdims=True) + 1e-30
@@ -112,7 +113,7 @@ def test_routed_experts_weigh_and_sum():
     # Expert 2 gets no token, expert 0 gets most.
     chosen = torch.tensor([[0, 1 if t % 3 else 3] for t in range(tokens)])
     weights = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(11))
-    ours = routed_experts(x, chosen, weights, w13.operand(), w2.operand(), 10.0, W4A4)
+    ours = routed_experts(x, chosen, weights, working_copy(w13), working_copy(w2), 10.0, W4A4)
     w13_values, w2_values = weight_values(w13), weight_values(w2)
     expected = np.zeros((tokens, 128))
     for token in range(tokens):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl.model.standalone import Standalone
+from nvfp4_sgl.standalone import Standalone
 from tests.support.server import Server
 
 Rounded = tuple[torch.Tensor, torch.Tensor]

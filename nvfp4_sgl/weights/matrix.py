@@ -1,4 +1,4 @@
-"""Matrices as the model stores them: bit for bit what the checkpoint holds, plus the operand an op multiplies with.
+"""Matrices as a rank stores them: bit for bit what the checkpoint holds.
 
 NVFP4 stays packed: ``weight`` uint8 (two codes a byte), ``weight_scale`` e4m3 per 16, ``weight_scale_2`` one fp32 a
 shard. FP8 128x128 weights become the bf16 values that they stand for (e4m3 times a power of two is exact in bf16);
@@ -8,43 +8,13 @@ plain weights keep their dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.reader import Storage
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-from nvfp4_sgl.ops.dispatch import Ops
-from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight
-
-
-class WeightSource(Protocol):
-    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
-
-    def storage(self, stem: str) -> Storage: ...
-
-    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
-
-    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor: ...
-
-    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One checkpoint matrix inside a merged one, or the part of it that this rank holds."""
-
-    stem: str
-    rows: slice | None = None
-    cols: slice | None = None
-
-
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """``tensor`` as a parameter that is never trained."""
-    return nn.Parameter(tensor, requires_grad=False)
+from nvfp4_sgl.weights.source import Shard, WeightSource, frozen
 
 
 class NvFp4Matrix(nn.Module):
@@ -62,11 +32,10 @@ class NvFp4Matrix(nn.Module):
         self.weight_scale_2 = frozen(weight_scale_2)
         self.shard_rows = shard_rows
 
-    def operand(self) -> PreparedWeight:
-        """Dequantised working copy for the reference; global scales stay apart as per-row alphas."""
-        unscaled = NvFp4Tensor(self.weight.data, self.weight_scale.data, torch.ones((), dtype=torch.float32)).unscaled()
-        alpha = self.weight_scale_2.data.repeat_interleave(torch.tensor(self.shard_rows), dim=-1)
-        return PreparedWeight(unscaled.transpose(-1, -2).contiguous(), alpha)
+    def alpha(self) -> Tensor:
+        """fp32 [..., N]: the global scale of the shard that each row belongs to."""
+        rows = torch.tensor(self.shard_rows, device=self.weight_scale_2.device)
+        return self.weight_scale_2.data.repeat_interleave(rows, dim=-1)
 
 
 class PlainMatrix(nn.Module):
@@ -75,10 +44,6 @@ class PlainMatrix(nn.Module):
     def __init__(self, weight: Tensor):
         super().__init__()
         self.weight = frozen(weight)
-
-    def operand(self) -> PreparedWeight:
-        """fp32 working copy for the reference."""
-        return PreparedWeight(self.weight.data.float().transpose(-1, -2).contiguous(), None)
 
 
 Matrix = NvFp4Matrix | PlainMatrix
@@ -156,38 +121,3 @@ def _sort(matrices: Sequence[Matrix], names: Sequence[str]) -> tuple[list[NvFp4M
             " quantise all of them or none"
         )
     return fp4, plain
-
-
-class Projection(nn.Module):
-    """Several matrices that read the same input, merged into as few products as their storages allow.
-
-    Shards of the same storage become one matrix (one launch, one quantisation of the input); each keeps its own
-    global scale.
-    """
-
-    def __init__(self, reader: WeightSource, shards: Sequence[Shard], ops: Ops, mode: ActivationMode):
-        super().__init__()
-        self._ops, self._mode = ops, mode
-        by_storage: dict[bool, list[int]] = {}
-        for index, shard in enumerate(shards):
-            by_storage.setdefault(reader.storage(shard.stem) is Storage.NVFP4, []).append(index)
-        self._members = list(by_storage.values())
-        self._sizes = [0] * len(shards)
-        self.matrices = nn.ModuleList()
-        self._operands: list[PreparedWeight] = []
-        for members in self._members:
-            loaded = [load_matrix(reader, [shards[i]]) for i in members]
-            for index, part in zip(members, loaded, strict=True):
-                self._sizes[index] = part.weight.shape[0]
-            matrix = concatenate(loaded, [shards[i].stem for i in members])
-            self.matrices.append(matrix)
-            self._operands.append(matrix.operand())
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """fp32 [T, rows] for every shard, in the order given, from x [T, K]."""
-        results: list[Tensor] = [x] * len(self._sizes)
-        for members, operand in zip(self._members, self._operands, strict=True):
-            product = self._ops.linear(x, operand, self._mode)
-            for index, part in zip(members, product.split([self._sizes[i] for i in members], dim=-1), strict=True):
-                results[index] = part
-        return results

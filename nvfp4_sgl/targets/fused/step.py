@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.model.contract import RopeTable
+from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
@@ -25,20 +26,9 @@ def index_entries(longest: int) -> int:
     return -(-max(longest // 4, 1) // 64) * 64
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """RoPE frequencies, fp32 [rope_dim / 2] on the device: window-only layers, and compressed ones."""
-
-    window: Tensor
-    compressed: Tensor
-
-    @classmethod
-    def of(cls, config: ModelConfig, device: torch.device) -> Frequencies:
-        dim = config.qk_rope_head_dim
-        with torch.device("cpu"):  # a GPU's powers differ in the last place, and SGLang loads models under its device
-            window = inverse_frequencies(dim, config.rope_theta)
-            compressed = inverse_frequencies(dim, config.compress_rope_theta, config.yarn)
-        return cls(window.to(device), compressed.to(device))
+def device_frequencies(config: ModelConfig, device: torch.device) -> dict[RopeTable, Tensor]:
+    """RoPE frequencies, fp32 [rope_dim / 2] on the device."""
+    return {table: frequencies(config, table).to(device) for table in RopeTable}
 
 
 class Scratch:
@@ -47,7 +37,7 @@ class Scratch:
     What was handed out stays allocated: a captured graph may hold it.
 
     Attributes:
-        arrivals: int32 [1], where programs count themselves in; zero between launches.
+        arrivals: int32 [1], where the programs of routing count themselves in; zero between launches.
     """
 
     def __init__(self, device: torch.device):
@@ -95,20 +85,20 @@ class Step:
 
     Attributes:
         plan: slots.
-        window_turns, compressed_turns: fp32 [T, rope_dim], for the two kinds of layers.
+        turns: fp32 [T, rope_dim], cos and sin of each position by either table.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
-        arrivals: counters of sparse attention. site_counters: of hyper-connections.
+        arrivals: counters of sparse attention. site_counters: of hyper-connections. route_arrivals: of routing.
         candidates: of the choice of entries.
     """
 
     plan: Plan
-    window_turns: Tensor
-    compressed_turns: Tensor
+    turns: dict[RopeTable, Tensor]
     scores: Tensor
     workspace: Workspace
     arrivals: Tensor
     site_counters: Tensor
+    route_arrivals: Tensor
     candidates: Candidates
 
     @classmethod
@@ -132,7 +122,7 @@ class Step:
             positions: int64 [T]. requests: int64 [B].
             slots: int32 [request slots, columns]. full_to_swa: int64 [full slots].
             longest: tokens of the longest sequence that may come, as the host knows it.
-            decode: every request adds one token.
+            decode: shapes must follow from the numbers of tokens and requests alone.
             scores: from :meth:`new_scores` for as many tokens or more.
         """
         tokens, device = positions.shape[0], positions.device
@@ -141,11 +131,20 @@ class Step:
         plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
-        turns = torch.empty(2, tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
+        turns = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         arrivals = scratch.attention_arrivals(tokens, config.num_attention_heads)
         workspace = scratch.workspace(tokens, requests.shape[0])
         candidates = scratch.candidates(scores.shape[0], scores.shape[1], config.index_topk)
-        return cls(plan, turns[0], turns[1], scores, workspace, arrivals, scratch.site_counters(tokens), candidates)
+        return cls(
+            plan,
+            dict(zip(RopeTable, turns, strict=True)),
+            scores,
+            workspace,
+            arrivals,
+            scratch.site_counters(tokens),
+            scratch.arrivals,
+            candidates,
+        )
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:
@@ -153,13 +152,12 @@ class Step:
         columns = index_entries(longest) if LayerKind.CSA in config.layer_kinds else 0
         return torch.empty(rows, columns, dtype=torch.float32, device=device)
 
-    def prepare(self, frequencies: Frequencies, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
+    def prepare(self, frequencies: dict[RopeTable, Tensor], seq_lens: Tensor, new_tokens: Tensor | None) -> None:
         """Fill in everything but the scores; kernels only, so that a graph can hold it.
 
         Args:
-            seq_lens: int [B], lengths after this pass. new_tokens: int [B]; ``None`` in decode.
+            seq_lens: int [B], lengths after this pass. new_tokens: int [B]; ``None`` if each request adds one.
         """
         resolve(self.plan, seq_lens, new_tokens)
-        positions = self.plan.batch.positions
-        rope_turns(positions, frequencies.window, self.window_turns)
-        rope_turns(positions, frequencies.compressed, self.compressed_turns)
+        for table, turns in self.turns.items():
+            rope_turns(self.plan.batch.positions, frequencies[table], turns)

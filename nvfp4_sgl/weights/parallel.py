@@ -1,7 +1,8 @@
-"""Tensor parallelism as the decoder sees it: a rank, a size and one collective."""
+"""Tensor parallelism as the decoder sees it: a rank, a size, and collectives by name."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,8 +12,15 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
+class Collective(enum.Enum):
+    """Where ranks exchange values; each sums the ranks' partial results."""
+
+    ATTENTION_OUTPUT = "attention output"
+    EXPERT_OUTPUT = "expert output"
+
+
+def _alone(collective: Collective, part: Tensor) -> Tensor:
+    return part
 
 
 @dataclass(frozen=True)
@@ -21,11 +29,14 @@ class TensorParallel:
 
     Heads, o-groups and the experts' intermediate dimension are split; everything that all heads read (wq_a,
     wkv, compressors, indexer, router) is replicated, and so is the cache.
+
+    Attributes:
+        all_reduce: sums a rank's partial result over the ranks, at the named place.
     """
 
     rank: int = 0
     size: int = 1
-    all_reduce: Callable[[Tensor], Tensor] = _identity
+    all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
 
     def share(self, total: int) -> slice:
         """This rank's contiguous part of ``total`` rows or columns."""

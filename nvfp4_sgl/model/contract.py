@@ -1,0 +1,336 @@
+"""The boundaries of the decoder: what the shared model asks of a target, in types.
+
+The model (``attention``, ``moe``, ``decoder``) says which matrices, norms, tables and caches meet where. A target says
+how each boundary is computed: on the CPU as a composition of the references in :mod:`nvfp4_sgl.ops`, on a GPU as fused
+kernels. The boundaries are those that a GPU fuses at:
+
+==================  ===================================================================================================
+plan                where the tokens of a pass stand, which slots they write and see (:class:`Planner`)
+embed               token ids to residual streams (:class:`Embedding`)
+site                post of one sublayer, mHC pre and RMSNorm of the next (:class:`Site`)
+project             GEMMs that read one activation (:class:`InputProjection`, :class:`Projection`,
+                    :class:`GroupedProjection`)
+prepare_attention   latents, cache rows, compressed entries (:class:`AttentionInputs`)
+select              index scores and the entries chosen by them (:class:`Selection`)
+attend              queries to attention output (:class:`AttentionCore`)
+route               experts and weights of each token (:class:`Router`)
+experts             the experts' GEMMs, SwiGLU and their weighted sum (:class:`Experts`)
+==================  ===================================================================================================
+
+A producer of an activation is told what its consumer reads (:class:`Form`), so that it quantises on the way out.
+What passes from ``route`` to ``experts``, from ``select`` to ``attend`` and between sites is the target's own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.source import Shard, WeightSource
+
+CPU = torch.device("cpu")
+
+
+class Form(enum.Flag):
+    """What the consumers of an activation read."""
+
+    VALUES = enum.auto()
+    """Values in the model dtype."""
+    NVFP4 = enum.auto()
+    """Codes and block scales, in the layout of the consumer's token tile."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An activation matrix in the forms that its consumers asked for.
+
+    Attributes:
+        values: [T, K] or [T, G, K] in the model dtype.
+        rows: the same in NVFP4.
+    """
+
+    values: Tensor | None = None
+    rows: Rows | None = None
+
+    def require_values(self) -> Tensor:
+        assert self.values is not None, "the producer of this activation was not asked for Form.VALUES"
+        return self.values
+
+    def require_rows(self) -> Rows:
+        assert self.rows is not None, "the producer of this activation was not asked for Form.NVFP4"
+        return self.rows
+
+
+class RopeTable(enum.Enum):
+    """Which RoPE frequencies a layer rotates everything with (spec section 3.2)."""
+
+    WINDOW = "window"
+    """``rope_theta``: layers without compressed entries."""
+    COMPRESSED = "compressed"
+    """``compress_rope_theta`` with YaRN: layers with compressed entries, their window included."""
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """What the scheduler says of a pass.
+
+    Tokens are packed request after request; request b adds tokens up to length ``ends[b]``.
+
+    Attributes:
+        positions: int64 [T]. requests: int64 [B], request slots. ends: int [B], lengths after the pass.
+        added: int [B], new tokens of each request; ``None`` in decode, where each adds ``tokens_each``.
+        tokens_each: tokens that each request adds in decode; sizes of a captured graph follow from it and B.
+        longest: length of the longest sequence of this pass as the host knows it; ``None`` leaves it open.
+    """
+
+    positions: Tensor
+    requests: Tensor
+    ends: Tensor
+    added: Tensor | None = None
+    tokens_each: int = 1
+    longest: int | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        return self.added is None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """SGLang's tables of slots.
+
+    Attributes:
+        table: int [request slots, columns], the full slot of each position of a request.
+        full_to_swa: int64, window slot of a full slot.
+        requests: of the largest decode pass. longest: tokens of the longest sequence that may come.
+    """
+
+    table: Tensor
+    full_to_swa: Tensor
+    requests: int
+    longest: int
+
+
+class Planner(Protocol):
+    """Plans passes over SGLang's slots; one a decoder."""
+
+    def plan(self, request: PassRequest) -> Any:
+        """The step of an eager pass."""
+
+    def reserve(self, requests: int) -> None:
+        """Allocate what the captured graphs of up to ``requests`` requests share."""
+
+    def capture(self, request: PassRequest) -> Any:
+        """The step of a graph about to be captured, not filled yet."""
+
+    def fill(self, step: Any, request: PassRequest) -> None:
+        """Inside the capture: fill ``step`` from the request's tensors; kernels only."""
+
+    def warm_up(self, decoder: Any, table: Tensor, tokens: int) -> None:
+        """Compile and run everything that a request can ask for.
+
+        Args:
+            decoder: the :class:`~nvfp4_sgl.model.decoder.Decoder` that runs the steps.
+            table: [vocabulary, d], the embedding, or this rank's part of it.
+            tokens: of the largest prefill pass.
+        """
+
+
+class Embedding(Protocol):
+    """Token ids, or embeddings, to residual streams."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Streams [T, n, d] of int ids [T], from the whole table [vocabulary, d]."""
+
+    def expand(self, embedded: Tensor) -> Tensor:
+        """Streams [T, n, d] of embeddings [T, d]."""
+
+
+class Site(Protocol):
+    """One mHC site with the RMSNorm behind it, or the final collapse (spec section 2)."""
+
+    def enter(self, streams: Tensor, step: Any) -> tuple[Operand, Any]:
+        """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
+
+    def advance(self, output: Tensor, streams: Tensor, mix: Any, step: Any) -> tuple[Operand, Tensor, Any]:
+        """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
+
+    def leave(self, output: Tensor, streams: Tensor, mix: Any) -> Tensor:
+        """The streams after the last sublayer of a range of layers that does not end with the final collapse."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the first GEMMs of an attention layer give, each [T, ...], the last dimension contiguous.
+
+    Attributes:
+        q_lora: [T, q_lora_rank]. kv: [T, head_dim].
+        compressor, index_compressor: (kv, score) of each compressor, [T, w].
+        index_weights: [T, index heads]; ``None`` where ``prepare_attention`` computes them.
+    """
+
+    q_lora: Tensor
+    kv: Tensor
+    compressor: tuple[Tensor, Tensor] | None = None
+    index_compressor: tuple[Tensor, Tensor] | None = None
+    index_weights: Tensor | None = None
+
+
+class InputProjection(Protocol):
+    """GEMMs that read the input of an attention layer."""
+
+    @property
+    def takes(self) -> Form: ...
+
+    def __call__(self, x: Operand) -> Columns: ...
+
+
+class Projection(Protocol):
+    """GEMMs that read one activation, merged as far as their storage allows."""
+
+    @property
+    def takes(self) -> Form: ...
+
+    def __call__(self, x: Operand) -> list[Tensor]:
+        """[T, rows] for each shard, in the order given."""
+
+
+class GroupedProjection(Protocol):
+    """The block-diagonal GEMM of the attention output (spec section 3.4)."""
+
+    @property
+    def takes(self) -> Form: ...
+
+    def __call__(self, x: Operand, form: Form) -> Operand:
+        """[T, G * N] in ``form``, from [T, G, K]."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the rest of an attention layer reads of its inputs.
+
+    Attributes:
+        q_lora: normalised. index_weights: [T, index heads] in CSA layers, not scaled.
+    """
+
+    q_lora: Operand
+    index_weights: Tensor | None
+
+
+class AttentionInputs(Protocol):
+    """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
+
+    def __call__(self, columns: Columns, x: Operand, step: Any, cache: LayerCache, form: Form) -> Prepared:
+        """``form``: of the normalised q_lora. All cache writes of the pass come before any read of ``attend``."""
+
+
+class Selection(Protocol):
+    """The lightning indexer: which ratio-4 entries each query attends to (spec section 5)."""
+
+    def __call__(self, index_q: Tensor, weights: Tensor, step: Any, cache: LayerCache) -> Any:
+        """The chosen entries, for ``attend``; index_q [T, heads * dim] and weights [T, heads] as projected."""
+
+
+class AttentionCore(Protocol):
+    """Query norm and RoPE, sparse attention with a sink, inverse RoPE (spec sections 3.1 to 3.3)."""
+
+    def __call__(self, q: Tensor, step: Any, cache: LayerCache, entries: Any, form: Form) -> Operand:
+        """[T, G, heads of a group * head_dim] in ``form``.
+
+        Args:
+            q: [T, heads * head_dim] as projected.
+            entries: from ``select``; ``None`` in HCA and window-only layers.
+        """
+
+
+class Router(Protocol):
+    """Which experts each token visits, and with what weights (spec section 6.1)."""
+
+    def __call__(self, x: Tensor, token_ids: Tensor, step: Any) -> Any:
+        """x [T, d] in the model dtype; ids int [T], by which the first layers route."""
+
+
+class Experts(Protocol):
+    """Routed experts and the shared one."""
+
+    @property
+    def takes(self) -> Form: ...
+
+    def __call__(self, x: Operand, routes: Any, step: Any) -> Tensor:
+        """[T, d], this rank's part of the weighted sum."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The implementation of every boundary on one target: called once a layer while weights are loaded.
+
+    Each takes the :class:`Context` first; what it returns is what runs.
+    """
+
+    plan: Callable[[Context, Slots, Sequence[LayerCache]], Planner]
+    embed: Callable[[Context], Embedding]
+    site: Callable[[Context, SiteNames, Form], Site]
+    project_input: Callable[[Context, Sequence[Shard], Shard | None], InputProjection]
+    project: Callable[[Context, Sequence[Shard]], Projection]
+    project_groups: Callable[[Context, Shard, int], GroupedProjection]
+    prepare_attention: Callable[[Context, int, LayerKind, RopeTable], AttentionInputs]
+    select: Callable[[Context, RopeTable], Selection]
+    attend: Callable[[Context, int, LayerKind, RopeTable], AttentionCore]
+    route: Callable[[Context, int, Any], Router]
+    """Also told the experts, whose GEMMs say how rows are grouped."""
+    experts: Callable[[Context, Sequence[ExpertMatrices]], Experts]
+
+    def names(self) -> dict[str, str]:
+        """``module:name`` of each boundary's implementation."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: f"{item.__module__}:{item.__qualname__}" for name, item in found.items()}
+
+
+@dataclass(frozen=True)
+class SiteNames:
+    """Names of an mHC site's tensors: ``<stem>_fn``, ``_base``, ``_scale``, and the RMSNorm weight behind it.
+
+    ``iterations``: of Sinkhorn; 0 for the final collapse, which has no post and comb.
+    """
+
+    stem: str
+    norm: str
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every module of the decoder is built from.
+
+    Attributes:
+        source: where tensors are read from; building a module reads its tensors.
+        config: the model's dimensions.
+        boundaries: the target's implementations.
+        device: where parameters go.
+        dtype: the model dtype, which activations between boundaries have.
+        mode: what enters GEMMs with NVFP4 weights.
+        parallel: this rank's share; the whole model unless given.
+    """
+
+    source: WeightSource
+    config: ModelConfig
+    boundaries: Boundaries
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    mode: ActivationMode = ActivationMode.W4A16
+    parallel: TensorParallel = field(default_factory=TensorParallel)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Tensor ``name`` on the device, in the checkpoint's dtype."""
+        return self.source.read(name, rows=rows).to(self.device)

@@ -1,0 +1,138 @@
+"""The model with no server around it: tokens in, logits out, on any target.
+
+For tests, debugging and measurements. Slots, pages, rings and plans are those of the server, so what passes here
+exercises the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.weights.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens to append, int64 [T], and where they stand."""
+
+    ids: Tensor
+    request: PassRequest
+    step: Any
+
+
+class Standalone:
+    """A decoder with embedding, LM head and caches.
+
+    Args:
+        path: checkpoint directory.
+        target: whose boundaries run.
+        device: a CUDA device for a GPU target, or the CPU under Triton's interpreter; the CPU for the CPU target.
+        mode: what enters GEMMs with NVFP4 weights; the target's default unless given.
+        packed: keep rows in SGLang's 8-bit entries instead of ``dtype``; GPU targets always do.
+        dtype: model dtype; GPU targets take bf16.
+        requests, capacity: sequences held at once, and tokens of each.
+        parallel: this rank's share.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        target: Target = Target.CPU,
+        device: torch.device | str = "cpu",
+        mode: ActivationMode | None = None,
+        packed: bool = False,
+        dtype: torch.dtype = torch.float32,
+        requests: int = 4,
+        capacity: int = 2048,
+        parallel: TensorParallel | None = None,
+    ):
+        choice = choose(target)
+        if target is not Target.CPU:
+            packed, dtype = True, torch.bfloat16
+        self.device, self.dtype = torch.device(device), dtype
+        self.config = ModelConfig.from_dir(path)
+        inventory = Inventory.open(path)
+        inventory.verify(self.config)
+        reader = CheckpointReader(inventory)
+        self.table, self.head = (reader.read(f"{name}.weight").to(self.device, dtype) for name in ("embed", "head"))
+        context = Context(
+            reader,
+            self.config,
+            choice.boundaries,
+            self.device,
+            dtype,
+            mode or choice.modes[0],
+            parallel or TensorParallel(),
+        )
+        self.decoder = Decoder(context)
+        reader.finish()
+        self.caches = LocalCaches(
+            self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype, device=self.device
+        )
+        full_to_swa = self.caches.full_to_swa.to(self.device)
+        slots = Slots(self.caches.slots.int().to(self.device), full_to_swa, requests, self.caches.capacity)
+        self.planner: Any = choice.boundaries.plan(context, slots, self.caches.layers)
+
+    def reset(self) -> None:
+        """Forget every sequence; caches keep their stale contents, as a server's do."""
+        self.caches.lengths = [0] * len(self.caches.lengths)
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Append tokens to sequences; prefill, chunks and decode alike.
+
+        Args:
+            tokens: new token ids by request, at least one each.
+
+        Returns:
+            fp32 logits [new tokens, vocab] by request, on the device.
+        """
+        logits = self.forward(self.begin(tokens))
+        return dict(zip(tokens, logits.split([len(ids) for ids in tokens.values()]), strict=True))
+
+    def request(self, tokens: Mapping[int, Sequence[int]]) -> PassRequest:
+        """The pass that appends these tokens; the sequences count them as theirs from now on."""
+        counts = {request: len(ids) for request, ids in tokens.items()}
+        starts, ends = self.caches.advance(counts)
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        added = None if set(counts.values()) == {1} else torch.tensor(list(counts.values())).to(self.device)
+        requests = torch.tensor(list(counts))
+        return PassRequest(
+            positions.to(self.device),
+            requests.to(self.device),
+            torch.tensor(ends).to(self.device),
+            added,
+            longest=max(ends),
+        )
+
+    @torch.no_grad()
+    def begin(self, tokens: Mapping[int, Sequence[int]]) -> Pass:
+        """The planned pass that :meth:`extend` makes of ``tokens``."""
+        request = self.request(tokens)
+        ids = torch.tensor([token for request_ids in tokens.values() for token in request_ids]).to(self.device)
+        return Pass(ids, request, self.planner.plan(request))
+
+    @torch.no_grad()
+    def forward(self, work: Pass) -> Tensor:
+        """fp32 logits [T, vocab] of a planned pass; on a GPU kernels only, so that a graph can hold it."""
+        streams = self.decoder.embed(work.ids, self.table)
+        return self.logits(self.decoder(streams, work.ids, work.step, self.caches.layers))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [T, vocab] of hidden states [T, d]."""
+        return multiply(hidden, self.head, torch.float32)

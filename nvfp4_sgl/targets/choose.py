@@ -1,0 +1,104 @@
+"""The one place that decides what runs where.
+
+:func:`choose` returns the boundaries of a target; the decoder is built from them, and ``doctor``, the log and
+``/server_info`` print them. A target is complete or absent: no boundary falls back to another target's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.contract import Boundaries
+from nvfp4_sgl.ops.linear import ActivationMode
+
+
+class Target(enum.Enum):
+    """What the kernels are built for."""
+
+    CPU = "cpu"
+    SM90 = "sm_90a"
+    SM100 = "sm_100a"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a target runs.
+
+    Attributes:
+        boundaries: the implementation of each.
+        modes: what may enter GEMMs with NVFP4 weights; the first is the default.
+        dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
+        note: how far the implementation is from what the target should do, or how it is known; empty if neither.
+    """
+
+    target: Target
+    boundaries: Boundaries
+    modes: tuple[ActivationMode, ...]
+    dtypes: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    note: str = ""
+
+
+def _cpu() -> Choice:
+    from nvfp4_sgl.targets import reference
+
+    return Choice(
+        Target.CPU,
+        reference.boundaries(),
+        (ActivationMode.W4A16, ActivationMode.W4A4),
+        ("auto", "float32", "float", "bfloat16"),
+        ("auto", "bfloat16", "fp8_e4m3"),
+    )
+
+
+def _sm90() -> Choice:
+    from nvfp4_sgl.targets import fused
+
+    return Choice(
+        Target.SM90,
+        fused.bf16_boundaries(),
+        (ActivationMode.W4A16,),
+        ("auto", "bfloat16"),
+        ("auto", "fp8_e4m3"),
+        "GEMMs are bf16 products on weights dequantised at load: 4 times the memory of NVFP4",
+    )
+
+
+def _sm100() -> Choice:
+    from nvfp4_sgl.targets import fused
+
+    return Choice(
+        Target.SM100,
+        fused.nvfp4_boundaries(),
+        (ActivationMode.W4A4,),
+        ("auto", "bfloat16"),
+        ("auto", "fp8_e4m3"),
+        "executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",
+    )
+
+
+_CHOICES: dict[Target, Callable[[], Choice]] = {Target.CPU: _cpu, Target.SM90: _sm90, Target.SM100: _sm100}
+
+
+def choose(target: Target) -> Choice:
+    """What runs on ``target``."""
+    return _CHOICES[target]()
+
+
+def detect_target() -> Target:
+    """The target of this machine: the CUDA device's architecture if there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return Target.CPU
+    capability = torch.cuda.get_device_capability()
+    known = {(9, 0): Target.SM90, (10, 0): Target.SM100, (10, 3): Target.SM100}
+    if capability not in known:
+        raise UnsupportedError(
+            f"CUDA device {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]};"
+            " expected 9.0 (Hopper), 10.0 or 10.3 (Blackwell data centre), or no CUDA device for the CPU path"
+        )
+    return known[capability]

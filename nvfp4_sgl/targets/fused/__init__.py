@@ -1,0 +1,46 @@
+"""GPUs: every boundary is a fused kernel, or a few.
+
+Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. ``products_bf16`` (Hopper for now) and
+``products_nvfp4`` (SM100) hold the GEMMs, and are all that differs between the two. Activations are bf16, accumulators
+and everything that the specification keeps in fp32 are fp32, cache rows are SGLang's packed entries. A pass waits for
+nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
+"""
+
+from dataclasses import replace
+
+from nvfp4_sgl.model.contract import Boundaries
+from nvfp4_sgl.targets.fused import products_bf16 as bf16
+from nvfp4_sgl.targets.fused import products_nvfp4 as nvfp4
+from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
+from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.targets.fused.planner import FusedPlanner
+from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
+
+
+def bf16_boundaries() -> Boundaries:
+    """Hopper's."""
+    return Boundaries(
+        plan=FusedPlanner,
+        embed=FusedEmbedding,
+        site=FusedSite,
+        project_input=bf16.Bf16InputProjection,
+        project=bf16.Bf16Projection,
+        project_groups=bf16.Bf16GroupedProjection,
+        prepare_attention=FusedAttentionInputs,
+        select=FusedSelection,
+        attend=FusedAttentionCore,
+        route=FusedRouter,
+        experts=bf16.Bf16Experts,
+    )
+
+
+def nvfp4_boundaries() -> Boundaries:
+    """SM100's: Hopper's with other GEMMs."""
+    return replace(
+        bf16_boundaries(),
+        plan=nvfp4.NvFp4Planner,
+        project_input=nvfp4.NvFp4InputProjection,
+        project=nvfp4.NvFp4Projection,
+        project_groups=nvfp4.NvFp4GroupedProjection,
+        experts=nvfp4.NvFp4Experts,
+    )

@@ -1,0 +1,145 @@
+"""An attention layer's boundaries on a GPU (spec sections 3 to 5)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.rows import PackedIndexRows, PackedKvRows, RowStore
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable
+from nvfp4_sgl.model.rope_tables import frequencies
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
+from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
+from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
+from nvfp4_sgl.triton_kernels.indexer.topk import select_entries
+from nvfp4_sgl.weights.source import frozen
+
+
+def packed(rows: RowStore | None) -> Entries:
+    """The pages behind a row store; :class:`UnsupportedError` unless they are SGLang's packed ones."""
+    if not isinstance(rows, PackedKvRows | PackedIndexRows):
+        raise UnsupportedError(
+            f"cache rows: the GPU kernels read SGLang's packed pages, found {type(rows).__name__};"
+            " leave --kv-cache-dtype out, or set it to fp8_e4m3"
+        )
+    return Entries(rows.pages, rows.page_size)
+
+
+class FusedCompressor(nn.Module):
+    """``ape`` fp32 [ratio, w] and ``norm`` [n] of one compressor."""
+
+    def __init__(self, context: Context, stem: str, ratio: int):
+        super().__init__()
+        self.ape = frozen(context.read(f"{stem}.ape").float())
+        self.norm = frozen(context.read(f"{stem}.norm.weight"))
+        self.parameters_ = Compressor(ratio, self.ape.data, self.norm.data, context.config.rms_norm_eps)
+
+    def compression(self, columns: tuple[Tensor, Tensor], state: Tensor | None, rows: RowStore | None) -> Compression:
+        """The columns that it reads in a pass, and the pools that it writes."""
+        assert state is not None
+        return Compression(self.parameters_, *columns, state, *packed(rows))
+
+
+class FusedAttentionInputs(nn.Module):
+    """Latents, window rows, compressed entries, index keys and compressor states, in one launch or two."""
+
+    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+        super().__init__()
+        stem, ratio = f"layers.{layer}.attn", kind.value
+        self._eps, self._table = context.config.rms_norm_eps, table
+        self._frequencies = frequencies(context.config, table).to(context.device)
+        self.q_norm, self.kv_norm = (frozen(context.read(f"{stem}.{name}.weight")) for name in ("q_norm", "kv_norm"))
+        self.compressor = FusedCompressor(context, f"{stem}.compressor", ratio) if ratio else None
+        self.index_compressor = None
+        if kind is LayerKind.CSA:
+            self.index_compressor = FusedCompressor(context, f"{stem}.indexer.compressor", ratio)
+
+    def forward(self, columns: Columns, x: Operand, step: Step, cache: LayerCache, form: Form) -> Prepared:
+        normed = x.require_values().new_empty(columns.q_lora.shape)
+        latents = Latents(
+            q_lora=columns.q_lora,
+            q_norm=self.q_norm,
+            q_out=normed,
+            kv=columns.kv,
+            kv_norm=self.kv_norm,
+            eps=self._eps,
+            turns=step.turns[self._table],
+            slots=step.plan.window_write,
+            pages=packed(cache.swa).pages,
+            page_size=packed(cache.swa).page_size,
+        )
+        calls = []
+        if self.compressor is not None and columns.compressor is not None:
+            calls.append(self.compressor.compression(columns.compressor, cache.state, cache.compressed))
+        if self.index_compressor is not None and columns.index_compressor is not None:
+            calls.append(self.index_compressor.compression(columns.index_compressor, cache.index_state, cache.index))
+        prepare_attention(latents, calls, step.plan.batch, self._frequencies, workspace=step.workspace)
+        return Prepared(in_form(normed, form), columns.index_weights)
+
+
+class FusedSelection(nn.Module):
+    """Score the visible ratio-4 entries; slots of the best, int32 [T, index_topk], and how many."""
+
+    def __init__(self, context: Context, table: RopeTable):
+        super().__init__()
+        self._config, self._table = context.config, table
+
+    def forward(self, index_q: Tensor, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        config, batch, keys = self._config, step.plan.batch, packed(cache.index)
+        heads, dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        tokens, factor = index_q.shape[0], dim**-0.5 * heads**-0.5
+        q, turns = index_q.view(tokens, heads, dim), step.turns[self._table]
+        slots = weights.new_empty(tokens, topk, dtype=batch.owners.dtype)
+        lengths = weights.new_empty(tokens, dtype=batch.owners.dtype)
+        rows = step.scores.shape[0]
+        for first in range(0, tokens, rows):
+            part = slice(first, min(first + rows, tokens))
+            scores = step.scores[: part.stop - first]
+            query = (q[part], weights[part], turns[part], factor)
+            index_scores(*query, *keys, batch, topk, scores, first=first)
+            chosen = (slots[part], lengths[part])
+            select_entries(scores, batch, topk, *chosen, first=first, candidates=step.candidates)
+        return slots, lengths
+
+
+class FusedAttentionCore(nn.Module):
+    """Query norm, RoPE both ways and sparse attention, in one launch."""
+
+    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+        super().__init__()
+        config, parallel = context.config, context.parallel
+        self._config, self._kind, self._table = config, kind, table
+        self._heads = config.num_attention_heads // parallel.size
+        self._groups = config.o_groups // parallel.size
+        heads = parallel.share(config.num_attention_heads)
+        self.attn_sink = frozen(context.read(f"layers.{layer}.attn.attn_sink", rows=heads).float())
+
+    def forward(
+        self, q: Tensor, step: Step, cache: LayerCache, entries: tuple[Tensor, Tensor] | None, form: Form
+    ) -> Operand:
+        config, plan, tokens = self._config, step.plan, q.shape[0]
+        extra = None if self._kind is LayerKind.SWA else packed(cache.compressed)
+        if self._kind is LayerKind.HCA:
+            entries = plan.entry_slots, plan.entry_lengths
+        slots, lengths = entries or (None, None)
+        o = sparse_attention(
+            q.view(tokens, self._heads, config.head_dim),
+            packed(cache.swa),
+            plan.window_slots,
+            self.attn_sink,
+            config.head_dim**-0.5,
+            extra,
+            slots,
+            window_lengths=plan.window_lengths,
+            extra_lengths=lengths,
+            turns=step.turns[self._table],
+            query_eps=config.rms_norm_eps,
+            arrivals=step.arrivals,
+        )
+        return in_form(o.view(tokens, self._groups, -1), form)

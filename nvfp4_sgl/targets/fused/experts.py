@@ -1,0 +1,47 @@
+"""Routing on a GPU; the shared expert is one more group, which every token visits with weight 1 (spec section 6)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
+from nvfp4_sgl.weights.source import frozen
+
+
+class RoutedExperts(Protocol):
+    """What the router asks of the experts behind it."""
+
+    def new_routes(self, tokens: int) -> Routes:
+        """Routes with the groups and the tile that the experts' GEMMs need; contents undefined."""
+
+
+class FusedRouter(nn.Module):
+    """Router logits in fp32 from bf16 operands, then choice, weights and permutation in one kernel."""
+
+    def __init__(self, context: Context, layer: int, experts: RoutedExperts):
+        super().__init__()
+        stem, self._config, self._experts = f"layers.{layer}.ffn.gate", context.config, (experts,)
+        self.weight = frozen(context.read(f"{stem}.weight").bfloat16())
+        self._is_hash = context.config.is_hash_routed(layer)
+        if self._is_hash:
+            self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
+        else:
+            self.bias = frozen(context.read(f"{stem}.bias").float())
+
+    def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
+        logits = multiply(x, self.weight, torch.float32)
+        (experts,) = self._experts
+        routes = experts.new_routes(len(x))
+        places = (self._config.routed_scaling_factor, routes, step.route_arrivals)
+        if self._is_hash:
+            route_hash(logits, self.tid2eid, token_ids, *places, shared_expert=True)
+        else:
+            route_topk(logits, self.bias, *places, shared_expert=True)
+        return routes

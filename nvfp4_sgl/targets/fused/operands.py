@@ -1,0 +1,26 @@
+"""Buffers of activations in the forms that consumers ask for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels.operations import token_tile_for
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.model.contract import Form, Operand
+from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
+
+
+def new_rows(tokens: int, k: int, device: torch.device, *, groups: int | None = None) -> Rows:
+    """Room for [tokens, k] or [tokens, groups, k] in NVFP4, as the GEMMs of so many tokens read it."""
+    return Rows.allocate(tokens, k, token_tile_for(tokens), device, groups=groups)
+
+
+def in_form(values: Tensor, form: Form) -> Operand:
+    """``values``, bf16 [T, K] or [T, G, K], in ``form``; a launch of its own where that is NVFP4."""
+    if Form.NVFP4 not in form:
+        return Operand(values)
+    groups = values.shape[1] if values.dim() == 3 else None
+    rows = new_rows(values.shape[0], values.shape[-1], values.device, groups=groups)
+    quantize(values, rows.codes, rows.block_scales, rows.scale, token_tile=rows.token_tile)
+    return Operand(values if Form.VALUES in form else None, rows)

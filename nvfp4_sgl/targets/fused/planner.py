@@ -1,0 +1,83 @@
+"""Plans of passes on a GPU: resolved to slots on the device, in decode inside the captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.targets.fused.attention import packed
+from nvfp4_sgl.targets.fused.step import Scratch, Step, device_frequencies
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+
+
+class FusedPlanner:
+    """Prepares a :class:`Step` for every pass.
+
+    A captured graph reads lengths, positions and request slots where its caller keeps them, and resolves slots in its
+    first kernels. Eager decode uses sizes of the same maxima, so that both give the same bits.
+    """
+
+    def __init__(self, context: Context, slots: Slots, caches: Sequence[LayerCache]):
+        for cache in caches:
+            packed(cache.swa)  # refuse exact rows now rather than at the first request
+        self.context, self.slots, self.caches = context, slots, caches
+        self.scratch = Scratch(context.device)
+        self._frequencies = device_frequencies(context.config, context.device)
+        self._scores: Tensor | None = None
+        self._added: dict[tuple[int, int], Tensor] = {}
+
+    def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
+        """Room for a pass; not filled."""
+        longest = self.slots.longest
+        if not request.is_decode and request.longest is not None:
+            longest = request.longest
+        return Step.allocate(
+            self.context.config,
+            self.scratch,
+            request.positions,
+            request.requests,
+            self.slots.table,
+            self.slots.full_to_swa,
+            longest=longest,
+            decode=request.is_decode,
+            scores=scores,
+        )
+
+    def plan(self, request: PassRequest) -> Step:
+        step = self.allocate(request)
+        self.fill(step, request)
+        return step
+
+    def reserve(self, requests: int) -> None:
+        """Index scores of the largest graph; graphs run one at a time and share them."""
+        self._scores = Step.new_scores(self.context.config, requests, self.slots.longest, self.context.device)
+
+    def capture(self, request: PassRequest) -> Step:
+        assert self._scores is not None, "reserve has not run"
+        step = self.allocate(request, scores=self._scores)
+        self._tokens_added(request)
+        return step
+
+    def fill(self, step: Step, request: PassRequest) -> None:
+        step.prepare(self._frequencies, request.ends, self._tokens_added(request))
+
+    def _tokens_added(self, request: PassRequest) -> Tensor | None:
+        """int [B]; ``None`` if each request adds one. Made before a capture, which must not fill memory."""
+        if request.added is not None or request.tokens_each == 1:
+            return request.added
+        key = (request.requests.shape[0], request.tokens_each)
+        if key not in self._added:
+            self._added[key] = torch.full((key[0],), key[1], dtype=torch.int32, device=self.context.device)
+        return self._added[key]
+
+    @torch.no_grad()
+    def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
+        for request in warm_up_passes(self.slots, tokens):
+            step, ids = self.plan(request), torch.zeros_like(request.positions)
+            decoder.expand(table[:1].expand(len(ids), -1).contiguous())  # ranks of a split vocabulary begin so
+            decoder(decoder.embed(ids, table), ids, step, self.caches)

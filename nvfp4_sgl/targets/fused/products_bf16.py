@@ -1,0 +1,144 @@
+"""GEMMs on Hopper for now: bf16 on weights that were dequantised at load.
+
+A stand-in until this architecture has NVFP4 kernels: right, but with four times the bytes of packed weights. Each
+NVFP4 weight is ``code * block_scale * global_scale`` in fp32, rounded once to bf16 (FP8 weights are exact in bf16);
+activations enter as they are, so this is the mode ``w4a16``. Accumulation is the library's, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.matrix import Matrix, NvFp4Matrix, load_matrix
+from nvfp4_sgl.weights.source import Shard, frozen
+
+
+def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
+    """The matrix in bf16 on ``device``, shape [..., N, K]."""
+    if not isinstance(matrix, NvFp4Matrix):
+        return matrix.weight.data.to(device).bfloat16()
+    one = torch.ones((), dtype=torch.float32, device=device)
+    unscaled = NvFp4Tensor(matrix.weight.data.to(device), matrix.weight_scale.data.to(device), one).unscaled()
+    return unscaled.mul_(matrix.alpha().to(device).unsqueeze(-1)).bfloat16()
+
+
+def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x @ weight^T`` with fp32 accumulation: [T, N] in ``dtype``, bf16 or fp32, from bf16 [T, K] and [N, K]."""
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+    if not x.is_cuda:  # beside Triton's interpreter: bf16 products of the CPU have no fp32 result
+        return out.copy_(x.float() @ weight.float().t())
+    if dtype == torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(x, weight.t(), out=out)
+
+
+class Bf16Projection(nn.Module):
+    """Matrices that read the same activation, as one product: ``weight`` bf16 [sum of rows, K]."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard]):
+        super().__init__()
+        parts = [dequantized(load_matrix(context.source, [shard]), context.device) for shard in shards]
+        self.sizes = [part.shape[0] for part in parts]
+        self.weight = frozen(torch.cat(parts))
+
+    def forward(self, x: Operand) -> list[Tensor]:
+        """A bf16 column slice [T, rows] for each shard."""
+        return list(multiply(x.require_values(), self.weight, torch.bfloat16).split(self.sizes, dim=1))
+
+
+class Bf16InputProjection(nn.Module):
+    """The first products of an attention layer, index weights among them, as one."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
+        super().__init__()
+        self._is_indexed = index_weights is not None
+        self.projection = Bf16Projection(context, [*shards, *([index_weights] if index_weights else [])])
+
+    def forward(self, x: Operand) -> Columns:
+        """fp32 columns."""
+        product = multiply(x.require_values(), self.projection.weight, torch.float32)
+        return columns_of(product.split(self.projection.sizes, dim=1), indexed=self._is_indexed)
+
+
+class Bf16GroupedProjection(nn.Module):
+    """Block-diagonal product (spec section 3.4): ``weight`` bf16 [G, N, K]."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shard: Shard, groups: int):
+        super().__init__()
+        self.weight = frozen(dequantized(load_matrix(context.source, [shard], groups=groups), context.device))
+
+    def forward(self, x: Operand, form: Form) -> Operand:
+        values = x.require_values()
+        groups, rows, _ = self.weight.shape
+        out = values.new_empty(values.shape[0], groups, rows)
+        if not values.is_cuda:
+            out.copy_(torch.einsum("tgk,gnk->tgn", values.float(), self.weight.float()))
+        else:
+            torch.bmm(values.transpose(0, 1), self.weight.transpose(1, 2), out=out.transpose(0, 1))
+        return in_form(out.view(values.shape[0], groups * rows), form)
+
+
+class Bf16ExpertProjection(nn.Module):
+    """One product an expert, all of one shape: ``weight`` bf16 [E, N, K]."""
+
+    def __init__(self, matrices: Iterable[Matrix], count: int, device: torch.device):
+        super().__init__()
+        weight: Tensor | None = None
+        for index, matrix in enumerate(matrices):
+            part = dequantized(matrix, device)
+            if weight is None:
+                weight = part.new_empty(count, *part.shape)
+            weight[index].copy_(part)
+        assert weight is not None
+        self.weight = frozen(weight)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """bf16 [R, N] from bf16 [R, K]: rows ``ends[e - 1] .. ends[e] - 1`` by expert e, ``ends`` int32 [E]."""
+        return functional.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
+
+
+class Bf16Experts(nn.Module):
+    """Routed and shared experts as grouped products; rows without padding."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+        super().__init__()
+        source, device, self._config = context.source, context.device, context.config
+        gate_up = (load_matrix(source, expert.gate_up) for expert in matrices)
+        down = (load_matrix(source, [expert.down]) for expert in matrices)
+        self.w13 = Bf16ExpertProjection(gate_up, len(matrices), device)
+        self.w2 = Bf16ExpertProjection(down, len(matrices), device)
+        self._groups, self._device = len(matrices), device
+
+    def new_routes(self, tokens: int) -> Routes:
+        """One group more than there are, which nobody visits: where a group begins, the one before it ends."""
+        return Routes.allocate(tokens, self._config.num_experts_per_tok + 1, self._groups + 1, 1, self._device)
+
+    def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
+        """bf16 [T, d]."""
+        values, ends = x.require_values(), routes.offsets[1:]
+        rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
+        gate_up = self.w13(scatter_rows(values, routes.destination, rows), ends)
+        hidden = values.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        swiglu(gate_up, self._config.swiglu_limit, hidden)
+        return finalize(self.w2(hidden, ends), routes.destination, routes.weights, torch.empty_like(values))

@@ -1,0 +1,217 @@
+"""GEMMs on SM100: NVFP4 weights times NVFP4 activations on the tensor cores (mode ``w4a4``).
+
+Weights stay packed from the checkpoint to the tensor core: codes are copied to the GPU as they are, block scales are
+re-laid there once, global scales become the epilogue's alphas. Router, index weights and LM head are bf16, as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.cutedsl_kernels import launcher, operations
+from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
+from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows as GemmExpertRows
+from nvfp4_sgl.cutedsl_kernels.operand import Rows as GemmRows
+from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
+from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
+from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.formats.scale_layout import scale_bytes
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.planner import FusedPlanner
+from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.quantize.quantize import quantize_scattered
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.matrix import NvFp4Matrix, load_matrix
+from nvfp4_sgl.weights.source import Shard, frozen
+
+
+def _load(context: Context, shards: Sequence[Shard], groups: int | None = None) -> NvFp4Matrix:
+    """Merged shards on the device, packed; :class:`CheckpointError` names the first that is not NVFP4."""
+    matrix = load_matrix(context.source, shards, groups=groups)
+    if not isinstance(matrix, NvFp4Matrix):
+        stem = shards[0].stem
+        raise CheckpointError(
+            f"tensor '{stem}.weight': expected NVFP4, found {context.source.storage(stem).value}: SM100 runs"
+            " full-NVFP4 checkpoints; quantise this matrix too"
+        )
+    return matrix.to(context.device)
+
+
+class NvFp4Weights(nn.Module):
+    """The operand of a GEMM as parameters: codes as in the checkpoint, block scales swizzled, alphas."""
+
+    def __init__(self, weights: Weights):
+        super().__init__()
+        self.codes, self.scale = frozen(weights.codes), frozen(weights.scale)
+        self.block_scales = frozen(weights.block_scales)
+
+    @property
+    def operand(self) -> Weights:
+        return Weights(self.codes.data, self.block_scales.data, self.scale.data)
+
+
+def _gemm_rows(rows: Rows) -> GemmRows:
+    return GemmRows(rows.codes, rows.block_scales, rows.scale, rows.token_tile)
+
+
+class NvFp4Projection(nn.Module):
+    """Matrices that read the same activation, as one GEMM; each keeps its global scale as alphas of its features."""
+
+    takes = Form.NVFP4
+
+    def __init__(self, context: Context, shards: Sequence[Shard]):
+        super().__init__()
+        matrix = _load(context, shards)
+        self.sizes = list(matrix.shard_rows)
+        self.weights = NvFp4Weights(
+            Weights.dense(matrix.weight.data, matrix.weight_scale.data, matrix.alpha().contiguous())
+        )
+
+    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A column slice [T, rows] in ``dtype`` for each shard."""
+        result = operations.product(_gemm_rows(x.require_rows()), self.weights.operand, dtype=dtype)
+        return result.split(self.sizes, dim=1)
+
+    def forward(self, x: Operand) -> list[Tensor]:
+        """bf16."""
+        return list(self.product(x, torch.bfloat16))
+
+
+class NvFp4InputProjection(nn.Module):
+    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers the index weights in bf16."""
+
+    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
+        super().__init__()
+        self.projection = NvFp4Projection(context, shards)
+        self.index_weights: nn.Parameter | None = None
+        if index_weights is not None:
+            self.index_weights = frozen(dequantized(load_matrix(context.source, [index_weights]), context.device))
+
+    @property
+    def takes(self) -> Form:
+        return Form.NVFP4 if self.index_weights is None else Form.NVFP4 | Form.VALUES
+
+    def forward(self, x: Operand) -> Columns:
+        """fp32 columns."""
+        parts = [*self.projection.product(x, torch.float32)]
+        if self.index_weights is not None:
+            parts.append(multiply(x.require_values(), self.index_weights, torch.float32))
+        return columns_of(parts, indexed=self.index_weights is not None)
+
+
+class NvFp4GroupedProjection(nn.Module):
+    """The block-diagonal GEMM of the attention output: each (token, group) is a row with a scale of its own."""
+
+    takes = Form.NVFP4
+
+    def __init__(self, context: Context, shard: Shard, groups: int):
+        super().__init__()
+        matrix = _load(context, [shard], groups)
+        self.weights = NvFp4Weights(
+            Weights.grouped(matrix.weight.data, matrix.weight_scale.data, matrix.weight_scale_2.data[:, 0].contiguous())
+        )
+
+    def forward(self, x: Operand, form: Form) -> Operand:
+        """The row maximum of the result spans CTAs, so NVFP4 takes a launch of its own."""
+        result = operations.grouped_product(_gemm_rows(x.require_rows()), self.weights.operand)
+        return in_form(result.flatten(1), form)
+
+
+class NvFp4Experts(nn.Module):
+    """Routed experts and the shared one as groups of two GEMMs, SwiGLU and re-quantisation between them."""
+
+    takes = Form.VALUES
+    """``quantize_scattered`` reads values: it quantises a token once and stores it wherever its experts read it."""
+
+    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+        super().__init__()
+        self._config, self._device, self._groups = context.config, context.device, len(matrices)
+        gate_up = _stacked(context, [expert.gate_up for expert in matrices])
+        down = _stacked(context, [(expert.down,) for expert in matrices])
+        self.w13 = NvFp4Weights(Weights.gated_experts(*gate_up))
+        self.w2 = NvFp4Weights(Weights.experts(*(part.squeeze(1) for part in down)))
+        limit = context.config.swiglu_limit
+        self._hidden_scale = torch.full((1,), swiglu_row_scale(limit), dtype=torch.float32, device=context.device)
+
+    def new_routes(self, tokens: int) -> Routes:
+        """Each group's rows begin at a multiple of the GEMMs' token tile."""
+        visits = self._config.num_experts_per_tok + 1
+        tile = operations.expert_token_tile_for(tokens * visits, self._groups)
+        return Routes.allocate(tokens, visits, self._groups, tile, self._device)
+
+    def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
+        """bf16 [T, d]; weights are applied to the bf16 rows of the last GEMM, the sum is fp32."""
+        values, tile = x.require_values(), routes.tile
+        count, limit = routes.source_row.shape[0], self._config.swiglu_limit
+        rows = Rows.allocate(count, values.shape[1], tile, values.device)
+        quantize_scattered(values, routes.destination, rows.codes, rows.block_scales, rows.scale, token_tile=tile)
+        groups = (tile, routes.offsets, routes.counts)
+        inner = self.w2.codes.shape[-1] * 2
+        hidden = GemmExpertRows(
+            torch.empty(count, inner // 2, dtype=torch.uint8, device=values.device),
+            torch.empty(scale_bytes(count, inner, tile), dtype=torch.uint8, device=values.device).view(
+                torch.float8_e4m3fn
+            ),
+            self._hidden_scale,
+            *groups,
+        )
+        source = GemmExpertRows(rows.codes, rows.block_scales, rows.scale, *groups)
+        operations.expert_gate_up_quantized(source, self.w13.operand, limit, out=hidden)
+        output = operations.expert_down(hidden, self.w2.operand)
+        return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
+
+
+def _stacked(context: Context, experts: Sequence[Sequence[Shard]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [E, S, N, K/2], block scales [E, S, N, K/16] and alphas [E, S] of S equal shards an expert.
+
+    One expert at a time goes to the device, so that the host never holds a layer.
+    """
+    codes: Tensor | None = None
+    for index, shards in enumerate(experts):
+        matrix = _load(context, shards)
+        count, k = len(shards), matrix.weight.shape[-1]
+        if codes is None:
+            shape = (len(experts), count, matrix.weight.shape[0] // count)
+            codes = torch.empty(*shape, k, dtype=torch.uint8, device=context.device)
+            scales = torch.empty(*shape, k // 8, dtype=torch.uint8, device=context.device)
+            alphas = torch.empty(len(experts), count, dtype=torch.float32, device=context.device)
+        codes[index].copy_(matrix.weight.data.view(codes.shape[1:]))
+        scales[index].copy_(matrix.weight_scale.data.view(torch.uint8).view(scales.shape[1:]))
+        alphas[index].copy_(matrix.weight_scale_2.data)
+    assert codes is not None
+    return codes, scales.view(torch.float8_e4m3fn), alphas
+
+
+class NvFp4Planner(FusedPlanner):
+    """Also compiles every GEMM, or loads it from a library built ahead of time, before the first request.
+
+    ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``); what it lacks is compiled,
+    about a second a kernel. Afterwards nothing is compiled any more: a GEMM that was overlooked is an error.
+    """
+
+    @torch.no_grad()
+    def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
+        context, runner = self.context, launcher.current()
+        keys = keys_for(
+            layer_products(context.config, context.parallel.size),
+            max(tokens, self.slots.requests),
+            context.config.swiglu_limit,
+            runner.architecture(context.device),
+            runner.multiprocessors(context.device),
+            programmatic_launch=runner.programmatic_launch,
+        )
+        warm_up_gemms(keys, context.device)
+        super().warm_up(decoder, table, tokens)
+        runner.freeze()

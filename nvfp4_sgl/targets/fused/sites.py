@@ -1,0 +1,92 @@
+"""Residual streams on a GPU: an mHC site spans from one sublayer's output to the next one's quantised input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
+from nvfp4_sgl.targets.fused.operands import new_rows
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.triton_kernels.hyper_connection.site import (
+    Quantized,
+    Site,
+    SiteState,
+    hyper_connection_next,
+    hyper_connection_post,
+    hyper_connection_pre,
+    split_fn,
+)
+from nvfp4_sgl.triton_kernels.hyper_connection.streams import embed_streams, expand_streams
+from nvfp4_sgl.weights.source import frozen
+
+
+class FusedEmbedding(nn.Module):
+    """Embedding rows copied to every residual stream, bf16."""
+
+    def __init__(self, context: Context):
+        super().__init__()
+        self._streams = context.config.hc_mult
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return embed_streams(token_ids, table, self._streams)
+
+    def expand(self, embedded: Tensor) -> Tensor:
+        return expand_streams(embedded, self._streams)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What passes from site to site: coefficients and room to work, and NVFP4 rows once a site has made any."""
+
+    state: SiteState
+    rows: Rows | None = None
+
+
+class FusedSite(nn.Module):
+    """Parameters of one mHC site, and the norm after it: fp32, ``fn`` as three bf16; spec section 2."""
+
+    def __init__(self, context: Context, names: SiteNames, form: Form):
+        super().__init__()
+        config, self._form = context.config, form
+        self.fn = frozen(split_fn(context.read(f"{names.stem}_fn").float()))
+        self.base, self.scale, self.norm = (
+            frozen(context.read(name).float()) for name in (f"{names.stem}_base", f"{names.stem}_scale", names.norm)
+        )
+        self.site = Site(
+            self.fn.data,
+            self.base.data,
+            self.scale.data,
+            config.hc_eps,
+            config.rms_norm_eps,
+            self.norm.data,
+            names.iterations,
+        )
+
+    def enter(self, streams: Tensor, step: Step) -> tuple[Operand, Mix]:
+        tokens, _, d = streams.shape
+        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, counters=step.site_counters)))
+        hyper_connection_pre(self.site, streams, mix.state)
+        return self._input(mix), mix
+
+    def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Step) -> tuple[Operand, Tensor, Mix]:
+        """``streams`` are overwritten."""
+        mix = self._ready(mix)
+        return self._input(mix), hyper_connection_next(self.site, output, streams, mix.state), mix
+
+    def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
+        return hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)
+
+    def _ready(self, mix: Mix) -> Mix:
+        """Room for this site's form, that of an earlier site if there is one."""
+        if Form.NVFP4 not in self._form:
+            return Mix(replace(mix.state, quantized=None), mix.rows)
+        tokens, d = mix.state.x.shape
+        rows = mix.rows or new_rows(tokens, d, mix.state.x.device)
+        quantized = Quantized(rows.codes, rows.block_scales, rows.scale, rows.token_tile)
+        return Mix(replace(mix.state, quantized=quantized), rows)
+
+    def _input(self, mix: Mix) -> Operand:
+        return Operand(mix.state.x, mix.rows if Form.NVFP4 in self._form else None)

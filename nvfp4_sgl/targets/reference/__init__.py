@@ -1,0 +1,33 @@
+"""The CPU: every boundary composed of the references in :mod:`nvfp4_sgl.ops`, in the model dtype, fp32 by default."""
+
+from nvfp4_sgl.model.contract import Boundaries
+from nvfp4_sgl.targets.reference.attention import (
+    ReferenceAttentionCore,
+    ReferenceAttentionInputs,
+    ReferenceSelection,
+)
+from nvfp4_sgl.targets.reference.experts import ReferenceExperts, ReferenceRouter
+from nvfp4_sgl.targets.reference.planner import ReferencePlanner
+from nvfp4_sgl.targets.reference.projections import (
+    ReferenceGroupedProjection,
+    ReferenceInputProjection,
+    ReferenceProjection,
+)
+from nvfp4_sgl.targets.reference.sites import ReferenceEmbedding, ReferenceSite
+
+
+def boundaries() -> Boundaries:
+    """The CPU's."""
+    return Boundaries(
+        plan=ReferencePlanner,
+        embed=ReferenceEmbedding,
+        site=ReferenceSite,
+        project_input=ReferenceInputProjection,
+        project=ReferenceProjection,
+        project_groups=ReferenceGroupedProjection,
+        prepare_attention=ReferenceAttentionInputs,
+        select=ReferenceSelection,
+        attend=ReferenceAttentionCore,
+        route=ReferenceRouter,
+        experts=ReferenceExperts,
+    )

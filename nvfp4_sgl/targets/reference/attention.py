@@ -1,0 +1,117 @@
+"""An attention layer's boundaries on the CPU (spec sections 3 to 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.plan import BatchPlan
+from nvfp4_sgl.cache.rows import RowStore
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable
+from nvfp4_sgl.model.rope_tables import frequencies
+from nvfp4_sgl.ops.attention import sparse_attention
+from nvfp4_sgl.ops.compressor import compress_windows
+from nvfp4_sgl.ops.indexer import indexer_query, select_entries, write_index_keys
+from nvfp4_sgl.ops.norm import rms_norm
+from nvfp4_sgl.ops.rope import apply_rope, rms_norm_rope
+from nvfp4_sgl.weights.source import frozen
+
+
+class CompressorParameters(nn.Module):
+    """``ape`` fp32 [ratio, w] and ``norm`` [n] of one compressor; its wkv and wgate are in the first GEMMs."""
+
+    def __init__(self, context: Context, stem: str):
+        super().__init__()
+        self.ape = frozen(context.read(f"{stem}.ape").float())
+        self.norm = frozen(context.read(f"{stem}.norm.weight"))
+
+
+class ReferenceAttentionInputs(nn.Module):
+    """Window rows, compressed entries, index keys, and the normalised q_lora."""
+
+    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+        super().__init__()
+        stem = f"layers.{layer}.attn"
+        self._eps, self._ratio, self._dtype = context.config.rms_norm_eps, kind.value, context.dtype
+        self._frequencies = frequencies(context.config, table)
+        self.q_norm, self.kv_norm = (frozen(context.read(f"{stem}.{name}.weight")) for name in ("q_norm", "kv_norm"))
+        self.compressor = CompressorParameters(context, f"{stem}.compressor") if self._ratio else None
+        self.index_compressor = None
+        if kind is LayerKind.CSA:
+            self.index_compressor = CompressorParameters(context, f"{stem}.indexer.compressor")
+
+    def forward(self, columns: Columns, x: Operand, step: BatchPlan, cache: LayerCache, form: Form) -> Prepared:
+        dtype, eps = self._dtype, self._eps
+        kv = columns.kv.to(dtype)
+        kv = rms_norm_rope(kv, self.kv_norm, eps, step.positions, self._frequencies, out_dtype=torch.float32)
+        cache.swa.write(step.swa_write_slots, kv)
+        if self.compressor is not None and columns.compressor is not None:
+            entries = self._compress(columns.compressor, cache.state, step, self.compressor)
+            _require(cache.compressed).write(step.compress[self._ratio].window_slots, entries)
+        if self.index_compressor is not None and columns.index_compressor is not None:
+            keys = self._compress(columns.index_compressor, cache.index_state, step, self.index_compressor)
+            write_index_keys(_require(cache.index), step.compress[self._ratio].window_slots, keys)
+        q_lora = rms_norm(columns.q_lora.to(dtype), self.q_norm, eps)
+        return Prepared(Operand(q_lora), columns.index_weights)
+
+    def _compress(
+        self, rows: tuple[Tensor, Tensor], state: Tensor | None, step: BatchPlan, parameters: CompressorParameters
+    ) -> Tensor:
+        assert state is not None
+        return compress_windows(
+            *rows,
+            state,
+            step.compress[self._ratio],
+            ape=parameters.ape,
+            norm=parameters.norm,
+            norm_eps=self._eps,
+            frequencies=self._frequencies,
+        )
+
+
+def _require(rows: RowStore | None) -> RowStore:
+    assert rows is not None
+    return rows
+
+
+class ReferenceSelection(nn.Module):
+    """Score the visible ratio-4 entries and choose each query's: slots int64 [T, K], -1 padded."""
+
+    def __init__(self, context: Context, table: RopeTable):
+        super().__init__()
+        self._config, self._dtype = context.config, context.dtype
+        self._frequencies = frequencies(context.config, table)
+
+    def forward(self, index_q: Tensor, weights: Tensor, step: BatchPlan, cache: LayerCache) -> Tensor:
+        config, keys = self._config, _require(cache.index)
+        q = index_q.to(self._dtype).view(index_q.shape[0], config.index_n_heads, config.index_head_dim)
+        q = indexer_query(apply_rope(q, step.positions, self._frequencies), keys)
+        scaled = weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        return select_entries(q, scaled, keys, step, config.index_topk)
+
+
+class ReferenceAttentionCore(nn.Module):
+    """Query norm and RoPE, one softmax over window, entries and sink, inverse RoPE."""
+
+    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+        super().__init__()
+        config, parallel = context.config, context.parallel
+        self._config, self._kind, self._dtype = config, kind, context.dtype
+        self._frequencies = frequencies(config, table)
+        self._heads = config.num_attention_heads // parallel.size
+        self._groups = config.o_groups // parallel.size
+        heads = parallel.share(config.num_attention_heads)
+        self.attn_sink = frozen(context.read(f"layers.{layer}.attn.attn_sink", rows=heads))
+
+    def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Operand:
+        config, tokens = self._config, q.shape[0]
+        q = q.to(self._dtype).view(tokens, self._heads, -1)
+        q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies)
+        if self._kind is LayerKind.HCA:
+            entries = step.hca_slots
+        scale = config.head_dim**-0.5
+        o = sparse_attention(q, cache.swa, step.swa_slots, self.attn_sink, scale, cache.compressed, entries)
+        o = apply_rope(o, step.positions, self._frequencies, inverse=True)
+        return Operand(o.reshape(tokens, self._groups, -1))

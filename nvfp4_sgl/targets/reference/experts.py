@@ -1,0 +1,68 @@
+"""Mixture of experts on the CPU (spec section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from nvfp4_sgl.cache.plan import BatchPlan
+from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.ops.moe import expert_mlp, route_hash, route_topk, routed_experts
+from nvfp4_sgl.targets.reference.projections import working_copy
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.matrix import load_matrix, stack
+from nvfp4_sgl.weights.source import frozen
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Each token's experts, int64 [T, k], and their weights, fp32 [T, k]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class ReferenceRouter(nn.Module):
+    """By the token's id in the first layers, by biased scores in the others."""
+
+    def __init__(self, context: Context, layer: int, experts: object):
+        super().__init__()
+        stem, self._config = f"layers.{layer}.ffn.gate", context.config
+        self.weight = frozen(context.read(f"{stem}.weight"))
+        self._is_hash = context.config.is_hash_routed(layer)
+        if self._is_hash:
+            self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
+        else:
+            self.bias = frozen(context.read(f"{stem}.bias"))
+
+    def forward(self, x: Tensor, token_ids: Tensor, step: BatchPlan) -> Choices:
+        config, scaling = self._config, self._config.routed_scaling_factor
+        if self._is_hash:
+            return Choices(*route_hash(x, self.weight, self.tid2eid, token_ids, scaling))
+        return Choices(*route_topk(x, self.weight, self.bias, config.num_experts_per_tok, scaling))
+
+
+class ReferenceExperts(nn.Module):
+    """Routed experts as two batched products, the shared expert apart."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+        super().__init__()
+        source, self._limit, self._mode = context.source, context.config.swiglu_limit, context.mode
+        *routed, shared = matrices
+        names = [expert.down.stem for expert in routed]
+        self.w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
+        self.w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
+        self.shared_w13 = load_matrix(source, shared.gate_up)
+        self.shared_w2 = load_matrix(source, [shared.down])
+        self._routed = working_copy(self.w13), working_copy(self.w2)
+        self._shared = working_copy(self.shared_w13), working_copy(self.shared_w2)
+
+    def forward(self, x: Operand, routes: Choices, step: BatchPlan) -> Tensor:
+        """fp32 [T, d]."""
+        values = x.require_values()
+        routed = routed_experts(values, routes.experts, routes.weights, *self._routed, self._limit, self._mode)
+        return routed + expert_mlp(values, *self._shared, self._limit, self._mode, values.dtype)

@@ -1,0 +1,98 @@
+"""GEMMs on the CPU, from packed weights kept beside a working copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
+from nvfp4_sgl.ops.linear import PreparedWeight, grouped_linear, linear
+from nvfp4_sgl.weights.matrix import Matrix, NvFp4Matrix, concatenate, load_matrix
+from nvfp4_sgl.weights.source import Shard
+
+
+def working_copy(matrix: Matrix) -> PreparedWeight:
+    """What the references multiply with; global scales stay apart as per-row alphas."""
+    if not isinstance(matrix, NvFp4Matrix):
+        return PreparedWeight(matrix.weight.data.float().transpose(-1, -2).contiguous(), None)
+    one = torch.ones((), dtype=torch.float32)
+    unscaled = NvFp4Tensor(matrix.weight.data, matrix.weight_scale.data, one).unscaled()
+    return PreparedWeight(unscaled.transpose(-1, -2).contiguous(), matrix.alpha())
+
+
+class ReferenceProjection(nn.Module):
+    """Matrices that read one activation; those of one storage are merged, so that it is quantised once."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard]):
+        super().__init__()
+        self._mode = context.mode
+        by_storage: dict[bool, list[int]] = {}
+        for index, shard in enumerate(shards):
+            by_storage.setdefault(context.source.storage(shard.stem) is Storage.NVFP4, []).append(index)
+        self._members = list(by_storage.values())
+        self._sizes = [0] * len(shards)
+        self.matrices = nn.ModuleList()
+        self._weights: list[PreparedWeight] = []
+        for members in self._members:
+            loaded = [load_matrix(context.source, [shards[i]]) for i in members]
+            for index, part in zip(members, loaded, strict=True):
+                self._sizes[index] = part.weight.shape[0]
+            matrix = concatenate(loaded, [shards[i].stem for i in members])
+            self.matrices.append(matrix)
+            self._weights.append(working_copy(matrix))
+
+    def forward(self, x: Operand) -> list[Tensor]:
+        """fp32 [T, rows] for each shard, in the order given; the consumer rounds."""
+        values = x.require_values()
+        results: list[Tensor] = [values] * len(self._sizes)
+        for members, weight in zip(self._members, self._weights, strict=True):
+            product = linear(values, weight, self._mode)
+            for index, part in zip(members, product.split([self._sizes[i] for i in members], dim=-1), strict=True):
+                results[index] = part
+        return results
+
+
+class ReferenceInputProjection(nn.Module):
+    """The first GEMMs of an attention layer, index weights among them."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
+        super().__init__()
+        self._is_indexed = index_weights is not None
+        self.projection = ReferenceProjection(context, [*shards, *([index_weights] if index_weights else [])])
+
+    def forward(self, x: Operand) -> Columns:
+        """fp32 columns."""
+        return columns_of(self.projection(x), indexed=self._is_indexed)
+
+
+def columns_of(parts: Sequence[Tensor], *, indexed: bool) -> Columns:
+    """Parts in the order of ``weights.layout``; ``indexed``: the last one is the index weights."""
+    q_lora, kv, *rest = parts
+    weights = rest.pop() if indexed else None
+    pairs = [(rest[n], rest[n + 1]) for n in range(0, len(rest), 2)]
+    return Columns(q_lora, kv, pairs[0] if pairs else None, pairs[1] if len(pairs) > 1 else None, index_weights=weights)
+
+
+class ReferenceGroupedProjection(nn.Module):
+    """The block-diagonal GEMM; in ``w4a4`` mode each (token, group) is a row with a scale of its own."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shard: Shard, groups: int):
+        super().__init__()
+        self._mode = context.mode
+        self.matrix = load_matrix(context.source, [shard], groups=groups)
+        self._weight = working_copy(self.matrix)
+
+    def forward(self, x: Operand, form: Form) -> Operand:
+        """[T, G * N], rounded to the dtype of ``x``."""
+        values = x.require_values()
+        return Operand(grouped_linear(values, self._weight, self._mode).to(values.dtype).flatten(1))

@@ -1,0 +1,54 @@
+"""What a target's GEMMs do not take, refused by name before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nvfp4_sgl.checkpoint.names import Role, Storage, tensor_specs
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.targets.choose import Target
+
+SHOWN = 4
+"""Matrices that an error lists at most."""
+K_MULTIPLE = 64
+"""Of K: 32 bytes of codes, and whole groups of four block scales."""
+FEATURE_MULTIPLE, GATED_FEATURE_MULTIPLE = 8, 64
+"""Of a GEMM's rows: bf16 results are stored in 16 bytes; SwiGLU's are the next GEMM's K."""
+MAX_EXPERTS = 511
+"""Routed experts, beside which the shared one is a group."""
+
+
+def check_target(target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> None:
+    """Refuse a model that ``target`` cannot run on one of ``ranks`` ranks.
+
+    Args:
+        storage: of a matrix, by its name without suffix.
+
+    Raises:
+        UnsupportedError: matrices are stored in a format that the target's GEMMs do not read; they are named.
+        ConfigError: sizes, numbers of experts or ranks that no kernel takes.
+    """
+    if target is not Target.SM100:
+        return
+    matrices = [s.name for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
+    others = [f"'{name}.weight' ({storage(name).value})" for name in matrices if storage(name) is not Storage.NVFP4]
+    if others:
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        raise UnsupportedError(
+            f"target {target.value}: {len(others)} of {len(matrices)} matrices are not NVFP4:"
+            f" {', '.join(others[:SHOWN])}{more}; expected a full-NVFP4 checkpoint: quantise these too, or serve it on Hopper or a CPU"
+        )
+    if config.n_routed_experts > MAX_EXPERTS:
+        raise ConfigError(
+            f"target {target.value}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}"
+        )
+    for product in layer_products(config, ranks):
+        rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
+        for what, value, multiple in (("K", product.k, K_MULTIPLE), ("features", product.features, rows)):
+            if value % multiple:
+                raise ConfigError(
+                    f"target {target.value}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
+                    f" of {multiple}; use a smaller --tp-size, or another model"
+                )

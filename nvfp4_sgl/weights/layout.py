@@ -1,0 +1,76 @@
+"""Which matrices of a layer are one GEMM, and which part of each a rank holds. The one description of both.
+
+Matrices that read the same activation are merged; each keeps its own global scale. Heads, o-groups and the experts'
+intermediate dimension are split over ranks (:mod:`.parallel`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.source import Shard
+
+
+@dataclass(frozen=True)
+class AttentionMatrices:
+    """The GEMMs of an attention layer on one rank.
+
+    Attributes:
+        from_x: read the layer's input: wq_a, wkv; wkv and wgate of the compressor; wkv and wgate of the indexer's.
+        index_weights: the indexer's head weights, which read the input too and are never quantised; CSA layers only.
+        from_q: read the normalised q_lora: this rank's heads of wq_b; the indexer's wq_b.
+        wo_a: block-diagonal over this rank's ``groups`` o-groups.
+        wo_b: this rank's columns; its result is a partial sum.
+    """
+
+    from_x: tuple[Shard, ...]
+    index_weights: Shard | None
+    from_q: tuple[Shard, ...]
+    wo_a: Shard
+    wo_b: Shard
+    groups: int
+
+
+def attention_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> AttentionMatrices:
+    """The GEMMs of attention layer ``layer``."""
+    stem, kind = f"layers.{layer}.attn", config.kind(layer)
+    from_x = ["wq_a", "wkv"]
+    if kind is not LayerKind.SWA:
+        from_x += ["compressor.wkv", "compressor.wgate"]
+    from_q = [Shard(f"{stem}.wq_b", rows=parallel.share(config.num_attention_heads * config.head_dim))]
+    index_weights = None
+    if kind is LayerKind.CSA:
+        from_x += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
+        from_q.append(Shard(f"{stem}.indexer.wq_b"))
+        index_weights = Shard(f"{stem}.indexer.weights_proj")
+    o_rows = parallel.share(config.o_groups * config.o_lora_rank)
+    return AttentionMatrices(
+        from_x=tuple(Shard(f"{stem}.{name}") for name in from_x),
+        index_weights=index_weights,
+        from_q=tuple(from_q),
+        wo_a=Shard(f"{stem}.wo_a", rows=o_rows),
+        wo_b=Shard(f"{stem}.wo_b", cols=o_rows),
+        groups=config.o_groups // parallel.size,
+    )
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """The GEMMs of one expert on one rank: gate and up rows, gate first; columns of down."""
+
+    gate_up: tuple[Shard, Shard]
+    down: Shard
+
+
+def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> list[ExpertMatrices]:
+    """Of every routed expert in order, then of the shared expert."""
+    share, stem = parallel.share(config.moe_intermediate_size), f"layers.{layer}.ffn"
+    names = [f"{stem}.experts.{index}" for index in range(config.n_routed_experts)] + [f"{stem}.shared_experts"]
+
+    def expert(name: str) -> ExpertMatrices:
+        gate_up = Shard(f"{name}.w1", rows=share), Shard(f"{name}.w3", rows=share)
+        return ExpertMatrices(gate_up, Shard(f"{name}.w2", cols=share))
+
+    return [expert(name) for name in names]

@@ -1,0 +1,37 @@
+"""Where weights are read from, and names of the parts that are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+
+
+class WeightSource(Protocol):
+    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
+
+    def storage(self, stem: str) -> Storage: ...
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
+
+    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor: ...
+
+    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checkpoint matrix inside a merged one, or the part of it that this rank holds."""
+
+    stem: str
+    rows: slice | None = None
+    cols: slice | None = None
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """``tensor`` as a parameter that is never trained."""
+    return nn.Parameter(tensor, requires_grad=False)
