@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -61,7 +62,7 @@ class FusedAttentionInputs(nn.Module):
             self.index_compressor = FusedCompressor(context, f"{stem}.indexer.compressor", ratio)
 
     def forward(self, columns: Columns, x: Operand, step: Step, cache: LayerCache, form: Form) -> Prepared:
-        normed = x.require_values().new_empty(columns.q_lora.shape)
+        normed = torch.empty_like(columns.q_lora, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
         latents = Latents(
             q_lora=columns.q_lora,
             q_norm=self.q_norm,
