@@ -1,16 +1,9 @@
-"""Two tensor-parallel ranks of the GPU decoder against one, on a single device.
-
-The ranks are threads of which one at a time runs: Triton's interpreter is not made for threads, so the ranks hand over
-to each other, and do so only where they would exchange anything, in ``all_reduce``. That adds two bf16 tensors as a
-collective does: one sum, rounded once to bf16.
-"""
+"""Two tensor-parallel ranks of the GPU decoder against one, on a single device (``tests.support.ranks``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Condition
 
 import pytest
 import torch
@@ -21,57 +14,16 @@ from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.interpreted import ON_GPU
+from tests.support.ranks import RANKS, Exchange
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-RANKS = (0, 1)
 LAYERS = range(3)
 """Window-only, CSA and HCA."""
 
 PASSES = ({0: [5, 61, 7]}, {0: [300]})
 """Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
-
-
-class Exchange:
-    """Sums of what both ranks give; only the rank whose turn it is runs."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-        self._changed = Condition()
-        self.given: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-    def all_reduce(self, rank: int) -> Callable[[Collective, Tensor], Tensor]:
-        def reduce(collective: Collective, part: Tensor) -> Tensor:
-            self.given[rank].append(part)
-            place = len(self.given[rank]) - 1
-            self.hand_over(rank)
-            self.wait(rank)
-            return self.given[0][place] + self.given[1][place]
-
-        return reduce
-
-    def wait(self, rank: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == rank, timeout=300)
-
-    def hand_over(self, rank: int) -> None:
-        with self._changed:
-            self._turn = 1 - rank
-            self._changed.notify_all()
-
-    def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
-        """``work(rank)`` of both, in two threads."""
-
-        def of_rank(rank: int) -> Tensor:
-            self.wait(rank)
-            try:
-                return work(rank)
-            finally:
-                self.hand_over(rank)
-
-        with ThreadPoolExecutor(len(RANKS)) as threads:
-            return list(threads.map(of_rank, RANKS))
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def logprobs(checkpoint, ids) -> torch.Tensor:
         parts.append(result[0])
     # One pass over a page's edge, whose page another sequence then begins with.
     parts.append(model.extend({2: ids.tolist()})[2])
-    model.caches.share_prefix(2, 3, pages=1)
+    model.share_prefix(2, 3, pages=1)
     parts.append(model.extend({3: ids[PAGE:].tolist()})[3])
     return torch.cat(parts).log_softmax(-1)
 
@@ -86,7 +86,7 @@ MISTAKES = {
         "x[..., -2 * frequencies.numel() :].unflatten",
         "x[..., : 2 * frequencies.numel()].unflatten",
     ),
-    "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "pass"),
+    "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "o = o"),
     "inverse rope forwards": (CORE, "inverse=True", "inverse=False"),
     "main theta in compressed layers": (
         MODEL,
@@ -159,7 +159,7 @@ MISTAKES = {
     ),
     "no head RMS of q": (
         CORE,
-        "q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies)",
+        "q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies, out_dtype=torch.float32)",
         "q = apply_rope(q, step.positions, self._frequencies)",
     ),
     "indexer without ReLU": (INDEXER, "dots.relu_()", "dots"),

@@ -77,7 +77,7 @@ class ReferenceLauncher:
         scales = row_scales(call.token_scales, call.rows, blocks * groups, shape.token_tile)
         tokens = call.tokens.reshape(call.rows, groups, -1)
         values = torch.stack([_unscaled(tokens[:, g], scales[:, g * blocks : (g + 1) * blocks]) for g in range(groups)])
-        row_scale = call.row_scale.expand(call.rows) if call.row_scale.numel() == 1 else call.row_scale
+        row_scale = call.row_scale if call.row_scale.dim() == 2 else call.row_scale.expand(call.rows)
         if call.offsets is None or call.counts is None:
             parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
         else:
