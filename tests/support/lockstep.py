@@ -120,7 +120,8 @@ def replay(model: Standalone, recording: Recording, layers: Sequence[int]) -> li
     for tokens, recorded in zip(recording.passes, recording.layers, strict=True):
         work, row = model.begin(tokens), {}
         for layer in layers:
-            block, cache, told = model.decoder.layers[layer], model.caches.layers[layer], recorded[layer]
+            block: Any = model.decoder.layers[layer]
+            cache, told = model.caches.layers[layer], recorded[layer]
             overwrite(cache, told.before)
             x, y = (pair[0].to(model.device) for pair in (told.attention, told.experts))
             attended = block.attn(in_form(x, block.attn.takes), work.step, cache)
