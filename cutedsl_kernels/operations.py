@@ -5,8 +5,8 @@ allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation 
 rounding to the output type.
 
 Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
-multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features a multiple of 16; at
-most 512 experts.
+multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features in multiples of 16;
+at most 512 experts.
 """
 
 from __future__ import annotations
