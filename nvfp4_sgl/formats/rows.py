@@ -22,7 +22,7 @@ class Rows:
 
     Attributes:
         codes: uint8 [T, K/2] or [T, G, K/2], the last dimension contiguous.
-        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups side by side as one matrix.
+        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups side by side, one matrix.
         scale: fp32 row scales, [T] or [T, G]; or [1], one constant for all rows.
         token_tile: of the GEMM that reads the block scales.
     """
@@ -49,6 +49,12 @@ class Rows:
             torch.empty(leading, dtype=torch.float32, device=device),
             token_tile,
         )
+
+    def first(self, tokens: int) -> Rows:
+        """The part for the first ``tokens`` tokens, in place."""
+        groups = self.codes.shape[1] if self.codes.dim() == 3 else 1
+        scales = self.block_scales[: scale_bytes(tokens, self.k * groups, self.token_tile)]
+        return Rows(self.codes[:tokens], scales, self.scale[:tokens], self.token_tile)
 
     @property
     def k(self) -> int:
