@@ -51,6 +51,12 @@ def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def halves(values, BLOCKS: tl.constexpr):
+    """The two tiles of values that are elsewhere than in memory, of any shape of 16·BLOCKS, row after row."""
+    return tl.split(tl.permute(tl.reshape(values, (BLOCKS, 2, 8)), (0, 2, 1)))
+
+
+@triton.jit
 def split_pairs(half, BLOCKS: tl.constexpr):
     """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
     return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
