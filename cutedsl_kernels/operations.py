@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.formats.rows import Rows
+
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .compiled import swiglu_row_scale
-from .operand import Rows, Weights
+from .operand import Weights
 from .plan import expert_token_tile_for, token_tile_for
 from .sm100.scale_layout import scale_bytes
 

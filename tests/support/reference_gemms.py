@@ -17,6 +17,7 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes, swizzle_128x4, unswizzle_128x4
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
@@ -83,7 +84,7 @@ class ReferenceLauncher:
         else:
             starts, counts = call.offsets.tolist(), call.counts.tolist()
             parts = [(e, slice(start, start + counts[e])) for e, start in enumerate(starts)]
-        quantized = torch.zeros(call.rows, features // 16, dtype=torch.uint8)
+        quantized = torch.zeros(call.rows, call.outputs // 16, dtype=torch.uint8)
         for group, rows in parts:
             if rows.start == rows.stop:
                 continue
@@ -91,7 +92,8 @@ class ReferenceLauncher:
             factor = (row_scale[:, group] if row_scale.dim() == 2 else row_scale)[rows, None]
             if shape.gated:
                 alpha = call.alpha.view(-1, 2)[group]
-                gate, up = (source @ weights[2 * group + half].T * factor * alpha[half] for half in range(2))
+                product = (source @ weights[group].T * factor).unflatten(1, (-1, 2, GATE_ROWS))
+                gate, up = ((product[:, :, half] * alpha[half]).flatten(1) for half in range(2))
                 assert key.limit is not None
                 result = clamped_swiglu(gate, up, key.limit)
             else:

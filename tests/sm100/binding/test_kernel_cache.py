@@ -50,8 +50,8 @@ def test_what_a_kernel_is_made_from_names_its_entry(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(library, "SOURCES", sources)
     assert kernel_cache.entry_of(KEY) == entry
     for name, same in (("cost.py", True), ("epilogue.py", False)):
-        with (sources / name).open("a") as file:
-            file.write("\n")
+        with (sources / name).open("a") as handle:
+            handle.write("\n")
         assert (kernel_cache.entry_of(KEY) == entry) == same, name
 
 
