@@ -182,7 +182,7 @@ def report(results: list[Result]) -> str:
     return f"""# One CSA layer at true width on SM100, executed in the emulator
 
 `launch/check_true_width --write`, {datetime.date.today().isoformat()}. One decode token behind {CACHED} cached tokens
-of random valid entries; every GEMM's PTX for sm_100a executed in the emulator, Triton kernels interpreted, against the CPU
+of random valid entries; every GEMM's PTX for sm_100a executed in the emulator, Triton interpreted, against the CPU
 reference in `w4a4` on the same inputs and cached bytes. Nothing here ran on a Blackwell GPU.
 
 | model | attention: relative error | experts: relative error | entries chosen | GEMMs | time here |

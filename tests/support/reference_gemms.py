@@ -116,3 +116,18 @@ def reference_gemms() -> Iterator[ReferenceLauncher]:
     runner = ReferenceLauncher()
     with launcher.use(runner):
         yield runner
+
+
+class DryLauncher(ReferenceLauncher):
+    """Records what would run; results are memory as it comes."""
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        self.keys.append(key)
+
+
+@contextmanager
+def dry_gemms() -> Iterator[DryLauncher]:
+    """Operations inside compute nothing."""
+    runner = DryLauncher()
+    with launcher.use(runner):
+        yield runner
