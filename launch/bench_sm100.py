@@ -36,8 +36,8 @@ kernel: token tile, CTA pairs of a cluster (along features x along tokens), CTAs
 stages of a ring on their way. MMA/stage, cp: tcgen05.mma and tcgen05.cp of 256 of K; MMA warp, TMA warp: other PTX
 instructions that these warps spend on it. busy: the tensor core in a main loop of K = 2048 (narrow tiles: operands from
 HBM). handover: cycles between two tiles in the tensor core. drain: cycles of a tile's epilogue. tail: SM time without a
-tile. HBM/least, TMA/least: bytes over those of codes, block scales and outputs, each once. floor: 8 TB/s or 9 PFLOP/s,
-whichever takes longer. modelled us: cutedsl_kernels/sm100/cost.py."""
+tile. HBM/least, TMA/least: bytes over those of codes, block scales and outputs, each once. floor: at 7.2 TB/s or 9
+PFLOP/s, whichever takes longer. modelled us: cutedsl_kernels/sm100/cost.py."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def row(case: Case, measured: Measured | None) -> dict[str, Any]:
         "groups": case.product.groups,
         "tokens": case.tokens,
         "kernel": label(case.shape),
-        "waves": found.waves,
+        "waves": round(found.waves, 1),
         "tail": f"{found.tail_waste:.0%}",
         "HBM/least": round(found.memory_bytes / case.problem.least_bytes, 2),
         "TMA/least": round(found.loaded_bytes / case.problem.least_bytes, 1),
