@@ -20,6 +20,7 @@ import torch
 from sm100_cases import MODELS, Case, cases
 from sm100_kernels import KernelFacts, kernel_facts
 from sm100_measure import CudaTimer, Measured, measure
+from sm100_steps import record, step_row, steps
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost
@@ -46,19 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="tensor-parallel sizes")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192])
     parser.add_argument("--quick", action="store_true", help="one token of Flash on 8 ranks; kernels are not emulated")
+    parser.add_argument("--modelled", action="store_true", help="the cost model alone: seconds, and no kernel is made")
+    parser.add_argument("--record", type=Path, help="also write each pass's sum here, to compare later designs with")
     parser.add_argument("--json", type=Path, help="also write everything here")
     args = parser.parse_args(arguments)
     if args.quick:
         vars(args).update(QUICK)
     chosen = cases(args.models, args.ranks, args.tokens)
-    device = b200()
+    device = None if args.modelled else b200()
     print(f"SM100 kernels on {torch.cuda.get_device_name(device)}" if device else UNMEASURED)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n")
-    facts = {} if args.quick else describe(list(dict.fromkeys(case.key for case in chosen)))
+    facts = {} if args.quick or args.modelled else describe(list(dict.fromkeys(case.key for case in chosen)))
     rows = [row(case, measure(case, device, CudaTimer()) if device else None) for case in chosen]
     print(LEGEND + "\n")
     if facts:
         print(table([kernel_row(key, found) for key, found in facts.items()]) + "\n")
+    sums = steps(chosen)
+    print("## All products of all layers, modelled\n")
+    print(table([step_row(step) for step in sums]) + "\n")
+    if args.record:
+        record(sums, args.record)
     for model in args.models:
         for ranks in args.ranks:
             print(f"## {model}, TP {ranks}\n")
@@ -131,6 +139,7 @@ def row(case: Case, measured: Measured | None) -> dict[str, Any]:
         "features": case.product.features,
         "k": case.product.k,
         "groups": case.product.groups,
+        "layers": case.layers,
         "tokens": case.tokens,
         "kernel": label(case.shape),
         "waves": round(found.waves, 1),

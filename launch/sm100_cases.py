@@ -15,7 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
-from nvfp4_sgl.model.products import LayerProduct, layer_products
+from nvfp4_sgl.model.products import LayerProduct, step_products
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -24,13 +24,14 @@ ARCHITECTURE = "sm_100a"
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a model on one rank, for a number of tokens."""
+    """One product of a model on one rank, for a number of tokens; ``layers`` of the model have it."""
 
     model: str
     ranks: int
     product: LayerProduct
     tokens: int
     limit: float
+    layers: int = 1
 
     @property
     def routed(self) -> bool:
@@ -77,6 +78,6 @@ def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))
         for size in ranks:
-            for product in layer_products(config, size):
-                found += [Case(model, size, product, count, config.swiglu_limit) for count in tokens]
+            for product, layers in step_products(config, size).items():
+                found += [Case(model, size, product, count, config.swiglu_limit, layers) for count in tokens]
     return found

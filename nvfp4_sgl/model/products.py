@@ -6,6 +6,7 @@ Sizes follow from the checkpoint's tensors (``checkpoint.names``) and from what 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
@@ -36,16 +37,35 @@ def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
     Raises:
         ConfigError: the model cannot be split so.
     """
+    return list(step_products(config, ranks))
+
+
+def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
+    """The products that a pass through all layers launches on one of ``ranks``, each with the number of its layers.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
     TensorParallel(size=ranks).check(config)
-    found = [product for kind in LayerKind if kind in config.layer_kinds for product in _attention(config, kind, ranks)]
+    found: Counter[LayerProduct] = Counter()
+    for kind in LayerKind:
+        layers = config.layer_kinds.count(kind)
+        if layers:
+            found.update(dict.fromkeys(_attention(config, kind, ranks), layers))
+    found.update({product: len(config.layer_kinds) for product in _experts(config, ranks)})
+    return found
+
+
+def _experts(config: ModelConfig, ranks: int) -> list[LayerProduct]:
     d, inner = config.hidden_size, config.moe_intermediate_size // ranks
+    products = []
     for name, experts, chosen in (
         ("shared_experts", 1, 1),
         ("experts", config.n_routed_experts, config.num_experts_per_tok),
     ):
-        found.append(LayerProduct(f"{name}.w1 + w3", inner, d, experts, True, chosen))
-        found.append(LayerProduct(f"{name}.w2", d, inner, experts, False, chosen))
-    return list(dict.fromkeys(found))
+        products.append(LayerProduct(f"{name}.w1 + w3", inner, d, experts, True, chosen))
+        products.append(LayerProduct(f"{name}.w2", d, inner, experts, False, chosen))
+    return products
 
 
 def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerProduct]:

@@ -23,6 +23,7 @@ import bench_sm100
 from sm100_cases import Case, cases
 from sm100_kernels import kernel_facts
 from sm100_measure import Measured, Workload, values
+from sm100_steps import record, recorded, steps
 
 CPU = torch.device("cpu")
 PRODUCTS = [
@@ -112,6 +113,31 @@ def test_on_a_gpu_the_report_has_times_and_a_wrong_result_fails(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["measured"] is True
     assert all(line["us/floor"] == 2.0 and line["cublas us"] == 10.0 for line in report["cases"])
+
+
+def test_a_step_sums_the_products_of_all_layers(tmp_path: Path) -> None:
+    (step,) = steps(cases(["flash"], [8], [1]))
+    assert step.name == ("flash", 8, 1)
+    assert step.launches == 8 * 43
+    assert 1e-3 < step.seconds < 3e-3 and 0.1e-3 < step.floor_seconds < 0.3e-3
+    record([step], tmp_path / "record.json")
+    assert recorded(tmp_path / "record.json") == {step.name: step}
+
+
+def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
+    record([], tmp_path / "record.json")
+    text = (tmp_path / "record.json").read_text()
+    (tmp_path / "record.json").write_text(text.replace("7200000000000.0", "8000000000000.0"))
+    with pytest.raises(ValueError, match="memory_bytes_per_second.*record the old design again"):
+        recorded(tmp_path / "record.json")
+
+
+def test_the_baseline_is_the_design_with_eight_launches_a_layer() -> None:
+    baseline = recorded()
+    assert {baseline[name].launches for name in baseline if name[0] == "flash"} == {344}
+    assert {baseline[name].launches for name in baseline if name[0] == "pro"} == {488}
+    modelled = {name: round(step.seconds * 1e6) for name, step in baseline.items() if name[2] == 1}
+    assert modelled["flash", 8, 1] == 1935 and modelled["pro", 8, 1] == 3495 and modelled["flash", 1, 1] == 2630
 
 
 def test_a_table_lines_up() -> None:
