@@ -20,6 +20,7 @@ from .sm100.choose import (
     product_shapes,
     product_tiles,
 )
+from .sm100.clusters import Clusters
 from .sm100.scale_layout import layout_tile
 from .sm100.shape import TOKEN_TILES, KernelShape, Output
 
@@ -29,31 +30,37 @@ REMEMBERED = 4096
 
 @functools.lru_cache(REMEMBERED)
 def plan_product(
-    features: int, k: int, rows: int, groups: int, token_tile: int, output: Output, multiprocessors: int
+    features: int, k: int, rows: int, groups: int, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
-    """For a dense product, or ``groups`` of them, of rows quantised for ``token_tile``."""
-    chosen = choose_product(features, k, rows, groups, output, multiprocessors)
+    """For a dense product, or ``groups`` of them, of rows quantised for ``token_tile``.
+
+    Args:
+        clusters: what the GPU runs at a time.
+    """
+    chosen = choose_product(features, k, rows, groups, output, clusters)
     if layout_tile(chosen.token_tile) == layout_tile(token_tile):
         return chosen
     return _with_tile(chosen, layout_tile(token_tile))
 
 
 @functools.lru_cache(REMEMBERED)
-def plan_experts(features: int, k: int, experts: int, gated: bool, token_tile: int, output: Output) -> KernelShape:
+def plan_experts(
+    features: int, k: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+) -> KernelShape:
     """For experts whose offsets are multiples of ``token_tile``.
 
     How many tokens they have is known to the device alone; whoever picked the tile picked it to fit.
     """
-    chosen = choose_experts(features, k, token_tile * experts, experts, gated, output)
+    chosen = choose_experts(features, k, token_tile * experts, experts, gated, output, clusters)
     if layout_tile(chosen.token_tile) == layout_tile(token_tile):
         return chosen
     return _with_tile(chosen, layout_tile(token_tile))
 
 
 @functools.lru_cache(REMEMBERED)
-def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output) -> KernelShape:
+def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output, clusters: Clusters) -> KernelShape:
     """For one expert that all rows visit: the same kernel without offsets."""
-    chosen = replace(choose_experts(features, k, rows, 1, True, output), grouped=False)
+    chosen = replace(choose_experts(features, k, rows, 1, True, output, clusters), grouped=False)
     if layout_tile(chosen.token_tile) == layout_tile(token_tile):
         return chosen
     return _with_tile(chosen, layout_tile(token_tile))

@@ -15,6 +15,7 @@ from . import launcher
 from .compiled import KernelKey
 from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, token_tile_for
 from .sm100.call import Call
+from .sm100.clusters import Clusters
 from .sm100.scale_layout import scale_bytes
 from .sm100.shape import TILE_K, KernelShape, Output
 
@@ -49,42 +50,44 @@ def keys_for(
     max_tokens: int,
     limit: float,
     architecture: str,
-    multiprocessors: int,
+    clusters: Clusters,
     output: Output = "bf16",
     programmatic_launch: bool = False,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
     Args:
+        clusters: what the GPU runs at a time.
         output: of all but the gated products, which are followed by another product and write NVFP4.
     """
     counts = [*range(1, min(max_tokens, DENSE_TOKENS) + 1), *range(DENSE_TOKENS, max_tokens + 1, COARSE_TOKENS)]
     found: dict[KernelKey, None] = {}
     for product in products:
         for tokens in {*counts, max_tokens}:
-            shape = _shape(product, tokens, multiprocessors, output)
+            shape = _shape(product, tokens, clusters, output)
             weighted = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted, programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, tokens: int, multiprocessors: int, output: Output) -> KernelShape:
+def _shape(product: SizedProduct, tokens: int, clusters: Clusters, output: Output) -> KernelShape:
     """What the operations will plan."""
     features, k, groups = product.features, product.k, product.groups
     if product.gated:
         output = "nvfp4"
     if product.experts_per_token and groups > 1:
         tile = expert_token_tile_for(tokens * product.experts_per_token, groups)
-        return plan_experts(features, k, groups, product.gated, tile, output)
+        return plan_experts(features, k, groups, product.gated, tile, output, clusters)
     if product.gated:
-        return plan_gated(features, k, tokens, token_tile_for(tokens), output)
-    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, multiprocessors)
+        return plan_gated(features, k, tokens, token_tile_for(tokens), output, clusters)
+    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, clusters)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
+    """Ask the device what it runs, run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
     runner = launcher.current()
+    runner.clusters(device)
     for key in keys:
         runner.launch(key, smallest_call(key, device), 1)
     if device.type == "cuda":

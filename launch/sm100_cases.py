@@ -13,7 +13,8 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     plan_product,
     token_tile_for,
 )
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
 from nvfp4_sgl.model.products import LayerProduct, step_products
 from tests.support.released import FLASH, PRO, config_json
@@ -56,10 +57,10 @@ class Case:
     def shape(self) -> KernelShape:
         one, tile = self.product, self.token_tile
         if self.routed:
-            return plan_experts(one.features, one.k, one.groups, one.gated, tile, self.output)
+            return plan_experts(one.features, one.k, one.groups, one.gated, tile, self.output, B200_CLUSTERS)
         if one.gated:
-            return plan_gated(one.features, one.k, self.tokens, tile, self.output)
-        return plan_product(one.features, one.k, self.tokens, one.groups, tile, self.output, B200.multiprocessors)
+            return plan_gated(one.features, one.k, self.tokens, tile, self.output, B200_CLUSTERS)
+        return plan_product(one.features, one.k, self.tokens, one.groups, tile, self.output, B200_CLUSTERS)
 
     @property
     def key(self) -> KernelKey:

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
+from .clusters import B200_CLUSTERS, Clusters
 from .cost import B200, Machine, Problem, cost
 from .shape import SCALE_ATOM_ROWS, TILE_K, TOKEN_TILES, KernelShape, Output
 
-MULTIPROCESSORS = B200.multiprocessors
 LEAST_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
 SHARING = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -26,16 +26,22 @@ WIDEST_EXPERT_TILE = 128
 
 @lru_cache(maxsize=4096)
 def choose_product(
-    features: int, k: int, tokens: int, groups: int = 1, output: Output = "bf16", multiprocessors: int = MULTIPROCESSORS
+    features: int, k: int, tokens: int, groups: int = 1, output: Output = "bf16", clusters: Clusters = B200_CLUSTERS
 ) -> KernelShape:
-    """For ``groups`` products of [tokens, k] by [features, k]."""
+    """For ``groups`` products of [tokens, k] by [features, k] on a GPU that runs so many clusters."""
     problem = Problem(features, k, tokens, groups, output=output)
-    return _best(product_shapes(k, tokens, output), problem, replace(B200, multiprocessors=multiprocessors))
+    return _best(product_shapes(k, tokens, output), problem, replace(B200, clusters=clusters))
 
 
 @lru_cache(maxsize=4096)
 def choose_experts(
-    features: int, k: int, pairs: int, experts: int, gated: bool, output: Output = "bf16"
+    features: int,
+    k: int,
+    pairs: int,
+    experts: int,
+    gated: bool,
+    output: Output = "bf16",
+    clusters: Clusters = B200_CLUSTERS,
 ) -> KernelShape:
     """For experts that share ``pairs`` token-expert pairs.
 
@@ -44,12 +50,12 @@ def choose_experts(
     """
     tile = expert_tile(pairs, experts)
     problem = Problem(features, k, pairs, experts, gated, True, output)
-    return _best(expert_shapes(tile, gated, output), problem, B200)
+    return _best(expert_shapes(tile, gated, output), problem, replace(B200, clusters=clusters))
 
 
 @lru_cache(maxsize=4096)
 def expert_tile(pairs: int, experts: int) -> int:
-    """Tokens of an expert's tile: the best for a gate/up kernel of 2048 features and K = 4096."""
+    """Tokens of an expert's tile: the best for a gate/up kernel of 2048 features and K = 4096 on a B200."""
     problem = Problem(2048, 4096, pairs, experts, gated=True, grouped=True)
     shapes = (KernelShape(tile, tile >= 128, True, True) for tile in TOKEN_TILES if tile <= WIDEST_EXPERT_TILE)
     return _best(shapes, problem, B200).token_tile
@@ -92,5 +98,5 @@ def _pairs(shape: KernelShape) -> Iterable[KernelShape]:
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> KernelShape:
     """The least time; of equals the first, that is the narrowest and simplest."""
-    fitting = [s for s in shapes if s.stages >= LEAST_STAGES and s.cluster <= machine.multiprocessors]
+    fitting = [shape for shape in shapes if shape.stages >= LEAST_STAGES]
     return min(fitting, key=lambda shape: cost(shape, problem, machine).seconds)

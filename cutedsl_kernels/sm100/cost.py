@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .clusters import B200_CLUSTERS, Clusters
 from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape, Output
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
@@ -38,6 +39,7 @@ class Machine:
     """A B200 at the clock at which 2^14 multiply-adds a cycle and SM make the 9 PFLOP/s stated for it.
 
     Attributes:
+        clusters: how many run at a time.
         memory_bytes_per_second: HBM, as far as kernels reach the 8 TB/s that are stated for it.
         l2_bytes_per_cycle: what an SM reads from L2 (assumed: 64 a cycle of the boost clock of 1.965 GHz; the
             slope of the public points agrees).
@@ -50,7 +52,7 @@ class Machine:
         exchange_cycles: of a reduction over a cluster, beside its bytes (assumed).
     """
 
-    multiprocessors: int = 148
+    clusters: Clusters = B200_CLUSTERS
     clock_hz: float = 1.85e9
     memory_bytes_per_second: float = 7.2e12
     multiply_adds_per_cycle: float = 16384.0
@@ -61,6 +63,11 @@ class Machine:
     fill_cycles: float = 2000.0
     latency_cycles: float = 1000.0
     exchange_cycles: float = 600.0
+
+    @property
+    def multiprocessors(self) -> int:
+        """SMs."""
+        return self.clusters.multiprocessors
 
     @property
     def flops(self) -> float:
@@ -151,7 +158,7 @@ class Cost:
     Attributes:
         tiles: of the output, each the work of a CTA, a pair or a split-K cluster; a mean for experts.
         waves: tiles after one another on the busiest SM; of experts, if several, a mean.
-        tail_waste: share of SM time in the waves without a tile to work on.
+        tail_waste: share of SM time in the waves without a tile to work on, SMs that no cluster fits on included.
         loaded_bytes: what TMA brings into shared memory, all CTAs together.
         memory_bytes: HBM, each distinct byte once, padding that the layout demands included.
         stage_cycles: of a stage of the main loop: reading, receiving or multiplying it, or waiting for a place in the
@@ -220,11 +227,10 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     feature_tiles = math.ceil(problem.features / shape.tile_features)
     token_tiles = problem.token_tiles(shape.token_tile)
     tiles = feature_tiles * token_tiles
-    clusters = machine.multiprocessors // shape.cluster
     # Pairs that share weights never span groups.
     token_blocks = problem.token_tiles(shape.token_tile * shape.shared_weights)
     blocks = math.ceil(feature_tiles / shape.shared_tokens) * token_blocks
-    waves = _waves(blocks / clusters, problem.uneven)
+    waves = _waves(blocks / machine.clusters.of(shape.cluster), problem.uneven)
     multiply = multiply_cycles(shape, machine)
     reading = read_bytes(shape) / machine.l2_bytes_per_cycle
     receiving = shape.stage_bytes / machine.receive_bytes_per_cycle

@@ -10,6 +10,7 @@ import pytest
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_experts, choose_product, expert_tile
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, B200_GPCS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, epilogue_cycles, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
     MAX_EXPERTS,
@@ -146,7 +147,8 @@ def test_more_work_never_costs_less(shape: KernelShape) -> None:
         times = [cost(shape, replace(base, **{field: size})).seconds for size in sizes]
         assert times == sorted(times), field
     large = replace(base, features=20000)
-    faster = [cost(shape, large, replace(B200, multiprocessors=count)).seconds for count in (74, 100, 148, 200)]
+    gpus = [replace(B200, clusters=Clusters.in_gpcs((count,))) for count in (74, 100, 148, 200)]
+    faster = [cost(shape, large, gpu).seconds for gpu in gpus]
     assert faster == sorted(faster, reverse=True)
 
 
@@ -193,6 +195,8 @@ def test_prefill_takes_pairs_that_l2_can_feed() -> None:
         shape = choose_product(features, k, 8192)
         assert shape.pair
         assert read_bytes(shape) / B200.l2_bytes_per_cycle <= multiply_cycles(shape)
+        # 34 clusters of four would leave 12 SMs without work.
+        assert shape.cluster == 2
     # Where K is long the widest tile pays: it reads and copies the least for each product.
     assert choose_product(4096, 8192, 8192).token_tile == 256
 
@@ -213,5 +217,22 @@ def test_both_expert_kernels_of_a_layer_get_the_same_tile() -> None:
     assert tiles[0] == 8 and tiles[-1] == 128
 
 
+def test_a_cluster_never_spans_gpcs() -> None:
+    assert Clusters.in_gpcs((7, 9)) == (16, 7, 3, 1)
+    assert sum(B200_GPCS) == 148 and all(16 <= count <= 20 for count in B200_GPCS)
+    assert B200_CLUSTERS == (148, 74, 34, 16) and B200.multiprocessors == 148
+    # What an H200 of 132 SMs runs, by some such GPCs.
+    h200 = Clusters.in_gpcs((18, 18, 18, 18, 18, 16, 16, 10))
+    assert (h200.multiprocessors, h200.of(4), h200.of(8)) == (132, 30, 15)
+
+
+def test_a_wave_is_as_many_clusters_as_run_at_a_time() -> None:
+    """34 clusters of four, not 148 / 4 = 37."""
+    shape = KernelShape(8, split_k=4)
+    waves = {tiles: cost(shape, Problem(tiles * 128, 4096, 1)).waves for tiles in (34, 35, 37, 68, 69)}
+    assert waves == {34: 1, 35: 2, 37: 2, 68: 2, 69: 3}
+    assert cost(shape, Problem(34 * 128, 4096, 1)).tail_waste == pytest.approx(1 - 136 / 148)
+
+
 def test_a_smaller_gpu_may_choose_otherwise() -> None:
-    assert choose_product(7168, 16384, 8, multiprocessors=32).split_k == 1
+    assert choose_product(7168, 16384, 8, clusters=Clusters.in_gpcs((16, 16))).split_k == 1

@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError, KernelError, OperandTypeError, OperandValueError
 from nvfp4_sgl.cutedsl_kernels.operand import Rows, Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes
 
 E4M3 = torch.float8_e4m3fn
@@ -31,8 +32,8 @@ class Recorder:
     def architecture(self, device: torch.device) -> str:
         return "sm_100a"
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return 148
+    def clusters(self, device: torch.device) -> Clusters:
+        return B200_CLUSTERS
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         self.calls.append(call)
