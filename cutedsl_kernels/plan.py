@@ -91,7 +91,7 @@ def expert_token_tile_for(pairs: int, experts: int) -> int:
 def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
     """All kernels that plans can ask for, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
 
-    Routed experts' down kernels come with row weights, all others without.
+    Routed experts' down kernels come with row weights and without, all others without.
     """
     keys = []
     expert_tiles = [tile for tile in TOKEN_TILES if tile <= WIDEST_EXPERT_TILE]
@@ -100,7 +100,7 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
         products = [shape for tokens in TOKEN_TILES for shape in product_shapes(1 << 20, tokens, output)]
         keys += [KernelKey(architecture, shape) for shape in products]
         down = [shape for tile in expert_tiles for shape in expert_shapes(tile, False, output)]
-        keys += [KernelKey(architecture, shape, weighted=True) for shape in down]
+        keys += [KernelKey(architecture, shape, weighted=weighted) for shape in down for weighted in (False, True)]
     gated = [shape for tile in expert_tiles for shape in expert_shapes(tile, True, "nvfp4")]
     gated += [replace(shape, grouped=False) for shape in gated]
     keys += [KernelKey(architecture, shape, limit) for shape in gated]

@@ -31,6 +31,7 @@ class SizedProduct(Protocol):
         groups: products of a grouped product, or experts.
         gated: a gate and an up matrix of ``features`` each.
         experts_per_token: 0 where every token meets every group, else how many of the experts it goes through.
+        output: what is written.
     """
 
     @property
@@ -43,6 +44,8 @@ class SizedProduct(Protocol):
     def gated(self) -> bool: ...
     @property
     def experts_per_token(self) -> int: ...
+    @property
+    def output(self) -> Output: ...
 
 
 def keys_for(
@@ -51,31 +54,29 @@ def keys_for(
     limit: float,
     architecture: str,
     clusters: Clusters,
-    output: Output = "bf16",
+    weighted: bool = False,
     programmatic_launch: bool = False,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
     Args:
         clusters: what the GPU runs at a time.
-        output: of all but the gated products, which are followed by another product and write NVFP4.
+        weighted: whether the experts' last products are called with row weights.
     """
     counts = [*range(1, min(max_tokens, DENSE_TOKENS) + 1), *range(DENSE_TOKENS, max_tokens + 1, COARSE_TOKENS)]
     found: dict[KernelKey, None] = {}
     for product in products:
         for tokens in {*counts, max_tokens}:
-            shape = _shape(product, tokens, clusters, output)
-            weighted = shape.grouped and not shape.gated
-            key = KernelKey(architecture, shape, limit if shape.gated else None, weighted, programmatic_launch)
+            shape = _shape(product, tokens, clusters)
+            down = shape.grouped and not shape.gated
+            key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, tokens: int, clusters: Clusters, output: Output) -> KernelShape:
+def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShape:
     """What the operations will plan."""
-    features, k, groups = product.features, product.k, product.groups
-    if product.gated:
-        output = "nvfp4"
+    features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
         tile = expert_token_tile_for(tokens * product.experts_per_token, groups)
         return plan_experts(features, k, groups, product.gated, tile, output, clusters)

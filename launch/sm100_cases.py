@@ -15,7 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.model.products import LayerProduct, step_products
 from tests.support.released import FLASH, PRO, config_json
 
@@ -45,10 +45,6 @@ class Case:
         return self.tokens * (self.product.experts_per_token if self.routed else 1)
 
     @property
-    def output(self) -> Output:
-        return "nvfp4" if self.product.gated else "bf16"
-
-    @property
     def token_tile(self) -> int:
         """What the tokens are quantised for."""
         return expert_token_tile_for(self.pairs, self.product.groups) if self.routed else token_tile_for(self.tokens)
@@ -57,20 +53,19 @@ class Case:
     def shape(self) -> KernelShape:
         one, tile = self.product, self.token_tile
         if self.routed:
-            return plan_experts(one.features, one.k, one.groups, one.gated, tile, self.output, B200_CLUSTERS)
+            return plan_experts(one.features, one.k, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
-            return plan_gated(one.features, one.k, self.tokens, tile, self.output, B200_CLUSTERS)
-        return plan_product(one.features, one.k, self.tokens, one.groups, tile, self.output, B200_CLUSTERS)
+            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS)
+        return plan_product(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS)
 
     @property
     def key(self) -> KernelKey:
-        weighted = self.routed and not self.product.gated
-        return KernelKey(ARCHITECTURE, self.shape, self.limit if self.product.gated else None, weighted)
+        return KernelKey(ARCHITECTURE, self.shape, self.limit if self.product.gated else None)
 
     @property
     def problem(self) -> Problem:
-        one = self.product
-        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, self.output)
+        one, shared = self.product, self.tokens if self.product.shared else 0
+        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared)
 
 
 def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:

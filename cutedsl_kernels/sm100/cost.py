@@ -85,6 +85,7 @@ class Problem:
     Attributes:
         gated: each group has a gate and an up matrix of ``features``.
         grouped: experts, of which each pair takes one, all equally likely.
+        shared_tokens: so many of the pairs take the last of the experts for certain, and no other does.
     """
 
     features: int
@@ -94,6 +95,7 @@ class Problem:
     gated: bool = False
     grouped: bool = False
     output: Output = "bf16"
+    shared_tokens: int = 0
 
     @property
     def matrices(self) -> float:
@@ -103,12 +105,24 @@ class Problem:
     @property
     def active_groups(self) -> float:
         """Groups with tokens; of experts the mean number."""
-        return self.groups * _at_least(1, self.tokens / self.groups) if self.uneven else self.groups
+        if not self.uneven:
+            return self.groups
+        return self._drawn_experts * _at_least(1, self._mean) + (1 if self.shared_tokens else 0)
 
     @property
     def uneven(self) -> bool:
         """Whether chance decides how many tokens a group has."""
         return self.grouped and self.groups > 1
+
+    @property
+    def _drawn_experts(self) -> int:
+        """Experts that chance decides about."""
+        return self.groups - (1 if self.shared_tokens else 0)
+
+    @property
+    def _mean(self) -> float:
+        """Pairs of each of them."""
+        return (self.tokens - self.shared_tokens) / self._drawn_experts
 
     @property
     def rows(self) -> int:
@@ -119,9 +133,9 @@ class Problem:
         """Tiles of that many tokens over all groups; of experts the mean number, partly filled tiles included."""
         if not self.uneven:
             return math.ceil(self.tokens / tile) * self.groups
-        mean = self.tokens / self.groups
-        most = math.ceil((mean + 12 * math.sqrt(mean) + 12) / tile)
-        return self.groups * sum(_at_least(1 + index * tile, mean) for index in range(most))
+        most = math.ceil((self._mean + 12 * math.sqrt(self._mean) + 12) / tile)
+        drawn = sum(_at_least(1 + index * tile, self._mean) for index in range(most))
+        return self._drawn_experts * drawn + math.ceil(self.shared_tokens / tile)
 
     @property
     def least_bytes(self) -> float:

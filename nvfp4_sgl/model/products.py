@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
@@ -21,6 +22,8 @@ class LayerProduct:
     Attributes:
         name: the checkpoint's names of what is merged.
         experts_per_token: 0 for products of all tokens; else how many of the groups each token goes through.
+        shared: the last of the groups is one that every token goes through, the shared expert.
+        output: what is written; "nvfp4" is quantised again for the product that follows.
     """
 
     name: str
@@ -29,6 +32,8 @@ class LayerProduct:
     groups: int = 1
     gated: bool = False
     experts_per_token: int = 0
+    shared: bool = False
+    output: Literal["bf16", "fp32", "nvfp4"] = "bf16"
 
 
 def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
@@ -57,15 +62,13 @@ def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
 
 
 def _experts(config: ModelConfig, ranks: int) -> list[LayerProduct]:
+    """The shared expert is one more group of the routed experts' products."""
     d, inner = config.hidden_size, config.moe_intermediate_size // ranks
-    products = []
-    for name, experts, chosen in (
-        ("shared_experts", 1, 1),
-        ("experts", config.n_routed_experts, config.num_experts_per_tok),
-    ):
-        products.append(LayerProduct(f"{name}.w1 + w3", inner, d, experts, True, chosen))
-        products.append(LayerProduct(f"{name}.w2", d, inner, experts, False, chosen))
-    return products
+    groups, visits = config.n_routed_experts + 1, config.num_experts_per_tok + 1
+    return [
+        LayerProduct("experts.w1 + w3", inner, d, groups, True, visits, shared=True, output="nvfp4"),
+        LayerProduct("experts.w2", d, inner, groups, False, visits, shared=True),
+    ]
 
 
 def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerProduct]:
@@ -77,7 +80,8 @@ def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerPr
         if name.startswith(stem) and spec.role is Role.LINEAR
     }
     from_x = [name for name in linear if name in ("wq_a", "wkv") or "compressor" in name]
-    products = [LayerProduct(" + ".join(from_x), sum(linear[name][0] for name in from_x), config.hidden_size)]
+    columns = sum(linear[name][0] for name in from_x)
+    products = [LayerProduct(" + ".join(from_x), columns, config.hidden_size, output="fp32")]
     heads, index = linear["wq_b"][0] // ranks, linear.get("indexer.wq_b")
     if index is None:
         products.append(LayerProduct("wq_b", heads, config.q_lora_rank))

@@ -43,7 +43,8 @@ def chosen(product: LayerProduct, tokens: int) -> tuple[KernelShape, Problem]:
     pairs = tokens * product.experts_per_token
     output: Output = "nvfp4" if product.gated else "bf16"
     shape = choose_experts(*size, pairs, product.groups, product.gated, output)
-    return shape, Problem(*size, pairs, product.groups, product.gated, True, output)
+    shared = tokens if product.shared else 0
+    return shape, Problem(*size, pairs, product.groups, product.gated, True, output, shared)
 
 
 PRODUCTS = model_products()
@@ -137,6 +138,16 @@ def test_mean_number_of_tiles_matches_drawn_experts() -> None:
         drawn = np.ceil(counts / tile).sum(axis=1).mean()
         assert Problem(8, 64, pairs, 128, grouped=True).token_tiles(tile) == pytest.approx(drawn, rel=0.02)
     assert Problem(8, 64, 17, 1, grouped=True).token_tiles(8) == 3
+
+
+def test_a_shared_expert_has_every_token_for_certain() -> None:
+    alone = Problem(8, 64, 48, 128, grouped=True)
+    both = Problem(8, 64, 48 + 20, 129, grouped=True, shared_tokens=20)
+    assert both.token_tiles(16) == pytest.approx(alone.token_tiles(16) + 2)
+    assert both.active_groups == pytest.approx(alone.active_groups + 1)
+    # The same operands as apart, read by one launch.
+    assert both.least_bytes == pytest.approx(alone.least_bytes + Problem(8, 64, 20).least_bytes)
+    assert Problem(8, 64, 48, 129, grouped=True).active_groups < both.active_groups
 
 
 @pytest.mark.parametrize("shape", [KernelShape(8), KernelShape(64, split_k=2), KernelShape(128), PAIR], ids=str)
