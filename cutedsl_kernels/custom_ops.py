@@ -31,7 +31,7 @@ from .operand import K_MULTIPLE
 from .sm100.call import Call
 from .sm100.clusters import Clusters
 from .sm100.scale_layout import scale_bytes
-from .sm100.shape import MAX_EXPERTS, TOKEN_TILES, Output
+from .sm100.shape import GATE_ROWS, MAX_EXPERTS, TOKEN_TILES, Output
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 STORED_WHOLE = "stores write whole 16 bytes, beyond a row's end too"
@@ -250,12 +250,12 @@ def _check_expert_gate_up(
         offsets=offsets, counts=counts, out_scales=out_scales,
     )  # fmt: skip
     require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K/2]")
-    require_dimensions(f"{op}: weights", weights, 4, "[experts, 2, features, K/2]")
+    require_dimensions(f"{op}: weights", weights, 3, "[experts, 2 * features, K/2]")
     swiglu_row_scale(limit)
     k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
-    rows, experts, features = tokens.shape[0], weights.shape[0], weights.shape[2]
+    rows, experts, features = tokens.shape[0], weights.shape[0], weights.shape[1] // 2
     _check_experts(op, offsets, counts, experts)
-    require_shape(f"{op}: weights", weights, (experts, 2, features, k // 2), "[experts, gate and up, features, K/2]")
+    require_multiple(f"{op}: weights", "rows of an expert", weights.shape[1], 2 * GATE_ROWS, "16 gates, 16 ups, …")
     _check_weights(op, weights, weight_scales, k)
     _check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
     if out_scales is None:
@@ -294,15 +294,14 @@ def _expert_gate_up(
         out_scales,
     )  # fmt: skip
     architecture, clusters = _target(out)
-    experts, _, features, bytes_of_k = weights.shape
-    k, rows = bytes_of_k * 2, max(tokens.shape[0], 1)
+    experts, features = weights.shape[0], weights.shape[1] // 2
+    k, rows = weights.shape[2] * 2, max(tokens.shape[0], 1)
     if offsets is None:
         shape = plan.plan_gated(features, k, rows, token_tile, output, clusters)
     else:
         shape = plan.plan_experts(features, k, experts, True, token_tile, output, clusters)
-    matrices = weights.view(2 * experts, features, bytes_of_k)
     call = Call(
-        shape, matrices, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
+        shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
     )
     _launch("expert_gate_up", architecture, call, limit)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .checks import require_contiguous, require_dimensions, require_dtype, require_multiple, require_shape
 from .errors import OperandValueError
-from .sm100.scale_layout import swizzle_scales
-from .sm100.shape import BLOCK, TOKEN_TILES
+from .sm100.scale_layout import scale_bytes, swizzle_scales
+from .sm100.shape import BLOCK, GATE_ROWS, TOKEN_TILES
 
 K_MULTIPLE = 64
 """Of K: 32 bytes of codes and whole groups of four block scales."""
@@ -52,7 +52,11 @@ class Weights(BlockScaledOperand):
     """A weight, or a stack of them; ``codes`` are contiguous [..., features, k/2].
 
     Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
-    experts: [E, 2, I, K/2], gate before up, alpha [E, 2].
+    experts: [E, 2 I, K/2], alpha [E, 2], gate before up; the rows are 16 gates, the 16 ups of the same features, the
+    next 16 gates and so on (:func:`interleave_gates`).
+
+    The experts of a layer come one by one: ``allocate_experts`` or ``allocate_gated_experts``, then ``put_expert`` or
+    ``put_gated_expert`` for each of them, which takes no memory beside but an expert's block scales.
     """
 
     @classmethod
@@ -78,18 +82,75 @@ class Weights(BlockScaledOperand):
 
     @classmethod
     def experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """The down projections [E, F, K] of experts, alpha fp32 [E]."""
+        """The down projections [E, F, K] of experts, alpha fp32 [E]; the codes are not copied."""
         require_dimensions("codes", codes, 3, "[E, F, K/2]")
         require_shape("alpha", alpha, codes.shape[:1], "[E]")
         return cls._make(codes, block_scales, alpha.contiguous())
 
     @classmethod
     def gated_experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """Gate and up projections [E, 2, I, K] of experts, the gate first, alpha fp32 [E, 2]."""
+        """Gate and up projections [E, 2, I, K] of experts, the gate first, alpha fp32 [E, 2]; a copy on their device.
+
+        I is a multiple of 16.
+        """
         require_dimensions("codes", codes, 4, "[E, 2, I, K/2]")
-        require_shape("codes", codes, (codes.shape[0], 2, *codes.shape[2:]), "[E, 2, I, K/2]")
-        require_shape("alpha", alpha, codes.shape[:2], "[E, 2]")
-        return cls._make(codes, block_scales, alpha.contiguous())
+        experts, _, features, half_k = codes.shape
+        require_shape("codes", codes, (experts, 2, features, half_k), "[E, 2, I, K/2]")
+        require_shape("alpha", alpha, (experts, 2), "[E, 2]")
+        require_shape("block_scales", block_scales, (*codes.shape[:-1], half_k * 2 // BLOCK), "[E, 2, I, K/16]")
+        weights = cls.allocate_gated_experts(experts, features, half_k * 2, codes.device)
+        for expert in range(experts):
+            weights.put_gated_expert(expert, codes[expert], block_scales[expert], alpha[expert])
+        return weights
+
+    @classmethod
+    def allocate_experts(cls, experts: int, features: int, k: int, device: torch.device) -> Weights:
+        """Room for the down projections [E, F, K] of experts, contents undefined."""
+        return cls._allocate((experts, features, k), (experts,), device)
+
+    @classmethod
+    def allocate_gated_experts(cls, experts: int, features: int, k: int, device: torch.device) -> Weights:
+        """Room for the gate and up projections [E, 2, I, K] of experts, contents undefined."""
+        require_multiple("features", "I", features, GATE_ROWS, "gates and ups alternate by so many")
+        return cls._allocate((experts, 2 * features, k), (experts, 2), device)
+
+    @classmethod
+    def _allocate(cls, shape: tuple[int, int, int], of_alpha: tuple[int, ...], device: torch.device) -> Weights:
+        experts, features, k = shape
+        require_multiple("k", "K", k, K_MULTIPLE, "whole groups of four block scales")
+        scales = torch.empty(experts * scale_bytes(features, k), dtype=torch.uint8, device=device)
+        return cls(
+            torch.empty(experts, features, k // 2, dtype=torch.uint8, device=device),
+            scales.view(torch.float8_e4m3fn),
+            torch.empty(of_alpha, dtype=torch.float32, device=device),
+        )
+
+    def put_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+        """Set one expert's down projection: codes uint8 [F, K/2], block scales E4M3 [F, K/16], alpha fp32, one value.
+
+        Any device and strides.
+        """
+        _, features, half_k = self.codes.shape
+        _require_expert(codes, block_scales, alpha, (features,), half_k * 2)
+        self.codes[expert].copy_(codes)
+        self._put_scales(expert, block_scales, alpha.reshape(()))
+
+    def put_gated_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+        """Set one expert's gate and up projections, the gate first.
+
+        Args:
+            codes: uint8 [2, I, K/2]. block_scales: E4M3 [2, I, K/16]. alpha: fp32 [2]. Any device and strides.
+        """
+        _, rows, half_k = self.codes.shape
+        _require_expert(codes, block_scales, alpha, (2, rows // 2), half_k * 2)
+        self.codes[expert].view(-1, 2, GATE_ROWS, half_k).copy_(codes.unflatten(1, (-1, GATE_ROWS)).transpose(0, 1))
+        self._put_scales(expert, interleave_gates(block_scales), alpha)
+
+    def _put_scales(self, expert: int, block_scales: Tensor, alpha: Tensor) -> None:
+        """``block_scales`` [F, K/16] in the order of the codes' rows."""
+        swizzled = swizzle_scales(block_scales.to(self.codes.device)).flatten()
+        self.block_scales.view(len(self.codes), -1)[expert].copy_(swizzled)
+        self.scale[expert].copy_(alpha)
 
     @classmethod
     def _make(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
@@ -142,6 +203,23 @@ class ExpertRows(Rows):
     @property
     def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
         return self.offsets, self.counts
+
+
+def interleave_gates(plain: Tensor) -> Tensor:
+    """Rows [..., 2, I, n] of gates and ups as gated kernels take them, [..., 2 I, n]; a copy."""
+    return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)
+
+
+def _require_expert(codes: Tensor, block_scales: Tensor, alpha: Tensor, rows: tuple[int, ...], k: int) -> None:
+    """One expert's weights [*rows, k]."""
+    require_dtype("codes", codes, torch.uint8)
+    require_dtype("block_scales", block_scales, torch.float8_e4m3fn)
+    require_dtype("alpha", alpha, torch.float32)
+    prefix = "[2, I, " if len(rows) == 2 else "[F, "
+    require_shape("codes", codes, (*rows, k // 2), f"{prefix}K/2]")
+    require_shape("block_scales", block_scales, (*rows, k // BLOCK), f"{prefix}K/16]")
+    if alpha.numel() != len(rows) or alpha.dim() > 1:
+        raise OperandValueError(f"alpha: expected {len(rows)} values, found shape {tuple(alpha.shape)}")
 
 
 def _spread(name: str, alpha: Tensor, shape: torch.Size) -> Tensor:

@@ -5,7 +5,8 @@ allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation 
 rounding to the output type.
 
 Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
-multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); at most 512 experts.
+multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features a multiple of 16; at
+most 512 experts.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def expert_gate_up(
 
     Args:
         rows: [R, K]. :class:`ExpertRows`, or plain :class:`Rows` that all belong to a single (shared) expert.
-        weights: ``Weights.gated_experts`` [E, 2, I, K].
+        weights: ``Weights.gated_experts``, E matrices of 2 I rows.
         limit: the clamp; part of the kernel's code.
         out: [R, I]. Rows that belong to no expert's tiles are left alone.
     """
     if out is None:
-        out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[2]), dtype=dtype)
+        out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1] // 2), dtype=dtype)
     torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out, None)
     return out
 
@@ -88,7 +89,7 @@ def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out:
         out: what :func:`hidden_rows` made, to be written again.
     """
     if out is None:
-        out = hidden_rows(rows, weights.codes.shape[2], limit)
+        out = hidden_rows(rows, weights.codes.shape[1] // 2, limit)
     torch.ops.nvfp4_sgl.expert_gate_up(
         *_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out.codes, out.block_scales
     )

@@ -99,6 +99,7 @@ def smallest_call(key: KernelKey, device: torch.device) -> Call:
     """One tile of one group, all zeros."""
     shape = key.shape
     rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
+    outputs = shape.tile_outputs
     quantized = shape.output == "nvfp4"
 
     def zeros(*sizes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -107,14 +108,14 @@ def smallest_call(key: KernelKey, device: torch.device) -> Call:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "nvfp4": torch.uint8}
     return Call(
         shape,
-        weights=zeros(shape.halves, features, k // 2),
-        weight_scales=zeros(shape.halves * scale_bytes(features, k)),
+        weights=zeros(1, features, k // 2),
+        weight_scales=zeros(scale_bytes(features, k)),
         tokens=zeros(rows, k // 2),
         token_scales=zeros(scale_bytes(rows, k, shape.token_tile)),
-        out=zeros(rows, features // 2 if quantized else features, dtype=dtypes[shape.output]),
+        out=zeros(rows, outputs // 2 if quantized else outputs, dtype=dtypes[shape.output]),
         row_scale=zeros(rows, dtype=torch.float32),
-        alpha=zeros(features if not (shape.gated or shape.grouped) else shape.halves, dtype=torch.float32),
-        out_scales=zeros(scale_bytes(rows, features, shape.token_tile)) if quantized else None,
+        alpha=zeros(2 if shape.gated else 1 if shape.grouped else features, dtype=torch.float32),
+        out_scales=zeros(scale_bytes(rows, outputs, shape.token_tile)) if quantized else None,
         row_weight=zeros(rows, dtype=torch.float32) if key.weighted else None,
         offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
         counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import SHARED_CAPACITY, TILE_K
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K
 from tests.sm100.emulator import Options, Statistics, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.sass import compile_binary
@@ -56,14 +56,10 @@ def kernel_facts(key: KernelKey) -> KernelFacts:
     issued = k // 2 // TILE_K * _tiles(key)
     per_warp = {warp: _count(long, warp) - _count(short, warp) for warp in (MMA_WARP, LOAD_WARP)}
     mmas, copies = (_tensor(per_warp[MMA_WARP], name) / issued for name in ("tcgen05.mma", "tcgen05.cp"))
-    fixed = shape.small_bytes + shape.transpose_bytes + shape.partial_bytes
     return KernelFacts(
         registers=binary.registers,
         spilled=binary.stack + binary.local,
-        shared_bytes=min(
-            SHARED_CAPACITY,
-            fixed + shape.stages * shape.stage_bytes + shape.output_stages * shape.output_stage_bytes,
-        ),
+        shared_bytes=shape.shared_bytes,
         mmas=mmas,
         copies=copies,
         mma_warp=per_warp[MMA_WARP].total() / issued - mmas - copies,
@@ -84,7 +80,7 @@ def _tiles(key: KernelKey) -> int:
 def _emulate(key: KernelKey, k: int) -> Statistics:
     shape = key.shape
     blocks = 2 if shape.split_k == 1 else 1
-    features = shape.tile_features * shape.shared_tokens * blocks
+    features = shape.tile_outputs * shape.shared_tokens * blocks
     tokens = shape.token_tile * shape.shared_weights
     options = Options(timing=TimingModel() if shape.token_tile >= 128 else TimingModel.from_memory())
     if shape.gated or shape.grouped:

@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
     row_scale_row: int
     row_scale_group: int
     alpha_feature: int
-    alpha_matrix: int
+    alpha_group: int
     out_scale_row: int
 
 
@@ -50,7 +50,7 @@ def arguments_of(call: Call, clusters: int) -> Arguments:
     tokens, out, row_scale = call.tokens, call.out, call.row_scale
     grouped_tokens = tokens.dim() == 3
     matrix_atoms = -(-call.k // 64)
-    alpha_feature, alpha_matrix = _alpha_strides(call)
+    alpha_feature, alpha_group = _alpha_strides(call)
     return Arguments(
         weights=call.weights.data_ptr(),
         weight_scales=call.weight_scales.data_ptr(),
@@ -77,14 +77,16 @@ def arguments_of(call: Call, clusters: int) -> Arguments:
         row_scale_row=0 if row_scale.numel() == 1 else row_scale.stride(0),
         row_scale_group=row_scale.stride(1) if row_scale.dim() == 2 else 0,
         alpha_feature=alpha_feature,
-        alpha_matrix=alpha_matrix,
-        out_scale_row=-(-call.features // 64) * SCALE_ATOM_BYTES,
+        alpha_group=alpha_group,
+        out_scale_row=-(-call.outputs // 64) * SCALE_ATOM_BYTES,
     )
 
 
 def _alpha_strides(call: Call) -> tuple[int, int]:
-    """Of features and of matrices."""
-    if call.alpha.numel() == call.groups * call.shape.halves and (call.shape.gated or call.shape.grouped):
+    """Of features (of gate and up, if gated) and of groups."""
+    if call.shape.gated:
+        return 1, 2
+    if call.shape.grouped and call.alpha.numel() == call.groups:
         return 0, 1
     return call.alpha.stride(-1), call.features
 

@@ -15,17 +15,18 @@ class Call:
     """The tensors and sizes of one launch.
 
     Attributes:
-        weights: uint8 [matrices, features, k/2]; ``weight_scales``: E4M3, swizzled, one padded matrix after the other.
-            Gated kernels: two matrices per group, gate and up.
+        weights: uint8 [groups, features, k/2]; ``weight_scales``: E4M3, swizzled, one padded matrix after the other.
+            Rows of gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and so on.
         tokens: uint8 [rows, k/2] or [rows, groups, k/2], the last dimension contiguous.
         token_scales: E4M3, swizzled as scale_layout.py says. Rows by (k of all groups) as one matrix if ``tokens`` has
             groups.
-        out: bf16 or fp32 [rows, features] or [rows, groups, features]; for NVFP4 output uint8 codes.
+        out: bf16 or fp32 [rows, features] or [rows, groups, features]; for NVFP4 output uint8 codes. Gated kernels have
+            half as many features here.
         out_scales: E4M3 of NVFP4 output, swizzled like ``token_scales``.
         row_scale: fp32 [rows], [rows, groups], or [1] for a constant.
         row_weight: fp32 [rows] or None.
-        alpha: fp32, the weights' global scales: [features] for a plain product, [groups] or [groups, halves] per
-            matrix, or [groups, features].
+        alpha: fp32, the weights' global scales: [features] for a plain product, [groups] for experts, [groups, 2] for
+            gates and ups, or [groups, features].
         offsets, counts: int32 [experts] of a grouped kernel.
     """
 
@@ -48,7 +49,13 @@ class Call:
 
     @property
     def features(self) -> int:
+        """Weight rows."""
         return self.weights.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Output features."""
+        return self.features // self.shape.rows_per_feature
 
     @property
     def k(self) -> int:
@@ -60,7 +67,7 @@ class Call:
 
     @property
     def groups(self) -> int:
-        return self.weights.shape[0] // self.shape.halves
+        return self.weights.shape[0]
 
     @property
     def blocks(self) -> int:

@@ -206,20 +206,20 @@ def exposed_cycles(shape: KernelShape) -> float:
 
     The shared chunks are read, and only then worked on.
     """
-    return HANDOVER_CYCLES * shape.halves if shape.overlap else 0.0
+    return HANDOVER_CYCLES if shape.overlap else 0.0
 
 
 def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
     """The tensor core's time for a stage: MMAs, and block scales on their way to tensor memory.
 
-    An MMA of a CTA takes 128 features of each half by the tokens, of which a pair's CTA multiplies all; its operands
+    An MMA of a CTA takes 128 weight rows by the tokens, of which a pair's CTA multiplies all; its operands
     leave shared memory at 32 bytes a row, of which a pair's CTA holds half of the tokens.
     """
     products = LANES * shape.token_tile * MMA_K / machine.multiply_adds_per_cycle
     own_tokens = shape.token_tile // (2 if shape.pair else 1)
     operands = (LANES + own_tokens) * MMA_K / 2 / machine.shared_bytes_per_cycle
     scales = (shape.weight_scale_bytes + shape.token_scale_bytes) / machine.shared_bytes_per_cycle
-    return shape.halves * (TILE_K // MMA_K) * max(products, operands) + scales
+    return (TILE_K // MMA_K) * max(products, operands) + scales
 
 
 def read_bytes(shape: KernelShape) -> float:
@@ -238,7 +238,7 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     times what an SM takes for what is not read again from L2.
     """
     k_tiles = math.ceil(problem.k / TILE_K)
-    feature_tiles = math.ceil(problem.features / shape.tile_features)
+    feature_tiles = math.ceil(problem.features / shape.tile_outputs)
     token_tiles = problem.token_tiles(shape.token_tile)
     tiles = feature_tiles * token_tiles
     # Pairs that share weights never span groups.

@@ -71,7 +71,7 @@ class Entry:
         row_scale_row: Int64,
         row_scale_group: Int64,
         alpha_feature: Int64,
-        alpha_matrix: Int64,
+        alpha_group: Int64,
         out_scale_row: Int64,
         stream: cuda.CUstream,
     ):
@@ -83,6 +83,6 @@ class Entry:
             (out, out_scales if quantized else None, row_scale, row_weight if weighted else None, alpha),
             offsets if shape.grouped else None, counts if shape.grouped else None,
             features, k, rows, groups, (token_row, token_group), (token_scale_row, token_scale_group),
-            (out_row, out_group, row_scale_row, row_scale_group, alpha_feature, alpha_matrix, out_scale_row),
+            (out_row, out_group, row_scale_row, row_scale_group, alpha_feature, alpha_group, out_scale_row),
             clusters, stream, self.programmatic_launch,
         )  # fmt: skip

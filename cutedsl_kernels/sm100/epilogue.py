@@ -1,8 +1,9 @@
 """From accumulators to outputs: factors, SwiGLU, rounding, re-quantisation, and how the result reaches memory.
 
-A thread of the epilogue owns one feature (its lane of tensor memory) and sees a chunk of tokens at a time. An epilogue
-is a chain: *factors* turn accumulators into dequantised fp32, *gating* (if any) joins two of them, *store* rounds and
-writes. Order of operations, all single fp32 roundings: ``(acc * row_scale) * alpha``, then ``* row_weight``.
+A warp of the epilogue owns 32 weight rows (its lanes of tensor memory) and takes a chunk of tokens at a time;
+``fragment.py`` says which thread has what. An epilogue is a chain: *factors* turn accumulators into dequantised fp32,
+*gating* (if any) joins gates and ups, *store* rounds and writes. Order of operations, all single fp32 roundings:
+``(acc * row_scale) * alpha``, then ``* row_weight``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .fixed import Fixed
-from .shape import LANES, KernelShape
-from .store import TEAM_THREADS, PlainStore, QuantizedStore, Team
+from .fragment import EpilogueWarp, first_value, token_of, values_of
+from .shape import LANES, TEAM_THREADS, WARP_LANES, KernelShape
+from .store import PlainStore, QuantizedStore
 
 LOG2_E = 1.4426950408889634
 
@@ -41,33 +43,36 @@ class Epilogue(Fixed):
         Args:
             pointers: (out, out_scales or None, row_scale, row_weight or None, alpha).
             sizes: (out row stride, out group stride in elements; row_scale strides of rows and groups;
-                alpha strides of features and matrices; row stride of out_scales' atoms in bytes).
+                alpha strides of features (of gate and up, if gated) and groups; row stride of out_scales' atoms in
+                bytes).
+            features: weight rows.
         """
         out, out_scales, row_scale, row_weight, alpha = pointers
-        out_row, out_group, scale_row, scale_group, alpha_feature, alpha_matrix, atom_row = sizes
-        matrices = groups * shape.halves
+        out_row, out_group, scale_row, scale_group, alpha_feature, alpha_group, atom_row = sizes
         store = PlainStore if shape.output != "nvfp4" else QuantizedStore
-        target = store.host(shape, out, out_scales, features, rows, groups, out_row, out_group, atom_row)
+        outputs = features // shape.rows_per_feature
+        target = store.host(shape, out, out_scales, outputs, rows, groups, out_row, out_group, atom_row)
         scales = cute.make_tensor(row_scale, cute.make_layout((rows, groups), stride=(scale_row, scale_group)))
         weights = None
         if cutlass.const_expr(self.weighted):
             weights = cute.make_tensor(row_weight, cute.make_layout(rows))
-        alphas = cute.make_tensor(alpha, cute.make_layout((features, matrices), stride=(alpha_feature, alpha_matrix)))
+        of_group = 2 if cutlass.const_expr(shape.gated) else features
+        alphas = cute.make_tensor(alpha, cute.make_layout((of_group, groups), stride=(alpha_feature, alpha_group)))
         return target, scales, weights, alphas
 
-    def device(self, shape: KernelShape, storage: Any, outputs: Any, team: Team) -> Any:
-        """The epilogue inside the kernel, for one team."""
+    def device(self, shape: KernelShape, storage: Any, outputs: Any, warp: EpilogueWarp) -> Any:
+        """The epilogue inside the kernel, for one warp."""
         target, scales, weights, alphas = outputs
         make = PlainStore if shape.output != "nvfp4" else QuantizedStore
-        store = make.create(shape, storage, target, team, self.row_scale_constant)
-        start = storage.row_factors.data_ptr() + team.index * (2 * shape.token_tile)
+        store = make.create(shape, storage, target, warp, self.row_scale_constant)
+        start = storage.row_factors.data_ptr() + warp.team * (2 * shape.token_tile)
         factors = cute.make_tensor(start, cute.make_layout((shape.token_tile, 2)))
-        return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, team)
+        return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, warp)
 
 
 @dataclass(frozen=True)
 class DeviceEpilogue(Fixed):
-    """The chain for one team; ``begin`` each tile, then ``chunk`` after chunk."""
+    """The chain for one warp; ``begin`` each tile, then ``chunk`` after chunk."""
 
     shape: KernelShape
     epilogue: Epilogue
@@ -77,61 +82,73 @@ class DeviceEpilogue(Fixed):
     row_factors: Any
     """fp32 shared tensor [token_tile, 2]: row scale, row weight; the team's own."""
     store: Any
-    team: Team
+    warp: EpilogueWarp
 
     @cute.jit
     def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
-        """Stage the tile's row factors in shared memory; the returned alphas are this thread's, one per half."""
-        shape = self.shape
+        """Stage the tile's row factors in shared memory; the returned alphas are those of this thread's 4 rows."""
+        shape, warp = self.shape, self.warp
         # All global loads first, so that their latencies overlap. Beyond the last row any factor will do.
-        feature = cutlass.min(feature_tile * LANES + self.team.thread, self.alphas.shape[0] - 1)
-        alphas = [self.alphas[feature, weight_group * shape.halves + half] for half in range(shape.halves)]
+        if cutlass.const_expr(shape.gated):
+            gate, up = self.alphas[0, weight_group], self.alphas[1, weight_group]
+            alphas = [gate, gate, up, up]
+        else:
+            first = feature_tile * LANES + warp.quarter * WARP_LANES + warp.lane // 4
+            features = [cutlass.min(first + 8 * i, self.alphas.shape[0] - 1) for i in range(4)]
+            alphas = [self.alphas[feature, weight_group] for feature in features]
+        thread = warp.quarter * WARP_LANES + warp.lane
         turns = range((shape.token_tile + TEAM_THREADS - 1) // TEAM_THREADS)
-        tokens = [self.team.thread + turn * TEAM_THREADS for turn in turns]
+        tokens = [thread + turn * TEAM_THREADS for turn in turns]
         rows = [cutlass.min(token_tile * shape.token_tile + token, self.scales.shape[0] - 1) for token in tokens]
         factors = [[self.scales[row, token_group] for row in rows]]
         if cutlass.const_expr(self.weights is not None):
             factors.append([self.weights[row] for row in rows])
-        # Every store ends with a barrier after the factors were read, so the last tile's may be overwritten.
+        # Other warps of the team may still read the last tile's.
+        warp.synchronise_team()
         for turn in cutlass.range_constexpr(len(tokens)):
             if tokens[turn] < shape.token_tile:
                 for which in cutlass.range_constexpr(len(factors)):
                     self.row_factors[tokens[turn], which] = factors[which][turn]
-        self.team.synchronise()
+        warp.synchronise_team()
         return tuple(alphas)
 
     def chunk(
         self, values: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,
         inside: Any,
     ) -> None:  # fmt: skip
-        """Finish one chunk: ``values`` holds one register tensor per half."""
+        """Finish one chunk: ``values`` are this thread's of the fragment."""
         shape = self.shape
-        for half in range(shape.halves):
-            multiply(values[half], self._row_factors(chunk, 0))
-            multiply(values[half], [alphas[half]] * shape.chunk)
+        self._multiply_rows(values, 4, chunk, 0)
+        for i in range(4):
+            for first in values_of(shape.chunk, i):
+                multiply_pair(values, first, alphas[i], alphas[i])
         if self.epilogue.limit is not None:
-            for j in range(shape.chunk):
-                values[0][j] = clamped_swiglu(values[0][j], values[1][j], self.epilogue.limit)
+            half = cute.size(values) // 2
+            for j in range(half):
+                values[j] = clamped_swiglu(values[j], values[half + j], self.epilogue.limit)
         if self.weights is not None:
-            multiply(values[0], self._row_factors(chunk, 1))
-        self.store.put(values[0], slot, chunk, feature_tile, token_tile, token_group, inside)
+            self._multiply_rows(values, 4 // shape.rows_per_feature, chunk, 1)
+        self.store.put(values, slot, chunk, feature_tile, token_tile, token_group, inside)
 
     def finish(self) -> None:
         """After the last tile."""
         self.store.finish()
 
-    def _row_factors(self, chunk: Any, which: int) -> Any:
-        count = self.shape.chunk
-        registers = cute.make_rmem_tensor((count,), Float32)
-        pointer = self.row_factors.iterator + which * self.shape.token_tile + chunk * count
-        cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(count)), registers)
-        return registers
+    def _multiply_rows(self, values: Any, count: int, chunk: Any, which: int) -> None:
+        """Multiply the values of the thread's first ``count`` rows by a factor of each token."""
+        shape = self.shape
+        for group in range(shape.chunk // 8):
+            pair = cute.make_rmem_tensor((2,), Float32)
+            token = chunk * shape.chunk + token_of(self.warp.lane, group)
+            pointer = self.row_factors.iterator + (which * shape.token_tile + token)
+            cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), pair)
+            for i in range(count):
+                multiply_pair(values, first_value(shape.chunk, i, group), pair[0], pair[1])
 
 
-def multiply(values: Any, factors: Any) -> None:
-    """``values[j] *= factors[j]`` in fp32, two at a time as SM100 can."""
-    for j in range(0, cute.size(values), 2):
-        values[j], values[j + 1] = cute.arch.mul_packed_f32x2((values[j], values[j + 1]), (factors[j], factors[j + 1]))
+def multiply_pair(values: Any, first: int, low: Any, high: Any) -> None:
+    """``values[first] *= low; values[first + 1] *= high`` in fp32, as one instruction of SM100."""
+    values[first], values[first + 1] = cute.arch.mul_packed_f32x2((values[first], values[first + 1]), (low, high))
 
 
 def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:

@@ -31,11 +31,21 @@ from cutlass import Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from .barriers import WARPS_OF_EPILOGUE, Ring, fence_after_wait, fence_before_signal
+from .fragment import EpilogueWarp, make_fragment, read_fragment
 from .load import EVICT_FIRST, EVICT_LAST, OperandLoad
 from .schedule import BatchedSchedule, GroupedSchedule, Place
-from .shape import ALIGNMENT, BLOCK, LANES, MAX_EXPERTS, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+from .shape import (
+    ALIGNMENT,
+    BLOCK,
+    LANES,
+    MAX_EXPERTS,
+    SCALE_ATOM_BYTES,
+    SCALE_ATOM_ROWS,
+    TILE_K,
+    WARP_LANES,
+    KernelShape,
+)
 from .split import ClusterReduction
-from .store import TEAM_THREADS, Team
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
@@ -70,11 +80,11 @@ class NvFp4Gemm:
 
     def _shared_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
         """Of the staged operands in shared memory: weights, tokens, their block scales (static, so made anywhere)."""
-        stages, halves, fp4 = self.shape.stages, self.shape.halves, cutlass.Float4E2M1FN
+        stages, fp4 = self.shape.stages, cutlass.Float4E2M1FN
         return (
-            sm100_utils.make_smem_layout_a(mma, self.tiler, fp4, stages * halves),
+            sm100_utils.make_smem_layout_a(mma, self.tiler, fp4, stages),
             sm100_utils.make_smem_layout_b(mma, self.tiler, fp4, stages),
-            blockscaled.make_smem_layout_sfa(mma, self.tiler, BLOCK, stages * halves),
+            blockscaled.make_smem_layout_sfa(mma, self.tiler, BLOCK, stages),
             blockscaled.make_smem_layout_sfb(mma, self.tiler, BLOCK, stages),
         )
 
@@ -112,7 +122,7 @@ class NvFp4Gemm:
         """Launch.
 
         Args:
-            weights: E2M1 codes [groups * halves, features, k]; gated kernels have a gate and an up matrix per group.
+            weights: E2M1 codes [groups, features, k]; rows of gated kernels as ``shape.py`` says.
             weight_scales: their block scales, swizzled, one padded matrix after the other.
             tokens: E2M1 codes, row r of group g at ``r * token_strides[0] + g * token_strides[1]`` elements.
             token_scales: their block scales in atoms of 128 rows (of one token tile, if that is smaller) by 64 of K;
@@ -123,14 +133,12 @@ class NvFp4Gemm:
             clusters: persistent clusters to launch; a split-K kernel launches one for each tile instead.
         """
         shape = self.shape
-        halves = shape.halves
         mma, scale_mma = self._mma(self.group, self.tiler), self._mma(tcgen05.CtaGroup.ONE, self.scale_tiler)
         ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (mma.thr_id.shape,))
         scale_ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (scale_mma.thr_id.shape,))
         a_layout, b_layout, sfa_layout, sfb_layout = self._shared_layouts(mma)
-        matrices = groups * halves
         a = cute.make_tensor(
-            weights, cute.make_layout((features, k, matrices), stride=(Int64(k), 1, Int64(features) * k))
+            weights, cute.make_layout((features, k, groups), stride=(Int64(k), 1, Int64(features) * k))
         )
         b = cute.make_tensor(
             tokens, cute.make_layout((rows, k, groups), stride=(token_strides[0], 1, token_strides[1]))
@@ -139,7 +147,7 @@ class NvFp4Gemm:
         atom_row = Int64(k_atoms) * SCALE_ATOM_BYTES
         sfa = cute.make_tensor(
             weight_scales,
-            scale_layout(features, k, matrices, atom_row, atom_row * cute.ceil_div(features, SCALE_ATOM_ROWS)),
+            scale_layout(features, k, groups, atom_row, atom_row * cute.ceil_div(features, SCALE_ATOM_ROWS)),
         )
         token_tiles = cute.ceil_div(rows, shape.token_tile)
         # A narrow token tile has atoms of its own; the second atom of a wide one may lie beyond the last row.
@@ -192,11 +200,8 @@ class NvFp4Gemm:
             expert_ends: cute.struct.MemRange[Int32, MAX_EXPERTS if shape.grouped else 1]
             row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
-            scale_bytes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.teams * 8 * shape.chunk], 16]
             transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
-            output: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, shape.output_stages * shape.output_stage_bytes], ALIGNMENT
-            ]
+            output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(shape.staging_bytes, 16)], ALIGNMENT]
             a: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(a_layout.outer)], ALIGNMENT]
             b: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(b_layout.outer)], ALIGNMENT]
             sfa: cute.struct.Align[cute.struct.MemRange[cutlass.Float8E4M3FN, cute.cosize(sfa_layout)], ALIGNMENT]
@@ -312,12 +317,12 @@ class NvFp4Gemm:
             )
         if warp < epilogue_warps:
             cute.arch.griddepcontrol_wait()
-            team = Team(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % TEAM_THREADS)
-            epilogue = self.epilogue.device(shape, storage, outputs, team)
+            own = EpilogueWarp(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % WARP_LANES)
+            epilogue = self.epilogue.device(shape, storage, outputs, own)
             if cutlass.const_expr(shape.split_k > 1):
-                self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, thread, first)
+                self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, own, first)
             else:
-                self._drain(accumulators, schedule, total, epilogue, tensor_memory, team, rank, peer, first, step)
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, first, step)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
         # cluster may leave, and no warp reads tensor memory any more.
@@ -360,10 +365,8 @@ class NvFp4Gemm:
         if peer == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
-        for half in cutlass.range_constexpr(shape.halves):
-            for load in loads[:2]:
-                matrix, slot = group * shape.halves + half, position.index * shape.halves + half
-                load.load(feature_tile, k_tile, matrix, slot, barrier)
+        for load in loads[:2]:
+            load.load(feature_tile, k_tile, group, position.index, barrier)
 
     @cute.jit
     def _load(self, loads, operands, schedule, total, peer, first, step, k_begin, k_end):
@@ -396,7 +399,7 @@ class NvFp4Gemm:
     def _multiply(
         self, storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, first, step, k_tiles
     ):  # fmt: skip
-        """The MMA warp: block scales to tensor memory, then four MMAs (or eight, gated) per stage."""
+        """The MMA warp: block scales to tensor memory, then four MMAs per stage."""
         shape = self.shape
         s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
         r_a, r_b = mma.make_fragment_A(s_a), mma.make_fragment_B(s_b)
@@ -410,11 +413,9 @@ class NvFp4Gemm:
 
         sfa_layout = blockscaled.make_tmem_layout_sfa(mma, self.tiler, BLOCK, one(s_sfa.layout))
         sfb_layout = blockscaled.make_tmem_layout_sfb(mma, self.tiler, BLOCK, one(s_sfb.layout))
-        half_columns = shape.weight_scale_columns // shape.halves
-        t_sfa = [scales(shape.scales_column + half * half_columns, sfa_layout) for half in range(shape.halves)]
+        t_sfa = scales(shape.scales_column, sfa_layout)
         t_sfb = scales(shape.scales_column + shape.weight_scale_columns, sfb_layout)
-        copies_a = [self._scale_copy(s_sfa, target) for target in t_sfa]
-        copy_b = self._scale_copy(s_sfb, t_sfb)
+        copies = self._scale_copy(s_sfa, t_sfa), self._scale_copy(s_sfb, t_sfb)
 
         operand = operands.consumer()
         accumulator = accumulators.producer()
@@ -428,28 +429,17 @@ class NvFp4Gemm:
             while tile < total:
                 accumulators.wait_empty(accumulator)
                 fence_after_wait()
-                column = buffer * shape.second_accumulator
-                targets = [
-                    cute.make_tensor(tensor_memory + column + half * shape.token_tile, accumulator_layout)
-                    for half in range(shape.halves)
-                ]
+                target = cute.make_tensor(tensor_memory + buffer * shape.second_accumulator, accumulator_layout)
                 mma.set(tcgen05.Field.ACCUMULATE, False)
                 for _ in cutlass.range(k_tiles, unroll=1):
                     operands.wait_full(operand)
-                    for half in cutlass.range_constexpr(shape.halves):
-                        copy, source, target = copies_a[half]
-                        slot = operand.index * shape.halves + half
-                        cute.copy(copy, source[None, None, None, None, slot], target)
-                    cute.copy(copy_b[0], copy_b[1][None, None, None, None, operand.index], copy_b[2])
+                    for copy, source, copied in copies:
+                        cute.copy(copy, source[None, None, None, None, operand.index], copied)
                     for phase in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
-                        for half in cutlass.range_constexpr(shape.halves):
-                            slot = operand.index * shape.halves + half
-                            mma.set(tcgen05.Field.SFA, t_sfa[half][None, None, phase].iterator)
-                            mma.set(tcgen05.Field.SFB, t_sfb[None, None, phase].iterator)
-                            cute.gemm(
-                                mma, targets[half], r_a[None, None, phase, slot],
-                                r_b[None, None, phase, operand.index], targets[half],
-                            )  # fmt: skip
+                        mma.set(tcgen05.Field.SFA, t_sfa[None, None, phase].iterator)
+                        mma.set(tcgen05.Field.SFB, t_sfb[None, None, phase].iterator)
+                        a, b = r_a[None, None, phase, operand.index], r_b[None, None, phase, operand.index]
+                        cute.gemm(mma, target, a, b, target)
                         mma.set(tcgen05.Field.ACCUMULATE, True)
                     self._commit(operands.empty + operand.index, stage_mask)
                     operand.advance()
@@ -483,8 +473,8 @@ class NvFp4Gemm:
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, team, rank, peer, first, step):
-        """The epilogue warps: accumulators to factors, activation, rounding, global memory."""
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, warp, rank, peer, first, step):
+        """An epilogue warp: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
         position = accumulators.consumer()
         buffer = Int32(0)
@@ -496,18 +486,17 @@ class NvFp4Gemm:
             alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
             accumulators.wait_full(position)
             fence_after_wait()
-            accumulator = tensor_memory + buffer * shape.second_accumulator
             where = feature_tile, token_tile, token_group, inside
-            values = self._registers()
+            values = make_fragment(shape.chunk)
             for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
-                chunk = self._chunk_of(turn * shape.teams + team.index, buffer)
-                self._read_chunk(accumulator, chunk, team.thread, values)
+                chunk = self._chunk_of(turn * shape.teams + warp.team, buffer)
+                column = buffer * shape.second_accumulator + chunk * shape.chunk
+                read_fragment(tensor_memory, column, warp, values)
                 cute.arch.fence_view_async_tmem_load()
                 # The first chunks of the teams hold all columns that the next tile's accumulator shares.
                 if turn == (0 if shape.overlap else shape.chunks // shape.teams - 1):
                     self._release(accumulators, position, rank - peer)
-                slot = team.index * shape.team_buffers + turn % shape.team_buffers
-                epilogue.chunk(values, alphas, slot, chunk, *where)
+                epilogue.chunk(values, alphas, turn % shape.warp_buffers, chunk, *where)
             position.advance()
             buffer = buffer ^ 1
             tile += step
@@ -524,27 +513,27 @@ class NvFp4Gemm:
                 cute.arch.mbarrier_arrive(accumulators.empty + position.index)
 
     @cute.jit
-    def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, thread, tile):
-        """The epilogue warps of a split-K cluster, which has a single tile: exchange sums, finish the owned chunks."""
+    def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, warp, tile):
+        """An epilogue warp of a split-K cluster, which has a single tile: exchange sums, finish the owned chunks."""
         shape = self.shape
         feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
         alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
         accumulators.wait_full(accumulators.consumer())
         fence_after_wait()
-        values = self._registers()
+        values = make_fragment(shape.chunk)
         for chunk in cutlass.range(shape.chunks, unroll=1):
             if chunk % shape.split_k != reduction.rank:
-                self._read_chunk(tensor_memory, chunk, thread, values)
+                read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
                 cute.arch.fence_view_async_tmem_load()
-                reduction.send(values[0], chunk)
+                reduction.send(values, chunk)
         reduction.signal()
         reduction.wait()
         for owned in cutlass.range(shape.owned_chunks, unroll=1):
             chunk = owned * shape.split_k + reduction.rank
             if chunk < shape.chunks:
-                self._read_chunk(tensor_memory, chunk, thread, values)
+                read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
                 cute.arch.fence_view_async_tmem_load()
-                reduction.add(values[0], owned)
+                reduction.add(values, owned)
                 epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group, inside)
 
     def _chunk_of(self, turn: Any, buffer: Any) -> Any:
@@ -552,23 +541,3 @@ class NvFp4Gemm:
         if not self.shape.overlap:
             return turn
         return cutlass.select_(buffer == 0, Int32(self.shape.chunks - 1 - turn), Int32(turn))
-
-    def _registers(self) -> list[cute.Tensor]:
-        """For a chunk of this thread's feature, one for each half."""
-        return [cute.make_rmem_tensor((self.shape.chunk,), Float32) for _ in range(self.shape.halves)]
-
-    def _read_chunk(self, accumulator: Any, chunk: Any, thread: Any, registers: list[cute.Tensor]) -> None:
-        """Begin to load a chunk of this thread's feature."""
-        shape = self.shape
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(shape.chunk)), Float32)
-        for half in range(shape.halves):
-            pointer = accumulator + half * shape.token_tile + chunk * shape.chunk
-            source = cute.make_tensor(pointer, cute.make_layout((LANES, shape.chunk), stride=(1 << 16, 1)))
-            copy = tcgen05.make_tmem_copy(atom, source)
-            part = copy.get_slice(thread)
-            target = part.partition_D(cute.make_identity_tensor((LANES, shape.chunk)))
-            cute.copy(
-                copy,
-                part.partition_S(source),
-                cute.make_tensor(registers[half].iterator, cute.make_layout(target.shape)),
-            )

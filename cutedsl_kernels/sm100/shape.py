@@ -17,7 +17,14 @@ TILE_K = 256
 MMA_K = 64
 """Elements of K of one MMA instruction of kind mxf4nvf4."""
 LANES = 128
-"""Features of a CTA's tile: the lanes of tensor memory."""
+"""Weight rows of a CTA's tile: the lanes of tensor memory."""
+WARP_LANES = 32
+"""Lanes of tensor memory that a warp of the epilogue reads."""
+TEAM_THREADS = 128
+"""Of a team of the epilogue: four warps, which read all of tensor memory."""
+GATE_ROWS = 16
+"""Gated weights alternate between this many rows of gates and as many of the ups of the same features, so that a warp
+of the epilogue holds both; the features of one are a block of NVFP4 output."""
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
 SCALE_ATOM_ROWS, SCALE_ATOM_BYTES = 128, 512
 """Block scales travel in atoms of 128 rows by 4 blocks."""
@@ -36,8 +43,9 @@ SPLIT_CHUNK = 8
 
 Output = Literal["bf16", "fp32", "nvfp4"]
 """What the epilogue writes. "nvfp4" is codes and swizzled block scales with a constant global scale."""
-ROW_BYTES: dict[str, int] = {"bf16": 256, "fp32": 512, "nvfp4": 64}
-"""Bytes of one token's 128 features."""
+ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
+"""Of an output that is staged in shared memory; NVFP4 goes straight to global memory."""
+OUTPUTS: tuple[Output, ...] = ("bf16", "fp32", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class KernelShape:
         token_tile: N of the MMA: tokens of a tile.
         pair: two CTAs of a cluster work on 256 features as one tensor core (cta_group::2), each holding half of the
             tokens' codes.
-        gated: every tile has 128 (or 256) gate and as many up features, in two accumulators, joined by SwiGLU.
+        gated: the weights' rows are gates and ups in turn, ``GATE_ROWS`` of each, joined by SwiGLU: half as many
+            features come out.
         grouped: experts with device-side offsets instead of a batch of equal products.
         split_k: CTAs of a cluster that share the K of one tile and reduce over distributed shared memory.
         output: what is written.
@@ -72,12 +81,10 @@ class KernelShape:
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
             raise ValueError(f"token_tile {self.token_tile}: expected one of {TOKEN_TILES}")
-        if self.gated and self.token_tile > 128:
-            raise ValueError(f"token_tile {self.token_tile}: a gated kernel has two accumulators, expected at most 128")
         if self.pair and self.token_tile < 128:
             raise ValueError(f"token_tile {self.token_tile} for a CTA pair: expected 128 or 256")
-        if self.output not in ROW_BYTES:
-            raise ValueError(f"output {self.output!r}: expected one of {tuple(ROW_BYTES)}")
+        if self.output not in OUTPUTS:
+            raise ValueError(f"output {self.output!r}: expected one of {OUTPUTS}")
         if self.split_k not in (1, 2, 4, 8):
             raise ValueError(f"split_k {self.split_k}: expected 1, 2, 4 or 8")
         if self.split_k > 1 and (self.pair or self.grouped or self.gated or self.token_tile > 64):
@@ -98,14 +105,24 @@ class KernelShape:
         return 2 * self.shared_tokens * self.shared_weights if self.pair else self.split_k
 
     @property
-    def halves(self) -> int:
-        """Accumulators of a tile: gate and up, or one."""
+    def tile_features(self) -> int:
+        """Weight rows of a tile: of a CTA or a pair."""
+        return LANES * (2 if self.pair else 1)
+
+    @property
+    def rows_per_feature(self) -> int:
+        """Weight rows that make an output feature: a gate and an up, or one."""
         return 2 if self.gated else 1
 
     @property
-    def tile_features(self) -> int:
+    def tile_outputs(self) -> int:
         """Output features of a tile: of a CTA or a pair."""
-        return LANES * (2 if self.pair else 1)
+        return self.tile_features // self.rows_per_feature
+
+    @property
+    def warp_outputs(self) -> int:
+        """Output features of a warp of the epilogue."""
+        return WARP_LANES // self.rows_per_feature
 
     @property
     def chunk(self) -> int:
@@ -131,12 +148,12 @@ class KernelShape:
     @property
     def accumulator_columns(self) -> int:
         """Of one tile."""
-        return self.token_tile * self.halves
+        return self.token_tile
 
     @property
     def weight_scale_columns(self) -> int:
         """Of one stage: 128 rows by 4 blocks take 4 columns."""
-        return self.halves * 4 * (TILE_K // MMA_K)
+        return 4 * (TILE_K // MMA_K)
 
     @property
     def token_scale_columns(self) -> int:
@@ -146,7 +163,7 @@ class KernelShape:
     def overlap(self) -> int:
         """Columns that the two accumulator buffers share.
 
-        Zero unless two buffers and the scales exceed tensor memory (token_tile 256, or gated 128). Then the epilogue
+        Zero unless two buffers and the scales exceed tensor memory (token_tile 256). Then the epilogue
         drains the shared columns first and releases them early, so the next tile's main loop starts while the rest
         is still being drained.
         """
@@ -174,7 +191,7 @@ class KernelShape:
     @property
     def weight_bytes(self) -> int:
         """Codes of the weights in a stage, per CTA."""
-        return self.halves * LANES * TILE_K // 2
+        return LANES * TILE_K // 2
 
     @property
     def token_bytes(self) -> int:
@@ -183,7 +200,7 @@ class KernelShape:
 
     @property
     def weight_scale_bytes(self) -> int:
-        return self.halves * SCALE_ATOM_BYTES * (TILE_K // MMA_K)
+        return SCALE_ATOM_BYTES * (TILE_K // MMA_K)
 
     @property
     def token_scale_bytes(self) -> int:
@@ -195,25 +212,26 @@ class KernelShape:
         return self.weight_bytes + self.token_bytes + self.weight_scale_bytes + self.token_scale_bytes
 
     @property
-    def team_buffers(self) -> int:
-        """Output staging buffers of a team: with two, the store of one chunk overlaps the making of the next."""
-        return 2 if self.split_k == 1 and self.chunks > self.teams and self.output != "fp32" else 1
+    def warp_buffers(self) -> int:
+        """Output staging buffers of a warp: with two, the store of one chunk overlaps the making of the next."""
+        return 2 if self.split_k == 1 and self.chunks > self.teams and self.output == "bf16" else 1
 
     @property
-    def output_stages(self) -> int:
-        """Staging buffers in all."""
-        return self.teams * self.team_buffers
+    def warp_row_bytes(self) -> int:
+        """Bytes of a token's features of one warp in a staging buffer; they are swizzled by that much."""
+        return self.warp_outputs * ELEMENT_BYTES[self.output]
 
     @property
-    def output_stage_bytes(self) -> int:
-        return max(self.chunk * ROW_BYTES[self.output], ALIGNMENT)
+    def staging_bytes(self) -> int:
+        """Staging buffers of all warps of the epilogue."""
+        if self.output == "nvfp4":
+            return 0
+        return 4 * self.teams * self.warp_buffers * self.chunk * self.warp_row_bytes
 
     @property
     def transpose_bytes(self) -> int:
-        """fp32 values between their feature-per-lane and their block-per-lane form; NVFP4 output only."""
-        if self.output != "nvfp4":
-            return 0
-        return 4 * self.teams * min(self.chunk, TRANSPOSE_TOKENS) * TRANSPOSE_PITCH * 4
+        """fp32 values between the order in which they are made and that in which they are quantised; NVFP4 only."""
+        return 4 * self.teams * self.chunk * TRANSPOSE_PITCH * 4 if self.output == "nvfp4" else 0
 
     @property
     def partial_bytes(self) -> int:
@@ -231,19 +249,25 @@ class KernelShape:
     def small_bytes(self) -> int:
         """Row factors, barriers, expert offsets and alignment; a bound."""
         experts = MAX_EXPERTS * 4 if self.grouped else 0
-        return self.teams * (2 * self.token_tile * 4 + 8 * self.chunk) + 1024 + experts + 8 * ALIGNMENT // 2
+        return self.teams * 2 * self.token_tile * 4 + 1024 + experts + 8 * ALIGNMENT // 2
 
     @property
     def stages(self) -> int:
         """TMA stages: what fits."""
-        fixed = self.small_bytes + self.transpose_bytes + self.partial_bytes
-        free = SHARED_CAPACITY - fixed - self.output_stages * self.output_stage_bytes
-        return min(MAX_STAGES, free // self.stage_bytes)
+        return min(MAX_STAGES, (SHARED_CAPACITY - self.fixed_bytes) // self.stage_bytes)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the stages; a bound."""
+        return self.small_bytes + self.staging_bytes + self.transpose_bytes + self.partial_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; a bound."""
+        return self.stages * self.stage_bytes + self.fixed_bytes
 
 
 MAX_EXPERTS = 512
-TRANSPOSE_TOKENS = 16
-"""Tokens that a warp turns at a time: with 32 features each, a block for each of its lanes."""
-TRANSPOSE_PITCH = 36
-"""fp32 words between two tokens' 32 features of a warp: 4 more than the features, so that 16-byte reads of eight
-consecutive lanes touch all 32 banks."""
+TRANSPOSE_PITCH = 20
+"""fp32 words between two tokens' 16 features of a warp: 4 more than the features, so that 16-byte reads of eight
+consecutive tokens touch all 32 banks, and so do writes of eight features of every other token of eight."""

@@ -1,8 +1,7 @@
 """How an epilogue's fp32 values reach global memory: rounded and by TMA, or re-quantised to NVFP4.
 
-The values of a chunk arrive with a feature per thread and a token per register; memory wants a token's features next
-to each other. Writing them to shared memory token by token is that transposition: the 32 lanes of a warp write 32
-neighbours, so no swizzle is needed to avoid bank conflicts.
+A thread has two tokens of several features (``fragment.py``); memory wants a token's features next to each other. That
+transposition goes through shared memory, for each warp on its own.
 """
 
 from __future__ import annotations
@@ -12,43 +11,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint8, Uint32
+from cutlass import Boolean, Float32, Int32, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .fixed import Fixed
-from .shape import BLOCK, LANES, SCALE_ATOM_BYTES, TRANSPOSE_PITCH, TRANSPOSE_TOKENS, KernelShape
+from .fragment import EpilogueWarp, first_value, token_of
+from .shape import BLOCK, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TRANSPOSE_PITCH, KernelShape
 
-EPILOGUE_BARRIER = 1
-"""Named barrier of the first team."""
-TEAM_THREADS = 128
 INVERSE_E2M1_MAX = 0x3E2AAAAB
 """Bits of fp32(1/6), the constant of the activation recipe (spec section 9.3)."""
 
 
 @dataclass(frozen=True)
-class Team(Fixed):
-    """Four warps of the epilogue, one for each quarter of tensor memory.
+class PlainStore(Fixed):
+    """Round to bf16 (or keep fp32) and store by TMA, through buffers of the warp's own that are used in turn.
+
+    A buffer is [tokens of a chunk, features of the warp], swizzled by the bytes of its rows, so that the writes of
+    eight tokens touch all banks.
 
     Attributes:
-        index: which team. warp: 0 to 3 in it. thread: 0 to 127 in it, the feature of the tile that it owns.
-    """
-
-    index: Any
-    warp: Any
-    thread: Any
-
-    def synchronise(self) -> None:
-        """All 128 threads, over a named barrier of the team's own."""
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + self.index, number_of_threads=TEAM_THREADS)
-
-
-@dataclass(frozen=True)
-class Staging(Fixed):
-    """Buffers of shared memory that TMA stores read, one chunk each, used in turn.
-
-    Attributes:
-        buffers: shared tensor (width, tokens, buffers); ``width`` elements are a token's 128 features.
-        source, destination: the buffers, and the output by feature tile, chunk and group, as the TMA atom sees them.
+        buffers: address of the warp's first buffer in shared memory.
+        source, destination: the buffers of all warps, and the output by warp, chunk and group, as the TMA atom sees
+            them.
     """
 
     shape: KernelShape
@@ -56,93 +40,127 @@ class Staging(Fixed):
     buffers: Any
     source: Any
     destination: Any
-    team: Team
+    warp: EpilogueWarp
 
     @classmethod
-    def create(cls, shape: KernelShape, storage: Any, dtype: Any, width: int, target: Any, team: Team) -> Staging:
+    def create(cls, shape: KernelShape, storage: Any, target: Any, warp: EpilogueWarp, constant: Any) -> PlainStore:
         atom, tensor = target
-        layout = cute.make_layout(
-            (width, shape.chunk, shape.output_stages), stride=(1, width, shape.output_stage_bytes * 8 // dtype.width)
-        )
-        buffers = cute.make_tensor(cute.recast_ptr(storage.output.data_ptr(), dtype=dtype), layout)
-        tiles = cute.local_tile(tensor, (width, shape.chunk), (None, None, None))
+        box = (shape.warp_outputs, shape.chunk)
+        count = 4 * shape.teams * shape.warp_buffers
+        layout = cute.make_layout((*box, count), stride=(1, shape.warp_outputs, shape.warp_outputs * shape.chunk))
+        buffers = storage.output.get_tensor(layout, swizzle=cls._swizzle(shape), dtype=cls._dtype(shape))
+        tiles = cute.local_tile(tensor, box, (None, None, None))
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        return cls(shape, atom, buffers, source, destination, team)
+        start = storage.output.data_ptr().toint() + cls._first_buffer(shape, warp) * cls._buffer_bytes(shape)
+        return cls(shape, atom, start, source, destination, warp)
 
     @staticmethod
-    def host(shape: KernelShape, tensor: cute.Tensor, width: int) -> Any:
-        """The TMA store of a chunk of ``tensor`` (width-major), and its coordinate tensor."""
-        layout = cute.make_layout((width, shape.chunk))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (width, shape.chunk))
+    def _first_buffer(shape: KernelShape, warp: EpilogueWarp) -> Any:
+        return (warp.team * 4 + warp.quarter) * shape.warp_buffers
 
-    @cute.jit
-    def acquire(self):
-        """Wait until the team's buffer to be written next is no longer read."""
-        if self.team.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(self.shape.team_buffers - 1, read=True)
-        self.team.synchronise()
-
-    @cute.jit
-    def store(self, slot: Int32, feature_tile: Int32, chunk_row: Int32, group: Int32, inside: Boolean):
-        """Send a buffer that all threads have written, if the tile is ``inside`` the output."""
-        cute.arch.fence_view_async_shared()
-        self.team.synchronise()
-        if self.team.warp == 0:
-            if inside:
-                cute.copy(self.atom, self.source[None, slot], self.destination[None, feature_tile, chunk_row, group])
-            # An empty group, too: acquire() counts one for each buffer.
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def finish(self):
-        """Before the CTA ends: its shared memory must stay while stores read it."""
-        if self.team.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@dataclass(frozen=True)
-class PlainStore(Fixed):
-    """Round to bf16 (or keep fp32) and store."""
-
-    shape: KernelShape
-    staging: Staging
-    team: Team
-
-    @classmethod
-    def create(cls, shape: KernelShape, storage: Any, target: Any, team: Team, constant: float | None) -> PlainStore:
-        return cls(shape, Staging.create(shape, storage, cls._dtype(shape), LANES, target, team), team)
+    @staticmethod
+    def _buffer_bytes(shape: KernelShape) -> int:
+        return shape.chunk * shape.warp_row_bytes
 
     @staticmethod
     def _dtype(shape: KernelShape) -> Any:
         return cutlass.BFloat16 if shape.output == "bf16" else Float32
 
     @staticmethod
+    def _swizzle(shape: KernelShape) -> Any:
+        """Of the 16 bytes within a row by the row's number."""
+        return cute.make_swizzle((shape.warp_row_bytes // 16).bit_length() - 1, 4, 3)
+
+    @classmethod
     def host(
-        shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
+        cls, shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
         group_stride: Any, atom_row: Any,
     ) -> Any:  # fmt: skip
+        """The TMA store of a chunk of a warp, and the coordinate tensor of the output."""
         tensor = cute.make_tensor(out, cute.make_layout((features, rows, groups), stride=(1, row_stride, group_stride)))
-        return Staging.host(shape, tensor, LANES)
+        box = (shape.warp_outputs, shape.chunk)
+        layout = cute.make_composed_layout(cls._swizzle(shape), 0, cute.make_layout(box))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, box)
 
+    @cute.jit
     def put(
-        self, values: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,
-        inside: Any,
-    ) -> None:  # fmt: skip
-        """Store fp32 ``values`` [chunk] of this thread's feature."""
-        self.staging.acquire()
-        for j in range(self.shape.chunk):
-            self.staging.buffers[self.team.thread, j, slot] = values[j].to(self._dtype(self.shape))
-        self.staging.store(slot, feature_tile, token_tile * self.shape.chunks + chunk, token_group, inside)
+        self, values: cute.Tensor, slot: Int32, chunk: Int32, feature_tile: Int32, token_tile: Int32,
+        token_group: Int32, inside: Boolean,
+    ):  # fmt: skip
+        """Store this thread's fp32 values of a chunk."""
+        shape, warp = self.shape, self.warp
+        # Until the buffer is no longer read.
+        cute.arch.cp_async_bulk_wait_group(shape.warp_buffers - 1, read=True)
+        cute.arch.sync_warp()
+        buffer = self.buffers + slot * self._buffer_bytes(shape)
+        if cutlass.const_expr(shape.output == "bf16"):
+            self._write_bf16(values, buffer)
+        else:
+            self._write_fp32(values, buffer)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if inside:
+            column = feature_tile * 4 + warp.quarter
+            row = token_tile * shape.chunks + chunk
+            source = self.source[None, self._first_buffer(shape, warp) + slot]
+            cute.copy(self.atom, source, self.destination[None, column, row, token_group])
+        # An empty group, too: the wait counts one for each buffer.
+        cute.arch.cp_async_bulk_commit_group()
 
-    def finish(self) -> None:
-        self.staging.finish()
+    def _swizzled(self, offset: Any) -> Any:
+        """Where a byte of a buffer lies."""
+        return offset ^ ((offset >> 3) & (self.shape.warp_row_bytes - 16))
+
+    def _write_bf16(self, values: cute.Tensor, buffer: Any) -> None:
+        """A matrix of 8 features by 8 tokens for each register, 8 tokens of all features at a time."""
+        shape, lane = self.shape, self.warp.lane
+        matrices = shape.warp_outputs // 8
+        # Lane 8 i + t gives the address of token t of matrix i.
+        place = buffer + self._swizzled(lane % 8 * shape.warp_row_bytes + lane // 8 % matrices * 16)
+        for group in range(shape.chunk // 8):
+            firsts = [first_value(shape.chunk, i, group) for i in range(matrices)]
+            registers = ", ".join(f"{{$r{1 + i}}}" for i in range(matrices))
+            cute.arch.inline_ptx(
+                f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16 [{{$r0}}], {{ {registers} }};",
+                read_only_args=[
+                    Uint32(place + group * 8 * shape.warp_row_bytes),
+                    *(pack_bf16(values[first], values[first + 1]) for first in firsts),
+                ],
+            )
+
+    def _write_fp32(self, values: cute.Tensor, buffer: Any) -> None:
+        shape, lane = self.shape, self.warp.lane
+        for group in range(shape.chunk // 8):
+            for i in range(shape.warp_outputs // 8):
+                for second in range(2):
+                    token, feature = token_of(lane, group) + second, lane // 4 + 8 * i
+                    place = buffer + self._swizzled(token * shape.warp_row_bytes + feature * 4)
+                    cute.arch.inline_ptx(
+                        "st.shared.f32 [{$r0}], {$r1};",
+                        read_only_args=[Uint32(place), values[first_value(shape.chunk, i, group) + second]],
+                    )
+
+    @cute.jit
+    def finish(self):
+        """Before the CTA ends: its shared memory must stay while stores read it."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def pack_bf16(low: Any, high: Any) -> Any:
+    """Two fp32 values, each rounded to bf16, as an integer of 32 bits."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
 
 
 @dataclass(frozen=True)
 class QuantizedStore(Fixed):
-    """Quantise to NVFP4 with a constant row scale and store codes (by TMA) and swizzled block scales.
+    """Quantise to NVFP4 with a constant row scale and store codes and swizzled block scales.
+
+    A warp has a block of 16 features of each token of the chunk, and as many threads for each block as it has for each
+    token. A block's 8 bytes of codes and its scale go straight to global memory.
 
     The recipe of spec section 9.3, step by step: ``s = e4m3((amax * (1/g)) * fp32(1/6))``,
     ``code = e2m1(x * (1 / (fp32(s) * g)))``, divisions correctly rounded, codes 0 where s is 0. The values are finite
@@ -150,94 +168,92 @@ class QuantizedStore(Fixed):
 
     Attributes:
         constant: the row scale g.
-        scales: uint8 global pointer of the swizzled block scales.
-        scale_columns: 4-block columns of atoms in a row of atoms; ``atom_row``: bytes between rows of atoms.
+        codes: uint8 global tensor [features / 2, rows, groups].
+        scales: uint8 global pointer of the swizzled block scales; ``atom_row``: bytes between rows of atoms.
         transpose: fp32 shared pointer, this warp's region.
-        scale_bytes: uint8 shared pointer [chunk, 8], the block scales of the team's chunk.
     """
 
     shape: KernelShape
-    staging: Staging
-    team: Team
+    warp: EpilogueWarp
     constant: float
+    codes: Any
     scales: Any
-    scale_columns: Any
     atom_row: Any
     transpose: Any
-    scale_bytes: Any
 
     @classmethod
     def create(
-        cls, shape: KernelShape, storage: Any, target: Any, team: Team, constant: float | None
+        cls, shape: KernelShape, storage: Any, target: Any, warp: EpilogueWarp, constant: float | None
     ) -> QuantizedStore:
         assert constant is not None
-        codes, scales, scale_columns, atom_row = target
-        region = min(shape.chunk, TRANSPOSE_TOKENS) * TRANSPOSE_PITCH
-        return cls(
-            shape, Staging.create(shape, storage, Uint8, LANES // 2, codes, team), team, constant,
-            scales, scale_columns, atom_row,
-            storage.transpose.data_ptr() + (team.index * 4 + team.warp) * region,
-            storage.scale_bytes.data_ptr() + team.index * (8 * shape.chunk),
-        )  # fmt: skip
+        codes, scales, atom_row = target
+        region = (warp.team * 4 + warp.quarter) * (shape.chunk * TRANSPOSE_PITCH)
+        return cls(shape, warp, constant, codes, scales, atom_row, storage.transpose.data_ptr() + region)
 
     @staticmethod
     def host(
         shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
         group_stride: Any, atom_row: Any,
     ) -> Any:  # fmt: skip
-        codes = cute.make_tensor(
-            out, cute.make_layout((features // 2, rows, groups), stride=(1, row_stride, group_stride))
-        )
-        return Staging.host(shape, codes, LANES // 2), out_scales, cute.ceil_div(features, 4 * BLOCK), atom_row
+        layout = cute.make_layout((features // 2, rows, groups), stride=(1, row_stride, group_stride))
+        return cute.make_tensor(out, layout), out_scales, atom_row
 
     @cute.jit
     def put(
         self, values: cute.Tensor, slot: Int32, chunk: Int32, feature_tile: Int32, token_tile: Int32,
         token_group: Int32, inside: Boolean,
     ):  # fmt: skip
-        """Quantise and store fp32 ``values`` [chunk] of this thread's feature."""
-        shape = self.shape
-        count = shape.chunk
-        lane = self.team.thread % 32
-        self.staging.acquire()
-        # A warp's 32 features are two blocks of each token: 16 tokens make a block for each of its lanes.
-        turned = min(count, TRANSPOSE_TOKENS)
-        token, half = lane // 2, lane % 2
-        column = self.team.warp * 2 + half
-        codes = cute.recast_ptr(self.staging.buffers[None, None, slot].iterator, dtype=Uint32)
-        for first in cutlass.range_constexpr(0, count, turned):
-            for j in cutlass.range_constexpr(turned):
-                (self.transpose + (j * TRANSPOSE_PITCH + lane)).store(values[first + j])
-            cute.arch.sync_warp()
-            if token < turned:
-                block = cute.make_rmem_tensor((BLOCK,), Float32)
-                source = (self.transpose + (token * TRANSPOSE_PITCH + half * BLOCK)).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(BLOCK)), block)
-                scale, low, high = quantize_block(block, self.constant)
-                words = codes + ((first + token) * (LANES // 8) + column * 2)
-                words.store(low)
-                (words + 1).store(high)
-                (self.scale_bytes + ((first + token) * 8 + column)).store(scale.to(Uint8))
-            cute.arch.sync_warp()
-        self.staging.store(slot, feature_tile, token_tile * shape.chunks + chunk, token_group, inside)
-        if self.team.thread < 2 * count:
-            row, word = chunk * count + self.team.thread // 2, self.team.thread % 2
-            column_word = feature_tile * 2 + word
-            if column_word < self.scale_columns and inside:
-                scales = cute.recast_ptr(self.scale_bytes, dtype=Uint32) + self.team.thread
-                offset = column_word * SCALE_ATOM_BYTES + row % 32 * 16 + row // 32 * 4
-                place = self.scales + (token_tile * self.atom_row + offset)
-                cute.recast_ptr(place.align(4), dtype=Uint32).store(scales.load())
+        """Quantise and store this thread's fp32 values of a chunk."""
+        shape, lane = self.shape, self.warp.lane
+        threads, own = 32 // shape.chunk, shape.chunk // 2
+        for group in cutlass.range_constexpr(shape.chunk // 8):
+            for i in cutlass.range_constexpr(2):
+                for second in cutlass.range_constexpr(2):
+                    word = (token_of(lane, group) + second) * TRANSPOSE_PITCH + lane // 4 + 8 * i
+                    (self.transpose + word).store(values[first_value(shape.chunk, i, group) + second])
+        cute.arch.sync_warp()
+        token, part = lane // threads, lane % threads
+        block = cute.make_rmem_tensor((own,), Float32)
+        source = (self.transpose + (token * TRANSPOSE_PITCH + part * own)).align(16)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(own)), block)
+        scale, codes = quantize_block(block, threads, self.constant)
+        # The next chunk may overwrite what all lanes have read.
+        cute.arch.sync_warp()
+        within = chunk * shape.chunk + token
+        row = token_tile * shape.token_tile + within
+        column = feature_tile * 4 + self.warp.quarter
+        width, rows = self.codes.shape[0], self.codes.shape[1]
+        if inside:
+            if (row < rows) & (column * (BLOCK // 2) < width):
+                offset = cute.crd2idx((column * (BLOCK // 2) + part * (own // 2), row, token_group), self.codes.layout)
+                place = (self.codes.iterator + offset).align(own // 2)
+                target = cute.make_tensor(cute.recast_ptr(place, dtype=codes.element_type), codes.layout)
+                cute.autovec_copy(codes, target)
+            # A row of atoms is whole, beyond the last feature, too.
+            if (part == 0) & (column // 4 * (4 * BLOCK // 2) < width):
+                atom_rows = min(shape.token_tile, SCALE_ATOM_ROWS)
+                atom, in_atom = row // atom_rows, row % atom_rows
+                offset = column // 4 * SCALE_ATOM_BYTES + in_atom % 32 * 16 + in_atom // 32 * 4 + column % 4
+                (self.scales + (atom * self.atom_row + offset)).store(scale.to(Uint8))
 
     def finish(self) -> None:
-        self.staging.finish()
+        """Nothing is under way that reads shared memory."""
 
 
-def quantize_block(block: cute.Tensor, row_scale: float) -> tuple[Any, Any, Any]:
-    """``(E4M3 scale, codes of elements 0-7, codes of 8-15)`` of 16 finite fp32 values, as integers of 32 bits."""
-    amax = cute.arch.fmax(block[0], -block[0])
-    for i in range(1, BLOCK):
-        amax = cute.arch.fmax(amax, cute.arch.fmax(block[i], -block[i]))
+def quantize_block(values: cute.Tensor, threads: int, row_scale: float) -> tuple[Any, cute.Tensor]:
+    """Quantise a block of 16 finite fp32 values that ``threads`` neighbouring lanes share equally.
+
+    Returns the E4M3 scale, the same in all of them, and this lane's codes: integers of 16 or 32 bits, the first in the
+    low nibble.
+    """
+    count = cute.size(values)
+    amax = absolute(values[0])
+    for i in range(1, count):
+        amax = cute.arch.fmax(amax, absolute(values[i]))
+    step = 1
+    while step < threads:
+        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, step))
+        step *= 2
     g = Float32(row_scale)
     reciprocal = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[g])
     sixth = cute.arch.inline_ptx(
@@ -252,18 +268,30 @@ def quantize_block(block: cute.Tensor, row_scale: float) -> tuple[Any, Any, Any]
         read_only_args=[wanted],
     )
     inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value * g])
-    # A scale of 0 makes the reciprocal infinite; the codes of such a block are 0.
-    inverse = cutlass.select_(scale == 0, Float32(0.0), inverse)
-    return scale, encode_e2m1(block, 0, inverse, scale), encode_e2m1(block, 8, inverse, scale)
+    # A scale of 0 makes the reciprocal infinite and the codes anything: they are to be 0.
+    scaled = [values[i] * inverse for i in range(count)]
+    of_word = min(count, 8)
+    word = Uint16 if of_word == 4 else Uint32
+    codes = cute.make_rmem_tensor((count // of_word,), word)
+    for i in range(count // of_word):
+        encoded = encode_e2m1(scaled[i * of_word : (i + 1) * of_word], word)
+        codes[i] = cutlass.select_(scale == 0, word(0), encoded)
+    return scale, codes
 
 
-def encode_e2m1(block: cute.Tensor, first: int, inverse: Any, scale: Any) -> Any:
-    """Eight codes, element ``first`` in the low nibble of the low byte."""
-    scaled = [block[first + i] * inverse for i in range(8)]
-    pairs = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4))
-    codes = cute.arch.inline_ptx(
-        f"{{ .reg .b8 b0, b1, b2, b3; {pairs} mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}",
-        write_only_types=[Uint32],
+def absolute(value: Any) -> Any:
+    """As PTX's own instruction, which SASS has as a modifier of the operand."""
+    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+def encode_e2m1(scaled: list[Any], word: Any) -> Any:
+    """The codes that make an integer of type ``word``, the first in the low nibble of the low byte."""
+    codes = [f"b{i}" for i in range(len(scaled) // 2)]
+    convert = " ".join(
+        f"cvt.rn.satfinite.e2m1x2.f32 {code}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i, code in enumerate(codes)
+    )
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b8 {', '.join(codes)}; {convert} mov.b{word.width} {{$w0}}, {{{', '.join(codes)}}}; }}",
+        write_only_types=[word],
         read_only_args=scaled,
     )
-    return cutlass.select_(scale == 0, Uint32(0), codes)

@@ -126,7 +126,7 @@ def test_cost_of_experts_by_hand() -> None:
     active = 256 * (1 - math.exp(-6 / 256))
     assert problem.matrices == pytest.approx(2 * active)
     found = cost(KernelShape(8, gated=True, grouped=True, output="nvfp4"), problem)
-    assert found.tiles == pytest.approx(16 * active, rel=1e-6)  # two of them get nine tokens only in theory
+    assert found.tiles == pytest.approx(32 * active, rel=1e-6)  # two of them get nine tokens only in theory
     weights = 2 * active * 2048 * 4096 * 0.5625
     assert found.memory_bytes == pytest.approx(weights, rel=0.01)
 
@@ -181,8 +181,7 @@ def test_every_product_of_the_model_is_supported() -> None:
             shape, _ = chosen(product, tokens)
             assert shape.stages >= 3
             assert shape.tensor_columns <= TENSOR_COLUMNS
-            used = shape.stages * shape.stage_bytes + shape.output_stages * shape.output_stage_bytes
-            assert used + shape.small_bytes + shape.transpose_bytes + shape.partial_bytes <= SHARED_CAPACITY
+            assert shape.shared_bytes <= SHARED_CAPACITY
             assert (shape.gated, shape.grouped) == (product.gated, product.experts_per_token > 0)
 
 

@@ -90,7 +90,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "expert_gate_up": lambda: (
         rows()
         | experts()
-        | weights(E, 2, F, K, alpha=(E, 2))
+        | weights(E, 2 * F, K, alpha=(E, 2))
         | {"limit": 10.0, "out": codes(T, F // 2), "out_scales": block_scales(scale_bytes(T, F, TILE))}
     ),
     "expert_down": lambda: (
@@ -167,7 +167,8 @@ WRONG: list[tuple[str, str, Callable[[Arguments], Any], type[KernelError], str]]
     ("expert_gate_up", "offsets", lambda v: None, OperandTypeError, "offsets and counts or neither"),
     ("expert_gate_up", "counts", lambda v: None, OperandTypeError, "offsets and counts or neither"),
     ("expert_gate_up", "counts", lambda v: v["counts"].repeat(2)[::2], OperandValueError, "contiguous"),
-    ("expert_gate_up", "weights", lambda v: codes(E, 1, F, K // 2), OperandValueError, r"found \(3, 1, 64, 64\)"),
+    ("expert_gate_up", "weights", lambda v: codes(E, 2, F, K // 2), OperandValueError, r"found \(3, 2, 64, 64\)"),
+    ("expert_gate_up", "weights", lambda v: codes(E, 48, K // 2), OperandValueError, "multiple of 32 .*found 48"),
     ("expert_gate_up", "alpha", lambda v: torch.ones(E), OperandValueError, r"\[experts, gate and up\]"),
     ("expert_gate_up", "limit", lambda v: 0.1, OperandValueError, "from 0.2785"),
     ("expert_gate_up", "limit", lambda v: float("nan"), OperandValueError, "found nan"),
@@ -219,7 +220,7 @@ def test_a_row_of_output_is_whole_16_bytes(dtype: torch.dtype, features: int, mu
 
 def test_nvfp4_output_has_whole_rows_of_16_bytes() -> None:
     with pytest.raises(OperandValueError, match="features to be a positive multiple of 32 .*found 48"):
-        call("expert_gate_up", **weights(E, 2, 48, K, alpha=(E, 2)), out=codes(T, 24))
+        call("expert_gate_up", **weights(E, 2 * 48, K, alpha=(E, 2)), out=codes(T, 24))
 
 
 class TestArchitecture:
@@ -267,6 +268,21 @@ class TestWeights:
     def test_gate_and_up(self) -> None:
         with pytest.raises(OperandValueError, match=r"codes: expected shape \(3, 2, 64, 64\)"):
             Weights.gated_experts(codes(E, 3, F, K // 2), self.plain(E, 3, F, K // 16), torch.ones(E, 2))
+
+    def test_gates_and_ups_alternate_by_16(self) -> None:
+        with pytest.raises(OperandValueError, match="features: expected I to be a positive multiple of 16 .*found 24"):
+            Weights.gated_experts(codes(E, 2, 24, K // 2), self.plain(E, 2, 24, K // 16), torch.ones(E, 2))
+
+    def test_an_expert_that_does_not_fit(self) -> None:
+        weights = Weights.allocate_gated_experts(E, F, K, torch.device("cpu"))
+        whole = codes(2, F, K // 2), self.plain(2, F, K // 16), torch.ones(2)
+        weights.put_gated_expert(0, *whole)
+        with pytest.raises(OperandValueError, match=r"codes: expected shape \(2, 64, 64\) = \[2, I, K/2\]"):
+            weights.put_gated_expert(0, codes(2, 32, K // 2), *whole[1:])
+        with pytest.raises(OperandValueError, match=r"block_scales: expected shape \(2, 64, 8\) = \[2, I, K/16\]"):
+            weights.put_gated_expert(0, whole[0], self.plain(2, F, 4), whole[2])
+        with pytest.raises(OperandValueError, match=r"alpha: expected 2 values, found shape \(1,\)"):
+            weights.put_gated_expert(0, *whole[:2], torch.ones(1))
 
     def test_dtypes(self) -> None:
         with pytest.raises(OperandTypeError, match="codes: expected dtype torch.uint8, found torch.float32"):

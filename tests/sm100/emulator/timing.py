@@ -12,6 +12,7 @@ clusters, each of which begins at time 0; branches; the end of a store's write t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +28,23 @@ SCHEDULERS = 4
 
 @dataclass
 class Port:
-    """An engine that moves bytes one request after the other."""
+    """An engine that moves bytes, one request at a time.
 
-    free: float = 0.0
+    Requests of several warps come in the order in which the emulator runs them: one that is ready early takes the first
+    gap that is long enough.
+    """
+
+    gaps: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, math.inf)])
 
     def take(self, ready: float, cycles: float) -> float:
         """Serve a request that is ready at some time; returns when its last byte has moved."""
-        self.free = max(self.free, ready) + cycles
-        return self.free
+        for index, (begin, end) in enumerate(self.gaps):
+            start = max(begin, ready)
+            if start + cycles <= end:
+                rest = ((begin, start), (start + cycles, end))
+                self.gaps[index : index + 1] = [gap for gap in rest if gap[0] < gap[1]]
+                return start + cycles
+        raise AssertionError("the last gap never ends")
 
 
 @dataclass

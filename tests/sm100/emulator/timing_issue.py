@@ -1,7 +1,8 @@
 """How instructions advance a warp's time: in-order issue of one a cycle, with a scoreboard for loads.
 
 PTX stands in for SASS: branches and moves cost nothing, moves of pairs of 32-bit registers neither; all else costs a
-cycle or what ``TimingModel`` says of its kind. A result of a load is waited for by the first instruction that takes it.
+cycle or what ``TimingModel`` says of its kind. A result of a load is waited for by the first instruction that takes it,
+moves that cost nothing excepted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ def _registers(operand: Operand) -> list[Key]:
 
 
 def _is_load(instruction: Instruction) -> bool:
-    return instruction.opcode[0] in ("ld", "atom") or instruction.opcode[:2] == ("tcgen05", "ld")
+    return instruction.opcode[0] in ("ld", "ldmatrix", "atom") or instruction.opcode[:2] == ("tcgen05", "ld")
+
+
+def _renames(instruction: Instruction, model: TimingModel) -> bool:
+    """Whether it is a move that no instruction of SASS stands for."""
+    return instruction.opcode[0] == "mov" and _fixed_cost(instruction, model) == 0.0
 
 
 def timed(
@@ -61,6 +67,9 @@ def timed(
 ) -> list[Execute | None]:
     """The program with time."""
     loaded = {key for one in kernel.instructions if _is_load(one) for key in _registers(one.operands[0])}
+    for one in kernel.instructions:
+        if _renames(one, model) and loaded.intersection(_registers(one.operands[1])):
+            loaded.update(_registers(one.operands[0]))
     return [
         None if execute is None else _timed(kernel, instruction, execute, shared, model, loaded)
         for instruction, execute in zip(kernel.instructions, program, strict=True)
@@ -76,11 +85,15 @@ def _timed(
     kind = instruction.opcode[0]
     if instruction.opcode[:2] == ("mbarrier", "try_wait") or instruction.opcode[:2] == ("mbarrier", "test_wait"):
         return _timed_wait(execute, Decoder(kernel, instruction, shared).address(1), model)
+    if _renames(instruction, model):
+        return _timed_move(execute, needs, tuple(_registers(instruction.operands[0])))
     results = tuple(_registers(instruction.operands[0])) if _is_load(instruction) else ()
     is_transfer = instruction.opcode[:2] == ("tcgen05", "ld")
     is_transfer_wait = instruction.opcode[:2] == ("tcgen05", "wait::ld")
     accesses = kind in ("ld", "st", "atom", "red")
     access = _access_cost(kernel, instruction, shared, model) if accesses else None
+    if kind in ("ldmatrix", "stmatrix"):
+        access = _matrix_cost(kernel, instruction, shared, model)
     fixed = _fixed_cost(instruction, model)
     synchronises = kind in ("bar", "barrier")
 
@@ -112,6 +125,16 @@ def _state(warp: Warp) -> tuple[ClusterTiming, WarpTiming]:
     timing = warp.cta.cluster.timing
     assert timing is not None
     return timing, timing.warp(warp.cta.rank, warp.index)
+
+
+def _timed_move(execute: Execute, needs: tuple[Key, ...], results: tuple[Key, ...]) -> Execute:
+    def run(warp: Warp, mask: Mask) -> Blocked | None:
+        ready = _state(warp)[1].ready
+        time = max((ready.get(key, 0.0) for key in needs), default=0.0)
+        ready.update((key, time) for key in results)
+        return execute(warp, mask)
+
+    return run
 
 
 def _timed_wait(execute: Execute, address: Reader, model: TimingModel) -> Execute:
@@ -168,6 +191,20 @@ def _access_cost(
         if is_shared or (generic and (where >= SHARED_WINDOW).all() and (where < PARAMETER_WINDOW).all()):
             return wavefronts(where, size) * model.warps_sharing, model.shared_latency
         return float(max(1, size * len(where) // 128)), model.global_latency
+
+    return cost
+
+
+def _matrix_cost(
+    kernel: Kernel, instruction: Instruction, shared: dict[str, int], model: TimingModel
+) -> Callable[[Warp, Mask], tuple[float, float]]:
+    """(cycles of issue, latency) of ldmatrix or stmatrix: each matrix is eight rows of 16 bytes."""
+    address = Decoder(kernel, instruction, shared).address(0 if instruction.opcode[0] == "stmatrix" else 1)
+    matrices = int(next(part for part in instruction.opcode if part in ("x1", "x2", "x4"))[1:])
+
+    def cost(warp: Warp, mask: Mask) -> tuple[float, float]:
+        rows = address(warp).reshape(4, 8)[:matrices]
+        return sum(wavefronts(eight, 16) for eight in rows) * model.warps_sharing, model.shared_latency
 
     return cost
 

@@ -32,6 +32,7 @@ CASES = [
     ExpertCase(gate_up(128), (1, 150, 0), features=128, k=320),
     ExpertCase(gate_up(128, pair=True), (130, 2), features=256, k=320),
     ExpertCase(gate_up(128, pair=True, output="bf16"), (5, 0, 129), features=320, k=128),
+    ExpertCase(gate_up(256, pair=True), (1, 0, 258), features=160, k=64),
     # Pairs that share operands; a block's second token tile lies beyond an expert's rows.
     ExpertCase(replace(gate_up(128, pair=True), shared_tokens=2), (3, 130), features=320, k=64),
     ExpertCase(replace(down(128, pair=True), shared_weights=2), (3, 130, 0, 128, 257), features=136, k=64),

@@ -79,6 +79,13 @@ def swizzle_rows(scales: Tensor, token_tile: int) -> Tensor:
     return swizzle_128x4(spread.view(-1, kb))
 
 
+def interleave_gates(plain: Tensor) -> Tensor:
+    """Rows [E, 2, I, ...] of gates and ups as a gated kernel takes them: [E, 2 I, ...], 16 gates, 16 ups, and so on."""
+    experts, _, features, *rest = plain.shape
+    order = [half * features + first + i for first in range(0, features, 16) for half in (0, 1) for i in range(16)]
+    return plain.reshape(experts, 2 * features, *rest)[:, order]
+
+
 def unswizzle_rows(scales: Tensor, rows: int, kb: int, token_tile: int) -> Tensor:
     """Inverse of :func:`swizzle_rows`."""
     tile = min(token_tile, 128)
@@ -190,7 +197,8 @@ class ProductCase:
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """Experts with given token counts; gated or with a weight for each row, as ``shape.gated`` says.
+    """Experts with given token counts, of ``features`` outputs; gated or with a weight for each row, as ``shape.gated``
+    says.
 
     A kernel that is not grouped has one expert whose tokens are all rows.
     """
@@ -216,7 +224,12 @@ class ExpertCase:
         padded = (counts + tile - 1) // tile * tile
         offsets = (padded.cumsum(0) - padded).to(torch.int32)
         rows = max(int(padded.sum()), tile) if shape.grouped else self.counts[0]
-        weights = RandomOperand.make(len(counts) * shape.halves, self.features, self.k, self.seed)
+        parts = shape.rows_per_feature
+        weights = RandomOperand.make(len(counts) * parts, self.features, self.k, self.seed)
+        laid_out = weights
+        if shape.gated:
+            plain = (t.unflatten(0, (-1, 2)) for t in (weights.packed, weights.scales))
+            laid_out = RandomOperand(*(interleave_gates(tensor) for tensor in plain))
         tokens = RandomOperand.make(1, rows, self.k, self.seed + 1)
         used = np.concatenate([np.arange(o, o + n) for o, n in zip(offsets, counts, strict=True)]).astype(int)
         scales = torch.full_like(tokens.scales[0], NAN_SCALE)
@@ -225,15 +238,17 @@ class ExpertCase:
         # Products of full-range scales are near 2^16 * sqrt(k): factors that put SwiGLU's inputs around its limit.
         row_scale = torch.full((rows,), float("nan"))
         row_scale[used] = torch.exp2(torch.rand(len(used), generator=random) * 4 - 11)
-        alpha = torch.exp2(torch.rand(len(counts), shape.halves, generator=random) * 2 - 9)
+        # Tokens so small that their blocks re-quantise to the scale 0.
+        row_scale[used[3::8]] *= 2.0**-24
+        alpha = torch.exp2(torch.rand(len(counts), parts, generator=random) * 2 - 9)
         codes = self.features // 2 if shape.output == "nvfp4" else self.features
         out_scales = None
         if shape.output == "nvfp4":
             out_scales = poisoned(scale_rows(rows, tile) * (-(-self.features // 64) * 4), output="nvfp4")
         call = Call(
             shape,
-            weights.packed,
-            weights.swizzled(),
+            laid_out.packed,
+            laid_out.swizzled(),
             tokens.packed[0],
             swizzle_rows(scales, tile),
             poisoned(rows, codes, output=shape.output),
@@ -257,10 +272,10 @@ class ExpertCase:
                 continue
             factors = call.row_scale[rows, None].double().numpy()
             parts = [
-                product(values[rows], weights.values(expert * self.shape.halves + half))
+                product(values[rows], weights.values(expert * len(call.alpha[expert]) + half))
                 .scaled(factors)
                 .scaled(np.array(float(call.alpha[expert, half])))
-                for half in range(self.shape.halves)
+                for half in range(len(call.alpha[expert]))
             ]
             if self.shape.gated:
                 found.append((rows, swiglu(parts[0], parts[1])))
