@@ -299,7 +299,7 @@ def _expert_gate_up(
     if offsets is None:
         shape = plan.plan_gated(features, k, rows, token_tile, output, clusters)
     else:
-        shape = plan.plan_experts(features, k, experts, True, token_tile, output, clusters)
+        shape = plan.plan_experts(features, k, rows, experts, True, token_tile, output, clusters)
     call = Call(
         shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
     )
@@ -357,12 +357,12 @@ def _expert_down(
     )
     architecture, clusters = _target(out)
     experts, features, bytes_of_k = weights.shape
-    k = bytes_of_k * 2
+    k, rows = bytes_of_k * 2, max(tokens.shape[0], 1)
     if offsets is None:
-        shape = plan.plan_product(features, k, max(tokens.shape[0], 1), 1, token_tile, output, clusters)
+        shape = plan.plan_product(features, k, rows, 1, token_tile, output, clusters)
         alpha = alpha.expand(features)
     else:
-        shape = plan.plan_experts(features, k, experts, False, token_tile, output, clusters)
+        shape = plan.plan_experts(features, k, rows, experts, False, token_tile, output, clusters)
     call = Call(
         shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, None, row_weight, offsets, counts
     )

@@ -13,15 +13,11 @@ import torch
 
 from . import launcher
 from .compiled import KernelKey
-from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, token_tile_for
+from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, rows_of, token_tile_for
 from .sm100.call import Call
 from .sm100.clusters import Clusters
 from .sm100.scale_layout import scale_bytes
 from .sm100.shape import TILE_K, KernelShape, Output
-
-DENSE_TOKENS = 256
-"""Up to here every number of tokens is planned for, beyond it multiples of COARSE_TOKENS."""
-COARSE_TOKENS = 64
 
 
 class SizedProduct(Protocol):
@@ -63,10 +59,9 @@ def keys_for(
         clusters: what the GPU runs at a time.
         weighted: whether the experts' last products are called with row weights.
     """
-    counts = [*range(1, min(max_tokens, DENSE_TOKENS) + 1), *range(DENSE_TOKENS, max_tokens + 1, COARSE_TOKENS)]
     found: dict[KernelKey, None] = {}
     for product in products:
-        for tokens in {*counts, max_tokens}:
+        for tokens in range(1, max_tokens + 1):
             shape = _shape(product, tokens, clusters)
             down = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
@@ -78,8 +73,9 @@ def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShap
     """What the operations will plan."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
-        tile = expert_token_tile_for(tokens * product.experts_per_token, groups)
-        return plan_experts(features, k, groups, product.gated, tile, output, clusters)
+        pairs = tokens * product.experts_per_token
+        tile = expert_token_tile_for(pairs, groups)
+        return plan_experts(features, k, rows_of(pairs, groups, tile), groups, product.gated, tile, output, clusters)
     if product.gated:
         return plan_gated(features, k, tokens, token_tile_for(tokens), output, clusters)
     return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, clusters)

@@ -11,6 +11,7 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     plan_experts,
     plan_gated,
     plan_product,
+    rows_of,
     token_tile_for,
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
@@ -53,7 +54,8 @@ class Case:
     def shape(self) -> KernelShape:
         one, tile = self.product, self.token_tile
         if self.routed:
-            return plan_experts(one.features, one.k, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
+            rows = rows_of(self.pairs, one.groups, tile)
+            return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
             return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS)
         return plan_product(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows, Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.plan import rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
 
 E4M3 = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ class Workload:
         counts = _counts(case, generator)
         padded = (counts + tile - 1) // tile * tile if case.routed else counts
         offsets = padded.cumsum(0) - padded
-        rows = int(padded.sum())
+        rows = rows_of(case.pairs, one.groups, tile) if case.routed else case.tokens
         groups = (one.groups,) if one.groups > 1 and not case.routed else ()
         codes, scales = integers(0, 256, rows, *groups, one.k // 2), integers(0x28, 0x40, rows, *groups, one.k // BLOCK)
         scales = scales.view(E4M3)
@@ -79,7 +80,7 @@ class Workload:
         group_of_row = torch.zeros_like(index)
         if case.routed:
             ends = offsets + padded
-            group_of_row = torch.searchsorted(ends, index, right=True)
+            group_of_row = torch.searchsorted(ends, index, right=True).clamp(max=one.groups - 1)
             group_of_row[index - offsets[group_of_row] >= counts[group_of_row]] = -1
             fields = codes, arranged, row_scale, tile, offsets.int(), counts.int()
             tokens: Rows = ExpertRows(*fields)

@@ -111,8 +111,8 @@ def test_plans_read_the_layout_they_are_given(token_tile: int) -> None:
         shapes = [
             plan.plan_product(features, k, rows, 1, token_tile, "bf16", B200_CLUSTERS),
             plan.plan_gated(features, k, rows, token_tile, "nvfp4", B200_CLUSTERS),
-            plan.plan_experts(features, k, 64, True, token_tile, "nvfp4", B200_CLUSTERS),
-            plan.plan_experts(features, k, 64, False, token_tile, "bf16", B200_CLUSTERS),
+            plan.plan_experts(features, k, rows, 64, True, token_tile, "nvfp4", B200_CLUSTERS),
+            plan.plan_experts(features, k, rows, 64, False, token_tile, "bf16", B200_CLUSTERS),
         ]
         for shape in shapes:
             assert layout_tile(shape.token_tile) == layout_tile(token_tile)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from cuda.bindings import driver  # type: ignore[import-untyped]
 
-from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.errors import LaunchError
+from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher
 from nvfp4_sgl.cutedsl_kernels.occupancy import active_clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
@@ -85,7 +85,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_the_driver_is_asked_once_a_device_with_all_shared_memory(fake: Driver) -> None:
-    runner = launcher.CudaLauncher()
+    runner = CudaLauncher()
     for _ in range(3):
         assert runner.clusters(torch.device("cuda", 0)) == Clusters(132, 66, 30, 15)
     assert fake.asked == [(size, SHARED) for size in (1, 2, 4, 8)]
