@@ -26,12 +26,14 @@ FORMAT = 1
 """Of the manifest."""
 DSL = "nvidia-cutlass-dsl"
 SOURCES = Path(__file__).with_name("sm100")
+CHOICE = ("choose.py", "cost.py")
+"""Sources that say which kernel runs, not what it is."""
 
 
 def fingerprint() -> dict[str, object]:
     """What the code of a kernel depends on, beside its key."""
     digest = hashlib.sha256()
-    for file in sorted(SOURCES.glob("*.py")):
+    for file in sorted(file for file in SOURCES.glob("*.py") if file.name not in CHOICE):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return {
         "format": FORMAT,
@@ -47,11 +49,19 @@ def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
     Raises:
         LibraryError: the linker failed.
     """
+    link(((key, compile_kernel(key)) for key in keys), folder, linker)
+
+
+def link(kernels: Iterable[tuple[KernelKey, Any]], folder: Path, linker: str = "gcc") -> None:
+    """Put what ``cute.compile`` made of each key into a library in ``folder``.
+
+    Raises:
+        LibraryError: the linker failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     entries = {}
     with tempfile.TemporaryDirectory() as objects:
-        for key in keys:
-            compiled = compile_kernel(key)
+        for key, compiled in kernels:
             compiled.export_to_c(file_path=objects, file_name=key.name, function_prefix=key.name)
             entries[key.name] = {"kernel": repr(key), "entry": compiled.function_name}
         library = Path(objects) / LIBRARY

@@ -1,10 +1,10 @@
-"""Operands of the block-scaled products: codes, swizzled block scales and what multiplies their products.
+"""Weights of the block-scaled products: codes, swizzled block scales and what multiplies their products.
 
 value[r, k] = e2m1(codes[r, k]) · block_scale[r, k // 16] · scale, with E2M1 codes two a byte, the even k in the low
 nibble, and E4M3 block scales in the layout of ``sm100/scale_layout.py``.
 
-Constructors of weights take plain block scales and arrange them, once, at load time. Activations are quantised right
-into the layout, so theirs take it as it is.
+Constructors take plain block scales and arrange them, once, at load time. Activations are quantised right into the
+layout (``nvfp4_sgl.formats.rows``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from torch import Tensor
 from .checks import require_contiguous, require_dimensions, require_dtype, require_multiple, require_shape
 from .errors import OperandValueError
 from .sm100.scale_layout import scale_bytes, swizzle_scales
-from .sm100.shape import BLOCK, GATE_ROWS, TOKEN_TILES
+from .sm100.shape import BLOCK, GATE_ROWS
 
 K_MULTIPLE = 64
 """Of K: 32 bytes of codes and whole groups of four block scales."""
 
 
 @dataclass(frozen=True)
-class BlockScaledOperand:
-    """One side of a product.
+class Weights:
+    """A weight, or a stack of them; ``codes`` are contiguous [..., features, k/2].
 
-    Attributes:
-        codes: uint8 [..., k/2].
-        block_scales: float8_e4m3fn, flat, swizzled.
-        scale: fp32; of a weight its *alpha*, of activations their row scale.
+    Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
+    experts: [E, 2 I, K/2], alpha [E, 2], gate before up; the rows are 16 gates, the 16 ups of the same features, the
+    next 16 gates and so on (:func:`interleave_gates`).
+
+    The experts of a layer come one by one: ``allocate_experts`` or ``allocate_gated_experts``, then ``put_expert`` or
+    ``put_gated_expert`` for each of them, which takes no memory beside but an expert's block scales.
     """
 
     codes: Tensor
@@ -45,19 +47,6 @@ class BlockScaledOperand:
     def shape(self) -> tuple[int, ...]:
         """Logical shape [..., k]."""
         return (*self.codes.shape[:-1], self.k)
-
-
-@dataclass(frozen=True)
-class Weights(BlockScaledOperand):
-    """A weight, or a stack of them; ``codes`` are contiguous [..., features, k/2].
-
-    Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
-    experts: [E, 2 I, K/2], alpha [E, 2], gate before up; the rows are 16 gates, the 16 ups of the same features, the
-    next 16 gates and so on (:func:`interleave_gates`).
-
-    The experts of a layer come one by one: ``allocate_experts`` or ``allocate_gated_experts``, then ``put_expert`` or
-    ``put_gated_expert`` for each of them, which takes no memory beside but an expert's block scales.
-    """
 
     @classmethod
     def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
@@ -162,47 +151,6 @@ class Weights(BlockScaledOperand):
         require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
         require_contiguous("codes", codes)
         return cls(codes, swizzle_scales(block_scales).flatten(), alpha)
-
-
-@dataclass(frozen=True)
-class Rows(BlockScaledOperand):
-    """Activations: ``codes`` [T, K/2], or [T, G, K/2] for a grouped product, the last dimension contiguous.
-
-    Attributes:
-        block_scales: as a kernel of ``token_tile`` reads them; [T, G·K] as one matrix where there are groups.
-        scale: row scales, [T], [T, G], or [1] for a constant.
-        token_tile: what ``operations.token_tile_for`` (or ``expert_token_tile_for``) said before the quantisation.
-    """
-
-    token_tile: int
-
-    def __post_init__(self) -> None:
-        if self.token_tile not in TOKEN_TILES:
-            raise OperandValueError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
-
-    @property
-    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
-        return None, None
-
-
-@dataclass(frozen=True)
-class ExpertRows(Rows):
-    """Activations sorted by expert: expert e owns ``counts[e]`` rows from ``offsets[e]`` on.
-
-    Every offset must be a multiple of ``token_tile``, and the buffer must hold each expert's last tile whole: rows
-    between an expert's last and the end of its tile are computed too and their results are without meaning. Offsets
-    live on the device, where only the kernel sees them: a wrong one is not noticed.
-
-    Attributes:
-        offsets, counts: int32 [E]; E at most 512.
-    """
-
-    offsets: Tensor
-    counts: Tensor
-
-    @property
-    def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.offsets, self.counts
 
 
 def interleave_gates(plain: Tensor) -> Tensor:

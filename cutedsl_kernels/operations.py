@@ -5,8 +5,8 @@ allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation 
 rounding to the output type.
 
 Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
-multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features a multiple of 16; at
-most 512 experts.
+multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features in multiples of 16;
+at most 512 experts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.formats.rows import Rows
+
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .compiled import swiglu_row_scale
-from .operand import Rows, Weights
+from .operand import Weights
 from .plan import expert_token_tile_for, token_tile_for
 from .sm100.scale_layout import scale_bytes
 

@@ -6,6 +6,7 @@ Run through launch/demo, which sets up the environment first. Exit status 0 only
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def main() -> int:
         try:
             checkpoint = directory / f"tiny-{args.format}"
             make_checkpoint(checkpoint, args.format, timings)
+            if args.target == "sm100":
+                return emulate(checkpoint)
             log, started = directory / "server.log", time.monotonic()
             with server(checkpoint, log, args.port) as url:
                 timings.add("server start", time.monotonic() - started)
@@ -77,13 +80,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--format", choices=FORMATS, default=FORMATS[0], help="checkpoint format (default: %(default)s)"
     )
+    parser.add_argument(
+        "--target",
+        choices=("this", "sm100"),
+        default="this",
+        help="sm100: no server; the decoder as a B200 runs it, executed in the emulator, beside the CPU reference",
+    )
     parser.add_argument("--port", type=int, default=0, help="server port (default: a free one)")
     parser.add_argument(
         "--dir", type=Path, help="put checkpoint and log here and leave them (default: a folder that goes)"
     )
     parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
     parser.add_argument("--environment-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.target == "sm100" and args.format != FORMATS[0]:
+        parser.error(f"--target sm100 runs full-NVFP4 checkpoints: leave --format at {FORMATS[0]}")
+    return args
 
 
 @contextmanager
@@ -108,6 +120,13 @@ def make_checkpoint(checkpoint: Path, fmt: str, timings: Timings) -> None:
     if subprocess.run(command, check=False).returncode != 0:
         raise DemoError(f"writing the checkpoint failed: {' '.join(command)}")
     timings.add("checkpoint", time.monotonic() - started)
+
+
+def emulate(checkpoint: Path) -> int:
+    """Answer a prompt with SM100's decoder in the emulator; Triton's interpreter needs a process of its own."""
+    script = Path(__file__).with_name("demo_sm100.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, str(script), str(checkpoint)], env=environment, check=False).returncode
 
 
 def ask(url: str, timings: Timings) -> None:

@@ -26,11 +26,12 @@ from triton.runtime.jit import KernelInterface
 
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.gpu.captured import CapturedDecode, capture
-from nvfp4_sgl.gpu.decoder import Block
-from nvfp4_sgl.gpu.standalone import GpuStandalone, Pass
-from nvfp4_sgl.triton_kernels.hyper_connection.site import SiteState, hyper_connection_next, hyper_connection_pre
+from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.standalone import Pass, Standalone
+from nvfp4_sgl.targets.choose import Target
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 DECODING, PROMPT = (1, 64), 2048
@@ -85,27 +86,26 @@ def our_kernels() -> set[str]:
     }
 
 
-def parts(model: GpuStandalone, work: Pass) -> Iterator[tuple[str, Callable[[], object]]]:
+def parts(model: Standalone, work: Pass) -> Iterator[tuple[str, Callable[[], object]]]:
     """A pass in parts: what lies around the layers, and the last layer of each kind, on its own random input."""
-    decoder, config, tokens = model.decoder, model.config, len(work.ids)
+    decoder, config, step = model.decoder, model.config, work.step
     blocks = cast(list[Block], list(decoder.layers))
-    streams = model.embed(work.ids)
-    state = SiteState.allocate(tokens, config.hidden_size, model.device)
+    streams = decoder.embed(work.ids, model.table)
+    _, mix = blocks[0].hc_attn.enter(streams, step)
 
     def around() -> None:
-        work.step.prepare(decoder.frequencies, work.ends, work.added)
-        hyper_connection_pre(blocks[0].hc_attn.site, model.embed(work.ids), state)
-        model.logits(state.x)
+        model.planner.fill(step, work.request)
+        x, _ = blocks[0].hc_attn.enter(decoder.embed(work.ids, model.table), step)
+        model.logits(x.require_values())
 
     yield "around the layers", around
     for layer in {kind: layer for layer, kind in enumerate(config.layer_kinds)}.values():
         block, cache = blocks[layer], model.caches.layers[layer]
+        x, _ = block.hc_attn.enter(streams, step)
 
-        def run(block: Block = block, cache: LayerCache = cache) -> None:
-            output = block.attn(state.x, work.step, cache)
-            hyper_connection_next(block.hc_ffn.site, output, streams, state)
-            output = block.ffn(state.x, work.ids)
-            hyper_connection_next(block.hc_attn.site, output, streams, state)
+        def run(block: Block = block, cache: LayerCache = cache, x: Operand = x, mix: Any = mix) -> None:
+            given, _, mix = block.hc_ffn.advance(block.attn(x, step, cache), streams, mix, step)
+            block.hc_attn.advance(block.ffn(given, work.ids, step), streams, mix, step)
 
         yield f"{config.kind(layer).name} (layer {layer})", run
 
@@ -115,7 +115,7 @@ def prompt(count: int) -> list[int]:
 
 
 @torch.no_grad()
-def sections(model: GpuStandalone) -> Iterator[Section]:
+def sections(model: Standalone) -> Iterator[Section]:
     ours = our_kernels()
 
     def section(title: str, part: str, run: Callable[[], object], us: float | None = None) -> Section:
@@ -149,7 +149,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(folder, "nvfp4-full", seed=3, **SHAPES)
-        model = GpuStandalone(folder, requests=max(DECODING), capacity=4096)
+        model = Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     print(f"{chip}, torch {torch.__version__}, {date}: tiny checkpoint, {SHAPES}")

@@ -11,9 +11,10 @@ from sm100_cases import Case
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import operations
-from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows, Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
+from nvfp4_sgl.formats.rows import ExpertRows, Rows
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -86,12 +86,18 @@ class Standalone:
             self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype, device=self.device
         )
         full_to_swa = self.caches.full_to_swa.to(self.device)
-        slots = Slots(self.caches.slots.int().to(self.device), full_to_swa, requests, self.caches.capacity)
+        self._table = self.caches.slots.int().to(self.device)
+        slots = Slots(self._table, full_to_swa, requests, self.caches.capacity)
         self.planner: Any = choice.boundaries.plan(context, slots, self.caches.layers)
 
     def reset(self) -> None:
         """Forget every sequence; caches keep their stale contents, as a server's do."""
         self.caches.lengths = [0] * len(self.caches.lengths)
+
+    def share_prefix(self, source: int, target: int, pages: int) -> None:
+        """Let ``target`` begin with the first whole pages of ``source``, as after a hit in the prefix cache."""
+        self.caches.share_prefix(source, target, pages)
+        self._table.copy_(self.caches.slots)
 
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Append tokens to sequences; prefill, chunks and decode alike.

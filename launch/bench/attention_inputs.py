@@ -101,12 +101,13 @@ def _latents(batch: Batch, frequencies: Tensor, rank: int) -> Latents:
 def _latent_bytes(latents: Latents) -> int:
     product = latents.q_lora.nbytes + latents.kv.nbytes
     passed = latents.turns.nbytes + latents.slots.nbytes
-    return product + latents.q_out.nbytes + passed + latents.tokens * kv_entry.ENTRY_BYTES
+    normed = 2 * latents.q_lora.numel()
+    return product + normed + passed + latents.tokens * kv_entry.ENTRY_BYTES
 
 
 def _latent_peers(latents: Latents, batch: Batch, frequencies: Tensor) -> dict[str, Peer]:
     """A norm and a store, which read bf16 rows of their own."""
-    if not installed("sglang", "sgl_kernel"):
+    if latents.q_out is None or not installed("sglang", "sgl_kernel"):
         return {}
     norm = foreign("sgl_kernel", "rmsnorm")
     store = foreign("sglang.kernels.ops.attention.dsv4.norm_rope", "fused_k_norm_rope_flashmla")

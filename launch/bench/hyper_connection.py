@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from mhc_peers import head_peers, next_peers, post_peers, pre_peers
 
+from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 
 from . import Case, Peer
@@ -57,7 +58,7 @@ def cases() -> Iterator[Case]:
                     **next_peers(site, output, streams, post, comb),
                 },
             )
-            quantized = hc.Quantized.allocate(tokens, d, 128, "cuda")
+            quantized = Rows.allocate(tokens, d, 128, "cuda")
             yield Case(
                 f"hyper_connection_next, quantised/{shape}",
                 partial(hc.hyper_connection_next, site, output, streams, replace(state, quantized=quantized)),

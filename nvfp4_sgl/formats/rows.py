@@ -22,7 +22,7 @@ class Rows:
 
     Attributes:
         codes: uint8 [T, K/2] or [T, G, K/2], the last dimension contiguous.
-        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups are one matrix.
+        block_scales: float8_e4m3fn, flat, ``scale_bytes(T, G * K, token_tile)`` long; groups side by side, one matrix.
         scale: fp32 row scales, [T] or [T, G]; or [1], one constant for all rows.
         token_tile: of the GEMM that reads the block scales.
     """
@@ -49,6 +49,12 @@ class Rows:
             torch.empty(leading, dtype=torch.float32, device=device),
             token_tile,
         )
+
+    def first(self, tokens: int) -> Rows:
+        """The part for the first ``tokens`` tokens, in place."""
+        groups = self.codes.shape[1] if self.codes.dim() == 3 else 1
+        scales = self.block_scales[: scale_bytes(tokens, self.k * groups, self.token_tile)]
+        return Rows(self.codes[:tokens], scales, self.scale[:tokens], self.token_tile)
 
     @property
     def k(self) -> int:
@@ -79,6 +85,21 @@ class ExpertRows(Rows):
 
     offsets: Tensor
     counts: Tensor
+
+    @classmethod
+    def of_experts(
+        cls,
+        count: int,
+        k: int,
+        token_tile: int,
+        offsets: Tensor,
+        counts: Tensor,
+        *,
+        scale: Tensor | None = None,
+    ) -> ExpertRows:
+        """Room for ``count`` rows [count, k], padding included; ``scale``: fp32 [1], the constant of all rows."""
+        rows = Rows.allocate(count, k, token_tile, offsets.device)
+        return cls(rows.codes, rows.block_scales, rows.scale if scale is None else scale, token_tile, offsets, counts)
 
     @property
     def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:

@@ -38,7 +38,8 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise UnsupportedError(
             f"target {target.value}: {len(others)} of {len(matrices)} matrices are not NVFP4:"
-            f" {', '.join(others[:SHOWN])}{more}; expected a full-NVFP4 checkpoint: quantise these too, or serve it on Hopper or a CPU"
+            f" {', '.join(others[:SHOWN])}{more}; expected a full-NVFP4 checkpoint:"
+            " quantise these too, or serve it on Hopper or a CPU"
         )
     if config.n_routed_experts > MAX_EXPERTS:
         raise ConfigError(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nvfp4_sgl.captured import CapturedDecode
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.gpu.captured import CapturedDecode
-from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +22,10 @@ STEPS = 9
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> GpuStandalone:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=11)
-    return GpuStandalone(path, requests=len(STARTS), capacity=1024)
+    return Standalone(path, target=Target.SM90, device="cuda", requests=len(STARTS), capacity=1024)
 
 
 def decode_inputs(seed: int) -> list[dict[int, list[int]]]:
@@ -34,13 +35,13 @@ def decode_inputs(seed: int) -> list[dict[int, list[int]]]:
     return [{r: torch.randint(2, 500, (1,), generator=generator).tolist() for r in requests} for requests in order]
 
 
-def prefill(model: GpuStandalone) -> None:
+def prefill(model: Standalone) -> None:
     model.reset()
     generator = torch.Generator().manual_seed(4)
     model.extend({r: torch.randint(2, 500, (n,), generator=generator).tolist() for r, n in enumerate(STARTS)})
 
 
-def test_replays_give_the_bits_of_eager_passes(model: GpuStandalone):
+def test_replays_give_the_bits_of_eager_passes(model: Standalone):
     prefill(model)
     eager = [model.extend(tokens) for tokens in decode_inputs(0)]
     # Captured on another state of the caches: a replay may depend on nothing but its buffers and theirs. The capture
@@ -71,10 +72,11 @@ PRODUCTS = {"aten.mm.out", "aten.mm.dtype_out", "aten.bmm.out", "aten._grouped_m
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_a_pass_computes_by_our_kernels_and_products_alone(decode: bool, model: GpuStandalone):
+def test_a_pass_computes_by_our_kernels_and_products_alone(decode: bool, model: Standalone):
     prefill(model)
     work = model.begin(dict.fromkeys(range(len(STARTS)), [7] * (1 if decode else 5)))
     with Recorder() as recorder:
+        model.planner.fill(work.step, work.request)
         model.forward(work)
     assert recorder.names <= PRODUCTS, recorder.names - PRODUCTS
     assert "aten._grouped_mm.default" in recorder.names

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.gpu.standalone import GpuStandalone
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
 from tests.support.interpreted import ON_GPU
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -53,12 +53,18 @@ def sequences() -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Iterator[GpuStandalone]:
+def model(checkpoint: Path) -> Iterator[Standalone]:
     device = "cuda" if ON_GPU else "cpu"
-    yield GpuStandalone(checkpoint, device=device, requests=len(LENGTHS), capacity=1024 if ON_GPU else 256)
+    yield Standalone(
+        checkpoint,
+        target=Target.SM90,
+        device=device,
+        requests=len(LENGTHS),
+        capacity=1024 if ON_GPU else 256,
+    )
 
 
-def run(model: GpuStandalone | Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
+def run(model: Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
     """Log-probabilities of every position: ragged prefill (in chunks, if asked), then decode steps of all."""
     model.reset()
     everything = sequences()
@@ -96,7 +102,7 @@ def references(checkpoint: Path) -> References:
     def reference(dtype: torch.dtype, rounding: int = 0) -> dict[int, torch.Tensor]:
         model = Standalone(checkpoint, packed=True, dtype=dtype, requests=len(LENGTHS), capacity=1024)
         if rounding:
-            model._embed = nudged(model._embed, rounding)
+            model.table = nudged(model.table, rounding)
         return run(model)
 
     exact = reference(torch.float32)
@@ -120,17 +126,17 @@ def require_as_good_as_the_reference(found: dict[int, torch.Tensor], references:
         assert ours.quantile(0.9) <= 1.3 * theirs[:, 1].max()
 
 
-def test_prefill_and_decode(model: GpuStandalone, references):
+def test_prefill_and_decode(model: Standalone, references):
     require_as_good_as_the_reference(run(model), references)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [1, 97, 256])
-def test_chunked_prefill(chunk: int, model: GpuStandalone, references):
+def test_chunked_prefill(chunk: int, model: Standalone, references):
     require_as_good_as_the_reference(run(model, chunk), references)
 
 
 @pytest.mark.gpu
-def test_same_input_same_bits(model: GpuStandalone):
+def test_same_input_same_bits(model: Standalone):
     first, second = run(model), run(model)
     assert all(torch.equal(first[r], second[r]) for r in first)

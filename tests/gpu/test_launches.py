@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind
-from nvfp4_sgl.gpu.decoder import Block
-from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.gpu.warm_up import warm_up
+from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
 from nvfp4_sgl.triton_kernels.common import chip
-from nvfp4_sgl.triton_kernels.hyper_connection.site import SiteState, hyper_connection_next
 from tests.support.dry_launches import Launch, dry_launches
 from tests.support.interpreted import INTERPRETED
 
@@ -37,34 +37,32 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> GpuStandalone:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
-    return GpuStandalone(path, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+    return Standalone(path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize("requests", [1, 8, 24])
-def test_launches_of_a_decode_layer(requests: int, model: GpuStandalone):
+def test_launches_of_a_decode_layer(requests: int, model: Standalone):
     model.reset()
     with dry_launches(), torch.no_grad():
         for request in range(requests):
             model.extend({request: [7] * 2500})
         work = model.begin({request: [7] for request in range(requests)})
-        state = SiteState.allocate(requests, model.config.hidden_size, model.device)
         streams = torch.zeros(requests, 4, model.config.hidden_size, dtype=torch.bfloat16)
         for layer in LAYERS:
             block, cache = cast(Block, model.decoder.layers[layer]), model.caches.layers[layer]
+            x, mix = block.hc_attn.enter(streams, work.step)
             with dry_launches() as launches:
-                output = block.attn(state.x, work.step, cache)
-                hyper_connection_next(block.hc_ffn.site, output, streams, state)
-                output = block.ffn(state.x, work.ids)
-                hyper_connection_next(block.hc_attn.site, output, streams, state)
+                x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
+                block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
             kind = model.config.kind(layer)
             assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
 
 
 @pytest.mark.parametrize("tokens", [APART - 1, APART])
-def test_latents_of_a_large_prefill_are_launched_apart(tokens: int, model: GpuStandalone):
+def test_latents_of_a_large_prefill_are_launched_apart(tokens: int, model: Standalone):
     model.reset()
     with dry_launches() as launches:
         model.extend({0: [7] * tokens})
@@ -87,26 +85,26 @@ class Fills(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_pass_fills_nothing(model: GpuStandalone):
+def test_a_pass_fills_nothing(model: Standalone):
     """Counters are zero before a pass because the one before left them so; a captured graph would repeat a fill."""
     model.reset()
     for count in (5, 1):
         work = model.begin({0: [7] * count})
         with dry_launches(), Fills() as fills:
+            model.planner.fill(work.step, work.request)
             model.forward(work)
         assert not fills.names
 
 
-def test_nothing_compiles_after_the_warm_up(model: GpuStandalone):
+def test_nothing_compiles_after_the_warm_up(model: Standalone):
     """Passes of random requests launch no variant of a kernel that the warm-up did not."""
     choose = random.Random(0)
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32)
-    full_to_swa = model.caches.advance({0: 0}).full_to_swa
+    planner = model.decoder.context.boundaries.plan(
+        model.decoder.context, Slots(slots, model.caches.full_to_swa, REQUESTS, CAPACITY), model.caches.layers
+    )
     with dry_launches() as warmed:
-        warm_up(
-            model.decoder, model.config, model.table, model.caches.layers, slots, full_to_swa, tokens=2048,
-            requests=REQUESTS, longest=CAPACITY,
-        )  # fmt: skip
+        planner.warm_up(model.decoder, model.table, 2048)
     known = set(warmed)
     assert len(known) > 50
     for _ in range(150):

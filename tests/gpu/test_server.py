@@ -104,6 +104,6 @@ def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoin
 def test_the_server_says_what_stands_in(serve: ServerPool, checkpoint: Path):
     server = serve(checkpoint, *FLAGS)
     info = server.info()
-    assert info["target"] == "sm_90a" and "dequantised" in info["stand_in"]
+    assert info["target"] == "sm_90a" and "dequantised" in info["note"]
     assert info["attention_backend"].endswith("GpuAttentionBackend") and "584-byte" in info["kv_rows"]
-    assert "stand_in: matrix products are bf16" in server.text()
+    assert "note: GEMMs are bf16 products" in server.text()

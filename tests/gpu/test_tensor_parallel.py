@@ -1,16 +1,9 @@
-"""Two tensor-parallel ranks of the GPU decoder against one, on a single device.
-
-The ranks are threads of which one at a time runs: Triton's interpreter is not made for threads, so the ranks hand over
-to each other, and do so only where they would exchange anything, in ``all_reduce``. That adds two bf16 tensors as a
-collective does: one sum, rounded once to bf16.
-"""
+"""Two tensor-parallel ranks of the GPU decoder against one, on a single device (``tests.support.ranks``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Condition
 
 import pytest
 import torch
@@ -18,59 +11,19 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.gpu.standalone import GpuStandalone
+from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.interpreted import ON_GPU
+from tests.support.ranks import RANKS, Exchange
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-RANKS = (0, 1)
 LAYERS = range(3)
 """Window-only, CSA and HCA."""
 
 PASSES = ({0: [5, 61, 7]}, {0: [300]})
 """Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
-
-
-class Exchange:
-    """Sums of what both ranks give; only the rank whose turn it is runs."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-        self._changed = Condition()
-        self.given: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-    def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def reduce(part: Tensor) -> Tensor:
-            self.given[rank].append(part)
-            place = len(self.given[rank]) - 1
-            self.hand_over(rank)
-            self.wait(rank)
-            return self.given[0][place] + self.given[1][place]
-
-        return reduce
-
-    def wait(self, rank: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == rank, timeout=300)
-
-    def hand_over(self, rank: int) -> None:
-        with self._changed:
-            self._turn = 1 - rank
-            self._changed.notify_all()
-
-    def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
-        """``work(rank)`` of both, in two threads."""
-
-        def of_rank(rank: int) -> Tensor:
-            self.wait(rank)
-            try:
-                return work(rank)
-            finally:
-                self.hand_over(rank)
-
-        with ThreadPoolExecutor(len(RANKS)) as threads:
-            return list(threads.map(of_rank, RANKS))
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +33,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(checkpoint: Path, parallel: TensorParallel) -> GpuStandalone:
-    return GpuStandalone(checkpoint, device=DEVICE, requests=1, capacity=256, parallel=parallel)
+def load(checkpoint: Path, parallel: TensorParallel) -> Standalone:
+    return Standalone(checkpoint, target=Target.SM90, device=DEVICE, requests=1, capacity=256, parallel=parallel)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +43,12 @@ def exchange() -> Exchange:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: Path) -> GpuStandalone:
+def whole(checkpoint: Path) -> Standalone:
     return load(checkpoint, TensorParallel())
 
 
 @pytest.fixture(scope="module")
-def ranks(checkpoint: Path, exchange: Exchange) -> list[GpuStandalone]:
+def ranks(checkpoint: Path, exchange: Exchange) -> list[Standalone]:
     return [load(checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
 
 
@@ -112,24 +65,23 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_parts_of_sublayers_add_up(layer: int, whole: GpuStandalone, ranks: list[GpuStandalone]):
+def test_parts_of_sublayers_add_up(layer: int, whole: Standalone, ranks: list[Standalone]):
     """But for the rounding of each part and their sum to bf16."""
     ids = torch.tensor([5, 61, 7, 300, 12, 95], device=DEVICE)
     x = torch.randn(len(ids), whole.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
 
-    def sublayers(model: GpuStandalone) -> tuple[Tensor, Tensor]:
+    def sublayers(model: Standalone) -> tuple[Tensor, Tensor]:
         model.reset()
         work = model.begin({0: ids.tolist()})
-        work.step.prepare(model.decoder.frequencies, work.ends, work.added)
-        block = model.decoder.layers[layer]
-        attended = block.attn(x.to(DEVICE), work.step, model.caches.layers[layer])
-        return attended.float(), block.ffn(x.to(DEVICE), ids).float()
+        block, given = model.decoder.layers[layer], Operand(x.to(DEVICE))
+        attended = block.attn(given, work.step, model.caches.layers[layer])
+        return attended.float(), block.ffn(given, ids, work.step).float()
 
     for expected, *parts in zip(sublayers(whole), *map(sublayers, ranks), strict=True):
         assert relative_error(torch.stack(parts).sum(0), expected) < 0.01
 
 
-def log_probabilities(model: GpuStandalone | Standalone) -> Tensor:
+def log_probabilities(model: Standalone) -> Tensor:
     model.reset()
     return torch.cat([model.extend(tokens)[0] for tokens in PASSES]).log_softmax(-1)
 
@@ -139,7 +91,7 @@ def median_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).square().mean(-1).sqrt().median())
 
 
-def test_log_probabilities(whole: GpuStandalone, ranks: list[GpuStandalone], exchange: Exchange, checkpoint: Path):
+def test_log_probabilities(whole: Standalone, ranks: list[Standalone], exchange: Exchange, checkpoint: Path):
     """Each number of ranks may be as far from fp32 activations as rounding to bf16 takes the CPU reference, so twice
     that from the other."""
     rounded, exact = (

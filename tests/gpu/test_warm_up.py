@@ -10,8 +10,10 @@ import torch
 import triton
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.gpu.standalone import GpuStandalone
-from nvfp4_sgl.gpu.warm_up import sizes, warm_up
+from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused.warm_up import sizes
 from tests.support.interpreted import ON_GPU
 
 CAPACITY = 2048
@@ -41,13 +43,11 @@ def compiled() -> Iterator[list[str]]:
 def test_nothing_compiles_afterwards(tmp_path: Any, compiled: list[str]):
     assert ON_GPU
     write_tiny(tmp_path, "nvfp4-full", seed=11)
-    model = GpuStandalone(tmp_path, requests=12, capacity=CAPACITY)
+    model = Standalone(tmp_path, target=Target.SM90, device="cuda", requests=12, capacity=CAPACITY)
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
-    full_to_swa = model.caches.advance({0: 0}).full_to_swa.cuda()
-    warm_up(
-        model.decoder, model.config, model.table, model.caches.layers, slots, full_to_swa, tokens=CAPACITY, requests=12,
-        longest=CAPACITY,
-    )  # fmt: skip
+    context = model.decoder.context
+    known = Slots(slots, model.caches.full_to_swa.cuda(), requests=12, longest=CAPACITY)
+    context.boundaries.plan(context, known, model.caches.layers).warm_up(model.decoder, model.table, CAPACITY)
     assert compiled, "the hook sees nothing"
     compiled.clear()
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from tests.support.mutation import mutated
 from tests.support.oracle import hf_model
 
 TOKENS = 300
+PAGE = 256
 CHUNKS = (131, 1, 1, 2, 120, 1, 3, 41)
 BOUND = 1e-4
 """Largest difference of a log-probability (over the whole vocabulary) that is not a mistake."""
@@ -39,18 +40,23 @@ def ids():
 @pytest.fixture(scope="module")
 def expected(checkpoint, ids):
     with torch.no_grad():
-        return hf_model(checkpoint)(ids[None]).logits[0].log_softmax(-1)
+        whole = hf_model(checkpoint)(ids[None]).logits[0].log_softmax(-1)
+    return torch.cat([whole, whole, whole[PAGE:]])
 
 
 def logprobs(checkpoint, ids) -> torch.Tensor:
-    """Log-probabilities [TOKENS, vocab] of the package as it is imported right now."""
+    """Log-probabilities of the package as it is imported right now: in chunks, at once, behind a cached page."""
     standalone = importlib.import_module("nvfp4_sgl.standalone")
-    model = standalone.Standalone(checkpoint, requests=2, capacity=512)
+    model = standalone.Standalone(checkpoint, requests=4, capacity=512)
     parts = []
     for chunk in ids.split(CHUNKS):
         # A second sequence runs along, so that rings and slots of different requests can be confused.
         result = model.extend({1: (chunk + 1).tolist(), 0: chunk.tolist()})
         parts.append(result[0])
+    # One pass over a page's edge, whose page another sequence then begins with.
+    parts.append(model.extend({2: ids.tolist()})[2])
+    model.share_prefix(2, 3, pages=1)
+    parts.append(model.extend({3: ids[PAGE:].tolist()})[3])
     return torch.cat(parts).log_softmax(-1)
 
 
@@ -80,7 +86,7 @@ MISTAKES = {
         "x[..., -2 * frequencies.numel() :].unflatten",
         "x[..., : 2 * frequencies.numel()].unflatten",
     ),
-    "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "pass"),
+    "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "o = o"),
     "inverse rope forwards": (CORE, "inverse=True", "inverse=False"),
     "main theta in compressed layers": (
         MODEL,
@@ -132,6 +138,12 @@ MISTAKES = {
         "    history = state[plan.history_rows].float()\n    _write_state(kv, score, state, plan)",
         "    _write_state(kv, score, state, plan)\n    history = state[plan.history_rows].float()",
     ),
+    "the ring's tail of full pages not kept": (
+        PLAN,
+        "        horizon = torch.minimum((positions // PAGE_TOKENS + 1) * PAGE_TOKENS, horizon)",
+        "        pass",
+    ),
+    "HCA's entries halved": (PLAN, "batch.ends // 4, batch.ends // 128", "batch.ends // 4, batch.ends // 256"),
     "window one short": (
         PLAN,
         "_masked(swa_slots, back >= 0)",
@@ -147,7 +159,7 @@ MISTAKES = {
     ),
     "no head RMS of q": (
         CORE,
-        "q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies)",
+        "q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies, out_dtype=torch.float32)",
         "q = apply_rope(q, step.positions, self._frequencies)",
     ),
     "indexer without ReLU": (INDEXER, "dots.relu_()", "dots"),

@@ -14,8 +14,8 @@ import pytest
 
 from nvfp4_sgl import cli, doctor
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.ops.dispatch import Target, op_names
 from nvfp4_sgl.plugin import DISABLE_VARIABLE
+from nvfp4_sgl.targets.choose import Target, choose
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No switch set, and no GPU, whatever this machine has."""
     for name in (DISABLE_VARIABLE, "SGLANG_PLUGINS", "SGLANG_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.CPU)
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -84,7 +84,7 @@ def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"sglang               {version('sglang')}" in out
-    assert all(op in out for op in op_names())
+    assert all(where in out for where in choose(Target.CPU).boundaries.names().values())
     assert "MISMATCH" not in out and "PROBLEM" not in out
 
 
@@ -92,7 +92,7 @@ def test_doctor_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["target"] == "cpu"
-    assert list(report["ops"]) == op_names() and all(report["ops"].values())
+    assert report["boundaries"] == choose(Target.CPU).boundaries.names()
     pinned = {pin["name"] for pin in report["pins"]}
     assert pinned == {"sglang", "torch", "triton", "nvidia-cutlass-dsl", "transformers"}
     assert report["activation_modes"] == ["w4a16", "w4a4"]
@@ -141,21 +141,18 @@ def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(state.visible, state.enabled) for state in states] == [(False, False), (False, False)]
 
 
-def test_doctor_says_that_a_gpu_target_lacks_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = dict.fromkeys(op_names(), None)
-    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.SM100)
-    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.implementations", lambda target: table)
+@pytest.mark.parametrize(
+    ("target", "mode", "note"),
+    [(Target.SM90, "w4a16", "weights dequantised at load"), (Target.SM100, "w4a4", "never yet on a Blackwell GPU")],
+)
+def test_doctor_says_what_a_gpu_would_run(
+    target: Target, mode: str, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: target)
     report = doctor.examine()
-    assert report.target == "sm_100a"
-    assert any(f"no implementation of {len(table)} of {len(table)} ops" in problem for problem in report.problems)
-
-
-def test_doctor_says_what_stands_in_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvfp4_sgl.ops.dispatch.detect_target", lambda: Target.SM90)
-    report = doctor.examine()
-    assert report.target == "sm_90a" and report.activation_modes == ["w4a16"]
-    assert not any("no implementation" in problem for problem in report.problems)
-    assert "STAND-IN: matrix products are bf16 matmuls on weights dequantised at load" in doctor.render(report)
+    assert report.target == target.value and report.activation_modes == [mode]
+    assert report.boundaries == choose(target).boundaries.names()
+    assert note in doctor.render(report)
 
 
 def test_doctor_reports_a_directory_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,51 +1,108 @@
-"""What a Hopper GPU is said to run exists, and what it does not have is refused before anything starts."""
+"""What a target is said to run is what the decoder is built of, and what it does not run is refused before loading."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from nvfp4_sgl.checkpoint.names import Storage
+from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.ops import dispatch
-from nvfp4_sgl.ops.dispatch import ACTIVATION_MODES, STAND_INS, Target
 from nvfp4_sgl.serving import arguments
+from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.requirements import check_target
+from tests.support.released import FLASH, PRO, config_json
 
-GIVEN = {"device": None, "dtype": "auto", "kv_cache_dtype": "auto"}
+GIVEN = {"device": None, "dtype": "auto", "kv_cache_dtype": "auto", "tp_size": 1}
+
+
+class Stored:
+    """An inventory whose matrices are all stored alike, but for some."""
+
+    def __init__(self, default: Storage, others: dict[str, Storage] | None = None):
+        self._default, self._others = default, others or {}
+
+    def storage(self, stem: str) -> Storage:
+        return self._others.get(stem, self._default)
+
+
+ALL_NVFP4: Any = Stored(Storage.NVFP4)
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "detect_target", lambda: Target.SM90)
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], None]:
+    def set_target(target: Target) -> None:
+        monkeypatch.setattr(arguments, "detect_target", lambda: target)
+
+    return set_target
 
 
-def test_every_implementation_exists():
-    found = dispatch.load_implementations(Target.SM90)
-    assert set(found) == set(dispatch.op_names())
-    assert all(where.__module__.startswith(("nvfp4_sgl.triton_kernels.", "nvfp4_sgl.gpu.")) for where in found.values())
-    assert "dequantised" in STAND_INS[Target.SM90]
+@pytest.mark.parametrize("target", Target)
+def test_every_boundary_has_an_implementation_of_the_target(target: Target):
+    folder = "reference" if target is Target.CPU else "fused"
+    names = choose(target).boundaries.names()
+    assert all(where.startswith(f"nvfp4_sgl.targets.{folder}.") for where in names.values()), names
 
 
-def test_a_target_without_products_is_refused():
-    with pytest.raises(UnsupportedError, match=r"sm_100a: no implementation of rms_norm, .*sm_90a are complete"):
-        dispatch.load_implementations(Target.SM100)
-    assert not ACTIVATION_MODES[Target.SM100]
+def test_hopper_and_sm100_differ_in_their_gemms_alone():
+    hopper, blackwell = (choose(target).boundaries.names() for target in (Target.SM90, Target.SM100))
+    differing = {name for name in hopper if hopper[name] != blackwell[name]}
+    assert differing == {"plan", "project_input", "project", "project_groups", "experts"}
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "message"),
+    ("target", "given", "raw", "message"),
     [
-        ({"dtype": "float32"}, {}, "--dtype float32: expected one of auto, bfloat16 on sm_90a"),
-        ({"kv_cache_dtype": "bfloat16"}, {}, "--kv-cache-dtype bfloat16: expected one of auto, fp8_e4m3 on sm_90a"),
-        ({"device": "cpu"}, {}, "--device cpu: this machine's target is sm_90a"),
-        ({}, {"activation_mode": "w4a4"}, "activation_mode 'w4a4': on sm_90a expected one of w4a16"),
+        (Target.SM90, {"dtype": "float32"}, {}, "--dtype float32: expected one of auto, bfloat16 on sm_90a"),
+        (Target.SM90, {"kv_cache_dtype": "bfloat16"}, {}, "--kv-cache-dtype bfloat16: expected one of auto, fp8_e4m3"),
+        (Target.SM90, {"device": "cpu"}, {}, "--device cpu: this machine's target is sm_90a"),
+        (Target.SM90, {}, {"activation_mode": "w4a4"}, "activation_mode 'w4a4': on sm_90a expected one of w4a16"),
+        (Target.SM100, {}, {"activation_mode": "w4a16"}, "activation_mode 'w4a16': on sm_100a expected one of w4a4"),
+        (Target.CPU, {"dtype": "float16"}, {}, "--dtype float16: expected one of auto, float32"),
+        (Target.CPU, {"tp_size": 3}, {}, "--tp-size 3: o_groups"),
     ],
 )
-def test_options_that_a_gpu_does_not_have(given: Any, config: Any, message: str, hopper: None):
+def test_options_that_a_target_does_not_have(
+    target: Target, given: Any, raw: Any, message: str, on: Callable[[Target], None]
+):
+    on(target)
     with pytest.raises((ConfigError, UnsupportedError), match=message):
-        arguments.check_target(GIVEN | given, config)
+        arguments.check_target(GIVEN | given, raw, ModelConfig.from_dict(config_json(FLASH)), ALL_NVFP4)
 
 
-def test_options_that_it_has(hopper: None):
-    arguments.check_target(GIVEN, {})
-    arguments.check_target({"device": "cuda", "dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, {})
+@pytest.mark.parametrize("target", Target)
+@pytest.mark.parametrize("base", [FLASH, PRO], ids=["flash", "pro"])
+def test_options_that_it_has(target: Target, base: Any, on: Callable[[Target], None]):
+    on(target)
+    config = ModelConfig.from_dict(config_json(base))
+    for size in (1, 2, 4, 8):
+        arguments.check_target(GIVEN | {"tp_size": size}, {}, config, ALL_NVFP4)
+
+
+def test_matrices_that_sm100_does_not_read_are_named():
+    config = ModelConfig.from_dict(config_json(FLASH))
+    others = {"layers.3.attn.wo_a": Storage.FP8, "layers.5.ffn.experts.7.w2": Storage.PLAIN}
+    with pytest.raises(UnsupportedError) as error:
+        check_target(Target.SM100, config, 1, Stored(Storage.NVFP4, others).storage)
+    for text in ("2 of ", "'layers.3.attn.wo_a.weight' (FP8)", "'layers.5.ffn.experts.7.w2.weight' (plain)"):
+        assert text in str(error.value)
+    check_target(Target.SM90, config, 1, Stored(Storage.FP8).storage)
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "message"),
+    [
+        ({"n_routed_experts": 512}, 1, "n_routed_experts is 512, expected at most 511"),
+        ({"moe_intermediate_size": 2048 + 16}, 1, "experts.*: features is 2064, expected a multiple of 64"),
+        ({"moe_intermediate_size": 256}, 8, "--tp-size 8: .*experts.*: features is 32, expected a multiple of 64"),
+        ({"hidden_size": 4096 + 16}, 1, "wq_a.*: K is 4112, expected a multiple of 64"),
+        ({"q_lora_rank": 1024 + 32}, 1, "wq_b.*: K is 1056, expected a multiple of 64"),
+    ],
+)
+def test_sizes_that_sm100_does_not_take_are_named(change: Any, ranks: int, message: str):
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), **change)
+    with pytest.raises(ConfigError, match=message):
+        check_target(Target.SM100, config, ranks, ALL_NVFP4.storage)

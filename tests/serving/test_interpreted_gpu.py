@@ -59,7 +59,7 @@ def server(serve: ServerPool, checkpoint: Path) -> Server:
 
 def test_what_is_running(server: Server):
     info = server.info()
-    assert info["attention_backend"] == "nvfp4_sgl.serving.gpu_backend.GpuAttentionBackend"
+    assert info["boundaries"]["attend"] == "nvfp4_sgl.targets.fused.attention:FusedAttentionCore"
     assert info["kv_rows"] == "packed 584-byte entries"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.ops.dispatch import Target, implementations
 from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
+from nvfp4_sgl.targets.choose import Target, choose
 from tests.support.server import Server, ServerPool
 
 pytestmark = [pytest.mark.server]
@@ -28,8 +28,8 @@ def test_what_is_running(server: Server) -> None:
     assert info["activation_mode"] == "w4a16"
     assert info["dtype"] == "float32"
     assert info["target"] == "cpu"
-    assert info["ops"] == implementations(Target.CPU)
-    for key in ("model_class", "attention_backend", "kv_rows", "activation_mode", "ops"):
+    assert info["boundaries"] == choose(Target.CPU).boundaries.names()
+    for key in ("model_class", "attention_backend", "kv_rows", "activation_mode", "boundaries"):
         assert f"nvfp4_sgl: {key}: " in server.text()
 
 

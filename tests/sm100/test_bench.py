@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.operand import Rows
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.products import LayerProduct
 from tests.packaging.checkout import ROOT
 from tests.sm100.support.launcher import emulated_operations

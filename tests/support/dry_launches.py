@@ -18,7 +18,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.interpreter import InterpretedFunction
 
-from nvfp4_sgl.gpu.products import ExpertProjection
+from nvfp4_sgl.targets.fused.products_bf16 import Bf16ExpertProjection
 
 
 class Launch(NamedTuple):
@@ -55,11 +55,11 @@ def dry_launches() -> Iterator[list[Launch]]:
     def record(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         seen.append(Launch(self.fn.__name__, _variant(self, args, kwargs)))
 
-    def unknown(self: ExpertProjection, rows: Tensor, ends: Tensor) -> Tensor:
+    def unknown(self: Bf16ExpertProjection, rows: Tensor, ends: Tensor) -> Tensor:
         return rows.new_empty(rows.shape[0], self.weight.shape[1])  # where experts end was not computed
 
     with (
         mock.patch.object(InterpretedFunction, "run", record),
-        mock.patch.object(ExpertProjection, "forward", unknown),
+        mock.patch.object(Bf16ExpertProjection, "forward", unknown),
     ):
         yield seen

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "nvfp4_sgl"
+KERNEL_FOLDERS = ("triton_kernels", "cutedsl_kernels")
 
 
 class _MutatingLoader(importlib.abc.SourceLoader):
@@ -51,10 +52,18 @@ class _MutatingFinder(importlib.abc.MetaPathFinder):
 
 @contextmanager
 def mutated(module: str, old: str, new: str) -> Iterator[None]:
-    """Inside the context, ``import nvfp4_sgl...`` gives fresh modules; ``module`` has ``old`` replaced by ``new``."""
+    """Inside the context, ``import nvfp4_sgl...`` gives fresh modules; ``module`` has ``old`` replaced by ``new``.
+
+    Kernel folders stay as they are unless the module is one of theirs: torch takes an operator's registration once.
+    """
+    kept = tuple(f"{PACKAGE}.{folder}" for folder in KERNEL_FOLDERS if not module.startswith(f"{folder}."))
 
     def own() -> dict[str, ModuleType]:
-        return {name: m for name, m in sys.modules.items() if name == PACKAGE or name.startswith(PACKAGE + ".")}
+        return {
+            name: m
+            for name, m in sys.modules.items()
+            if (name == PACKAGE or name.startswith(PACKAGE + ".")) and not name.startswith(kept)
+        }
 
     saved = own()
     for name in saved:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.norm import rms_norm as reference_norm
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_inputs
@@ -20,6 +21,7 @@ from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_b
 from tests.triton.support.compression import FREQUENCIES, World
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources
+from tests.triton.support.rows import poisoned_rows, require_quantized
 
 EPS = 1e-6
 LAYERS = {"SWA": [], "CSA": [(4, 512), (4, 128)], "HCA": [(128, 512)]}
@@ -57,6 +59,7 @@ def check_latents(latents: Latents) -> None:
     # The sum of squares is of another order in either launch: a code next to a tie may differ by one.
     different = (latents.pages.int() - expected.int())[latents.pages != expected]
     assert different.numel() <= 4 and bool((different.abs() == 1).all())
+    assert latents.q_out is not None
     exact = reference_norm(latents.q_lora.cpu().float(), latents.q_norm.cpu(), EPS)
     assert bool(((latents.q_out.cpu().float() - exact).abs() <= exact.abs() * 2.0**-8).all())
 
@@ -77,6 +80,40 @@ def test_latents_alone(width: int, dtype: torch.dtype, device: str):
     latents = some_latents(9, width, dtype, device)
     prepare_attention(latents, [], batch, world.frequencies)
     check_latents(latents)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width", "token_tile"), [(1, 64, 8), (3, 192, 8), (8, 1536, 128), (17, 1024, 16)])
+def test_quantized_latents(tokens: int, width: int, token_tile: int, dtype: torch.dtype, device: str):
+    """The rows of what the launch stores in bf16, and the same without it."""
+    world = World([], device)
+    batch = world.batch([1], [0], [tokens])
+    both = some_latents(tokens, width, dtype, device)
+    both.q_lora[tokens // 2, 5] = torch.inf  # q_lora is then 0 but for a NaN, which becomes 0
+    both = replace(both, q_rows=poisoned_rows(tokens, width, device, token_tile))
+    alone = replace(both, q_out=None, q_rows=poisoned_rows(tokens, width, device, token_tile))
+    for latents in (both, alone):
+        prepare_attention(latents, [], batch, world.frequencies)
+        assert both.q_out is not None and latents.q_rows is not None
+        require_quantized(latents.q_rows, both.q_out)
+    assert both.q_out is not None and both.q_out[tokens // 2, 5].isnan()
+
+
+@pytest.mark.parametrize("layer", ["CSA", "HCA"])
+def test_quantized_latents_beside_compressors(layer: str, device: str):
+    world = World(LAYERS[layer], device, requests=4)
+    world.suppose({1: 120, 2: 125, 3: 3})
+    for counts in ({1: 7, 2: 2, 4: 5}, dict.fromkeys((1, 2, 3, 4), 1)):
+        batch, wide = world.prepare(counts)
+        latents = some_latents(batch.tokens, 192, torch.float32, device)
+        latents = replace(latents, q_rows=poisoned_rows(batch.tokens, 192, device, 8))
+        prepare_attention(latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace)
+        check_latents(latents)
+        assert latents.q_out is not None and latents.q_rows is not None
+        require_quantized(latents.q_rows, latents.q_out)
+        world.check_states()
+    world.check_entries()
 
 
 @pytest.mark.parametrize("each", [2, 16])
@@ -151,7 +188,9 @@ def test_refusals(device: str):
     refused: list[tuple[dict[str, Any], str]] = [
         ({"q_lora": good.q_lora[:1]}, "q_lora: expected shape"),
         ({"q_norm": good.q_norm[:64]}, "weight: expected shape"),
-        ({"q_out": good.q_out.half()}, "q_out: expected dtype"),
+        ({"q_out": good.q_lora.half()}, "q_out: expected dtype"),
+        ({"q_out": None}, "expected q_out, q_rows or both"),
+        ({"q_rows": Rows.allocate(5, 128, 8, device)}, "q_rows.codes: expected shape"),
         ({"kv": good.kv[:5]}, "kv of latents: expected shape .6, 512."),
         ({"kv": good.kv[:, :256]}, "kv: expected shape"),
         ({"turns": good.turns[:, :32].contiguous()}, "rope_dim of turns"),
@@ -172,15 +211,17 @@ def launches() -> None:
         for batch in (world.batch([1], [0], [64]), world.batch([1], [0], [APART]), *decode):
             wide = torch.zeros(batch.tokens, world.rows.shape[2])
             latents = some_latents(batch.tokens, 1536, torch.float32, "cpu")
-            prepare_attention(latents, world.calls(wide), batch, FREQUENCIES, workspace=world.workspace)
+            quantized = replace(latents, q_out=None, q_rows=Rows.allocate(batch.tokens, 1536, 128, "cpu"))
+            for given in (latents, quantized):
+                prepare_attention(given, world.calls(wide), batch, FREQUENCIES, workspace=world.workspace)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
-    # Latents alone; with two compressors in prefill and decode; with one in prefill, and decode by one token and eight;
-    # two compressors and one without latents, in a large prefill.
-    assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * 8 + ["_turns_kernel"]
+    # With q_lora in bf16 and in NVFP4: latents alone; with two compressors in prefill and decode; with one in prefill,
+    # and decode by one token and eight. Two compressors and one without latents, in a large prefill.
+    assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * (2 * 6 + 2) + ["_turns_kernel"]
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array.
         assert usage.local == 0 and usage.stack <= 48

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops import hyper_connection as reference
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.hyper_connection import site as kernels
 from nvfp4_sgl.triton_kernels.hyper_connection import tiling as tilings
-from nvfp4_sgl.triton_kernels.hyper_connection.site import Quantized, Site, SiteState
+from nvfp4_sgl.triton_kernels.hyper_connection.site import Site, SiteState
 from nvfp4_sgl.triton_kernels.hyper_connection.tiling import Tiling
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from tests.triton.support.resources import resources
+from tests.triton.support.rows import poisoned_rows, require_quantized
 
 EPS = 1e-6
 BF16 = 2.0**-8
@@ -253,33 +255,37 @@ def test_next_is_post_and_pre(tokens: int, d: int, head: bool, in_place: bool, d
 
 
 @pytest.mark.parametrize("token_tile", [8, 128])
-@pytest.mark.parametrize("constant", [False, True])
-def test_quantized_as_the_quantiser_would(constant: bool, token_tile: int, device: str) -> None:
-    tokens, d = 11, 192
+@pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 192), (17, 64)])
+def test_quantized_as_the_reference_does(tokens: int, d: int, token_tile: int, device: str) -> None:
     site, streams = make_site(d, device), make_streams(tokens, d, device)
-    ours, theirs = (Quantized.allocate(tokens, d, token_tile, device) for _ in range(2))
-    if constant:
-        ours, theirs = replace(ours, row_scale=0.01), replace(theirs, row_scale=0.01)
-    state = replace(poisoned_state(tokens, d, device), quantized=ours)
-    for place in (ours, theirs):
-        place.codes.fill_(0x5A)
-        place.block_scales.fill_(0x5A)
+    out = poisoned_rows(tokens, d, device, token_tile)
+    state = replace(poisoned_state(tokens, d, device), quantized=out)
     kernels.hyper_connection_pre(site, streams, state)
     check_entry(site, streams, state)
-    quantize(state.x, theirs.codes, theirs.block_scales, theirs.row_scale, token_tile=token_tile)
-    assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.block_scales, theirs.block_scales)
-    if isinstance(ours.row_scale, Tensor) and isinstance(theirs.row_scale, Tensor):
-        assert torch.equal(ours.row_scale, theirs.row_scale)
+    require_quantized(out, state.x)
+
+
+@pytest.mark.usefixtures("many")
+def test_many_tokens_quantized(device: str) -> None:
+    site, streams = make_site(64, device), make_streams(MANY_TOKENS, 64, device)
+    state = replace(poisoned_state(MANY_TOKENS, 64, device), quantized=poisoned_rows(MANY_TOKENS, 64, device, 16))
+    kernels.hyper_connection_pre(site, streams, state)
+    assert state.quantized is not None
+    require_quantized(state.quantized, state.x)
 
 
 def test_a_state_for_more_tokens_serves_fewer(device: str) -> None:
     site = make_site(64, device)
-    large = replace(poisoned_state(18, 64, device), quantized=Quantized.allocate(18, 64, 8, device))
+    large = replace(poisoned_state(18, 64, device), quantized=Rows.allocate(18, 64, 8, device))
     for tokens in (18, 16, 1, 0):
         streams = make_streams(tokens, 64, device)
         state = large.first(tokens)
         kernels.hyper_connection_pre(site, streams, state)
         check_entry(site, streams, state)
+        if tokens and state.quantized is not None:
+            rows = poisoned_rows(tokens, 64, device, 8)
+            quantize(state.x, rows)
+            assert torch.equal(state.quantized.codes, rows.codes) and torch.equal(state.quantized.scale, rows.scale)
 
 
 @pytest.mark.parametrize("d", [64, 4096, 7168])
@@ -342,6 +348,7 @@ def test_in_a_cuda_graph(tokens: int, device: str) -> None:
         lambda site, state: (site, replace(state, counters=state.counters.float())),
         lambda site, state: (site, replace(state, x=state.x.float())),
         lambda site, state: (site, state.first(2)),
+        lambda site, state: (site, replace(state, quantized=Rows.allocate(2, 64, 8, state.x.device))),
     ],
 )
 def test_what_no_kernel_takes_is_refused(damage, device: str) -> None:
@@ -357,9 +364,10 @@ def launches() -> None:
             site, fn=torch.empty(3, 24, 4 * d, dtype=torch.bfloat16), norm=torch.empty(d, dtype=torch.bfloat16)
         )
         site = replace(site, **{name: getattr(site, name).to("meta") for name in ("fn", "base", "scale", "norm")})
-        state = replace(SiteState.allocate(tokens, d, "meta"), quantized=Quantized.allocate(tokens, d, 128, "meta"))
+        state = SiteState.allocate(tokens, d, "meta")
         streams = torch.empty(tokens, 4, d, dtype=torch.bfloat16, device="meta")
-        kernels.hyper_connection_next(site, state.x, streams, state)
+        for quantized in (None, Rows.allocate(tokens, d, 128, "meta")):
+            kernels.hyper_connection_next(site, state.x, streams, replace(state, quantized=quantized))
     kernels.hyper_connection_post(state.x, streams, state.post, state.comb)
 
 

@@ -1,7 +1,8 @@
 """The two latents of an attention layer: q_lora normalised; keys normalised, rotated, packed and stored.
 
 Both are columns of the same product and neither waits for the other (DEEPSEEK_V4.md §3.1, §4.4): a program takes one of
-them for one token.
+them for one token. Where a GEMM with NVFP4 activations reads q_lora next, the program that has normalised a row
+quantises it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.formats.rows import Rows
+
 from ..common import checks
 from ..common.rope import require_norm_weight, require_turns
-from ..common.rounding import round_for
+from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
 from ..hyper_connection.streams import MAX_ROW, normalized
+from ..quantize.nvfp4 import halves
+from ..quantize.rows import RowsArguments, check_rows, rows_arguments, store_quantized_row
 
 
 class LatentArguments(NamedTuple):
-    """:class:`Latents` as a kernel takes them; strides in elements, PAGE_SIZE and BLOCK constants."""
+    """:class:`Latents` as a kernel takes them; strides in elements, PAGE_SIZE and BLOCK constants.
+
+    Without ``q_out`` it is ``None``, without ``q_rows`` empty.
+    """
 
     q: Tensor
     q_norm: Tensor
-    q_out: Tensor
+    q_out: Tensor | None
+    q_rows: RowsArguments | tuple[()]
     kv: Tensor
     kv_norm: Tensor
     turns: Tensor
@@ -50,6 +59,8 @@ class Latents:
     Attributes:
         q_lora: bf16 or fp32 [T, n], the last dimension contiguous, n up to 16384. q_norm: bf16 or fp32 [n].
         q_out: bf16 or fp32 [T, n], the last dimension contiguous: ``rms_norm(q_lora, q_norm)``, one rounding.
+        q_rows: [T, n], the same rounded to bf16, then as :func:`quantize.quantize` would write it, bit for bit; n a
+            multiple of 64. Of the two outputs either may be ``None``, but not both.
         kv: bf16 or fp32 [T, 512], the last dimension contiguous. kv_norm: bf16 or fp32 [512].
         eps: added to both mean squares.
         turns: fp32 [T, 64].
@@ -59,7 +70,7 @@ class Latents:
 
     q_lora: Tensor
     q_norm: Tensor
-    q_out: Tensor
+    q_out: Tensor | None
     kv: Tensor
     kv_norm: Tensor
     eps: float
@@ -67,6 +78,7 @@ class Latents:
     slots: Tensor
     pages: Tensor
     page_size: int
+    q_rows: Rows | None = None
 
     @property
     def tokens(self) -> int:
@@ -75,9 +87,11 @@ class Latents:
     def check(self) -> None:
         """Refuse what the kernels cannot read; metadata only."""
         tokens, width = self.tokens, self.q_lora.shape[-1]
+        if self.q_out is None and self.q_rows is None:
+            raise checks.OperandTypeError("latents: expected q_out, q_rows or both, found neither")
         for name, tensor, columns in (
             ("q_lora", self.q_lora, width),
-            ("q_out", self.q_out, width),
+            ("q_out", self.q_lora if self.q_out is None else self.q_out, width),
             ("kv", self.kv, DIM),
         ):
             checks.require_shape(f"latents: {name}", tensor, (tokens, columns), "[T, n] or [T, 512]")
@@ -92,6 +106,8 @@ class Latents:
         checks.require_dtype("latents: slots", self.slots, torch.int32, torch.int64)
         checks.require_contiguous("latents: slots", self.slots)
         checks.require_pages("latents: pages", self.pages, page_bytes(self.page_size), self.page_size)
+        if self.q_rows is not None:
+            check_rows("latents: q_rows", self.q_rows, (tokens,), width, self.q_lora)
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         checks.require_same_device("q_lora", self.q_lora, **tensors)
 
@@ -101,6 +117,7 @@ class Latents:
             q=self.q_lora,
             q_norm=self.q_norm,
             q_out=self.q_out,
+            q_rows=() if self.q_rows is None else rows_arguments(self.q_rows),
             kv=self.kv,
             kv_norm=self.kv_norm,
             turns=self.turns,
@@ -109,7 +126,7 @@ class Latents:
             eps=self.eps,
             width=width,
             q_row=self.q_lora.stride(0),
-            q_out_row=self.q_out.stride(0),
+            q_out_row=0 if self.q_out is None else self.q_out.stride(0),
             kv_row=self.kv.stride(0),
             page_stride=self.pages.stride(0),
             capacity=self.pages.shape[0] * self.page_size,
@@ -131,4 +148,8 @@ def store_latent(row, which, of):
         inside = column < of.width
         value = tl.load(of.q + row * of.q_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         value = tl.reshape(normalized(value, of.q_norm, of.eps, column, inside, of.width, True), (BLOCK,))
-        tl.store(of.q_out + row * of.q_out_row + column, round_for(value, of.q_out), mask=inside)
+        if of.q_out is not None:
+            tl.store(of.q_out + row * of.q_out_row + column, round_for(value, of.q_out), mask=inside)
+        if len(of.q_rows) > 0:
+            first, last = halves(round_to_bf16(value), BLOCK // 16)
+            store_quantized_row(first, last, of.q_rows, row, 0, of.width // 16, BLOCK // 16)

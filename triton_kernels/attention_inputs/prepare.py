@@ -98,13 +98,13 @@ def prepare_attention(
 
     The window's angle is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
 
-    Rounding: q_lora as of :func:`streams.rms_norm`, keys as of :func:`kv_entry.norm_rope_store_kv`. The state equals
-    that of ``ops.compress_windows`` bit for bit. Entries are fp32 up to their format's own rounding. The pooling's
-    exponential and sums have an error and an order of their own: (R + 16) · 2^-23 of the largest pooled value at most,
-    of a window of R rows; so next to a tie a code may differ from the reference's by one. How its tokens are dealt to
-    passes does not change an entry's bytes, as long as the state holds them exactly. It may change a latent's: their
-    sums of squares have an order that goes by the number of warps, which is another from ``APART`` tokens on in layers
-    with compressors.
+    Rounding: q_lora as of :func:`streams.rms_norm`, and quantised from bf16; keys as of
+    :func:`kv_entry.norm_rope_store_kv`. The state equals that of ``ops.compress_windows`` bit for bit. Entries are fp32
+    up to their format's own rounding. The pooling's exponential and sums have an error and an order of their own:
+    (R + 16) · 2^-23 of the largest pooled value at most, of a window of R rows; so next to a tie a code may differ from
+    the reference's by one. How its tokens are dealt to passes does not change an entry's bytes, as long as the state
+    holds them exactly. It may change a latent's: their sums of squares have an order that goes by the number of warps,
+    which is another from ``APART`` tokens on in layers with compressors.
 
     Floor: every column of the product read once, what is kept written once; per closing window the cached rows it
     needs.

@@ -1,6 +1,6 @@
 """Clamped SwiGLU in bf16, and the copies of rows: what experts need around products that take bf16 (§6.2, §6.3).
 
-Products in NVFP4 quantise on the way instead: ``quantize.quantize`` with ``source_row``, ``quantize.swiglu_quantize``.
+NVFP4 activations do without: ``quantize.scatter`` quantises rows on the way, and the gated GEMM's epilogue has SwiGLU.
 """
 
 from __future__ import annotations

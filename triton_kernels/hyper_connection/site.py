@@ -25,6 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.formats.nvfp4 import BLOCK
+from nvfp4_sgl.formats.rows import Rows
+
 from ..common import chip
 from ..common.checks import (
     OperandValueError,
@@ -36,8 +39,7 @@ from ..common.checks import (
 )
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
-from ..quantize.nvfp4 import BLOCK, block_scale_bytes, layout_tile
-from ..quantize.quantize import check_outputs
+from ..quantize.rows import check_rows, rows_arguments
 from .site_kernel import COLUMNS, as_fp32, mixed, site_kernel
 from .tiling import choose_tiling, counters_size, workspace_size
 
@@ -106,39 +108,6 @@ def split_fn(fn: Tensor) -> Tensor:
     return torch.stack([first, second, (rest - second.float()).bfloat16()])
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """``x`` in NVFP4, too, as :func:`quantize.quantize` would write it, bit for bit; d a multiple of 64.
-
-    Attributes:
-        codes: uint8 [T, d/2].
-        block_scales: uint8 or float8_e4m3fn, :func:`nvfp4.block_scale_bytes` long.
-        row_scale: fp32 [T] to be written, or the constant for all rows.
-        token_tile: of the product that reads the block scales.
-    """
-
-    codes: Tensor
-    block_scales: Tensor
-    row_scale: Tensor | float
-    token_tile: int = 128
-
-    @classmethod
-    def allocate(cls, tokens: int, d: int, token_tile: int, device: torch.device | str) -> Quantized:
-        """With row scales."""
-        return cls(
-            torch.empty(tokens, d // 2, dtype=torch.uint8, device=device),
-            torch.empty(block_scale_bytes(tokens, d, token_tile), dtype=torch.uint8, device=device),
-            torch.empty(tokens, dtype=torch.float32, device=device),
-            token_tile,
-        )
-
-    def first(self, tokens: int) -> Quantized:
-        """The part for the first ``tokens`` tokens."""
-        scales = self.block_scales[: block_scale_bytes(tokens, self.codes.shape[1] * 2, self.token_tile)]
-        row_scale = self.row_scale if isinstance(self.row_scale, float) else self.row_scale[:tokens]
-        return Quantized(self.codes[:tokens], scales, row_scale, self.token_tile)
-
-
 def new_counters(tokens: int, device: torch.device | str) -> Tensor:
     """Counters of a :class:`SiteState` of up to ``tokens`` tokens."""
     return torch.zeros(counters_size(tokens), dtype=torch.int32, device=device)
@@ -155,7 +124,8 @@ class SiteState:
         post: fp32 [T, 4]. comb: fp32 [T, 4, 4].
         workspace: fp32, :func:`workspace_size` of T and d.
         counters: int32, :func:`counters_size` of T; zero between launches, which leave them so.
-        quantized: where ``x`` goes in NVFP4, if it is wanted so.
+        quantized: [T, d], where ``x`` goes in NVFP4, too, if it is wanted so; bit-equal to :func:`quantize.quantize` of
+            ``x``. d must be a multiple of 64.
     """
 
     x: Tensor
@@ -163,7 +133,7 @@ class SiteState:
     comb: Tensor
     workspace: Tensor
     counters: Tensor
-    quantized: Quantized | None = None
+    quantized: Rows | None = None
 
     @classmethod
     def allocate(cls, tokens: int, d: int, device: torch.device | str, *, counters: Tensor | None = None) -> SiteState:
@@ -187,14 +157,8 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
     _check_streams(op, streams)
     tokens, _, d = streams.shape
     _check_site(op, site, streams, state)
-    codes, block_scales, row_scale, constant, tile = state.x, state.x, state.x, 0.0, 128
-    if (quantized := state.quantized) is not None:
-        row_scale, constant = check_outputs(
-            streams, (tokens,), d, quantized.codes, quantized.block_scales, quantized.row_scale, quantized.token_tile
-        )
-        require_contiguous(f"{op}: codes", quantized.codes)
-        codes, block_scales = quantized.codes, quantized.block_scales.view(torch.uint8)
-        tile = layout_tile(quantized.token_tile)
+    if state.quantized is not None:
+        check_rows(f"{op}: quantized", state.quantized, (tokens,), d, streams)
     if tokens == 0:
         return
     tiling, head = choose_tiling(tokens), site.is_head
@@ -203,10 +167,10 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
     output, next_streams = after or (None, streams)
     site_kernel[(tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),)](
         streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
-        codes, block_scales, row_scale, constant, parts, parts[splits * tokens * COLUMNS.value :], state.counters,
-        tokens, d, d_per_split, splits, tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
+        () if state.quantized is None else rows_arguments(state.quantized), parts,
+        parts[splits * tokens * COLUMNS.value :], state.counters, tokens, d, d_per_split, splits,
+        tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
         POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
-        QUANTIZE=quantized is not None, CONSTANT=constant != 0.0, TILE=tile,
         TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
         EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
         COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=triton.next_power_of_2(splits),

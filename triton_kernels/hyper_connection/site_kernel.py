@@ -30,7 +30,8 @@ from triton.language import target_info
 
 from ..common.overlap import after_previous
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
-from ..quantize.nvfp4 import load_halves, store_halves, store_quantized_row
+from ..quantize.nvfp4 import load_halves, store_halves
+from ..quantize.rows import store_quantized_row
 from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
@@ -233,8 +234,7 @@ def _load_streams(streams, token, d, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _finish_row(
-    first, last, weight, out, codes, block_scales, row_scale, constant, token, d, norm_eps,
-    NORM: tl.constexpr, QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    first, last, weight, out, rows, token, d, norm_eps, NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Round, normalise and store a collapsed row."""
     first, last = round_to_bf16(first), round_to_bf16(last)
@@ -245,21 +245,17 @@ def _finish_row(
         first = round_to_bf16(first * inverse_rms * first_weight)
         last = round_to_bf16(last * inverse_rms * last_weight)
     store_halves(out + token * d, first.to(tl.bfloat16), last.to(tl.bfloat16), d, BLOCKS)
-    if QUANTIZE:
-        store_quantized_row(
-            first, last, constant, codes + token * (d // 2), block_scales, row_scale + token, token, 0, d // 16,
-            d // 16, CONSTANT, TILE, BLOCKS,
-        )  # fmt: skip
+    if len(rows) > 0:
+        store_quantized_row(first, last, rows, token, 0, d // 16, BLOCKS)
 
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, codes, block_scales, row_scale, constant, arrivals, programs, first, rows,
-    tokens, d, splits, mean_of, hc_eps, norm_eps,
-    ROWS: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, CONSTANT: tl.constexpr, TILE: tl.constexpr,
-    COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+    streams, parts, base, scale, weight, out, rows, arrivals, programs, first, count, tokens, d, splits, mean_of,
+    hc_eps, norm_eps,
+    ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` rows from ``first`` (int64) on, COLLAPSED at most."""
+    """``count`` tokens from ``first`` (int64) on, COLLAPSED at most."""
     index = tl.arange(0, COLLAPSED)
     if COLLAPSED == 1:
         # Ahead of the coefficients, so that they are computed while these arrive.
@@ -269,7 +265,7 @@ def _collapse(
     s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
     inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
     p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
-    for row in tl.range(0, rows):
+    for row in tl.range(0, count):
         if COLLAPSED > 1:
             x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first + row, d, BLOCKS)
         w0 = tl.sum(tl.where(index == row, p0, 0.0), axis=0)
@@ -277,8 +273,8 @@ def _collapse(
         w2 = tl.sum(tl.where(index == row, p2, 0.0), axis=0)
         w3 = tl.sum(tl.where(index == row, p3, 0.0), axis=0)
         _finish_row(
-            (w0 * x0 + w1 * x1) + (w2 * x2 + w3 * x3), (w0 * y0 + w1 * y1) + (w2 * y2 + w3 * y3), weight, out, codes,
-            block_scales, row_scale, constant, first + row, d, norm_eps, NORM, QUANTIZE, CONSTANT, TILE, BLOCKS,
+            (w0 * x0 + w1 * x1) + (w2 * x2 + w3 * x3), (w0 * y0 + w1 * y1) + (w2 * y2 + w3 * y3), weight, out, rows,
+            first + row, d, norm_eps, NORM, BLOCKS,
         )  # fmt: skip
 
 
@@ -311,19 +307,18 @@ def _balance(
 
 @triton.jit(do_not_specialize=["tokens", "splits", "lag"])
 def site_kernel(
-    streams, output, post, comb, fn, base, scale, weight, next_streams, out, codes, block_scales, row_scale, constant,
-    parts, sums, counters, tokens, d, d_per_split, splits, lag, hc_eps, norm_eps,
-    POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
-    CONSTANT: tl.constexpr, TILE: tl.constexpr, TICKETS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr, BALANCED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums, counters, tokens, d,
+    d_per_split, splits, lag, hc_eps, norm_eps,
+    POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, TICKETS: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr,
+    BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: for each block of BLOCK_T tokens ``splits`` mixers, and :func:`followers` of them.
 
     POST: ``output`` is mixed into the streams first; else ``next_streams`` is ``streams``, and nothing is stored there.
-    ROWS: of ``fn``; 4 for the final collapse. TILE: rows that share a row of atoms of ``block_scales``. EVEN: BLOCK_D
-    divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``.
-    BLOCKS: of 16, that hold d.
+    rows: ``quantize.rows.RowsArguments``, or nothing. ROWS: of ``fn``; 4 for the final collapse. EVEN: BLOCK_D divides
+    d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``. BLOCKS: of
+    16, that hold d.
     """
     after_previous()
     HEAD: tl.constexpr = ROWS == 4
@@ -354,9 +349,9 @@ def site_kernel(
             if begin < count:
                 _wait(arrivals, splits)
                 _collapse(
-                    next_streams, parts, base, scale, weight, out, codes, block_scales, row_scale, constant, arrivals,
-                    programs, first + begin, min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps,
-                    norm_eps, ROWS, NORM, QUANTIZE, CONSTANT, TILE, COLLAPSED, BLOCK_SPLITS, BLOCKS,
+                    next_streams, parts, base, scale, weight, out, rows, arrivals, programs, first + begin,
+                    min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps, norm_eps,
+                    ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED

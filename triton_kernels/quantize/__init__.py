@@ -1,1 +1,1 @@
-"""Activations to NVFP4: the device functions, and the ops that only quantise."""
+"""Activations to NVFP4: the recipe as device functions, rows as kernels store them, and the ops that only quantise."""

@@ -4,7 +4,7 @@ Recipe (``nvfp4_sgl.formats.nvfp4.quantize_rows``; DEEPSEEK_V4.md §9.2), all in
 even, so that nothing can be fused; equal bit for bit::
 
     x    = NaN → +0, then clamp to ±(largest finite bf16)
-    g    = max(max|x| over the row, 2^-100) * fp32(1/2688)        or a constant
+    g    = max(max|x| over the row, 2^-100) * fp32(1/2688)
     r    = 1 / g
     s    = e4m3((amax of 16 * r) * fp32(1/6)),  saturating at 448
     inv  = 1 / (s * g)
@@ -22,37 +22,9 @@ import triton.language as tl
 
 from ..common.rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_word, encode_e4m3, finite, reciprocal
 
-BLOCK = 16
-ATOM_ROWS = 128
-ATOM_BLOCKS = 4
-TOKEN_TILES = (8, 16, 32, 64, 128, 256)
-"""Token tiles of the block-scaled products."""
-
 AMAX_FLOOR = tl.constexpr(2.0**-100)
 INVERSE_FULL_SCALE = tl.constexpr(1.0 / 2688.0)
 INVERSE_E2M1_MAX = tl.constexpr(1.0 / 6.0)
-
-
-def layout_tile(token_tile: int) -> int:
-    """Rows that share a row of atoms. A tile narrower than an atom has atoms of its own."""
-    return min(token_tile, ATOM_ROWS)
-
-
-def block_scale_bytes(rows: int, k: int, token_tile: int = ATOM_ROWS) -> int:
-    """Size of the block scales of a matrix [rows, k], k a multiple of 64, for a product of that token tile."""
-    return -(-rows // layout_tile(token_tile)) * ATOM_ROWS * (k // BLOCK)
-
-
-@triton.jit
-def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
-    """Byte of a block's scale in a matrix of ``matrix_blocks`` columns, a multiple of 4; row int64.
-
-    Atoms of 128 rows by 4 blocks, 512 bytes, in row-major order; row r, block b of an atom at
-    ``r % 32 * 16 + r // 32 * 4 + b``. TILE rows to each row of atoms.
-    """
-    atom = row // TILE * (matrix_blocks // 4) + block // 4
-    within = row % TILE
-    return atom * 512 + within % 32 * 16 + within // 32 * 4 + block % 4
 
 
 @triton.jit
@@ -79,15 +51,15 @@ def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def split_pairs(half, BLOCKS: tl.constexpr):
-    """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
-    return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
+def halves(values, BLOCKS: tl.constexpr):
+    """The two tiles of values that are elsewhere than in memory, of any shape of 16·BLOCKS, row after row."""
+    return tl.split(tl.permute(tl.reshape(values, (BLOCKS, 2, 8)), (0, 2, 1)))
 
 
 @triton.jit
-def join_pairs(even, odd, BLOCKS: tl.constexpr):
-    """The reverse."""
-    return tl.reshape(tl.join(even, odd), (BLOCKS, 8))
+def split_pairs(half, BLOCKS: tl.constexpr):
+    """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
+    return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
 
 
 @triton.jit
@@ -132,10 +104,16 @@ def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def quantize_row(first, last, constant, CONSTANT: tl.constexpr, BLOCKS: tl.constexpr):
+def row_scale(maximum):
+    """The row scale of rows with these largest magnitudes, fp32."""
+    return tl.maximum(maximum, AMAX_FLOOR) * INVERSE_FULL_SCALE
+
+
+@triton.jit
+def quantize_row(first, last, BLOCKS: tl.constexpr):
     """Quantise a row, or a group of it.
 
-    first, last: fp32 [BLOCKS, 8], anything; 0 beyond the row. constant: the row scale if CONSTANT.
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond the row.
     Returns what :func:`quantize_blocks` does, and the row scale.
     """
     maxima = block_maxima(first, last, BLOCKS)
@@ -145,61 +123,6 @@ def quantize_row(first, last, constant, CONSTANT: tl.constexpr, BLOCKS: tl.const
         first, last = finite(first), finite(last)
         maxima = block_maxima(first, last, BLOCKS)
         row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
-    if CONSTANT:
-        g = constant
-    else:
-        g = tl.maximum(row_maximum.to(tl.float32, bitcast=True), AMAX_FLOOR) * INVERSE_FULL_SCALE
+    g = row_scale(row_maximum.to(tl.float32, bitcast=True))
     words, scale = quantize_blocks(first, last, maxima, g, BLOCKS)
     return words, scale, g
-
-
-@triton.jit
-def store_codes_and_scales(
-    words,
-    scale,
-    codes_ptr,
-    block_scales_ptr,
-    row,
-    first_block,
-    blocks,
-    matrix_blocks,
-    TILE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Store what :func:`quantize_row` gave; the arguments are those of :func:`store_quantized_row`."""
-    block = tl.arange(0, BLOCKS)
-    inside = block < blocks
-    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
-    offset = block_scale_offset(row, first_block + block, matrix_blocks, TILE)
-    tl.store(block_scales_ptr + offset, scale.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def store_quantized_row(
-    first,
-    last,
-    constant,
-    codes_ptr,
-    block_scales_ptr,
-    row_scale_ptr,
-    row,
-    first_block,
-    blocks,
-    matrix_blocks,
-    CONSTANT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Quantise a row, or a group of it, and store codes, block scales and row scale.
-
-    first, last: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. constant: the row scale if CONSTANT, which is then not
-    stored. codes_ptr (uint8, a multiple of 4) and row_scale_ptr: of this row. block_scales_ptr: of the whole matrix of
-    ``matrix_blocks`` columns, in which this is ``row`` (int64) from column ``first_block`` on.
-    """
-    words, scale, g = quantize_row(first, last, constant, CONSTANT, BLOCKS)
-    if not CONSTANT:
-        tl.store(row_scale_ptr, g)
-    store_codes_and_scales(
-        words, scale, codes_ptr, block_scales_ptr, row, first_block, blocks, matrix_blocks, TILE, BLOCKS
-    )

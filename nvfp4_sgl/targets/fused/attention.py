@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -10,7 +11,7 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable
 from nvfp4_sgl.model.rope_tables import frequencies
-from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
@@ -61,11 +62,16 @@ class FusedAttentionInputs(nn.Module):
             self.index_compressor = FusedCompressor(context, f"{stem}.indexer.compressor", ratio)
 
     def forward(self, columns: Columns, x: Operand, step: Step, cache: LayerCache, form: Form) -> Prepared:
-        normed = x.require_values().new_empty(columns.q_lora.shape)
+        (tokens, width), device = columns.q_lora.shape, columns.q_lora.device
+        q_lora = Operand(
+            torch.empty(tokens, width, dtype=torch.bfloat16, device=device) if Form.VALUES in form else None,
+            new_rows(tokens, width, device) if Form.NVFP4 in form else None,
+        )
         latents = Latents(
             q_lora=columns.q_lora,
             q_norm=self.q_norm,
-            q_out=normed,
+            q_out=q_lora.values,
+            q_rows=q_lora.rows,
             kv=columns.kv,
             kv_norm=self.kv_norm,
             eps=self._eps,
@@ -80,7 +86,7 @@ class FusedAttentionInputs(nn.Module):
         if self.index_compressor is not None and columns.index_compressor is not None:
             calls.append(self.index_compressor.compression(columns.index_compressor, cache.index_state, cache.index))
         prepare_attention(latents, calls, step.plan.batch, self._frequencies, workspace=step.workspace)
-        return Prepared(in_form(normed, form), columns.index_weights)
+        return Prepared(q_lora, columns.index_weights)
 
 
 class FusedSelection(nn.Module):

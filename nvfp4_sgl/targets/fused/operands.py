@@ -22,5 +22,5 @@ def in_form(values: Tensor, form: Form) -> Operand:
         return Operand(values)
     groups = values.shape[1] if values.dim() == 3 else None
     rows = new_rows(values.shape[0], values.shape[-1], values.device, groups=groups)
-    quantize(values, rows.codes, rows.block_scales, rows.scale, token_tile=rows.token_tile)
+    quantize(values, rows)
     return Operand(values if Form.VALUES in form else None, rows)

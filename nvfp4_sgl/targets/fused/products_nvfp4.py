@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cutedsl_kernels import launcher, operations
 from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
-from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows as GemmExpertRows
-from nvfp4_sgl.cutedsl_kernels.operand import Rows as GemmRows
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.formats.scale_layout import scale_bytes
+from nvfp4_sgl.formats.rows import ExpertRows
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.products import layer_products
@@ -31,7 +28,7 @@ from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
-from nvfp4_sgl.triton_kernels.quantize.quantize import quantize_scattered
+from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import NvFp4Matrix, load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -49,6 +46,12 @@ def _load(context: Context, shards: Sequence[Shard], groups: int | None = None) 
     return matrix.to(context.device)
 
 
+def _shape(context: Context, shards: Sequence[Shard]) -> tuple[int, int]:
+    """(rows, K) of merged shards."""
+    rows, half_k = _load(context, shards).weight.shape
+    return rows, half_k * 2
+
+
 class NvFp4Weights(nn.Module):
     """The operand of a GEMM as parameters: codes as in the checkpoint, block scales swizzled, alphas."""
 
@@ -60,10 +63,6 @@ class NvFp4Weights(nn.Module):
     @property
     def operand(self) -> Weights:
         return Weights(self.codes.data, self.block_scales.data, self.scale.data)
-
-
-def _gemm_rows(rows: Rows) -> GemmRows:
-    return GemmRows(rows.codes, rows.block_scales, rows.scale, rows.token_tile)
 
 
 class NvFp4Projection(nn.Module):
@@ -81,7 +80,7 @@ class NvFp4Projection(nn.Module):
 
     def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A column slice [T, rows] in ``dtype`` for each shard."""
-        result = operations.product(_gemm_rows(x.require_rows()), self.weights.operand, dtype=dtype)
+        result = operations.product(x.require_rows(), self.weights.operand, dtype=dtype)
         return result.split(self.sizes, dim=1)
 
     def forward(self, x: Operand) -> list[Tensor]:
@@ -125,7 +124,7 @@ class NvFp4GroupedProjection(nn.Module):
 
     def forward(self, x: Operand, form: Form) -> Operand:
         """The row maximum of the result spans CTAs, so NVFP4 takes a launch of its own."""
-        result = operations.grouped_product(_gemm_rows(x.require_rows()), self.weights.operand)
+        result = operations.grouped_product(x.require_rows(), self.weights.operand)
         return in_form(result.flatten(1), form)
 
 
@@ -138,10 +137,21 @@ class NvFp4Experts(nn.Module):
     def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
         super().__init__()
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
-        gate_up = _stacked(context, [expert.gate_up for expert in matrices])
-        down = _stacked(context, [(expert.down,) for expert in matrices])
-        self.w13 = NvFp4Weights(Weights.gated_experts(*gate_up))
-        self.w2 = NvFp4Weights(Weights.experts(*(part.squeeze(1) for part in down)))
+        gate_up, down = (_shape(context, shards) for shards in ([matrices[0].gate_up[0]], [matrices[0].down]))
+        w13 = Weights.allocate_gated_experts(len(matrices), *gate_up, context.device)
+        w2 = Weights.allocate_experts(len(matrices), *down, context.device)
+        # One expert at a time, so that the host never holds a layer.
+        for index, expert in enumerate(matrices):
+            gate, shape = _load(context, expert.gate_up), (2, *gate_up)
+            w13.put_gated_expert(
+                index,
+                gate.weight.data.view(*shape[:2], -1),
+                gate.weight_scale.data.view(*shape[:2], -1),
+                gate.weight_scale_2.data,
+            )
+            last = _load(context, [expert.down])
+            w2.put_expert(index, last.weight.data, last.weight_scale.data, last.weight_scale_2.data)
+        self.w13, self.w2 = NvFp4Weights(w13), NvFp4Weights(w2)
         limit = context.config.swiglu_limit
         self._hidden_scale = torch.full((1,), swiglu_row_scale(limit), dtype=torch.float32, device=context.device)
 
@@ -153,45 +163,15 @@ class NvFp4Experts(nn.Module):
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
         """bf16 [T, d]; weights are applied to the bf16 rows of the last GEMM, the sum is fp32."""
-        values, tile = x.require_values(), routes.tile
-        count, limit = routes.source_row.shape[0], self._config.swiglu_limit
-        rows = Rows.allocate(count, values.shape[1], tile, values.device)
-        quantize_scattered(values, routes.destination, rows.codes, rows.block_scales, rows.scale, token_tile=tile)
-        groups = (tile, routes.offsets, routes.counts)
+        values, limit = x.require_values(), self._config.swiglu_limit
+        groups = (routes.tile, routes.offsets, routes.counts)
+        rows = ExpertRows.of_experts(len(routes.source_row), values.shape[1], *groups)
+        quantize_scattered(values, routes.destination, rows)
         inner = self.w2.codes.shape[-1] * 2
-        hidden = GemmExpertRows(
-            torch.empty(count, inner // 2, dtype=torch.uint8, device=values.device),
-            torch.empty(scale_bytes(count, inner, tile), dtype=torch.uint8, device=values.device).view(
-                torch.float8_e4m3fn
-            ),
-            self._hidden_scale,
-            *groups,
-        )
-        source = GemmExpertRows(rows.codes, rows.block_scales, rows.scale, *groups)
-        operations.expert_gate_up_quantized(source, self.w13.operand, limit, out=hidden)
+        hidden = ExpertRows.of_experts(len(routes.source_row), inner, *groups, scale=self._hidden_scale)
+        operations.expert_gate_up_quantized(rows, self.w13.operand, limit, out=hidden)
         output = operations.expert_down(hidden, self.w2.operand)
         return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
-
-
-def _stacked(context: Context, experts: Sequence[Sequence[Shard]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [E, S, N, K/2], block scales [E, S, N, K/16] and alphas [E, S] of S equal shards an expert.
-
-    One expert at a time goes to the device, so that the host never holds a layer.
-    """
-    codes: Tensor | None = None
-    for index, shards in enumerate(experts):
-        matrix = _load(context, shards)
-        count, k = len(shards), matrix.weight.shape[-1]
-        if codes is None:
-            shape = (len(experts), count, matrix.weight.shape[0] // count)
-            codes = torch.empty(*shape, k, dtype=torch.uint8, device=context.device)
-            scales = torch.empty(*shape, k // 8, dtype=torch.uint8, device=context.device)
-            alphas = torch.empty(len(experts), count, dtype=torch.float32, device=context.device)
-        codes[index].copy_(matrix.weight.data.view(codes.shape[1:]))
-        scales[index].copy_(matrix.weight_scale.data.view(torch.uint8).view(scales.shape[1:]))
-        alphas[index].copy_(matrix.weight_scale_2.data)
-    assert codes is not None
-    return codes, scales.view(torch.float8_e4m3fn), alphas
 
 
 class NvFp4Planner(FusedPlanner):

@@ -11,7 +11,6 @@ from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
 from nvfp4_sgl.targets.fused.operands import new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.hyper_connection.site import (
-    Quantized,
     Site,
     SiteState,
     hyper_connection_next,
@@ -85,8 +84,7 @@ class FusedSite(nn.Module):
             return Mix(replace(mix.state, quantized=None), mix.rows)
         tokens, d = mix.state.x.shape
         rows = mix.rows or new_rows(tokens, d, mix.state.x.device)
-        quantized = Quantized(rows.codes, rows.block_scales, rows.scale, rows.token_tile)
-        return Mix(replace(mix.state, quantized=quantized), rows)
+        return Mix(replace(mix.state, quantized=rows), rows)
 
     def _input(self, mix: Mix) -> Operand:
         return Operand(mix.state.x, mix.rows if Form.NVFP4 in self._form else None)

@@ -29,7 +29,11 @@ class CompressorParameters(nn.Module):
 
 
 class ReferenceAttentionInputs(nn.Module):
-    """Window rows, compressed entries, index keys, and the normalised q_lora."""
+    """Window rows, compressed entries, index keys, and the normalised q_lora.
+
+    Rounding: GEMM results stay fp32; q_lora is rounded to the model dtype once, behind its norm, keys where they are
+    stored.
+    """
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()
@@ -44,8 +48,7 @@ class ReferenceAttentionInputs(nn.Module):
 
     def forward(self, columns: Columns, x: Operand, step: BatchPlan, cache: LayerCache, form: Form) -> Prepared:
         dtype, eps = self._dtype, self._eps
-        kv = columns.kv.to(dtype)
-        kv = rms_norm_rope(kv, self.kv_norm, eps, step.positions, self._frequencies, out_dtype=torch.float32)
+        kv = rms_norm_rope(columns.kv, self.kv_norm, eps, step.positions, self._frequencies)
         cache.swa.write(step.swa_write_slots, kv)
         if self.compressor is not None and columns.compressor is not None:
             entries = self._compress(columns.compressor, cache.state, step, self.compressor)
@@ -53,7 +56,7 @@ class ReferenceAttentionInputs(nn.Module):
         if self.index_compressor is not None and columns.index_compressor is not None:
             keys = self._compress(columns.index_compressor, cache.index_state, step, self.index_compressor)
             write_index_keys(_require(cache.index), step.compress[self._ratio].window_slots, keys)
-        q_lora = rms_norm(columns.q_lora.to(dtype), self.q_norm, eps)
+        q_lora = rms_norm(columns.q_lora, self.q_norm, eps, out_dtype=dtype)
         return Prepared(Operand(q_lora), columns.index_weights)
 
     def _compress(
@@ -93,7 +96,10 @@ class ReferenceSelection(nn.Module):
 
 
 class ReferenceAttentionCore(nn.Module):
-    """Query norm and RoPE, one softmax over window, entries and sink, inverse RoPE."""
+    """Query norm and RoPE, one softmax over window, entries and sink, inverse RoPE.
+
+    Rounding: queries as they leave the GEMM, and the output behind the inverse RoPE; fp32 in between.
+    """
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()
@@ -108,10 +114,10 @@ class ReferenceAttentionCore(nn.Module):
     def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Operand:
         config, tokens = self._config, q.shape[0]
         q = q.to(self._dtype).view(tokens, self._heads, -1)
-        q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies)
+        q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies, out_dtype=torch.float32)
         if self._kind is LayerKind.HCA:
             entries = step.hca_slots
         scale = config.head_dim**-0.5
         o = sparse_attention(q, cache.swa, step.swa_slots, self.attn_sink, scale, cache.compressed, entries)
-        o = apply_rope(o, step.positions, self._frequencies, inverse=True)
+        o = apply_rope(o, step.positions, self._frequencies, inverse=True).to(self._dtype)
         return Operand(o.reshape(tokens, self._groups, -1))

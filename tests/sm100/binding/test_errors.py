@@ -11,10 +11,11 @@ import torch
 from nvfp4_sgl.cutedsl_kernels import custom_ops, launcher  # noqa: F401
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError, KernelError, OperandTypeError, OperandValueError
-from nvfp4_sgl.cutedsl_kernels.operand import Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes
+from nvfp4_sgl.formats.rows import Rows
 
 E4M3 = torch.float8_e4m3fn
 T, F, K, G, E, TILE = 24, 64, 128, 2, 3, 8
@@ -34,6 +35,9 @@ class Recorder:
 
     def clusters(self, device: torch.device) -> Clusters:
         return B200_CLUSTERS
+
+    def freeze(self) -> None:
+        pass
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         self.calls.append(call)

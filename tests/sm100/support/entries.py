@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING
 
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
-from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
-from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, compile_for
+from tests.sm100.support.kernel_cache import cached
 
-_COMPILED: dict[Any, Compiled] = {}
+if TYPE_CHECKING:
+    from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 
 
-class _Native:
-    """A compiled function behind its C interface; loaded when first called, which is inside the emulator."""
+@functools.cache
+def compile_key(key: KernelKey) -> Compiled:
+    """A kernel, compiled once for all processes; it takes a call's arguments and a stream."""
+    return cached(key, _compile)
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._kernel: NativeKernel | None = None
 
-    def __call__(self, arguments: Arguments, stream: int) -> None:
-        self._kernel = self._kernel or NativeKernel.of("kernel", self._function)
-        self._kernel(arguments, stream)
+def _compile(key: KernelKey) -> Compiled:
+    from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
+    from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
+
+    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
+    entry = Entry(key.shape, epilogue, key.programmatic_launch)
+    return compile_for(key.architecture, entry, *Entry.example(key.shape))
 
 
 def compile_entry(
     shape: KernelShape, epilogue: Epilogue, architecture: str = "sm_100a", programmatic_launch: bool = False
 ) -> Compiled:
-    """A kernel, compiled once a process; it takes a call's arguments and a stream."""
-    key = shape, epilogue, architecture, programmatic_launch
-    if key not in _COMPILED:
-        entry = Entry(shape, epilogue, programmatic_launch)
-        compiled = compile_for(architecture, entry, *Entry.example(shape))
-        compiled.function = _Native(compiled.function)
-        _COMPILED[key] = compiled
-    return _COMPILED[key]
+    """The same by shape and epilogue."""
+    key = KernelKey(architecture, shape, epilogue.limit, epilogue.weighted, programmatic_launch)
+    if key.row_scale_constant != epilogue.row_scale_constant:
+        raise ValueError(f"{epilogue}: expected the row scale {key.row_scale_constant} that follows from the limit")
+    return compile_key(key)

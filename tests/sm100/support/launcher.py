@@ -14,15 +14,8 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
-from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from tests.sm100.emulator import Compiled, Options, emulated
-from tests.sm100.support.entries import compile_entry
-
-
-def compile_key(key: KernelKey) -> Compiled:
-    """A kernel, compiled once a process; it takes a call's arguments and a stream."""
-    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
-    return compile_entry(key.shape, epilogue, key.architecture, key.programmatic_launch)
+from tests.sm100.support.entries import compile_key
 
 
 @dataclass

@@ -17,7 +17,8 @@ from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
 from tests.sm100.emulator.host import Compiled, runtime_library
-from tests.sm100.support.launcher import compile_key, emulated_operations
+from tests.sm100.support.entries import compile_key
+from tests.sm100.support.launcher import emulated_operations
 from tests.sm100.support.operands import RandomRows, expected_product, random_weights, scales
 
 SHAPE = (4, 64, 128)

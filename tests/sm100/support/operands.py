@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.operand import ExpertRows, Rows, Weights
+from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import swizzle_scales
+from nvfp4_sgl.formats.rows import ExpertRows, Rows
 from tests.sm100.support.products import Bounded, RandomOperand, product
 
 E4M3 = torch.float8_e4m3fn

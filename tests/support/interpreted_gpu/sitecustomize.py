@@ -4,26 +4,20 @@ Nothing else of a server changes: SGLang and this package take the machine for o
 are those of ``--device cpu``, and the model and its backend are the GPU's.
 """
 
+import dataclasses
 import importlib.machinery
 import sys
 from typing import Any
 
 
-def _take_the_gpu_classes(decoders):
-    def build_decoder(target, reader, config, mode, parallel):
-        import torch
+def _choose_hopper(choose):
+    """The CPU's options with Hopper's boundaries."""
+    cpu, hopper = choose._cpu, choose._sm90
 
-        from nvfp4_sgl.gpu.context import GpuContext
-        from nvfp4_sgl.gpu.decoder import GpuDecoder
+    def interpreted():
+        return dataclasses.replace(cpu(), boundaries=hopper().boundaries)
 
-        return GpuDecoder(GpuContext(reader, config, torch.device("cpu"), mode, parallel))
-
-    def build_backend(runner):
-        from nvfp4_sgl.serving.gpu_backend import GpuAttentionBackend
-
-        return GpuAttentionBackend(runner)
-
-    decoders.build_decoder, decoders.build_backend = build_decoder, build_backend
+    choose._CHOICES[choose.Target.CPU] = interpreted
 
 
 def _warm_up_with_one_size(warm_up):
@@ -31,7 +25,10 @@ def _warm_up_with_one_size(warm_up):
     warm_up.sizes = lambda limit: [min(limit, 2)]
 
 
-PATCHES = {"nvfp4_sgl.serving.decoders": _take_the_gpu_classes, "nvfp4_sgl.gpu.warm_up": _warm_up_with_one_size}
+PATCHES = {
+    "nvfp4_sgl.targets.choose": _choose_hopper,
+    "nvfp4_sgl.targets.fused.warm_up": _warm_up_with_one_size,
+}
 """What is done to a module as soon as it has been imported."""
 
 

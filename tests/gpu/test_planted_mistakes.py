@@ -1,0 +1,167 @@
+"""Mistakes planted in the shared model, or in what GPUs add to it, are seen on every GPU target.
+
+The reference's results are recorded before anything is planted (``tests.support.lockstep``), so a mistake in the model
+that both share does not hide. Each is looked for in the one layer and sublayer where it shows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.triton_kernels.indexer import topk
+from tests.support.interpreted import ON_GPU
+from tests.support.lockstep import Recording, record, relative_errors, replay
+from tests.support.mutation import mutated
+from tests.support.reference_gemms import reference_gemms
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+TARGETS = ["SM90"] if ON_GPU else ["SM90", "SM100"]
+SWA, CSA, HCA = range(3)
+CACHED = {0: 4003, 1: 700}
+"""Behind 4003 tokens HCA layers see 31 entries, more than the columns of a plan for half as many."""
+BOUNDS: dict[str, dict[int | str, float]] = {
+    "SM90": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05},
+    "SM100": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05},
+}
+"""Of the worst row's relative error in attention by layer, and in the experts; of a state's values.
+
+A query of a CSA layer may choose another entry near the margin."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``old`` becomes ``new`` in ``module``; it shows in ``layer``, in ``place``: attention, experts or state."""
+
+    module: str
+    old: str
+    new: str
+    layer: int
+    place: str = "attention"
+
+
+MISTAKES = {
+    "compressed layers rotated by the window's table": Mistake(
+        "model.attention", "else RopeTable.COMPRESSED", "else RopeTable.WINDOW", HCA
+    ),
+    "window-only layers rotated by the compressed table": Mistake(
+        "model.attention", "RopeTable.WINDOW if", "RopeTable.COMPRESSED if", SWA
+    ),
+    "no YaRN": Mistake("model.rope_tables", "compress_rope_theta, config.yarn", "compress_rope_theta, None", HCA),
+    "the compressor's values and scores taken for each other": Mistake(
+        "weights.layout",
+        '["compressor.wkv", "compressor.wgate"]',
+        '["compressor.wgate", "compressor.wkv"]',
+        HCA,
+        "state",
+    ),
+    "gate and up swapped": Mistake(
+        "weights.layout",
+        'Shard(f"{name}.w1", rows=share), Shard(f"{name}.w3", rows=share)',
+        'Shard(f"{name}.w3", rows=share), Shard(f"{name}.w1", rows=share)',
+        SWA,
+        "experts",
+    ),
+    "shared expert left out": Mistake(
+        "targets.fused.experts",
+        "shared_expert=True)\n        else",
+        "shared_expert=False)\n        else",
+        SWA,
+        "experts",
+    ),
+    "no routed scaling": Mistake(
+        "targets.fused.experts", "self._config.routed_scaling_factor, routes", "1.0, routes", SWA, "experts"
+    ),
+    "hash layers routed by other tokens' ids": Mistake(
+        "targets.fused.experts", "self.tid2eid, token_ids, *", "self.tid2eid, token_ids.flip(0), *", SWA, "experts"
+    ),
+    "HCA's list of columns halved": Mistake("targets.fused.step", "longest // 128", "longest // 256", HCA),
+    "candidates reused with too few columns": Mistake(
+        "targets.fused.step", "rows <= known_rows and columns <= known_columns", "rows <= known_rows", CSA
+    ),
+    "HCA entries not attended": Mistake(
+        "targets.fused.attention", "entries = plan.entry_slots, plan.entry_lengths", "extra = None", HCA
+    ),
+    "no head RMS of q": Mistake("targets.fused.attention", "query_eps=config.rms_norm_eps", "query_eps=1.0", SWA),
+    "window one short": Mistake(
+        "targets.fused.attention", "window_lengths=plan.window_lengths", "window_lengths=plan.window_lengths // 2", SWA
+    ),
+    "index weights in another order": Mistake(
+        "model.attention", "prepared.index_weights, step", "prepared.index_weights.flip(1), step", CSA
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def chosen_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so few entries at a time that chunks nominate candidates."""
+    monkeypatch.setattr(topk, "CHUNK", 128)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=5, num_hidden_layers=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recordings(checkpoint: Path) -> dict[str, Recording]:
+    modes = {"SM90": ActivationMode.W4A16, "SM100": ActivationMode.W4A4}
+    tokens = {0: [17], 1: [301]}
+    return {
+        target: record(checkpoint, mode=modes[target], cached=CACHED, passes=[tokens], capacity=4096)
+        for target in TARGETS
+    }
+
+
+def error_of(target: str, checkpoint: Path, recording: Recording, layer: int, place: str) -> float:
+    """Of the package as it is imported right now; infinite where it refuses to run or gives a NaN."""
+    standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
+    choose: Any = importlib.import_module("nvfp4_sgl.targets.choose")
+    try:
+        with reference_gemms() if target == "SM100" else nullcontext():
+            model = standalone.Standalone(
+                checkpoint, target=choose.Target[target], device=DEVICE, requests=2, capacity=4096
+            )
+            model.begin({0: [5, 6, 7]})  # what a short pass allocated must not be too small for a long one
+            (row,) = replay(model, recording, [layer])
+    except Exception as error:
+        print(f"refused: {error}")
+        return float("inf")
+    found, told = row[layer], recording.layers[0][layer]
+    if place == "state":
+        return float((found.after["state"] - told.after["state"]).abs().nan_to_num().max())
+    pair = (found.experts, told.experts[1]) if place == "experts" else (found.attention, told.attention[1])
+    return float(relative_errors(*pair).max().nan_to_num(torch.inf))
+
+
+def bound(target: str, layer: int, place: str) -> float:
+    return BOUNDS[target][layer if place == "attention" else place]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layer", [SWA, CSA, HCA])
+def test_nothing_planted(layer: int, target: str, checkpoint: Path, recordings: dict[str, Recording]):
+    for place in ("attention", "experts", *(("state",) if layer == HCA else ())):
+        error = error_of(target, checkpoint, recordings[target], layer, place)
+        print(f"{target} layer {layer} {place}: {error:.4f}")
+        assert error < bound(target, layer, place) / 1.3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_seen(name: str, target: str, checkpoint: Path, recordings: dict[str, Recording]):
+    mistake = MISTAKES[name]
+    with mutated(mistake.module, mistake.old, mistake.new):
+        error = error_of(target, checkpoint, recordings[target], mistake.layer, mistake.place)
+    print(f"{target}: {name}: {error:.3f}")
+    assert error > bound(target, mistake.layer, mistake.place), f"{name}: the worst row moved by {error:.3f} only"

@@ -1,0 +1,111 @@
+"""The whole decoder as SM100 runs it, with no SM100: Triton interpreted, every GEMM's PTX executed in the emulator.
+
+Emulated GEMMs are compared with the same GEMMs computed in torch, around which everything else is equal: nothing but
+the order of fp32 sums may differ. That run is then judged against the CPU reference. FP4 activations amplify every
+rounding, so two right implementations are as far from each other as from unquantised activations: the yardstick is
+what quantising costs the reference itself. ``tests/gpu/test_sublayers.py`` judges each sublayer from equal inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.sm100.support.launcher import emulated_operations
+from tests.support.calm import write_calm
+from tests.support.ranks import RANKS, Exchange
+from tests.support.reference_gemms import reference_gemms
+
+SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 512}
+"""A layer of each kind, and nothing to choose: a flipped choice would hide mistakes."""
+
+PASSES = ({0: [5, 61, 7, 300, 22], 1: [401, 9]}, {0: [95, 12]}, {0: [77], 1: [8]})
+"""Token ids by request: two prompts, a chunk that closes a ratio-4 window, a decode step of both."""
+
+SUMS = 1e-3
+"""Of a log-probability: what another order of fp32 sums may change. Found: 0."""
+
+Gemms = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calm(tmp_path_factory.mktemp("calm"), seed=11, **SHAPES)
+
+
+def log_probabilities(model: Standalone, passes: Any = PASSES) -> Tensor:
+    """Of all tokens of all passes."""
+    model.reset()
+    return torch.cat([logits for tokens in passes for logits in model.extend(tokens).values()]).log_softmax(-1)
+
+
+def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
+    """Log-probabilities of SM100's decoder, and the launcher that ran its GEMMs."""
+    with gemms() as runner:
+        model = Standalone(checkpoint, target=Target.SM100, requests=2, capacity=256)
+        assert set(model.config.layer_kinds) == set(LayerKind)
+        return log_probabilities(model), runner
+
+
+@pytest.fixture(scope="module")
+def computed(checkpoint: Path) -> Tensor:
+    return run(checkpoint, reference_gemms)[0]
+
+
+def test_emulated_gemms_give_what_torch_gives(checkpoint: Path, computed: Tensor):
+    emulated, runner = run(checkpoint, emulated_operations)
+    assert bool(torch.isfinite(emulated).all())
+    # from x, from q, o_a, o_b, gate and up, down: in every layer of every pass.
+    assert len(runner.keys) == 6 * SHAPES["num_hidden_layers"] * len(PASSES)
+    assert float((emulated - computed).abs().max()) <= SUMS
+
+
+def test_as_good_as_the_reference(checkpoint: Path, computed: Tensor):
+    """Root mean square distances from activations that are not quantised, of each position."""
+
+    def reference(mode: ActivationMode, dtype: torch.dtype) -> Tensor:
+        model = Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=2, capacity=256)
+        return log_probabilities(model)
+
+    exact = reference(ActivationMode.W4A16, torch.float32)
+    cost = [reference(ActivationMode.W4A4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    ours, *theirs = ((found - exact).square().mean(-1).sqrt().median() for found in (computed, *cost))
+    print(f"median distance from w4a16: SM100 {ours:.3f}, the reference in w4a4 {theirs[0]:.3f} and {theirs[1]:.3f}")
+    assert ours <= 1.4 * max(theirs)
+
+
+def test_two_ranks(checkpoint: Path):
+    """Each rank's GEMMs emulated; both ranks get the same, and what torch's GEMMs give them."""
+    passes = ({0: [5, 61, 7]}, {0: [300]})
+
+    def ranks(gemms: Gemms) -> Tensor:
+        exchange = Exchange()
+        with gemms():
+            models = [
+                Standalone(
+                    checkpoint,
+                    target=Target.SM100,
+                    requests=1,
+                    capacity=256,
+                    parallel=TensorParallel(rank, len(RANKS), exchange.all_reduce(rank)),
+                )
+                for rank in RANKS
+            ]
+            first, second = exchange.run(lambda rank: log_probabilities(models[rank], passes))
+        assert torch.equal(first, second)
+        return first
+
+    computed = ranks(reference_gemms)
+    assert bool(torch.isfinite(computed).all())
+    assert float((ranks(emulated_operations) - computed).abs().max()) <= SUMS

@@ -1,0 +1,138 @@
+"""Sublayers of one decoder after another on the inputs, and the cached bytes, of a recorded run of the CPU reference.
+
+Log-probabilities of a whole random model hide what a sublayer gets a little wrong, and where activations are FP4 a
+rounding moves all that follows it. Here every sublayer starts from equal bits, so it may differ by its own roundings
+alone. The recording holds tensors only: what replays it may be another target, or have a mistake planted in the very
+model that recorded it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.cache.layer import LayerCache
+    from nvfp4_sgl.standalone import Standalone
+
+Contents = dict[str, Tensor]
+"""Pages, uint8, and states, fp32, of one layer's caches by name."""
+
+
+def contents(cache: LayerCache) -> Contents:
+    """The tensors behind a layer's caches."""
+    stores = {field.name: getattr(cache, field.name) for field in fields(cache)}
+    return {name: getattr(store, "pages", store) for name, store in stores.items() if store is not None}
+
+
+def overwrite(cache: LayerCache, bytes_: Contents) -> None:
+    """Give a layer's caches other contents."""
+    for name, store in contents(cache).items():
+        store.copy_(bytes_[name])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One layer in one pass: what its sublayers read and gave; its caches before and after."""
+
+    attention: tuple[Tensor, Tensor]
+    experts: tuple[Tensor, Tensor]
+    before: Contents
+    after: Contents
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run of the reference.
+
+    Attributes:
+        cached: tokens of each request before the first pass.
+        passes: token ids that each pass adds, by request. layers: by pass and layer.
+    """
+
+    cached: dict[int, int]
+    passes: list[dict[int, list[int]]]
+    layers: list[list[Recorded]]
+
+
+def activations(tokens: int, width: int, seed: int) -> Tensor:
+    """Activations as a norm leaves them, with outliers, bf16 [tokens, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator)
+    x[torch.rand(tokens, width, generator=generator) < 0.003] *= 20
+    return x.bfloat16()
+
+
+@torch.no_grad()
+def record(
+    path: Path, *, mode: Any, cached: Mapping[int, int], passes: Sequence[Mapping[int, list[int]]], capacity: int
+) -> Recording:
+    """Let the CPU reference (bf16, packed rows) fill its caches, then run ``passes`` on random activations."""
+    from nvfp4_sgl.model.contract import Operand
+    from nvfp4_sgl.standalone import Standalone
+
+    requests = max([*cached, *(request for each in passes for request in each)]) + 1
+    model = Standalone(path, packed=True, dtype=torch.bfloat16, mode=mode, requests=requests, capacity=capacity)
+    width, layers = model.config.hidden_size, range(model.config.num_hidden_layers)
+    prefill = model.begin({request: [0] * count for request, count in cached.items()})
+    for layer in layers:
+        x = activations(sum(cached.values()), width, layer)
+        model.decoder.layers[layer].attn(Operand(x), prefill.step, model.caches.layers[layer])
+    found = []
+    for number, tokens in enumerate(passes):
+        work, row = model.begin(tokens), []
+        for layer in layers:
+            block, cache = model.decoder.layers[layer], model.caches.layers[layer]
+            before = {name: store.clone() for name, store in contents(cache).items()}
+            x, y = (activations(len(work.ids), width, 100 * number + 2 * layer + n + 50) for n in range(2))
+            attended = block.attn(Operand(x), work.step, cache).float()
+            mixed = block.ffn(Operand(y), work.ids, work.step).float()
+            after = {name: store.clone() for name, store in contents(cache).items()}
+            row.append(Recorded((x, attended), (y, mixed), before, after))
+        found.append(row)
+    return Recording(dict(cached), [dict(each) for each in passes], found)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One layer in one pass: what the sublayers gave, fp32 on the CPU, the caches after, and the planned step."""
+
+    attention: Tensor
+    experts: Tensor
+    after: Contents
+    step: Any
+
+
+@torch.no_grad()
+def replay(model: Standalone, recording: Recording, layers: Sequence[int]) -> list[dict[int, Replayed]]:
+    """The recorded passes by ``model``, layer by layer of ``layers``, each on recorded inputs and caches."""
+    from nvfp4_sgl.targets.fused.operands import in_form
+
+    model.reset()
+    for request, count in recording.cached.items():
+        model.caches.lengths[request] = count
+    found = []
+    for tokens, recorded in zip(recording.passes, recording.layers, strict=True):
+        work, row = model.begin(tokens), {}
+        for layer in layers:
+            block: Any = model.decoder.layers[layer]
+            cache, told = model.caches.layers[layer], recorded[layer]
+            overwrite(cache, told.before)
+            x, y = (pair[0].to(model.device) for pair in (told.attention, told.experts))
+            attended = block.attn(in_form(x, block.attn.takes), work.step, cache)
+            mixed = block.ffn(in_form(y, block.ffn.takes), work.ids, work.step)
+            after = {name: store.cpu().clone() for name, store in contents(cache).items()}
+            row[layer] = Replayed(attended.float().cpu(), mixed.float().cpu(), after, work.step)
+        found.append(row)
+    return found
+
+
+def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Root mean square error of each row by its root mean square; [rows]. Not a number where a result is not one."""
+    assert found.shape == expected.shape
+    return (found - expected).norm(dim=1) / expected.norm(dim=1)

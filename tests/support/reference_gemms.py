@@ -1,0 +1,121 @@
+"""The SM100 GEMMs computed in torch: a launcher that executes a checked call from the operands' definition.
+
+For tests of what is composed around the GEMMs; the kernels themselves are executed in the emulator
+(``tests.sm100.support.launcher``), which takes minutes where this takes seconds. Sums are fp32, in an order of their
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
+from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes, swizzle_128x4, unswizzle_128x4
+from nvfp4_sgl.ops.swiglu import clamped_swiglu
+
+E4M3 = torch.float8_e4m3fn
+
+
+def _unscaled(codes: Tensor, scales: Tensor) -> Tensor:
+    return NvFp4Tensor(codes, scales.view(E4M3), torch.ones(())).unscaled()
+
+
+def row_scales(flat: Tensor, rows: int, blocks: int, token_tile: int) -> Tensor:
+    """Plain block scales uint8 [rows, blocks] of activations laid out for ``token_tile``."""
+    tile = layout_tile(token_tile)
+    tiles = -(-rows // tile)
+    spread = unswizzle_128x4(flat.view(torch.uint8), tiles * 128, blocks)
+    return spread.view(tiles, 128, blocks)[:, :tile].reshape(-1, blocks)[:rows]
+
+
+def _store_row_scales(flat: Tensor, scales: Tensor, token_tile: int) -> None:
+    rows, blocks = scales.shape
+    tile = layout_tile(token_tile)
+    tiles = -(-rows // tile)
+    padded = torch.zeros(tiles * tile, blocks, dtype=torch.uint8)
+    padded[:rows] = scales
+    spread = torch.zeros(tiles, 128, blocks, dtype=torch.uint8)
+    spread[:, :tile] = padded.view(tiles, tile, blocks)
+    assert flat.numel() == scale_bytes(rows, blocks * 16, token_tile)
+    flat.view(torch.uint8).copy_(swizzle_128x4(spread.view(-1, blocks)))
+
+
+@dataclass
+class ReferenceLauncher:
+    """Computes each call at once; ``keys`` are the kernels that would have run, in order."""
+
+    programmatic_launch: bool = False
+    keys: list[KernelKey] = field(default_factory=list)
+
+    def architecture(self, device: torch.device) -> str:
+        return "sm_100a"
+
+    def clusters(self, device: torch.device) -> Clusters:
+        return B200_CLUSTERS
+
+    def freeze(self) -> None:
+        """Nothing is compiled."""
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        self.keys.append(key)
+        shape, k = call.shape, call.k
+        matrices, features = call.weights.shape[:2]
+        blocks = -(-k // 64) * 4
+        plain = call.weight_scales.view(torch.uint8).view(matrices, -1)
+        weights = torch.stack(
+            [_unscaled(codes, unswizzle_128x4(plain[n], features, blocks)) for n, codes in enumerate(call.weights)]
+        )
+        groups = call.tokens.shape[1] if call.tokens.dim() == 3 else 1
+        scales = row_scales(call.token_scales, call.rows, blocks * groups, shape.token_tile)
+        tokens = call.tokens.reshape(call.rows, groups, -1)
+        values = torch.stack([_unscaled(tokens[:, g], scales[:, g * blocks : (g + 1) * blocks]) for g in range(groups)])
+        row_scale = call.row_scale if call.row_scale.dim() == 2 else call.row_scale.expand(call.rows)
+        if call.offsets is None or call.counts is None:
+            parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
+        else:
+            starts, counts = call.offsets.tolist(), call.counts.tolist()
+            parts = [(e, slice(start, start + counts[e])) for e, start in enumerate(starts)]
+        quantized = torch.zeros(call.rows, call.outputs // 16, dtype=torch.uint8)
+        for group, rows in parts:
+            if rows.start == rows.stop:
+                continue
+            source = values[group if groups > 1 else 0, rows]
+            factor = (row_scale[:, group] if row_scale.dim() == 2 else row_scale)[rows, None]
+            if shape.gated:
+                alpha = call.alpha.view(-1, 2)[group]
+                product = (source @ weights[group].T * factor).unflatten(1, (-1, 2, GATE_ROWS))
+                gate, up = ((product[:, :, half] * alpha[half]).flatten(1) for half in range(2))
+                assert key.limit is not None
+                result = clamped_swiglu(gate, up, key.limit)
+            else:
+                alpha = call.alpha.view(call.groups, -1)[group]
+                result = source @ weights[group].T * factor * alpha
+            if call.row_weight is not None:
+                result = result * call.row_weight[rows, None]
+            if shape.output == "nvfp4":
+                codes = quantize_rows(result, key.row_scale_constant)
+                call.out[rows] = codes.packed
+                quantized[rows] = codes.block_scale.view(torch.uint8)
+            else:
+                target = call.out if call.out.dim() == 2 else call.out[:, group]
+                target[rows] = result.to(call.out.dtype)
+        if call.out_scales is not None:
+            _store_row_scales(call.out_scales, quantized, shape.token_tile)
+
+
+@contextmanager
+def reference_gemms() -> Iterator[ReferenceLauncher]:
+    """Operations inside compute in torch."""
+    runner = ReferenceLauncher()
+    with launcher.use(runner):
+        yield runner

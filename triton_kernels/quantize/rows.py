@@ -1,0 +1,112 @@
+"""Rows of NVFP4 as kernels write them: ``nvfp4_sgl.formats.rows.Rows`` checked, passed and stored.
+
+Nothing is allocated. Block scales that pad the last atoms are left alone: they are multiplied into rows of the GEMM's
+output that nobody keeps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
+
+from ..common import checks
+from .nvfp4 import quantize_row
+
+K_MULTIPLE = 64
+"""Of K: whole groups of four block scales."""
+
+CODES_ALIGNMENT = 4
+"""Bytes: codes are stored eight at a time."""
+
+
+class RowsArguments(NamedTuple):
+    """:class:`Rows` as a kernel takes them; strides in bytes, TILE (rows that share a row of atoms) a constant.
+
+    Rows without groups have one.
+    """
+
+    codes: Tensor
+    block_scales: Tensor
+    scale: Tensor
+    groups: int
+    codes_row: int
+    codes_group: int
+    TILE: tl.constexpr
+
+
+def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tensor) -> None:
+    """Refuse rows that are not [*leading, k], or not on the device of ``x``; metadata only.
+
+    leading: (T,), or (T, G) where each of G groups has a scale of its own.
+    """
+    checks.require_multiple(name, "K", k, K_MULTIPLE)
+    meaning = "[T]" if len(leading) == 1 else "[T, G]"
+    codes, scales = f"{name}.codes", f"{name}.block_scales"
+    checks.require_dtype(codes, rows.codes, torch.uint8)
+    checks.require_shape(codes, rows.codes, (*leading, k // 2), f"{meaning[:-1]}, K/2]")
+    checks.require_rows(codes, rows.codes)
+    checks.require_strides(codes, rows.codes, CODES_ALIGNMENT)
+    checks.require_dtype(scales, rows.block_scales, torch.uint8, torch.float8_e4m3fn)
+    expected = scale_bytes(leading[0], k * (leading[1] if len(leading) == 2 else 1), rows.token_tile)
+    checks.require_shape(scales, rows.block_scales, (expected,), f"[bytes for token tile {rows.token_tile}]")
+    checks.require_contiguous(scales, rows.block_scales)
+    checks.require_dtype(f"{name}.scale", rows.scale, torch.float32)
+    checks.require_shape(f"{name}.scale", rows.scale, leading, meaning)
+    checks.require_contiguous(f"{name}.scale", rows.scale)
+    checks.require_same_device("x", x, **{codes: rows.codes, scales: rows.block_scales, f"{name}.scale": rows.scale})
+
+
+def rows_arguments(rows: Rows) -> RowsArguments:
+    grouped = rows.codes.dim() == 3
+    return RowsArguments(
+        codes=rows.codes,
+        block_scales=rows.block_scales.view(torch.uint8),
+        scale=rows.scale,
+        groups=rows.codes.shape[1] if grouped else 1,
+        codes_row=rows.codes.stride(0),
+        codes_group=rows.codes.stride(1) if grouped else 0,
+        TILE=tl.constexpr(layout_tile(rows.token_tile)),
+    )
+
+
+@triton.jit
+def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
+    """Byte of a block's scale in a matrix of ``matrix_blocks`` columns, a multiple of 4; row int64.
+
+    Atoms of 128 rows by 4 blocks, 512 bytes, in row-major order; row r, block b of an atom at
+    ``r % 32 * 16 + r // 32 * 4 + b``. TILE rows to each row of atoms.
+    """
+    atom = row // TILE * (matrix_blocks // 4) + block // 4
+    within = row % TILE
+    return atom * 512 + within % 32 * 16 + within // 32 * 4 + block % 4
+
+
+@triton.jit
+def store_codes_and_scales(words, scale, out, row, group, blocks, BLOCKS: tl.constexpr):
+    """Store codes and block scales that :func:`quantize_row` gave; arguments as of :func:`store_quantized_row`."""
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    codes = out.codes + row * out.codes_row + group * out.codes_group
+    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, mask=inside[:, None])
+    offset = block_scale_offset(row, group * blocks + block, out.groups * blocks, out.TILE)
+    tl.store(out.block_scales + offset, scale.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def store_quantized_row(first, last, out, row, group, blocks, BLOCKS: tl.constexpr):
+    """Quantise a row, or a group of it, and store codes, block scales and row scale.
+
+    first, last: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. out: :class:`RowsArguments`. row: int64. group: 0
+    where rows have none.
+    """
+    words, scale, g = quantize_row(first, last, BLOCKS)
+    tl.store(out.scale + row * out.groups + group, g)
+    store_codes_and_scales(words, scale, out, row, group, blocks, BLOCKS)

@@ -1,0 +1,67 @@
+"""Activations to NVFP4 in the rows of their experts, each quantised once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvfp4_sgl.formats.nvfp4 import BLOCK
+from nvfp4_sgl.formats.rows import Rows
+
+from ..common import checks
+from ..common.overlap import OVERLAPPED, after_previous
+from .nvfp4 import load_halves, quantize_row
+from .quantize import row_warps
+from .rows import check_rows, rows_arguments, store_codes_and_scales
+
+
+@triton.jit
+def _quantize_scattered_kernel(x, x_row, destination, out, blocks, COPIES: tl.constexpr, BLOCKS: tl.constexpr):
+    after_previous()
+    source = tl.program_id(0).to(tl.int64)
+    first, last = load_halves(x + source * x_row, blocks * 16, BLOCKS)
+    words, scale, g = quantize_row(first, last, BLOCKS)
+    for copy in range(COPIES):
+        row = tl.load(destination + source * COPIES + copy).to(tl.int64)
+        if row >= 0:
+            tl.store(out.scale + row, g)
+            store_codes_and_scales(words, scale, out, row, 0, blocks, BLOCKS)
+
+
+def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
+    """Quantise rows, each once, and store each wherever it is wanted: tokens in the rows of their experts.
+
+    Args:
+        x: bf16 or fp32 [S, K], the last dimension contiguous, K a multiple of 64.
+        destination: int32 [S, k], the rows of ``out`` that are made of each row of ``x``, as ``permutation.Routes`` has
+            them; −1 for none. Others must be rows of ``out``, and no two alike; that is not checked.
+        out: [T, K]. Rows that nothing is made of are left alone.
+
+    Bit-equal to :func:`quantize` of the gathered rows. Floor: 2·S·K bytes read (bf16), S·k·(K/2 + K/16) written; on an
+    H200 (2026-11-21, 8192 tokens to 6 rows each) 38 % of it is reached.
+    """
+    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
+    checks.require_dimensions("x", x, 2, "[S, K]")
+    checks.require_rows("x", x)
+    sources, k = x.shape
+    checks.require_dimensions("destination", destination, 2, "[S, k]")
+    checks.require_shape("destination", destination, (sources, destination.shape[1]), "[S, k]")
+    checks.require_dtype("destination", destination, torch.int32)
+    checks.require_contiguous("destination", destination)
+    checks.require_same_device("x", x, destination=destination)
+    check_rows("out", out, (out.codes.shape[0],), k, x)
+    if sources and destination.shape[1]:
+        blocks = triton.next_power_of_2(k // BLOCK)
+        _quantize_scattered_kernel[(sources,)](
+            x,
+            x.stride(0),
+            destination,
+            rows_arguments(out),
+            k // BLOCK,
+            COPIES=destination.shape[1],
+            BLOCKS=blocks,
+            num_warps=row_warps(blocks, sources),
+            **OVERLAPPED,
+        )
