@@ -206,7 +206,7 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     main_loop = math.ceil(k_tiles / shape.split_k) * stage
     epilogue = epilogue_cycles(shape)
     if shape.split_k > 1:
-        sent = (shape.split_k - 1) * shape.owned_chunks * shape.chunk * LANES * 4
+        sent = shape.partial_bytes
         epilogue += machine.exchange_cycles + 2 * sent / machine.l2_bytes_per_cycle
         tile_cycles = main_loop + epilogue + machine.fill_cycles / 2  # not persistent: nothing overlaps
     else:
