@@ -259,11 +259,9 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     main_loop = stages * stage
     epilogue = epilogue_cycles(shape)
     if shape.split_k > 1:
-        sent = (shape.split_k - 1) * shape.owned_chunks * shape.chunk * LANES * 4
-        epilogue += machine.exchange_cycles + 2 * sent / machine.l2_bytes_per_cycle
-        tile_cycles = main_loop + epilogue + machine.fill_cycles / 2  # not persistent: nothing overlaps
-    else:
-        tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
+        # Partial sums are written and read.
+        epilogue += machine.exchange_cycles + 2 * shape.partial_bytes / machine.l2_bytes_per_cycle
+    tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
     memory = _memory_bytes(shape, problem, token_tiles)
     ctas = 2 if shape.pair else shape.split_k
     tail_waste = 1 - tiles * ctas / (waves * machine.multiprocessors)

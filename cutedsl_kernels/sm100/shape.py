@@ -235,15 +235,15 @@ class KernelShape:
 
     @property
     def partial_bytes(self) -> int:
-        """Other CTAs' sums of the chunks that this CTA of a split-K cluster owns."""
+        """Other CTAs' sums of the units that this CTA of a split-K cluster owns."""
         if self.split_k == 1:
             return 0
-        return (self.split_k - 1) * self.owned_chunks * SPLIT_CHUNK * LANES * 4
+        return (self.split_k - 1) * self.owned_units * SPLIT_CHUNK * WARP_LANES * 4
 
     @property
-    def owned_chunks(self) -> int:
-        """Chunks whose sum one CTA of a split-K cluster finishes, at most."""
-        return -(-self.chunks // self.split_k)
+    def owned_units(self) -> int:
+        """Units of the reduction, a warp's part of a chunk each, that one CTA of a split-K cluster adds up, at most."""
+        return -(-4 * self.chunks // self.split_k)
 
     @property
     def small_bytes(self) -> int:

@@ -77,8 +77,8 @@ def test_cost_of_split_k_by_hand() -> None:
     stage = (128 + 8) * 128 + (128 + 128) * 16
     assert found.loaded_bytes == 8 * 16 * stage
     assert found.stage_cycles == stage / 68
-    # Four slices of four stages; each CTA owns one chunk of eight tokens at most and gets it from three others.
-    reduced = B200.exchange_cycles + 2 * 3 * 8 * 128 * 4 / 68
+    # Four slices of four stages; each CTA adds up a quarter of the features and gets it from three others.
+    reduced = B200.exchange_cycles + 2 * 3 * 8 * 32 * 4 / 68
     # 32 of 148 SMs load, and eight tiles read the same tokens: what comes from HBM is less than what is read.
     cold = (1 - 32 / 148) * 4 * stage / 68 * found.memory_bytes / found.loaded_bytes
     memory = found.memory_bytes / 7.2e12 + cold / B200.clock_hz

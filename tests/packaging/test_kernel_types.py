@@ -1,0 +1,52 @@
+"""The type checker sees every kernel that the targets call, and a kernel module has one identity."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, sources
+
+
+def kernel_names() -> list[tuple[str, str]]:
+    """(module, name) of all that the targets import from the kernel folders."""
+    found = set()
+    for file in sources(PACKAGE / "targets"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                tuple(f"nvfp4_sgl.{folder}" for folder in KERNEL_FOLDERS)
+            ):
+                found |= {(node.module or "", alias.name) for alias in node.names}
+    return sorted(found)
+
+
+def test_the_type_of_no_kernel_is_any(tmp_path: Path) -> None:
+    names = kernel_names()
+    assert len(names) > 20
+    lines = [f"from {module} import {name} as k{n}\nreveal_type(k{n})" for n, (module, name) in enumerate(names)]
+    snippet = tmp_path / "kernels.py"
+    snippet.write_text("\n".join([*lines, "from triton import jit\nreveal_type(jit)\n"]))
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(snippet)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert len(revealed) == len(names) + 1, done.stdout + done.stderr
+    assert revealed.pop() == "Any", "the check sees no Any where there is one"
+    unseen = [names[n] for n, kind in enumerate(revealed) if kind == "Any"]
+    assert not unseen, unseen
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_a_second_copy_of_a_kernel_module_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package of the same name, as SGLang's ``triton_kernels``, is not ours to refuse."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    known = {name: module for name, module in sys.modules.items() if name.split(".")[0] == folder}
+    for name in known:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=f"{folder}: expected nvfp4_sgl.{folder}"):
+        importlib.import_module(f"{folder}.{'common.checks' if folder == 'triton_kernels' else 'checks'}")
