@@ -17,6 +17,7 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes, swizzle_128x4, unswizzle_128x4
@@ -59,8 +60,8 @@ class ReferenceLauncher:
     def architecture(self, device: torch.device) -> str:
         return "sm_100a"
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return 148
+    def clusters(self, device: torch.device) -> Clusters:
+        return B200_CLUSTERS
 
     def freeze(self) -> None:
         """Nothing is compiled."""
