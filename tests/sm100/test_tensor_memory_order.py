@@ -117,7 +117,7 @@ def test_a_commit_tells_of_its_own_lane_only(plain: Options) -> None:
 
 def test_a_commit_tells_nothing_of_what_its_issuer_did_since_the_copy(plain: Options) -> None:
     write, read = "st.shared.b32 [%r2+600], %r0;", "ld.shared.b32 %r9, [%r2+600];"
-    check([write, *PRODUCE], [DONE, read], True, plain)
+    check([write, "bar.warp.sync -1;", *PRODUCE], [DONE, read], True, plain)
     check([COPY, write, COMMIT], [DONE, read], False, plain)
 
 

@@ -31,6 +31,11 @@ Modelled
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not touch another
       one's shared memory before it knows that this one has begun, nor end before it knows that copies, tensor cores and
       other CTAs have done with its memory and mbarriers;
+    * scopes: between CTAs of a cluster a release and an acquire count if they or a fence have its scope
+      (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
+      memory, since kernels proven on hardware rely on it. Atomics and other strong accesses, to global memory, too,
+      need scopes that include one another's CTAs (``global_scopes``);
+    * lanes: those of a warp must synchronise before one hands on or touches what others wrote (``lane_order``);
     * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
       conflicting accesses to global memory (``stream``);
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
@@ -48,10 +53,10 @@ Not modelled, refused
     (reported as a hazard).
 
 Not modelled, not noticed
-    Races on global memory within a launch, and those among the lanes of one warp; too narrow a scope of a fence or a
-    synchronisation; register budgets. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum
-    is taken in fp64, so last bits may differ from hardware. Lanes that issue the same bulk store together count as one
-    store.
+    Races of weak accesses to global memory within a launch, and so too narrow a scope of what orders those. Among the
+    lanes of a warp: reads but for the last lane's, and what one waited for and another uses. Register budgets.
+    Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may
+    differ from hardware. Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware
     What SM100 shares with sm_90a gives the bytes that an H200 gave (``tests/sm100/hardware``); its approximate

@@ -14,6 +14,7 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
 from tests.sm100.emulator.ptx import Kernel
@@ -72,6 +73,7 @@ class Launch:
         self.before: Launch | None = None
         """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
+        self.scopes = GlobalScopes()
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""
@@ -210,7 +212,7 @@ class Launch:
         if self.executed > self.options.max_instructions:
             raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
         execute = self.program[counter]
-        warp.actor.site = counter
+        warp.actor.site, warp.actor.executing = counter, lanes
         try:
             if execute is None:
                 counts[counter] += 1

@@ -14,6 +14,7 @@ from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.cluster import Cluster, Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.handover import Message
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, Update, reduction
 from tests.sm100.emulator.instructions.tensor_maps import read_map
 from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_BASE, SHARED_WINDOW
@@ -151,7 +152,8 @@ def _tensor_load(decoder: Decoder) -> Execute:
                 for cta, report, writer in zip(targets, reports, writers, strict=True):
                     cta.shared.scatter(_offsets(box, offset), data, writer)
                     statistics.engine_bytes["tma_load_shared"] += box.box_bytes
-                    cluster.memory_barrier(report, writer).complete(box.box_bytes, writer.clock)
+                    message = Message.to_all(warp.cta.rank, writer.clock)
+                    cluster.memory_barrier(report, writer).complete(box.box_bytes, message)
 
             warp.cta.launch.statistics.engine_operations["tma_load"] += 1
             warp.cta.cluster.engines.issue("tma_load", None, [arrive])
@@ -250,7 +252,7 @@ def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
         for committed, count in done:
             del committed[:count]
         for known in learnt.values():
-            warp.actor.acquire(known)
+            warp.actor.learn(known)
         return None
 
     return execute
@@ -349,7 +351,7 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
-        known = warp.copies.copy()
+        known = Message.to_all(warp.cta.rank, warp.copies.copy())
         for target in targets if more else ():
             warp.cta.cluster.memory_barrier(target, warp.actor).raise_pending()
 
@@ -394,8 +396,8 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
             if cluster.timing is not None:
                 _time_load(warp, nbytes, [report], [actor])
 
-            def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report,
-                       actor=actor):  # fmt: skip
+            def arrive(launch=launch, cluster=cluster, launch_rank=warp.cta.rank, target=target, origin=origin,
+                       nbytes=nbytes, report=report, actor=actor):  # fmt: skip
                 if between:
                     cta, offset = cluster.locate(origin)
                     data = cta.shared.read(offset, nbytes, actor)
@@ -403,7 +405,8 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                     data = launch.memory.view(origin, nbytes, write=False)
                 cta, offset = cluster.locate(target)
                 cta.shared.write(offset, data, actor)
-                cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
+                message = Message.to_all(launch_rank, actor.clock)
+                cluster.memory_barrier(report, actor).complete(nbytes, message)
 
             cluster.engines.issue("tma_load", None, [arrive])
 

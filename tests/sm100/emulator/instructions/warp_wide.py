@@ -168,7 +168,14 @@ def build_redux(decoder: Decoder) -> Execute:
 def build_warp_barrier(decoder: Decoder) -> Execute:
     decoder.arity(1)
     members = decoder.read(0, "u32")
-    return lambda warp, mask: missing(warp, mask, members)
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if blocked := missing(warp, mask, members):
+            return blocked
+        warp.actor.synchronise_lanes(np.ones(LANES, bool) if mask is None else mask)
+        return None
+
+    return execute
 
 
 @instruction("activemask")
