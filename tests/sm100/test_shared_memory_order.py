@@ -317,6 +317,7 @@ def test_a_cta_ends_after_what_happens_in_its_memory(options: Options) -> None:
     arrive = f"{join}\n{REMOTE_BARRIER}\nadd.s32 %r13, %r12, 520;\nmbarrier.arrive.shared::cluster.b64 _, [%r13];"
     check(f"{arrive}\n{WAIT('%r2+520', 0)}", join, options, None, 2)
     check(arrive, join, options, "ended without waiting for an arrival of CTA", 2)
+    check(arrive, join, replace(options, strict_exit=False), None, 2)
 
 
 def test_shared_memory_of_a_cta_that_may_not_have_begun(options: Options) -> None:

@@ -30,7 +30,7 @@ Modelled
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not touch another
       one's shared memory before it knows that this one has begun, nor end before it knows that copies, tensor cores and
-      other CTAs have done with its memory and mbarriers;
+      other CTAs have done with its memory and (``Options.strict_exit``) mbarriers;
     * scopes: between CTAs of a cluster a release and an acquire count if they or a fence have its scope
       (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
       memory, since kernels proven on hardware rely on it. Atomics and other strong accesses, to global memory, too,
