@@ -11,18 +11,20 @@ Rule: an instruction, a modifier, an operand form, a descriptor field, a launch 
 is not modelled raises ``UnsupportedError``, for instructions before anything runs.
 
 Modelled
-    * scalar code: integer and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register; comparisons;
-      cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0 pairs); moves, packing; ld/st/atom/red of one to eight
-      elements; ldmatrix, stmatrix; local memory;
-    * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
+    * scalar code: integer and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register, and f32 with
+      operands of half precision; comparisons; cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0 pairs);
+      moves, packing; ld/st/atom/red of one to eight elements, ld and st of up to 128 bits; ldmatrix, stmatrix; local
+      memory;
+    * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux (f32, too);
     * barriers: named barriers, mbarriers with arrival and transaction counts and states, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
-      0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups; tensor maps changed on the
-      device, with the order that their proxy asks for (``tensor_map_order``);
+      0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups, prefetches into L2; tensor maps
+      changed on the device, with the order that their proxy asks for (``tensor_map_order``);
     * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4
       with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair; operands of 8 and 16 bits also MN-major
       or, without scales, A in tensor memory; commit, also multicast; ld and st of every shape, also packed;
-    * clusters: any shape; shared memory of other CTAs by mapa;
+    * clusters: any shape; shared memory of other CTAs by mapa; cluster launch control, also multicast, with requests
+      that fail for no reason in the shuffled modes;
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
     * order of accesses to shared and tensor memory, whatever the timing: two that conflict must be ordered by barriers,
       mbarriers, commits, waits for groups of copies or for stores of tensor memory, or release and acquire; a generic

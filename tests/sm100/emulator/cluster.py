@@ -40,6 +40,8 @@ class Cta:
         self.named_barriers = NamedBarriers()
         self.triggered = False
         """Whether it has executed griddepcontrol.launch_dependents."""
+        self.refused = False
+        """Whether it has seen that a request for another cluster's work failed."""
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]

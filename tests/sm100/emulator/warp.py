@@ -28,6 +28,7 @@ REGISTER_DTYPES = {
     "16": np.dtype("u2"),
     "32": np.dtype("u4"),
     "64": np.dtype("u8"),
+    "128": np.dtype("V16"),
 }
 Mask = np.ndarray | None
 """Lanes that execute: a bool array, or None for all 32."""

@@ -33,7 +33,7 @@ def _groups(warp: Warp, lane: int, bulk: bool) -> tuple[BulkGroup, list[BulkGrou
     return table.setdefault(lane, (BulkGroup(), []))
 
 
-def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]]:
+def tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]]:
     found = decoder.operands[index]
     if not isinstance(found, TensorAddress):
         raise UnsupportedError(f"operand {found} as a tensor address")
@@ -43,7 +43,7 @@ def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]
     return decoder.read(found.base, "u64"), [decoder.read(item, "s32") for item in found.coordinates]
 
 
-def _begin_with_map(warp: Warp, address: int) -> TensorMap:
+def begin_with_map(warp: Warp, address: int) -> TensorMap:
     """The map for a copy that begins: in the parameter block or in global memory."""
     if SHARED_WINDOW <= address < PARAMETER_WINDOW:
         raise MemoryFaultError(f"tensor map at {address:#x}: copies take no map from shared memory")
@@ -115,13 +115,13 @@ def _tensor_load(decoder: Decoder) -> Execute:
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 + multicast + hint)
     destination, barrier = decoder.address(0), decoder.address(2)
-    map_address, coordinates = _tensor_operands(decoder, 1)
+    map_address, coordinates = tensor_operands(decoder, 1)
     receivers = decoder.read(3, "u16") if multicast else None
 
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
             where = int(map_address(warp)[lane])
-            box = _begin_with_map(warp, where)
+            box = begin_with_map(warp, where)
             corner = tuple(int(read(warp)[lane]) for read in coordinates)
             cluster = warp.cta.cluster
             owner, offset = cluster.locate(int(destination(warp)[lane]))
@@ -173,7 +173,7 @@ def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
     decoder.expect("global", "shared::cta")
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
-    map_address, coordinates = _tensor_operands(decoder, 0)
+    map_address, coordinates = tensor_operands(decoder, 0)
     source = decoder.address(1)
 
     def execute(warp: Warp, mask: Mask) -> None:
@@ -193,7 +193,7 @@ def _store_box(
     warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup], operation: str
 ) -> None:
     """Issue a store, or a reduction if an operation is given."""
-    box = _begin_with_map(warp, where)
+    box = begin_with_map(warp, where)
     combine = reduction(operation, box.element, flushes=False) if operation else None
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)

@@ -186,7 +186,7 @@ def _width(decoder: Decoder) -> int:
 
 @instruction("ld")
 def build_ld(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    type_name = decoder.type(moved=True)
     space, count = _space(decoder), _width(decoder)
     semantics = _semantics(decoder)
     hint = decoder.flag("L2::cache_hint")
@@ -222,7 +222,7 @@ def build_ld(decoder: Decoder) -> Execute:
 
 @instruction("st")
 def build_st(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    type_name = decoder.type(moved=True)
     space, count = _space(decoder), _width(decoder)
     semantics = _semantics(decoder)
     hint = decoder.flag("L2::cache_hint")
