@@ -34,6 +34,7 @@ from tests.sm100.emulator.ordering_clock import (
     Agents,
     Clock,
 )
+from tests.sm100.emulator.scalar_types import LANE_IDS
 
 Strength = Literal["weak", "cta", "reaching"]
 """Whether an access may race with others that are strong, and if so, whether its scope goes beyond the CTA."""
@@ -109,9 +110,9 @@ class Actor:
         limits = self.clock.limits
         limits[TENSOR, self.number] = limits[ORDER, self.number]
 
-    def _operate(self, issuer: WarpActor) -> Actor:
-        """This agent's next tcgen05 operation, in its order, with what the issuer knows by now."""
-        self.clock.follow(issuer.told())
+    def _operate(self, issuer: WarpActor, lane: int | None = None) -> Actor:
+        """This agent's next tcgen05 operation, in its order, with what the issuer, or a lane of it, knows by now."""
+        self.clock.follow(issuer.told(lane))
         self._advance()
         issuer._tick()
         return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True)
@@ -182,10 +183,10 @@ class WarpActor(Actor):
         self.lanes.synchronise(members, int(self.clock.limits[ORDER, self.number]))
         self._tick()
 
-    def told(self) -> Clock:
-        """What the lanes at work may hand on: all but what other lanes wrote since they last synchronised."""
-        known = self.clock.copy()
-        limit = None if self.executing is None else self.lanes.limit(self.executing)
+    def told(self, lane: int | None = None) -> Clock:
+        """What a lane, or all lanes at work, may hand on: not what other lanes wrote since they last synchronised."""
+        known, members = self.clock.copy(), self.executing if lane is None else lane == LANE_IDS
+        limit = None if members is None else self.lanes.limit(members)
         if limit is not None:
             places = np.ix_(ACCESSES, self._own())
             known.limits[places] = np.minimum(known.limits[places], limit)
@@ -256,8 +257,8 @@ class WarpActor(Actor):
         self.clock.limits[INIT, self.number] = self.clock.limits[ORDER, self.number]
         self._tick()
 
-    def issue(self, generic: bool = False) -> Actor:
-        """A new asynchronous operation that begins now; a generic one is a cp.async copy.
+    def issue(self, lane: int | None = None, generic: bool = False) -> Actor:
+        """A new asynchronous operation that begins now, of a lane if one is named; a generic one is a cp.async copy.
 
         Its agent is that of an earlier operation whose completion this warp knows, if there is one: what covers
         the new operation then covers the old one, too.
@@ -269,7 +270,7 @@ class WarpActor(Actor):
             if generic:
                 self.agents.copies.add(number)
         known[number] = known.get(number, NOTHING) + TICK
-        clock = self.told()
+        clock = self.told(lane)
         clock.limits[ORDER, number] = known[number]
         self._tick()
         return Actor(self.agents, number, clock, self.site)
@@ -283,7 +284,7 @@ class WarpActor(Actor):
 
     def issue_tensor(self, lane: int) -> Actor:
         """A new tcgen05.mma or cp of a lane: it comes after the earlier ones of that lane."""
-        return self._agent("mma and cp", lane)._operate(self)
+        return self._agent("mma and cp", lane)._operate(self, lane)
 
     def commit_tensor(self, lane: int) -> Message:
         """What tcgen05.commit hands on: the lane's mma and cp so far, not its other accesses since the last of them.

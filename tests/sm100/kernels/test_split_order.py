@@ -87,7 +87,7 @@ NEEDED = {
     "fences of the cluster": (r"fence\.acq_rel\.cluster", 2),
     "synchronisation of the warp": (r"bar\.warp\.sync", 1),
 }
-"""Each statement that matches, and how many there are at least: before the signal and after the wait."""
+"""How many of the statements that match are the exchange's: before the signal and after the wait; they come first."""
 
 
 def small() -> Compiled:
@@ -98,10 +98,10 @@ def small() -> Compiled:
 @pytest.mark.parametrize("mode", [Options(), Options("random", 1)], ids=["immediate", "random"])
 @pytest.mark.parametrize("what", NEEDED)
 def test_the_exchange_needs(what: str, mode: Options) -> None:
-    pattern, least = NEEDED[what]
+    pattern, count = NEEDED[what]
     mutants = list(without_each(small(), pattern))
-    assert len(mutants) >= least
-    for left_out, mutant in mutants:
+    assert len(mutants) >= count
+    for left_out, mutant in mutants[:count]:
         with pytest.raises(HazardError, match="read of shared memory .* without being ordered after its write"):
             SMALL.check(mode, compiled=mutant)
             pytest.fail(f"not noticed: {left_out}")

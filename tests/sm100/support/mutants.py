@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.cutedsl_kernels import sm100
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
 from tests.sm100.emulator import Compiled, compile_for
 
 

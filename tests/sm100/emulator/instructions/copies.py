@@ -136,7 +136,7 @@ def _tensor_load(decoder: Decoder) -> Execute:
             for report in reports:
                 cluster.memory_barrier(report, warp.actor, asynchronous=True)
             rows = list(box.rows(corner))
-            writers = [warp.actor.issue() for _ in targets]
+            writers = [warp.actor.issue(int(lane)) for _ in targets]
             if cluster.timing is not None:
                 _time_load(warp, sum(row.size for row in rows), reports, writers)
 
@@ -182,24 +182,23 @@ def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
             values = tuple(int(read(warp)[lane]) for read in (map_address, source, *coordinates))
             # Storing the same bytes again changes nothing: one store serves all lanes that ask for the same.
             number = int(lane) if operation else 0
-            issued.setdefault((number, *values), []).append(_groups(warp, int(lane), bulk=True)[0])
-        for (_, where, origin, *corner), groups in issued.items():
-            _store_box(warp, where, origin, tuple(corner), groups, operation)
+            issued.setdefault((number, *values), []).append(int(lane))
+        for (_, where, origin, *corner), lanes in issued.items():
+            _store_box(warp, where, origin, tuple(corner), lanes, operation)
 
     return execute
 
 
-def _store_box(
-    warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup], operation: str
-) -> None:
-    """Issue a store, or a reduction if an operation is given."""
+def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], lanes: list[int], operation: str) -> None:
+    """Issue a store of lanes, or a reduction if an operation is given."""
     box = begin_with_map(warp, where)
     combine = reduction(operation, box.element, flushes=False) if operation else None
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
     rows = list(box.rows(corner, store=True))
-    reader = warp.actor.issue()
+    reader = warp.actor.issue(lanes[0])
     _time_store(warp, sum(row.size for row in rows), reader)
+    groups = [_groups(warp, lane, bulk=True)[0] for lane in lanes]
     for group in groups:
         group.add(reader.clock)
     held: list[np.ndarray] = []
@@ -392,7 +391,7 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
             launch.statistics.engine_operations["tma_load"] += 1
             launch.statistics.engine_bytes["tma_load"] += nbytes
             report = int(barrier(warp)[lane])
-            actor = warp.actor.issue()
+            actor = warp.actor.issue(int(lane))
             if cluster.timing is not None:
                 _time_load(warp, nbytes, [report], [actor])
 
@@ -450,7 +449,7 @@ def _bulk_store(warp: Warp, lane: int, target: int, origin: int, nbytes: int, co
     launch.statistics.engine_bytes["tma_store"] += nbytes
     cta, offset = cluster.locate(origin)
     group = _groups(warp, lane, bulk=True)[0]
-    actor = warp.actor.issue()
+    actor = warp.actor.issue(lane)
     _time_store(warp, nbytes, actor)
     group.add(actor.clock)
     held: list[np.ndarray] = []

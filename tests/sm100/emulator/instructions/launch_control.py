@@ -54,7 +54,7 @@ def build_request(decoder: Decoder) -> Execute:
             reports = [target.shared_address(report) for target in targets]
             for address in reports:
                 cluster.memory_barrier(address, warp.actor, asynchronous=True)
-            writers = [warp.actor.issue() for _ in targets]
+            writers = [warp.actor.issue(int(lane)) for _ in targets]
 
             def respond(targets=targets, reports=reports, writers=writers, offset=offset):
                 response = _respond(warp)
