@@ -37,6 +37,9 @@ class Options:
             different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out. Also
             ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
+        strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
+            hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
+            Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         timing: what to model time by; None leaves it out.
@@ -47,6 +50,7 @@ class Options:
     starve: str | None = None
     max_instructions: int = 5_000_000
     strict_tensor_waits: bool = False
+    strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None
 

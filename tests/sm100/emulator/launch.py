@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
 from tests.sm100.emulator.ptx import Kernel
@@ -69,9 +71,12 @@ class Launch:
         self.random = random.Random(options.seed)
         self.runs: list[ClusterRun] = []
         """Clusters that have begun."""
+        self.pending: deque[Triple] = deque(self._origins)
+        """Where the block indices begin of clusters that have not."""
         self.before: Launch | None = None
         """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
+        self.scopes = GlobalScopes()
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""
@@ -106,8 +111,8 @@ class Launch:
             EmulatorError: with CTA, warp, lanes and the instruction's text.
         """
         with np.errstate(all="ignore"):
-            for origin in self._origins:
-                self.runs = [ClusterRun(self, origin)]
+            while self.pending:
+                self.runs = [ClusterRun(self, self.pending.popleft())]
                 while not self.runs[0].done:
                     self.runs[0].advance()
                     if self.runs[0].stuck:
@@ -115,9 +120,14 @@ class Launch:
         self._count()
         return self.statistics
 
+    def cancel(self) -> Triple | None:
+        """Take the next cluster that has not begun from the launch: where its block indices begin, if there is one."""
+        return self.pending.popleft() if self.pending else None
+
     def begin(self, on_waited: Callable[[Launch, Launch], None]) -> None:
         """Make all clusters ready for ``advance``; ``on_waited`` is told what this launch has waited for."""
-        self.runs = [ClusterRun(self, origin) for origin in self._origins]
+        self.runs = [ClusterRun(self, origin) for origin in self.pending]
+        self.pending.clear()
         self._on_waited = on_waited
 
     def advance(self) -> bool:
@@ -210,7 +220,7 @@ class Launch:
         if self.executed > self.options.max_instructions:
             raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
         execute = self.program[counter]
-        warp.actor.site = counter
+        warp.actor.site, warp.actor.executing = counter, lanes
         try:
             if execute is None:
                 counts[counter] += 1
