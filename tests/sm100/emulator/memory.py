@@ -5,13 +5,16 @@ Addresses, all 64-bit values:
 * global: the host's own addresses, checked against the ranges the caller declared;
 * shared: ``rank << 24 | offset`` (fits 32 bits), in the shared::cluster window of the launching cluster;
   offsets begin at ``SHARED_BASE``, so that a null pointer faults;
-* generic: global as is, shared plus ``SHARED_WINDOW``, parameters from ``PARAMETER_WINDOW`` on.
+* generic: global as is, shared plus ``SHARED_WINDOW``, parameters from ``PARAMETER_WINDOW`` on, local plus
+  ``LOCAL_WINDOW``.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +29,8 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 SHARED_WINDOW = 1 << 60
 PARAMETER_WINDOW = 1 << 61
+LOCAL_WINDOW = 1 << 62
+WINDOWS_END = 1 << 63
 POISON = 0xCD
 
 
@@ -38,6 +43,12 @@ class Range:
     writable: bool
     name: str
 
+    @cached_property
+    def bytes(self) -> np.ndarray:
+        """The buffer as a u8 array that aliases host memory."""
+        size = self.end - self.start
+        return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(self.start)), np.uint8)
+
 
 @dataclass
 class GlobalMemory:
@@ -47,8 +58,40 @@ class GlobalMemory:
 
     def view(self, address: int, size: int, write: bool) -> np.ndarray:
         """The bytes [address, address + size) as a u8 array that aliases host memory."""
-        self.find(address, size, write)
-        return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
+        known = self.find(address, size, write)
+        where = slice(address - known.start, address - known.start + size)
+        self.touch(known, where, write)
+        return known.bytes[where]
+
+    def gather(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """u8 [n, size] at u64 addresses, a copy."""
+        found = np.empty((len(addresses), size), np.uint8)
+        for known, lanes, where in self._cells(addresses, size, write=False):
+            self.touch(known, where, write=False)
+            found[lanes] = known.bytes[where]
+        return found
+
+    def scatter(self, addresses: np.ndarray, data: np.ndarray) -> None:
+        """Store u8 [n, size] at u64 addresses; of two at one address the later one stays."""
+        for known, lanes, where in self._cells(addresses, data.shape[1], write=True):
+            self.touch(known, where, write=True)
+            known.bytes[where] = data[lanes]
+
+    def _cells(
+        self, addresses: np.ndarray, size: int, write: bool
+    ) -> Iterator[tuple[Range, slice | np.ndarray, np.ndarray]]:
+        """Each range with those of the addresses that lie in it, and the offsets [n, size] that they stand for."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        one = next((known for known in self.ranges if known.start <= low and high <= known.end), None)
+        if one is not None and (one.writable or not write):
+            yield one, slice(None), (addresses - np.uint64(one.start)).astype(np.int64)[:, None] + np.arange(size)
+            return
+        for lane, address in enumerate(addresses.tolist()):
+            known = self.find(address, size, write)
+            yield known, slice(lane, lane + 1), np.arange(size)[None] + (address - known.start)
+
+    def touch(self, known: Range, where: slice | np.ndarray, write: bool) -> None:
+        """Told of every access, before it happens."""
 
     def find(self, address: int, size: int, write: bool) -> Range:
         """The range that holds [address, address + size).

@@ -3,6 +3,7 @@
 from tests.sm100.emulator.instructions import (
     arithmetic,
     barriers,
+    carry,
     clusters,
     compare,
     convert,
@@ -13,12 +14,14 @@ from tests.sm100.emulator.instructions import (
     ordering,
     tensor_core,
     tensor_maps,
+    warp_mma,
     warp_wide,
 )
 
 __all__ = [
     "arithmetic",
     "barriers",
+    "carry",
     "clusters",
     "compare",
     "convert",
@@ -29,5 +32,6 @@ __all__ = [
     "ordering",
     "tensor_core",
     "tensor_maps",
+    "warp_mma",
     "warp_wide",
 ]

@@ -14,7 +14,7 @@ from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 from tests.sm100.emulator.instructions.half_arithmetic import HALVES
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, element_size, reduction
-from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from tests.sm100.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.tensor_map_order import Agent
 from tests.sm100.emulator.warp import Mask, Warp, active
@@ -23,6 +23,7 @@ SPACES = ("param", "global", "shared", "shared::cta", "shared::cluster", "local"
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
+LOCAL_OFFSETS = np.uint64(LOCAL_WINDOW - 1)
 
 
 def agent(warp: Warp) -> Agent:
@@ -42,6 +43,15 @@ def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> t
     return cta, offsets[:, None] + np.arange(size)
 
 
+def _is_global(space: str, addresses: np.ndarray) -> bool:
+    return space in ("", "global") and int(addresses.max()) < SHARED_WINDOW
+
+
+def _in_local(space: str, addresses: np.ndarray) -> bool:
+    """Whether accesses are to local memory; generic ones to it come alone."""
+    return space == "local" or (space == "" and bool((addresses >= LOCAL_WINDOW).all()))
+
+
 def _check_aligned(addresses: np.ndarray, size: int, what: str) -> None:
     wrong = addresses % np.uint64(size) != 0
     if wrong.any():
@@ -55,14 +65,14 @@ def load_lanes(warp: Warp, space: str, addresses: np.ndarray, size: int, strong:
     if shared is not None:
         cta, offsets = shared
         return cta.shared.gather(offsets, warp.actor, strong)
+    if _is_global(space, addresses):
+        return warp.cta.launch.memory.gather(addresses, size)
     if len(addresses) > 1:
         return np.concatenate([load_lanes(warp, space, one[None], size, strong) for one in addresses])
     address = int(addresses[0])
-    if address >= PARAMETER_WINDOW and space in ("", "param"):
+    if PARAMETER_WINDOW <= address < LOCAL_WINDOW and space in ("", "param"):
         return warp.cta.launch.parameters.view(address, size)[None]
-    if space == "param":
-        raise MemoryFaultError(f"parameter address {address:#x}")
-    return warp.cta.launch.memory.view(address, size, write=False)[None]
+    raise MemoryFaultError(f"{space or 'generic'} address {address:#x}")
 
 
 def store_lanes(warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray, strong: bool = False) -> None:
@@ -73,14 +83,17 @@ def store_lanes(warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray,
         cta, offsets = shared
         cta.shared.scatter(offsets, data, warp.actor, strong)
         return
+    if _is_global(space, addresses):
+        if warp.cta.launch.has_tensor_maps:
+            for address in addresses.tolist():
+                warp.cta.launch.map_order.write(address, data.shape[1], agent(warp))
+        warp.cta.launch.memory.scatter(addresses, data)
+        return
     if len(addresses) > 1:
         for address, row in zip(addresses, data, strict=True):
             store_lanes(warp, space, address[None], row[None], strong)
         return
-    if int(addresses[0]) >= PARAMETER_WINDOW:
-        raise MemoryFaultError("store to the parameter block")
-    warp.cta.launch.map_order.write(int(addresses[0]), data.shape[1], agent(warp))
-    warp.cta.launch.memory.view(int(addresses[0]), data.shape[1], write=True)[:] = data[0]
+    raise MemoryFaultError(f"store to {space or 'generic'} address {int(addresses[0]):#x}")
 
 
 def load(warp: Warp, space: str, address: int, size: int, strong: bool = False) -> np.ndarray:
@@ -159,9 +172,9 @@ def build_ld(decoder: Decoder) -> Execute:
         data = np.zeros((LANES, size), np.uint8)
         if space == "param":
             data[:] = load(warp, space, int(addresses[0]), size)
-        elif space == "local":
+        elif _in_local(space, addresses):
             _check_aligned(addresses, size, "load")
-            data[lanes] = warp.local.read(lanes, addresses, size)
+            data[lanes] = warp.local.read(lanes, addresses & LOCAL_OFFSETS, size)
         elif order == "weak":
             data[lanes] = load_lanes(warp, space, addresses, size)
         else:
@@ -192,9 +205,9 @@ def build_st(decoder: Decoder) -> Execute:
         lanes = active(mask)
         addresses = address(warp)[lanes]
         data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
-        if space == "local":
+        if _in_local(space, addresses):
             _check_aligned(addresses, data.shape[1], "store")
-            warp.local.write(lanes, addresses, data)
+            warp.local.write(lanes, addresses & LOCAL_OFFSETS, data)
             return
         store_lanes(warp, space, addresses, data, strong=order != "weak")
         if order != "weak":

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
+from tests.sm100.emulator.formats import NAN
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 from tests.sm100.emulator.warp import Blocked, Mask, Warp, active, leader
 
@@ -145,9 +146,11 @@ def build_elect(decoder: Decoder) -> Execute:
 def build_redux(decoder: Decoder) -> Execute:
     name = decoder.one_of("add", "min", "max", "and", "or", "xor")
     type_name = decoder.type()
+    decoder.arity(3)
+    if type_name == "f32" and name in ("min", "max"):
+        return _redux_float(decoder, name)
     if type_name not in ("u32", "s32", "b32") or decoder.modifiers:
         raise UnsupportedError(f"redux.{name}.{type_name}")
-    decoder.arity(3)
     write, value, members = decoder.write(0), decoder.read(1, type_name), decoder.read(2, "u32")
     reduce = {
         "add": np.add, "min": np.minimum, "max": np.maximum,
@@ -159,6 +162,31 @@ def build_redux(decoder: Decoder) -> Execute:
             return blocked
         values = value(warp)[active(mask)]
         write(warp, np.full(LANES, reduce.reduce(values), values.dtype), mask)
+        return None
+
+    return execute
+
+
+def _redux_float(decoder: Decoder, name: str) -> Execute:
+    """The least or the largest number; NaN only if all are NaN, or with ``.NaN`` if any is."""
+    magnitudes, nan = decoder.flag("abs"), decoder.flag("NaN")
+    write, value, members = decoder.write(0), decoder.read(1, "f32"), decoder.read(2, "u32")
+    # As integers of sign and magnitude, in which -0 counts as less than +0.
+    reduce = np.min if name == "min" else np.max
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if blocked := missing(warp, mask, members):
+            return blocked
+        values = value(warp)[active(mask)]
+        values = np.abs(values) if magnitudes else values
+        numbers = values[~np.isnan(values)]
+        if not len(numbers) or (nan and len(numbers) < len(values)):
+            result = NAN
+        else:
+            bits = numbers.view(np.int32)
+            ordered = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+            result = numbers[ordered == reduce(ordered)][0]
+        write(warp, np.full(LANES, result, np.float32), mask)
         return None
 
     return execute
