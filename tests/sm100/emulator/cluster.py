@@ -103,6 +103,8 @@ class Cluster:
         self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
         self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas), Handover.create(self.agents))
         self._flags: dict[int, Clock] = {}
+        self.polled = False
+        """Whether it looked at global memory, and may go on looking until another cluster has changed it."""
         model = launch.options.timing
         self.timing = None if model is None else ClusterTiming(model)
 

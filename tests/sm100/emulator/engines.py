@@ -39,6 +39,7 @@ class Options:
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
+        resident: clusters that have a place at once: how many more are begun while those before poll global memory.
         timing: what to model time by; None leaves it out.
     """
 
@@ -46,6 +47,7 @@ class Options:
     seed: int = 0
     starve: str | None = None
     max_instructions: int = 5_000_000
+    resident: int = 148
     strict_tensor_waits: bool = False
     overlap: bool = False
     timing: TimingModel | None = None

@@ -104,18 +104,26 @@ class Launch:
             yield x, y, z
 
     def run(self) -> Statistics:
-        """Run to the end, cluster after cluster.
+        """Run to the end, cluster after cluster; beside one that polls the next ones run, too.
 
         Raises:
             EmulatorError: with CTA, warp, lanes and the instruction's text.
         """
+        origins = self._origins
+        waiting = next(origins, None)
         with np.errstate(all="ignore"):
-            for origin in self._origins:
-                self.runs = [ClusterRun(self, origin)]
-                while not self.runs[0].done:
-                    self.runs[0].advance()
-                    if self.runs[0].stuck:
-                        raise DeadlockError(self.report())
+            while waiting is not None or self.runs:
+                room = len(self.runs) < self.options.resident and any(run.cluster.polled for run in self.runs)
+                if waiting is not None and (room or not self.runs):
+                    for run in self.runs:
+                        run.cluster.polled = False
+                    self.runs.append(ClusterRun(self, waiting))
+                    waiting = next(origins, None)
+                for run in self.runs:
+                    run.advance()
+                self.runs = [run for run in self.runs if not run.done]
+                if self.runs and self.stuck and not (waiting is not None and room):
+                    raise DeadlockError(self.report())
         self._count()
         return self.statistics
 

@@ -147,6 +147,12 @@ def _acquire(warp: Warp, space: str, addresses: np.ndarray, order: str) -> None:
             warp.actor.acquire(known, relaxed=order not in ("acquire", "acq_rel"))
 
 
+def _poll(warp: Warp) -> None:
+    """The warp looked at memory that others may yet change: let them run."""
+    warp.spinning = "another value in memory, polling"
+    warp.cta.cluster.polled = True
+
+
 def _width(decoder: Decoder) -> int:
     return int(decoder.one_of("v2", "v4", "v8", default="v1")[1:])
 
@@ -180,6 +186,7 @@ def build_ld(decoder: Decoder) -> Execute:
         else:
             data[lanes] = load_lanes(warp, space, addresses, size, strong=True)
             _acquire(warp, space, addresses, order)
+            _poll(warp)
         values = data.view(dtype)
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
@@ -248,6 +255,7 @@ def build_atomic(decoder: Decoder) -> Execute:
         operand = matrix([read(warp) for read in operands]).view(np.uint8)
         replacing = None if replacement is None else np.ascontiguousarray(replacement(warp)[:, None]).view(np.uint8)
         old = np.zeros((LANES, size * count), np.uint8)
+        changed = False
         for lane in active(mask):
             where = int(addresses[lane])
             old[lane] = load(warp, space, where, size * count, strong=True)
@@ -257,8 +265,12 @@ def build_atomic(decoder: Decoder) -> Execute:
                 in_global = not space.startswith("shared") and where < SHARED_WINDOW
                 new = updates[in_global](old[lane].copy(), operand[lane])
             store(warp, space, where, new, strong=True)
+            changed |= not np.array_equal(new, old[lane])
         _release(warp, space, addresses[active(mask)], order)
-        warp.cta.launch.events += 1
+        if changed:
+            warp.cta.launch.events += 1
+        elif returns:
+            _poll(warp)
         values = old.view(f"u{size}")
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
