@@ -19,9 +19,9 @@ Modelled
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
       0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups; tensor maps changed on the
       device, with the order that their proxy asks for (``tensor_map_order``);
-    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands,
-      also MN-major or A in tensor memory) with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
-      commit, also multicast; ld and st of every shape, also packed;
+    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4
+      with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair; operands of 8 and 16 bits also MN-major
+      or, without scales, A in tensor memory; commit, also multicast; ld and st of every shape, also packed;
     * clusters: any shape; shared memory of other CTAs by mapa;
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
     * order of accesses to shared and tensor memory, whatever the timing: two that conflict must be ordered by barriers,
@@ -42,9 +42,10 @@ Modelled
 
 Not modelled, refused
     Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync; sparsity;
-    scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp; im2col and
-    gather of TMA; generic addresses of local memory; grid-wide barriers; tcgen05.cp and mma of different threads
-    ordered by fences without a commit (reported as a hazard).
+    fp16 accumulation; A in tensor memory with scales, 64 rows or less than 8 bits; tcgen05.ld with a reduction;
+    unpacking cp; im2col and gather of TMA, and its tensors of padded elements of 4 or 6 bits; generic addresses of
+    local memory; grid-wide barriers; tcgen05.cp and mma of different threads ordered by fences without a commit
+    (reported as a hazard).
 
 Not modelled, not noticed
     Races on global memory within a launch, and those among the lanes of one warp; too narrow a scope of a fence or a
