@@ -107,6 +107,28 @@ def test_sums_next_to_a_tie(a: float, b: float, down: int, up: int) -> None:
     assert [decode(int(value), "bf16") for value in found] == wanted
 
 
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_halves_with_singles(name: str) -> None:
+    """The exact sum, rounded once to f32."""
+    a, b = operands(name, 2)
+    c = np.random.default_rng(9).standard_normal(LANES).astype(np.float32)
+    c[:4] = [0.0, -0.0, np.inf, 2.0**-30]
+    left, right = (np.array([decode(int(bits), name) for bits in half]) for half in (a, b))
+    with np.errstate(all="ignore"):
+        wide = c.astype(np.longdouble)
+        expected = {
+            f"add.rn.f32.{name} {{out}}, {{0}}, {{2}};": left + wide,
+            f"sub.f32.{name} {{out}}, {{0}}, {{2}};": left - wide,
+            f"add.sat.f32.{name} {{out}}, {{0}}, {{2}};": np.nan_to_num(np.clip(left + wide, 0, 1), nan=0.0),
+            f"fma.rn.f32.{name} {{out}}, {{0}}, {{1}}, {{2}};": (left * right) + wide,
+        }
+    for code, values in expected.items():
+        found = evaluate(code, [a, b, c], "f4")
+        with np.errstate(all="ignore"):
+            near = np.asarray(values, np.float32)
+        assert np.array_equal(found, near, equal_nan=True), code
+
+
 def test_relu_and_saturation() -> None:
     a, b = operands("bf16", 2)
     plain, relu, saturated = (

@@ -41,6 +41,23 @@ def test_vote_and_elect_and_match() -> None:
     assert total.tolist() == [496] * LANES
 
 
+@pytest.mark.parametrize("modifiers", ["", ".abs", ".NaN", ".abs.NaN"])
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_extremes_of_floats(name: str, modifiers: str) -> None:
+    random = np.random.default_rng(4)
+    zeros = np.where(IDS % 2, np.float32(0.0), np.float32(-0.0))
+    lonely = np.where(IDS == 9, np.float32(-2.5), np.float32(np.nan))
+    for values in (random.standard_normal(LANES).astype(np.float32), zeros, lonely, np.full_like(zeros, np.nan)):
+        found = evaluate(f"redux.sync.{name}{modifiers}.f32 {{out}}, {{0}}, -1;", [values.view(np.uint32)], "u4")
+        candidates = [abs(v) if ".abs" in modifiers else v for v in values.tolist() if not np.isnan(v)]
+        if not candidates or (".NaN" in modifiers and len(candidates) < LANES):
+            expected = np.uint32(0x7FFFFFFF)
+        else:
+            pick = min if name == "min" else max
+            expected = np.float32(pick(candidates, key=lambda v: (v, np.copysign(1.0, v)))).view(np.uint32)
+        assert found.tolist() == [int(expected)] * LANES
+
+
 def test_divergent_loop_runs_each_lane_its_own_number_of_times() -> None:
     code = """mov.u32 {out}, 0;
     LOOP:

@@ -33,7 +33,7 @@ class Cta:
         self.rank = rank
         self.index = index
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-        self.shared = SharedMemory(self.launch.shared_bytes, str(self))
+        self.shared = SharedMemory(self.launch.shared_bytes, str(self), self.launch.options.equal_writes)
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory(str(self))
         self.named_barriers = NamedBarriers(cluster.agents)

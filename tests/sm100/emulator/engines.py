@@ -37,6 +37,9 @@ class Options:
             different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out. Also
             ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
+        backwards: begin clusters last first.
+        equal_writes: let warps write the same to one place of shared memory in any order. Triton's do so where several
+            hold copies of an element.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         resident: clusters that have a place at once: how many more are begun while those before poll global memory.
@@ -48,6 +51,8 @@ class Options:
     starve: str | None = None
     max_instructions: int = 5_000_000
     resident: int = 148
+    backwards: bool = False
+    equal_writes: bool = False
     strict_tensor_waits: bool = False
     overlap: bool = False
     timing: TimingModel | None = None

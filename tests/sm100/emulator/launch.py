@@ -100,7 +100,10 @@ class Launch:
     @property
     def _origins(self) -> Iterator[Triple]:
         """Where each cluster's block indices begin."""
-        for z, y, x in itertools.product(*(range(0, self.grid[a], self.cluster[a]) for a in (2, 1, 0))):
+        extents = [range(0, self.grid[axis], self.cluster[axis]) for axis in (2, 1, 0)]
+        if self.options.backwards:
+            extents = [extent[::-1] for extent in extents]
+        for z, y, x in itertools.product(*extents):
             yield x, y, z
 
     def run(self) -> Statistics:

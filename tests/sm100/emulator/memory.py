@@ -124,16 +124,18 @@ class ParameterMemory:
 class SharedMemory:
     """One CTA's shared memory: bytes, which of them were ever written, and the accesses to them.
 
-    Every access names its actor and raises HazardError if it is not ordered with earlier ones (``AccessHistory``).
+    Every access names its actor and raises HazardError if it is not ordered with earlier ones (``AccessHistory``); with
+    ``equal_writes`` those that write the same need not be.
     ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid.
     """
 
-    def __init__(self, size: int, owner: str) -> None:
+    def __init__(self, size: int, owner: str, equal_writes: bool = False) -> None:
         if size > SHARED_CAPACITY:
             raise MemoryFaultError(f"{size} B of shared memory: a block may have {SHARED_CAPACITY}")
         self.end = SHARED_BASE + size
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
+        self.equal_writes = equal_writes
         self.hosts = np.zeros(0, np.int64)
         """Numbers of the warps whose CTA this memory is of, as actors."""
         self._visitors: set[int] = set()
@@ -166,9 +168,13 @@ class SharedMemory:
     def write(self, offset: int, data: np.ndarray, by: Actor) -> None:
         """Store u8 ``data``."""
         where = self._check(offset, len(data), by)
-        self.history.write(where, by)
+        self.history.write(where, by, same=self._same(where, data))
         self.bytes[where] = data
         self.written[where] = True
+
+    def _same(self, where: slice | np.ndarray, data: np.ndarray) -> np.ndarray | None:
+        """Where data are what is there already, if that matters."""
+        return self.written[where] & (self.bytes[where] == data) if self.equal_writes else None
 
     def _check_gather(self, offsets: np.ndarray, by: Actor) -> None:
         self._enter(by)
@@ -190,6 +196,6 @@ class SharedMemory:
     def scatter(self, offsets: np.ndarray, data: np.ndarray, by: Actor, strong: bool = False) -> None:
         """Store u8 ``data`` at ``offsets``, of the same shape."""
         self._check_gather(offsets, by)
-        self.history.write(offsets, by, strong)
+        self.history.write(offsets, by, strong, self._same(offsets, data))
         self.bytes[offsets] = data
         self.written[offsets] = True

@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from nvfp4_sgl.triton_kernels import chip
+from nvfp4_sgl.triton_kernels.common import chip
 from tests.sm100.emulator import Options, UnsupportedError
 from tests.sm100.emulator.launch import Launch
 from tests.sm100.emulator.memory import GlobalMemory, Range
@@ -146,7 +146,7 @@ def parameters(types: list[Any], arguments: list[Any], name: str = "argument") -
 @contextmanager
 def emulated_triton(options: Options | None = None, multiprocessors: int = MULTIPROCESSORS) -> Iterator[EmulatedTriton]:
     """Triton launches inside run in the emulator, on a chip of so many multiprocessors."""
-    emulator = EmulatedTriton(options or Options())
+    emulator = EmulatedTriton(replace(options or Options(), equal_writes=True))
 
     def launcher(compiled: CompiledKernel) -> Any:
         # What Triton hands a launcher: the grid, six things for the driver and hooks, the arguments.
