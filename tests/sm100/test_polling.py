@@ -38,7 +38,7 @@ def test_clusters_that_wait_for_one_another_run_together(look: str, backwards: b
 
 def test_more_than_have_a_place_wait_for_ever() -> None:
     count, seen = np.zeros(1, np.uint32), np.zeros(7, np.uint32)
-    options = Options(resident=6, max_instructions=100_000)
+    options = Options(resident=6, max_instructions=10_000)
     with pytest.raises(DeadlockError):
         launch(TOGETHER.format(look=LOOKS[0]), [count, seen], grid=7, block=96, shared=16, options=options)
     one_warp = TOGETHER.format(look=LOOKS[0]).replace("bar.sync 0;", "bar.warp.sync -1;")

@@ -94,7 +94,8 @@ class Cluster:
         self.launch = launch
         self.size = launch.cluster
         self.engines = Engines(launch.options, launch.random)
-        self.agents = Agents(launch.kernel.instructions, launch.options.strict_tensor_waits)
+        options = launch.options
+        self.agents = Agents(launch.kernel.instructions, options.strict_tensor_waits, options.init_fence)
         width, height, depth = self.size
         self.ctas: list[Cta] = []
         for rank in range(width * height * depth):

@@ -146,7 +146,7 @@ def parameters(types: list[Any], arguments: list[Any], name: str = "argument") -
 @contextmanager
 def emulated_triton(options: Options | None = None, multiprocessors: int = MULTIPROCESSORS) -> Iterator[EmulatedTriton]:
     """Triton launches inside run in the emulator, on a chip of so many multiprocessors."""
-    emulator = EmulatedTriton(replace(options or Options(), equal_writes=True))
+    emulator = EmulatedTriton(replace(options or Options(), equal_writes=True, init_fence=False))
 
     def launcher(compiled: CompiledKernel) -> Any:
         # What Triton hands a launcher: the grid, six things for the driver and hooks, the arguments.
