@@ -36,6 +36,14 @@ def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], 
     return offsets, end + dynamic_bytes
 
 
+def _program(kernel: Kernel, shared: dict[str, int]) -> list[Execute | None]:
+    """A closure for each instruction, None for those that only move lanes; the same for each launch."""
+    key = tuple(shared.items())
+    if key not in kernel.decoded:
+        kernel.decoded[key] = [None if i.opcode in FLOW else decode(kernel, i, shared) for i in kernel.instructions]
+    return kernel.decoded[key]
+
+
 def _table_range(table: tuple[str, np.ndarray]) -> Range:
     name, contents = table
     return Range(contents.ctypes.data, contents.ctypes.data + contents.nbytes, False, name)
@@ -88,10 +96,7 @@ class Launch:
         """Things that may let a waiting warp go on: progress, for the deadlock check."""
         self.executed = 0
         shared, self.shared_bytes = _shared_layout(kernel, dynamic_shared)
-        self.program: list[Execute | None] = [
-            None if instruction.opcode in FLOW else decode(kernel, instruction, shared)
-            for instruction in kernel.instructions
-        ]
+        self.program = _program(kernel, shared)
         if options.timing is not None:
             self.program = timed(kernel, self.program, shared, options.timing)
         self.local_end = local_layout(kernel.local)[1]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -120,7 +122,7 @@ class Parameter:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """One ``.entry``.
 
@@ -138,6 +140,8 @@ class Kernel:
     instructions: list[Instruction]
     local: dict[str, tuple[int, int]]
     tables: dict[str, np.ndarray]
+    decoded: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What launches keep for later ones."""
 
 
 @dataclass(frozen=True)

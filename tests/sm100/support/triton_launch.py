@@ -18,21 +18,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 from unittest import mock
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
 
 from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels.common.rounding import INTERPRETED
 from tests.sm100.emulator import Options, UnsupportedError
 from tests.sm100.emulator.launch import Launch
-from tests.sm100.emulator.memory import GlobalMemory, Range
+from tests.sm100.emulator.memory import SHARED_CAPACITY, GlobalMemory, Range
 from tests.sm100.emulator.ptx import Kernel, parse
 from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.stream import Stream
+from tests.sm100.emulator.tensor_memory import TENSOR_COLUMNS
 
 MULTIPROCESSORS = 148
 """Of a B200."""
@@ -63,7 +65,7 @@ class TritonLaunch:
     name: str
     grid: tuple[int, int, int]
     warps: int
-    statistics: Statistics
+    statistics: Statistics = field(repr=False)
     seconds: float
 
 
@@ -86,10 +88,17 @@ class EmulatedTriton:
 
         Raises:
             EmulatorError: what the kernel did wrong, or what is not modelled.
+            OutOfResources: no SM100 could load the kernel.
         """
         if min(grid) <= 0:
             return
         metadata = compiled.metadata
+        for what, needed, most in (
+            ("shared memory", metadata.shared, SHARED_CAPACITY),
+            ("tensor memory", metadata.tmem_size or 0, TENSOR_COLUMNS),
+        ):
+            if needed > most:
+                raise OutOfResources(needed, most, what)
         if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.global_scratch_size:
             raise UnsupportedError(f"{metadata.name}: clusters, a cooperative grid or scratch memory")
         kernel = parsed(compiled)
@@ -122,7 +131,7 @@ def parameters(types: list[Any], arguments: list[Any], name: str = "argument") -
 
     Args:
         types: of all parameters, as Triton specialised them: a tuple for a tuple, "constexpr" for what is compiled in.
-        arguments: their values; tensors may be used from their first to their last element.
+        arguments: their values; of a tensor the memory from its first to its last element may be touched.
     """
     values: list[bytes] = []
     ranges: list[Range] = []
@@ -133,9 +142,7 @@ def parameters(types: list[Any], arguments: list[Any], name: str = "argument") -
             values, ranges = values + inner[0], ranges + inner[1]
         elif kind.startswith("*"):
             values.append(struct.pack("Q", argument.data_ptr()))
-            last = sum((size - 1) * step for size, step in zip(argument.shape, argument.stride(), strict=True))
-            end = argument.data_ptr() + (last + 1) * argument.element_size()
-            ranges.append(Range(argument.data_ptr(), end if argument.numel() else argument.data_ptr(), True, place))
+            ranges.append(_range(argument, place))
         elif kind != "constexpr":
             if kind not in FORMATS:
                 raise UnsupportedError(f"{place}: type {kind}")
@@ -143,9 +150,21 @@ def parameters(types: list[Any], arguments: list[Any], name: str = "argument") -
     return values, ranges
 
 
+def _range(tensor: Any, name: str) -> Range:
+    start = tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = start + (last + 1) * tensor.element_size() if tensor.numel() else start
+    return Range(start, end, True, f"{name}, {tensor.dtype} {list(tensor.shape)}")
+
+
 @contextmanager
 def emulated_triton(options: Options | None = None, multiprocessors: int = MULTIPROCESSORS) -> Iterator[EmulatedTriton]:
-    """Triton launches inside run in the emulator, on a chip of so many multiprocessors."""
+    """Triton launches inside run in the emulator, on a chip of so many multiprocessors.
+
+    ``equal_writes`` and ``init_fence`` of the options are set as Triton's kernels need it.
+    """
+    if INTERPRETED.value:
+        raise UnsupportedError("kernels imported with TRITON_INTERPRET set: they are written for the interpreter")
     emulator = EmulatedTriton(replace(options or Options(), equal_writes=True, init_fence=False))
 
     def launcher(compiled: CompiledKernel) -> Any:
@@ -155,7 +174,8 @@ def emulated_triton(options: Options | None = None, multiprocessors: int = MULTI
         )
 
     before = driver._active
-    driver.set_active(_Driver())
+    driver.set_active(_Driver())  # type: ignore[arg-type]
+    _current.append(emulator)
     try:
         with (
             mock.patch.object(CompiledKernel, "run", property(launcher)),
@@ -165,4 +185,13 @@ def emulated_triton(options: Options | None = None, multiprocessors: int = MULTI
             yield emulator
             emulator.stream.synchronize()
     finally:
-        driver.set_active(before)
+        _current.pop()
+        driver.set_active(before)  # type: ignore[arg-type]
+
+
+_current: list[EmulatedTriton] = []
+
+
+def current_emulator() -> EmulatedTriton | None:
+    """The one that launches run in now, if any."""
+    return _current[-1] if _current else None
