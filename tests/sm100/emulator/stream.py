@@ -48,18 +48,24 @@ class SharedAccess(GlobalMemory):
         Raises:
             HazardError: a launch beside this one writes what is accessed, or reads what is written.
         """
+        cells = np.arange(where.start, where.stop)[None] if isinstance(where, slice) else where
         for other in self.others:
-            flags = other._touched.get(known.start)
-            if other is self or other.name in self.after or flags is None:
+            if other is self or other.name in self.after:
                 continue
-            found = int(np.bitwise_or.reduce(flags[where], axis=None))
-            if found & WRITTEN or (write and found):
-                cells = np.arange(where.start, where.stop)[None] if isinstance(where, slice) else where
-                row = int(np.argmax(np.bitwise_or.reduce(flags[cells], axis=1)))
-                raise HazardError(
-                    f"{'write' if write else 'read'} of {cells.shape[1]} B at {known.name}+{cells[row, 0]}, which "
-                    f"{other.name} {'writes' if found & WRITTEN else 'reads'}, without griddepcontrol.wait between them"
-                )
+            for start, flags in other._touched.items():
+                # The other launch may know this memory by a range that begins and ends elsewhere.
+                there = cells + (known.start - start)
+                inside = (there >= 0) & (there < len(flags))
+                if not inside.any():
+                    continue
+                found = np.where(inside, flags[there * inside], 0)
+                if (found & WRITTEN).any() or (write and found.any()):
+                    row = int(np.argmax(found.any(axis=1)))
+                    written = "writes" if (found & WRITTEN).any() else "reads"
+                    raise HazardError(
+                        f"{'write' if write else 'read'} of {cells.shape[1]} B at {known.name}+{cells[row, 0]}, which "
+                        f"{other.name} {written}, without griddepcontrol.wait between them"
+                    )
         flags = self._touched.setdefault(known.start, np.zeros(known.end - known.start, np.uint8))
         flags[where] |= WRITTEN if write else READ
 

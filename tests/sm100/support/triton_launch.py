@@ -71,11 +71,16 @@ class TritonLaunch:
 
 @dataclass
 class EmulatedTriton:
-    """Runs each launch at once, or with ``Options.overlap`` when its stream does; see ``emulator.stream``."""
+    """Runs each launch at once, or with ``Options.overlap`` when its stream does; see ``emulator.stream``.
+
+    With ``overlap`` nothing but launches may touch the tensors until the stream has been synchronised.
+    """
 
     options: Options
     launches: list[TritonLaunch] = field(default_factory=list)
     stream: Stream = field(init=False)
+    _held: list[Any] = field(default_factory=list)
+    """Arguments of launches that may still run: their memory must not be given to others."""
 
     def __post_init__(self) -> None:
         self.stream = Stream(self.options)
@@ -110,6 +115,9 @@ class EmulatedTriton:
         threads = kernel.required_threads or (32 * metadata.num_warps, 1, 1)
         memory = self.stream.memory(GlobalMemory(ranges))
         launch = Launch(kernel, grid, threads, (1, 1, 1), metadata.shared, values, memory, self.options)
+        if not self.stream.running:
+            self._held.clear()
+        self._held.append(arguments)
         started = time.perf_counter()
         self.stream.submit(launch, bool(metadata.launch_pdl))
         seconds = time.perf_counter() - started

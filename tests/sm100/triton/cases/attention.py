@@ -9,11 +9,9 @@ import torch
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
 from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, FEW_HEADS, Tiling
-from tests.sm100.triton.cases.case import Outputs, case, close
+from tests.sm100.triton.cases.case import Outputs, case
+from tests.sm100.triton.cases.rows import BF16
 from tests.triton.test_attention import problem, turns_of
-
-OUT = close(2.0**-6, 2.0**-6)
-"""Weights rounded to bf16 after a softmax whose last bits differ, keys of up to a hundred, sums that cancel."""
 
 
 def attend(
@@ -30,26 +28,26 @@ def attend(
     return {"out": out, "arrivals": arrivals}
 
 
-@case("attend", out=OUT)
+@case("attend", out=BF16)
 def few_heads() -> Outputs:
     return attend(5, [40, 20], FEW_HEADS, 1)
 
 
-@case("attend", out=OUT)
+@case("attend", out=BF16)
 def few_heads_split() -> Outputs:
     return attend(5, [70, 40], FEW_HEADS, 3)
 
 
-@case("attend", out=OUT)
+@case("attend", out=BF16)
 def many_heads() -> Outputs:
     return attend(24, [70, 20], BLACKWELL, 1)
 
 
-@case("attend", out=OUT, full=True)
+@case("attend", out=BF16, full=True)
 def many_heads_split() -> Outputs:
     return attend(70, [130, 70], BLACKWELL, 3)
 
 
-@case("attend", out=OUT, full=True)
+@case("attend", out=BF16, full=True)
 def many_heads_of_plain_rows() -> Outputs:
     return attend(24, [70, 20], replace(BLACKWELL, stages=1), 1, packed=False, raw=False)

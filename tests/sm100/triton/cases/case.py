@@ -82,6 +82,17 @@ def close(rtol: float, atol: float = 0.0) -> Bound:
     return too_far
 
 
+def seldom(share: float, rtol: float) -> Bound:
+    """Few differ, and those within a relative distance: where a last bit decides how a result is rounded."""
+    near = close(rtol)
+
+    def too_far(found: Tensor, expected: Tensor) -> Tensor:
+        unequal = different(found, expected)
+        return unequal if int(unequal.sum()) > 1 + share * unequal.numel() else near(found, expected)
+
+    return too_far
+
+
 def next_codes(share: float) -> Bound:
     """Bytes of which few differ, as codes next to one another do: a sum's last bit decides a tie."""
 

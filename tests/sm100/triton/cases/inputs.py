@@ -8,7 +8,7 @@ import torch
 
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
-from tests.sm100.triton.cases.case import Outputs, case, close, next_codes
+from tests.sm100.triton.cases.case import Outputs, case, next_codes
 from tests.sm100.triton.cases.rows import BF16, outputs_of
 from tests.triton.support.compression import World
 from tests.triton.support.rows import poisoned_rows
@@ -17,13 +17,13 @@ from tests.triton.test_attention_inputs import LAYERS, some_latents
 ENTRIES = next_codes(2e-3)
 """Softmax over a window, a norm and a rotation: a code next to a tie, seldom."""
 NEAR = {
-    "q": close(BF16),
+    "q": BF16,
     "window": next_codes(1e-3),
     "pages0": ENTRIES,
     "pages1": ENTRIES,
     "codes": next_codes(1e-2),
     "block_scales": next_codes(1e-2),
-    "scale": close(BF16),
+    "scale": BF16,
 }
 
 

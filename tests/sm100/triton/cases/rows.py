@@ -13,7 +13,7 @@ from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, store_
 from nvfp4_sgl.triton_kernels.hyper_connection import streams
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
-from tests.sm100.triton.cases.case import Outputs, case, close, next_codes
+from tests.sm100.triton.cases.case import Outputs, case, close, next_codes, seldom
 from tests.triton.support.rows import poisoned_rows
 from tests.triton.test_index_entry import adversarial_keys
 from tests.triton.test_index_entry import pool as index_pool
@@ -22,8 +22,8 @@ from tests.triton.test_kv_entry import pool as kv_pool
 from tests.triton.test_quantize import adversarial_rows
 
 EPS = 1e-6
-BF16 = 2.0**-7
-"""A unit in the last place, relatively."""
+BF16 = seldom(0.01, 2.0**-7)
+"""A unit in the last place."""
 
 
 def outputs_of(rows: Rows) -> Outputs:
@@ -45,19 +45,19 @@ def embedding_to_streams() -> Outputs:
     return {"streams": streams.embed_streams(ids, table, 4, out=out)}
 
 
-@case("_rms_norm", normed=close(BF16))
+@case("_rms_norm", normed=BF16)
 def norm_of_rows() -> Outputs:
     x, weight = some_rows(7, 200).bfloat16(), some_rows(1, 200)[0].bfloat16()
     return {"normed": streams.rms_norm(x, weight, EPS, out=torch.full_like(x, torch.nan))}
 
 
-@case("_rms_norm", normed=close(2.0**-21))
+@case("_rms_norm", normed=close(2.0**-22))
 def norm_of_wide_rows() -> Outputs:
     x = some_rows(2, 7168)
     return {"normed": streams.rms_norm(x, None, EPS, out=torch.full_like(x, torch.nan))}
 
 
-@case("_turns_kernel", turns=close(0.0, 2.0**-22))
+@case("_turns_kernel", turns=close(0.0, 2.0**-23))
 def rope_tables() -> Outputs:
     positions = torch.tensor([0, 1, 127, 65535, 300001, 1048574])
     return {"turns": rope_turns(positions, inverse_frequencies(64, 1e4), torch.full((6, 64), torch.nan))}
