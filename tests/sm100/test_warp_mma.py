@@ -9,7 +9,10 @@ from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.formats import from_bf16, to_bf16
 from tests.sm100.support.snippets import LANES, launch
 
-STATEMENT = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{%r0,%r1,%r2,%r3}}, {{%r4,%r5,%r6,%r7}}, {{%r8,%r9}}, {{%r10,%r11,%r12,%r13}};"
+STATEMENT = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{%r0, %r1, %r2, %r3}}, {{%r4, %r5, %r6, %r7}}, {{%r8, %r9}}, "
+    "{{%r10, %r11, %r12, %r13}};"
+)
 
 
 def bits(values: np.ndarray, kind: str) -> np.ndarray:

@@ -40,9 +40,9 @@ class Options:
         backwards: begin clusters last first.
         equal_writes: let warps write the same to one place of shared memory in any order. Triton's do so where several
             hold copies of an element.
-        init_fence: demand ``fence.mbarrier_init`` or ``fence.proxy.async`` between the initialisation of an mbarrier and
-            its use by an asynchronous operation, as the PTX ISA does. Triton's kernels of one CTA leave it out and only
-            synchronise.
+        init_fence: demand ``fence.mbarrier_init`` or ``fence.proxy.async`` between the initialisation of an mbarrier
+            and its use by an asynchronous operation, as the PTX ISA does. Triton's kernels of one CTA leave it out and
+            only synchronise.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         resident: clusters that have a place at once: how many more are begun while those before poll global memory.

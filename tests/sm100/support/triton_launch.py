@@ -182,7 +182,7 @@ def emulated_triton(options: Options | None = None, multiprocessors: int = MULTI
         )
 
     before = driver._active
-    driver.set_active(_Driver())  # type: ignore[arg-type]
+    driver.set_active(_Driver())
     _current.append(emulator)
     try:
         with (
@@ -194,7 +194,7 @@ def emulated_triton(options: Options | None = None, multiprocessors: int = MULTI
             emulator.stream.synchronize()
     finally:
         _current.pop()
-        driver.set_active(before)  # type: ignore[arg-type]
+        driver.set_active(before)
 
 
 _current: list[EmulatedTriton] = []

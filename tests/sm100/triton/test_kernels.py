@@ -20,7 +20,8 @@ MARKED = [pytest.param(name, marks=[pytest.mark.full] if case.full else [], id=n
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outputs]:
     """What the interpreter makes of the cases that are run."""
-    wanted = {item.callspec.params["name"] for item in request.session.items if "expected" in item.fixturenames}
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["name"] for item in functions if "expected" in item.fixturenames}
     return interpreted(sorted(wanted), tmp_path_factory.mktemp("interpreted"))
 
 

@@ -27,7 +27,7 @@ from tests.sm100.support.triton_launch import current_emulator, emulated_triton
 
 class _Pair(NamedTuple):
     source: Tensor
-    count: int
+    size: int
     unused: None
     factor: float
     SHIFT: tl.constexpr
@@ -37,7 +37,7 @@ class _Pair(NamedTuple):
 def _copy(pair, out, narrow, one, EXTRA: tl.constexpr):
     after_previous()
     index = tl.program_id(1) * 4 + tl.arange(0, 4)
-    known = index < pair.count
+    known = index < pair.size
     values = tl.load(pair.source + index, mask=known, other=0.0)
     tl.store(out + index, values * pair.factor + (narrow << pair.SHIFT) + one + EXTRA + tl.num_programs(2), mask=known)
 

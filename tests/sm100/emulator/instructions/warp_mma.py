@@ -1,7 +1,7 @@
 """mma.sync: a product of small matrices whose elements are spread over the registers of a warp.
 
-Source: PTX ISA, matrix fragments for ``mma.m16n8k16``. Lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1 and
-those 8 further, of B columns g at the same rows, of C and D rows g and g + 8 at columns 2t and 2t + 1.
+Source: PTX ISA, matrix fragments for ``mma.m16n8k16``. Lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1
+and those 8 further, of B column g at the same rows, of C and D rows g and g + 8 at columns 2t and 2t + 1.
 
 Arithmetic: products are exact, and their sum with C is taken in fp64 and rounded once. The hardware's last bits may
 differ (it aligns and truncates).

@@ -28,26 +28,26 @@ def attend(
     return {"out": out, "arrivals": arrivals}
 
 
-@case("attend", out=BF16)
+@case("attend", bounds={"out": BF16})
 def few_heads() -> Outputs:
     return attend(5, [40, 20], FEW_HEADS, 1)
 
 
-@case("attend", out=BF16)
+@case("attend", bounds={"out": BF16})
 def few_heads_split() -> Outputs:
     return attend(5, [70, 40], FEW_HEADS, 3)
 
 
-@case("attend", out=BF16)
+@case("attend", bounds={"out": BF16})
 def many_heads() -> Outputs:
     return attend(24, [70, 20], BLACKWELL, 1)
 
 
-@case("attend", out=BF16, full=True)
+@case("attend", bounds={"out": BF16}, full=True)
 def many_heads_split() -> Outputs:
     return attend(70, [130, 70], BLACKWELL, 3)
 
 
-@case("attend", out=BF16, full=True)
+@case("attend", bounds={"out": BF16}, full=True)
 def many_heads_of_plain_rows() -> Outputs:
     return attend(24, [70, 20], replace(BLACKWELL, stages=1), 1, packed=False, raw=False)

@@ -49,14 +49,14 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    *kernels: str, full: bool = False, **bounds: Bound
+    *kernels: str, bounds: Mapping[str, Bound] | None = None, full: bool = False
 ) -> Callable[[Callable[[], Outputs]], Callable[[], Outputs]]:
-    """Register a function under its name."""
+    """Register a function under its name; arguments as the attributes of ``Case``."""
 
     def register(compute: Callable[[], Outputs]) -> Callable[[], Outputs]:
         name = compute.__name__
         assert name not in CASES
-        CASES[name] = Case(compute, frozenset(kernels), bounds, full)
+        CASES[name] = Case(compute, frozenset(kernels), bounds or {}, full)
         return compute
 
     return register

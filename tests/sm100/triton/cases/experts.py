@@ -33,18 +33,18 @@ def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -
     return routes_of(out, arrivals)
 
 
-@case("_route_topk", weights=ROUTED)
+@case("_route_topk", bounds={"weights": ROUTED})
 def routed_tokens() -> Outputs:
     return route(5, 150, 6, 8)
 
 
-@case("_route_topk", "_scan", "_place", weights=ROUTED)
+@case("_route_topk", "_scan", "_place", bounds={"weights": ROUTED})
 def many_routed_tokens() -> Outputs:
     """Counted, scanned and placed by launches of their own."""
     return route(259, 9, 2, 128)
 
 
-@case("_route_hash", weights=ROUTED)
+@case("_route_hash", bounds={"weights": ROUTED})
 def tokens_routed_by_table() -> Outputs:
     generator = torch.Generator().manual_seed(3)
     logits, arrivals = torch.randn(4, 12, generator=generator) * 3, torch.zeros(1, dtype=torch.int32)
@@ -55,7 +55,7 @@ def tokens_routed_by_table() -> Outputs:
     return routes_of(out, arrivals)
 
 
-@case("_finalize", out=BF16)
+@case("_finalize", bounds={"out": BF16})
 def sum_of_experts() -> Outputs:
     generator = torch.Generator().manual_seed(4)
     destination = torch.randperm(24, generator=generator)[:18].view(3, 6).int()
@@ -67,7 +67,7 @@ def sum_of_experts() -> Outputs:
     return {"out": finalize(rows.bfloat16(), destination, weights, out, shared=shared)}
 
 
-@case("_swiglu", out=BF16)
+@case("_swiglu", bounds={"out": BF16})
 def clamped_swiglu() -> Outputs:
     gate_up = some_rows(3, 400)
     gate_up[0, :4] = torch.tensor([-1e30, -0.0, 88.0, torch.nan])

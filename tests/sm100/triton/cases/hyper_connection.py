@@ -25,7 +25,7 @@ def state_of(state: SiteState) -> Outputs:
     return found if state.quantized is None else {**found, **outputs_of(state.quantized)}
 
 
-@case("site_kernel", **NEAR)
+@case("site_kernel", bounds=NEAR)
 def first_site() -> Outputs:
     torch.manual_seed(3)
     site, streams, state = make_site(40, "cpu"), make_streams(3, 40, "cpu"), poisoned_state(3, 40, "cpu")
@@ -33,7 +33,7 @@ def first_site() -> Outputs:
     return state_of(state)
 
 
-@case("site_kernel", **NEAR, codes=next_codes(0.01), block_scales=next_codes(0.01), scale=BF16)
+@case("site_kernel", bounds={**NEAR, "codes": next_codes(0.01), "block_scales": next_codes(0.01), "scale": BF16})
 def next_site_quantised() -> Outputs:
     torch.manual_seed(4)
     site, streams, state = make_site(128, "cpu"), make_streams(5, 128, "cpu"), poisoned_state(5, 128, "cpu")
@@ -45,7 +45,7 @@ def next_site_quantised() -> Outputs:
     return {**state_of(state), "streams": out}
 
 
-@case("site_kernel", x=BF16, streams=BF16)
+@case("site_kernel", bounds={"x": BF16, "streams": BF16})
 def last_collapse() -> Outputs:
     torch.manual_seed(5)
     site, streams = make_site(72, "cpu", head=True), make_streams(2, 72, "cpu")
@@ -57,7 +57,7 @@ def last_collapse() -> Outputs:
     return {**state_of(state), "streams": out}
 
 
-@case("_post", streams=BF16)
+@case("_post", bounds={"streams": BF16})
 def streams_alone() -> Outputs:
     torch.manual_seed(6)
     streams = make_streams(3, 200, "cpu")
@@ -66,7 +66,7 @@ def streams_alone() -> Outputs:
     return {"streams": kernels.hyper_connection_post(torch.randn(3, 200).bfloat16(), streams, post, comb, out=out)}
 
 
-@case("site_kernel", **NEAR)
+@case("site_kernel", bounds=NEAR)
 def site_of_large_blocks() -> Outputs:
     """tcgen05, several steps of a pipelined loop, followers that wait for other programs."""
     torch.manual_seed(7)
@@ -77,7 +77,7 @@ def site_of_large_blocks() -> Outputs:
     return state_of(state)
 
 
-@case("site_kernel", **NEAR, full=True)
+@case("site_kernel", bounds=NEAR, full=True)
 def site_of_many_tokens() -> Outputs:
     torch.manual_seed(8)
     site, streams, state = make_site(256, "cpu"), make_streams(270, 256, "cpu"), poisoned_state(270, 256, "cpu")

@@ -33,19 +33,19 @@ def index_queries() -> Outputs:
     return {"codes": codes, "scaled": scaled}
 
 
-@case("_turns_kernel", "_scores_kernel", scores=SCORES)
+@case("_turns_kernel", "_scores_kernel", bounds={"scores": SCORES})
 def index_scores_of_a_decode_step() -> Outputs:
     made = new_pass([(4 * n, 4 * n + 1) for n in (3, 4, 65, 130)], "cpu")
     return {"scores": Layer(made, 5).scores(192, 4, "cpu", tiling=SINGLE)}
 
 
-@case("_turns_kernel", "_query_kernel", "_scores_kernel", scores=SCORES, full=True)
+@case("_turns_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
 def index_scores_of_prompts() -> Outputs:
     made = new_pass([(300, 304), (0, 7), (30, 31)], "cpu")
     return {"scores": Layer(made, 16).scores(128, 2, "cpu", tiling=replace(PREFILL, warps=4))}
 
 
-@case("_turns_kernel", "_query_kernel", "_scores_kernel", scores=SCORES, full=True)
+@case("_turns_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
 def exact_index_scores() -> Outputs:
     made = new_pass([(300, 302), (7, 8)], "cpu")
     return {"scores": Layer(made, 16, exact=True).scores(80, 1, "cpu", tiling=None)}

@@ -49,7 +49,7 @@ def passes(layer: str, before: dict[int, int], *counts: dict[int, int], padding:
     return {**found, "arrivals": world.workspace.arrivals}
 
 
-@case("_turns_kernel", "_attention_inputs", **NEAR)
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
 def latents_alone() -> Outputs:
     world = World([], "cpu")
     latents = some_latents(5, 128, torch.bfloat16, "cpu")
@@ -57,7 +57,7 @@ def latents_alone() -> Outputs:
     return latents_of(latents)
 
 
-@case("_turns_kernel", "_attention_inputs", **NEAR)
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
 def latents_quantised() -> Outputs:
     world = World([], "cpu")
     latents = replace(some_latents(3, 192, torch.float32, "cpu"), q_rows=poisoned_rows(3, 192, "cpu", token_tile=8))
@@ -65,12 +65,12 @@ def latents_quantised() -> Outputs:
     return latents_of(latents)
 
 
-@case("_turns_kernel", "_attention_inputs", **NEAR)
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
 def compression_by_four() -> Outputs:
     """Ragged requests, one of which closes windows; then a decode step with padding."""
     return passes("CSA", {1: 125, 2: 2}, {1: 4, 2: 1, 3: 2}, {1: 1, 2: 1, 3: 1}, padding=1)
 
 
-@case("_turns_kernel", "_attention_inputs", **NEAR)
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
 def compression_by_128() -> Outputs:
     return passes("HCA", {1: 126, 2: 3}, {1: 1, 2: 2}, {1: 1, 2: 1, 3: 1})

@@ -45,19 +45,19 @@ def embedding_to_streams() -> Outputs:
     return {"streams": streams.embed_streams(ids, table, 4, out=out)}
 
 
-@case("_rms_norm", normed=BF16)
+@case("_rms_norm", bounds={"normed": BF16})
 def norm_of_rows() -> Outputs:
     x, weight = some_rows(7, 200).bfloat16(), some_rows(1, 200)[0].bfloat16()
     return {"normed": streams.rms_norm(x, weight, EPS, out=torch.full_like(x, torch.nan))}
 
 
-@case("_rms_norm", normed=close(2.0**-22))
+@case("_rms_norm", bounds={"normed": close(2.0**-22)})
 def norm_of_wide_rows() -> Outputs:
     x = some_rows(2, 7168)
     return {"normed": streams.rms_norm(x, None, EPS, out=torch.full_like(x, torch.nan))}
 
 
-@case("_turns_kernel", turns=close(0.0, 2.0**-23))
+@case("_turns_kernel", bounds={"turns": close(0.0, 2.0**-23)})
 def rope_tables() -> Outputs:
     positions = torch.tensor([0, 1, 127, 65535, 300001, 1048574])
     return {"turns": rope_turns(positions, inverse_frequencies(64, 1e4), torch.full((6, 64), torch.nan))}
@@ -105,7 +105,7 @@ def kv_entries() -> Outputs:
     return {"pages": pages}
 
 
-@case("_store_kernel", pages=next_codes(1e-3))
+@case("_store_kernel", bounds={"pages": next_codes(1e-3)})
 def kv_entries_normed_and_turned() -> Outputs:
     rows, pages = some_rows(5, 512).bfloat16(), kv_pool(1, 64)
     angles = torch.outer(torch.tensor([0.0, 1.0, 77.0, 4095.0, 300001.0]), inverse_frequencies(64, 160000.0))
