@@ -29,6 +29,7 @@ from .compiled import KernelKey, swiglu_row_scale
 from .errors import OperandTypeError, OperandValueError
 from .operand import K_MULTIPLE
 from .sm100.call import Call
+from .sm100.clusters import Clusters
 from .sm100.scale_layout import scale_bytes
 from .sm100.shape import GATE_ROWS, MAX_EXPERTS, TOKEN_TILES, Output
 
@@ -138,7 +139,7 @@ def _launch(op: str, architecture: str, call: Call, limit: float | None = None) 
         return
     runner = launcher.current()
     key = KernelKey(architecture, call.shape, limit, call.row_weight is not None, runner.programmatic_launch)
-    runner.launch(key, call, call.clusters(runner.multiprocessors(call.out.device)))
+    runner.launch(key, call, call.clusters(runner.clusters(call.out.device)))
 
 
 def _check_product(
@@ -175,9 +176,9 @@ def _product(
     out: Tensor,
 ) -> None:
     output = _check_product(tokens, token_scales, row_scale, token_tile, weights, weight_scales, alpha, out)
-    architecture, multiprocessors = _target(out)
+    architecture, clusters = _target(out)
     rows, features = out.shape
-    shape = plan.plan_product(features, tokens.shape[1] * 2, max(rows, 1), 1, token_tile, output, multiprocessors)
+    shape = plan.plan_product(features, tokens.shape[1] * 2, max(rows, 1), 1, token_tile, output, clusters)
     call = Call(shape, weights.unsqueeze(0), weight_scales, tokens, token_scales, out, row_scale, alpha)
     _launch("product", architecture, call)
 
@@ -220,10 +221,10 @@ def _grouped_product(
     out: Tensor,
 ) -> None:
     output = _check_grouped_product(tokens, token_scales, row_scale, token_tile, weights, weight_scales, alpha, out)
-    architecture, multiprocessors = _target(out)
+    architecture, clusters = _target(out)
     rows, groups, features = out.shape
     k = tokens.shape[2] * 2
-    shape = plan.plan_product(features, k, max(rows, 1), groups, token_tile, output, multiprocessors)
+    shape = plan.plan_product(features, k, max(rows, 1), groups, token_tile, output, clusters)
     call = Call(shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha)
     _launch("grouped_product", architecture, call)
 
@@ -292,13 +293,13 @@ def _expert_gate_up(
         tokens, token_scales, row_scale, token_tile, offsets, counts, weights, weight_scales, alpha, limit, out,
         out_scales,
     )  # fmt: skip
-    architecture, _ = _target(out)
+    architecture, clusters = _target(out)
     experts, features = weights.shape[0], weights.shape[1] // 2
     k, rows = weights.shape[2] * 2, max(tokens.shape[0], 1)
     if offsets is None:
-        shape = plan.plan_gated(features, k, rows, token_tile, output)
+        shape = plan.plan_gated(features, k, rows, token_tile, output, clusters)
     else:
-        shape = plan.plan_experts(features, k, experts, True, token_tile, output)
+        shape = plan.plan_experts(features, k, rows, experts, True, token_tile, output, clusters)
     call = Call(
         shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
     )
@@ -354,24 +355,24 @@ def _expert_down(
     output = _check_expert_down(
         tokens, token_scales, row_scale, token_tile, row_weight, offsets, counts, weights, weight_scales, alpha, out
     )
-    architecture, multiprocessors = _target(out)
+    architecture, clusters = _target(out)
     experts, features, bytes_of_k = weights.shape
-    k = bytes_of_k * 2
+    k, rows = bytes_of_k * 2, max(tokens.shape[0], 1)
     if offsets is None:
-        shape = plan.plan_product(features, k, max(tokens.shape[0], 1), 1, token_tile, output, multiprocessors)
+        shape = plan.plan_product(features, k, rows, 1, token_tile, output, clusters)
         alpha = alpha.expand(features)
     else:
-        shape = plan.plan_experts(features, k, experts, False, token_tile, output)
+        shape = plan.plan_experts(features, k, rows, experts, False, token_tile, output, clusters)
     call = Call(
         shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, None, row_weight, offsets, counts
     )
     _launch("expert_down", architecture, call)
 
 
-def _target(out: Tensor) -> tuple[str, int]:
-    """Architecture and number of multiprocessors of a tensor's device."""
+def _target(out: Tensor) -> tuple[str, Clusters]:
+    """Architecture of a tensor's device, and the clusters that it runs at a time."""
     runner = launcher.current()
-    return runner.architecture(out.device), runner.multiprocessors(out.device)
+    return runner.architecture(out.device), runner.clusters(out.device)
 
 
 _LIBRARY = torch.library.Library("nvfp4_sgl", "FRAGMENT")

@@ -1,7 +1,7 @@
 """The seam between operations and devices: who compiles a kernel, and what runs it.
 
-Operations ask the current launcher for the architecture and size of a device and hand it checked calls. The usual one
-launches on CUDA; tests put an emulator in its place with :func:`use`.
+Operations ask the current launcher what a device is and how many clusters it runs, and hand it checked calls. The usual
+one launches on CUDA; tests put an emulator in its place with :func:`use`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 
 from .compiled import KernelCache, KernelKey
 from .errors import ArchitectureError
+from .occupancy import active_clusters
 from .sm100.arguments import arguments_of
 from .sm100.call import Call
+from .sm100.clusters import Clusters
 
 ARCHITECTURE_OF = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 """By compute capability."""
@@ -31,8 +33,8 @@ class Launcher(Protocol):
     def architecture(self, device: torch.device) -> str:
         """One of ``compiled.ARCHITECTURES``; :class:`ArchitectureError` if the device has another."""
 
-    def multiprocessors(self, device: torch.device) -> int:
-        """Of the device."""
+    def clusters(self, device: torch.device) -> Clusters:
+        """How many clusters the device runs at a time; plans and launches go by it. Cheap after the first time."""
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         """Run a checked call on the current stream of its tensors' device."""
@@ -69,8 +71,8 @@ class CudaLauncher:
             )
         return ARCHITECTURE_OF[capability]
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return _multiprocessors(device.index)
+    def clusters(self, device: torch.device) -> Clusters:
+        return active_clusters(device.index)
 
     def freeze(self) -> None:
         self.kernels.freeze()
@@ -88,11 +90,6 @@ class CudaLauncher:
 @functools.cache
 def _describe(index: int) -> tuple[tuple[int, int], str]:
     return torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 _current: Launcher = CudaLauncher()

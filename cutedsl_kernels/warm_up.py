@@ -13,14 +13,11 @@ import torch
 
 from . import launcher
 from .compiled import KernelKey
-from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, token_tile_for
+from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, rows_of, token_tile_for
 from .sm100.call import Call
+from .sm100.clusters import Clusters
 from .sm100.scale_layout import scale_bytes
 from .sm100.shape import TILE_K, KernelShape, Output
-
-DENSE_TOKENS = 256
-"""Up to here every number of tokens is planned for, beyond it multiples of COARSE_TOKENS."""
-COARSE_TOKENS = 64
 
 
 class SizedProduct(Protocol):
@@ -30,6 +27,7 @@ class SizedProduct(Protocol):
         groups: products of a grouped product, or experts.
         gated: a gate and an up matrix of ``features`` each.
         experts_per_token: 0 where every token meets every group, else how many of the experts it goes through.
+        output: what is written.
     """
 
     @property
@@ -42,6 +40,8 @@ class SizedProduct(Protocol):
     def gated(self) -> bool: ...
     @property
     def experts_per_token(self) -> int: ...
+    @property
+    def output(self) -> Output: ...
 
 
 def keys_for(
@@ -49,42 +49,42 @@ def keys_for(
     max_tokens: int,
     limit: float,
     architecture: str,
-    multiprocessors: int,
-    output: Output = "bf16",
+    clusters: Clusters,
+    weighted: bool = False,
     programmatic_launch: bool = False,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
     Args:
-        output: of all but the gated products, which are followed by another product and write NVFP4.
+        clusters: what the GPU runs at a time.
+        weighted: whether the experts' last products are called with row weights.
     """
-    counts = [*range(1, min(max_tokens, DENSE_TOKENS) + 1), *range(DENSE_TOKENS, max_tokens + 1, COARSE_TOKENS)]
     found: dict[KernelKey, None] = {}
     for product in products:
-        for tokens in {*counts, max_tokens}:
-            shape = _shape(product, tokens, multiprocessors, output)
-            weighted = shape.grouped and not shape.gated
-            key = KernelKey(architecture, shape, limit if shape.gated else None, weighted, programmatic_launch)
+        for tokens in range(1, max_tokens + 1):
+            shape = _shape(product, tokens, clusters)
+            down = shape.grouped and not shape.gated
+            key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, tokens: int, multiprocessors: int, output: Output) -> KernelShape:
+def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShape:
     """What the operations will plan."""
-    features, k, groups = product.features, product.k, product.groups
-    if product.gated:
-        output = "nvfp4"
+    features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
-        tile = expert_token_tile_for(tokens * product.experts_per_token, groups)
-        return plan_experts(features, k, groups, product.gated, tile, output)
+        pairs = tokens * product.experts_per_token
+        tile = expert_token_tile_for(pairs, groups)
+        return plan_experts(features, k, rows_of(pairs, groups, tile), groups, product.gated, tile, output, clusters)
     if product.gated:
-        return plan_gated(features, k, tokens, token_tile_for(tokens), output)
-    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, multiprocessors)
+        return plan_gated(features, k, tokens, token_tile_for(tokens), output, clusters)
+    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, clusters)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
+    """Ask the device what it runs, run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
     runner = launcher.current()
+    runner.clusters(device)
     for key in keys:
         runner.launch(key, smallest_call(key, device), 1)
     if device.type == "cuda":

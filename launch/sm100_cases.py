@@ -11,11 +11,13 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     plan_experts,
     plan_gated,
     plan_product,
+    rows_of,
     token_tile_for,
 )
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
-from nvfp4_sgl.model.products import LayerProduct, layer_products
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.model.products import LayerProduct, step_products
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -24,13 +26,14 @@ ARCHITECTURE = "sm_100a"
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a model on one rank, for a number of tokens."""
+    """One product of a model on one rank, for a number of tokens; ``layers`` of the model have it."""
 
     model: str
     ranks: int
     product: LayerProduct
     tokens: int
     limit: float
+    layers: int = 1
 
     @property
     def routed(self) -> bool:
@@ -43,10 +46,6 @@ class Case:
         return self.tokens * (self.product.experts_per_token if self.routed else 1)
 
     @property
-    def output(self) -> Output:
-        return "nvfp4" if self.product.gated else "bf16"
-
-    @property
     def token_tile(self) -> int:
         """What the tokens are quantised for."""
         return expert_token_tile_for(self.pairs, self.product.groups) if self.routed else token_tile_for(self.tokens)
@@ -55,20 +54,20 @@ class Case:
     def shape(self) -> KernelShape:
         one, tile = self.product, self.token_tile
         if self.routed:
-            return plan_experts(one.features, one.k, one.groups, one.gated, tile, self.output)
+            rows = rows_of(self.pairs, one.groups, tile)
+            return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
-            return plan_gated(one.features, one.k, self.tokens, tile, self.output)
-        return plan_product(one.features, one.k, self.tokens, one.groups, tile, self.output, B200.multiprocessors)
+            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS)
+        return plan_product(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS)
 
     @property
     def key(self) -> KernelKey:
-        weighted = self.routed and not self.product.gated
-        return KernelKey(ARCHITECTURE, self.shape, self.limit if self.product.gated else None, weighted)
+        return KernelKey(ARCHITECTURE, self.shape, self.limit if self.product.gated else None)
 
     @property
     def problem(self) -> Problem:
-        one = self.product
-        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, self.output)
+        one, shared = self.product, self.tokens if self.product.shared else 0
+        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared)
 
 
 def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:
@@ -77,6 +76,6 @@ def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))
         for size in ranks:
-            for product in layer_products(config, size):
-                found += [Case(model, size, product, count, config.swiglu_limit) for count in tokens]
+            for product, layers in step_products(config, size).items():
+                found += [Case(model, size, product, count, config.swiglu_limit, layers) for count in tokens]
     return found

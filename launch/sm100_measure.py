@@ -12,11 +12,13 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.plan import rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 16
 COLD_BYTES = 400 * 2**20
 """Operands that a timed run goes through before it comes back to the first: three times a B200's L2."""
@@ -50,7 +52,6 @@ class Workload:
     alpha: Tensor
     group_of_row: Tensor
     """The expert of each row, -1 for padding; all 0 unless routed."""
-    row_weight: Tensor | None
 
     @classmethod
     def make(cls, case: Case, device: torch.device, seed: int = 1) -> Workload:
@@ -66,7 +67,7 @@ class Workload:
         counts = _counts(case, generator)
         padded = (counts + tile - 1) // tile * tile if case.routed else counts
         offsets = padded.cumsum(0) - padded
-        rows = int(padded.sum())
+        rows = rows_of(case.pairs, one.groups, tile) if case.routed else case.tokens
         groups = (one.groups,) if one.groups > 1 and not case.routed else ()
         codes, scales = integers(0, 256, rows, *groups, one.k // 2), integers(0x28, 0x40, rows, *groups, one.k // BLOCK)
         scales = scales.view(E4M3)
@@ -78,14 +79,12 @@ class Workload:
         arranged = swizzle_scales(scales.flatten(1), tile)
         index = torch.arange(rows, device=device)
         group_of_row = torch.zeros_like(index)
-        row_weight = None
         if case.routed:
             ends = offsets + padded
-            group_of_row = torch.searchsorted(ends, index, right=True)
+            group_of_row = torch.searchsorted(ends, index, right=True).clamp(max=one.groups - 1)
             group_of_row[index - offsets[group_of_row] >= counts[group_of_row]] = -1
             fields = codes, arranged, row_scale, tile, offsets.int(), counts.int()
             tokens: Rows = ExpertRows(*fields)
-            row_weight = None if one.gated else factors(rows) * 32
         else:
             tokens = Rows(codes, arranged, row_scale, tile)
         make = Weights.dense
@@ -93,8 +92,8 @@ class Workload:
             make = Weights.gated_experts if one.gated else Weights.experts
         elif groups:
             make = Weights.grouped
-        launch, out = _launch(case, tokens, make(weights, weight_scales, alpha), row_weight)
-        return cls(case, launch, out, codes, scales, row_scale, weights, weight_scales, alpha, group_of_row, row_weight)
+        launch, out = _launch(case, tokens, make(weights, weight_scales, alpha))
+        return cls(case, launch, out, codes, scales, row_scale, weights, weight_scales, alpha, group_of_row)
 
     def largest_error(self) -> float:
         """Run, and compare a sample with fp64: the largest error over what rounding may cost; at most 1 is right.
@@ -112,7 +111,7 @@ class Workload:
         for row in rows:
             for group in range(one.groups) if self.codes.dim() == 3 else [int(self.group_of_row[row])]:
                 expected, slack = self._expected(row, group, features)
-                rounding = expected.abs() * 2.0**-8 if isinstance(self.out, Tensor) else self._half_step(expected)
+                rounding = self._rounding(expected)
                 error = (self._found(row, group, features) - expected).abs() / (slack + rounding + TINY)
                 worst = max(worst, float(error.nan_to_num(nan=torch.inf).max()))
         return worst
@@ -133,12 +132,15 @@ class Workload:
             gate, up = result[0].clamp(max=limit), result[1].clamp(-limit, limit)
             result = torch.nn.functional.silu(gate) * up
             slack = 1.1 * slack[0] * up.abs() + slack[1] * gate.abs() + result.abs() * 2.0**-20
-        weight_of_row = 1.0 if self.row_weight is None else float(self.row_weight[row])
-        return result * weight_of_row, slack * weight_of_row
+        return result, slack
 
-    def _half_step(self, expected: Tensor) -> Tensor:
-        """Between 4 and 6, whose block scale is the largest magnitude over 6, rounded to E4M3."""
-        assert isinstance(self.out, Rows)
+    def _rounding(self, expected: Tensor) -> Tensor:
+        """What rounding to the output may cost; of NVFP4 half of the step between 4 and 6.
+
+        A block scale is the largest magnitude over 6, rounded to E4M3.
+        """
+        if isinstance(self.out, Tensor):
+            return expected.abs() * torch.finfo(self.out.dtype).eps / 2
         largest = expected.view(-1, BLOCK).abs().amax(dim=1).repeat_interleave(BLOCK)
         return largest / 6 * (1 + 2.0**-4) + float(self.out.scale) * 2.0**-7
 
@@ -153,25 +155,24 @@ class Workload:
 
 
 def _counts(case: Case, generator: torch.Generator) -> Tensor:
-    """Rows of each expert where every token takes different ones at random."""
+    """Rows of each expert where every token takes different ones at random, and the last if that is shared."""
     if not case.routed:
         return torch.tensor([case.tokens], device=generator.device)
-    experts = case.product.groups
-    drawn = torch.rand(case.tokens, experts, generator=generator, device=generator.device)
+    drawn = torch.rand(case.tokens, case.product.groups, generator=generator, device=generator.device)
+    if case.product.shared:
+        drawn[:, -1] = 1
     chosen = drawn.topk(case.product.experts_per_token, dim=1).indices
-    return torch.bincount(chosen.flatten(), minlength=experts)
+    return torch.bincount(chosen.flatten(), minlength=case.product.groups)
 
 
-def _launch(
-    case: Case, tokens: Rows, weights: Weights, row_weight: Tensor | None
-) -> tuple[Callable[[], object], Tensor | Rows]:
+def _launch(case: Case, tokens: Rows, weights: Weights) -> tuple[Callable[[], object], Tensor | Rows]:
     one = case.product
     if one.gated:
         hidden = operations.hidden_rows(tokens, one.features, case.limit)
         return lambda: operations.expert_gate_up_quantized(tokens, weights, case.limit, out=hidden), hidden
-    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=torch.bfloat16)
+    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[one.output])
     if case.routed:
-        return lambda: operations.expert_down(tokens, weights, row_weight, out=out), out
+        return lambda: operations.expert_down(tokens, weights, out=out), out
     call = operations.grouped_product if tokens.codes.dim() == 3 else operations.product
     return lambda: call(tokens, weights, out=out), out
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .clusters import Clusters
 from .shape import TILE_K, KernelShape
 
 
@@ -76,9 +77,9 @@ class Call:
         down = -(-self.rows // (shape.token_tile * (1 if shape.grouped else shape.shared_weights)))
         return across * down * (1 if shape.grouped else self.groups)
 
-    def clusters(self, multiprocessors: int) -> int:
-        """Persistent clusters for a GPU: one CTA an SM, no more than there is work for."""
-        return max(1, min(self.blocks, multiprocessors // self.shape.cluster))
+    def clusters(self, active: Clusters) -> int:
+        """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
+        return max(1, min(self.blocks, active.of(self.shape.cluster)))
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """(read, written) by the kernel."""

@@ -1,58 +1,146 @@
 """Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
-What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where the
-tiles of a plain product leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens,
-several to a cluster, so that what an SM reads from L2 keeps up with its tensor core.
+What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where tiles
+leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens. Several pairs to a cluster
+share operands where L2 would not keep up with the tensor core.
 Nothing here was measured on a GPU: the ranking is as good as the model.
+
+A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``planned_tokens``,
+``planned_pairs``), so that all numbers up to a limit ask for few kernels, each of which can be made ready beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from .clusters import B200_CLUSTERS, Clusters
 from .cost import B200, Machine, Problem, cost
 from .shape import SCALE_ATOM_ROWS, TILE_K, TOKEN_TILES, KernelShape, Output
 
-MULTIPROCESSORS = B200.multiprocessors
-LEAST_STAGES = 3
+MIN_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
 SHARING = ((1, 1), (2, 1), (1, 2), (2, 2))
 """Pairs of a cluster along features and tokens."""
-WIDEST_EXPERT_TILE = 128
-"""Of gated kernels, and so of both expert kernels: they share the layout of the rows."""
+MAX_EXPERT_TILE = 128
+"""Offsets of experts are multiples of the tile: a wider one would pad more than it saves."""
+MAX_SPLIT_TILE = 64
+"""Tokens of a kernel that splits K."""
+SPLITS = (2, 4, 8)
+MIN_SLICE = 2 * TILE_K
+"""Of K, for a CTA of a split-K cluster: a single stage is all latency."""
+NEARLY = 1.01
+"""What the model tells apart: shapes within this factor of the least time are as good."""
+PAIR_BITS = 3
+"""Significant bits of the numbers of token-expert pairs that plans are made for."""
 
 
-@lru_cache(maxsize=4096)
+def planned_tokens(tokens: int) -> int:
+    """What ``tokens`` are planned as: all that the narrowest tile holds, or whole tiles of 128."""
+    narrow = next((tile for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), None)
+    return narrow or -(-tokens // SCALE_ATOM_ROWS) * SCALE_ATOM_ROWS
+
+
+def planned_pairs(pairs: int) -> int:
+    """What ``pairs`` of tokens and experts are planned as: rounded up to ``PAIR_BITS`` significant bits."""
+    step = 1 << max(0, pairs.bit_length() - PAIR_BITS)
+    return -(-pairs // step) * step
+
+
 def choose_product(
-    features: int, k: int, tokens: int, groups: int = 1, output: Output = "bf16", multiprocessors: int = MULTIPROCESSORS
+    features: int,
+    k: int,
+    tokens: int,
+    groups: int = 1,
+    output: Output = "bf16",
+    clusters: Clusters = B200_CLUSTERS,
+    token_tile: int | None = None,
 ) -> KernelShape:
-    """For ``groups`` products of [tokens, k] by [features, k]."""
-    problem = Problem(features, k, tokens, groups, output=output)
-    return _best(product_shapes(k, tokens, output), problem, replace(B200, multiprocessors=multiprocessors))
+    """For ``groups`` products of [tokens, k] by [features, k].
+
+    Args:
+        clusters: what the GPU runs at a time.
+        token_tile: what the tokens are quantised for; that of their number if not given.
+    """
+    tiles = product_tiles(tokens if token_tile is None else token_tile)
+    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, tiles)
 
 
 @lru_cache(maxsize=4096)
+def _choose_product(
+    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, tiles: tuple[int, ...]
+) -> KernelShape:
+    problem = Problem(features, k, tokens, groups, output=output)
+    return _best(product_shapes(k, tiles, output), problem, replace(B200, clusters=clusters))[1]
+
+
 def choose_experts(
-    features: int, k: int, pairs: int, experts: int, gated: bool, output: Output = "bf16"
+    features: int,
+    k: int,
+    pairs: int,
+    experts: int,
+    gated: bool,
+    output: Output = "bf16",
+    clusters: Clusters = B200_CLUSTERS,
+    token_tile: int | None = None,
 ) -> KernelShape:
     """For experts that share ``pairs`` token-expert pairs.
 
-    Counts stay on the GPU, so the choice goes by their mean. The token tile is a matter of pairs and experts alone:
-    the gate/up and the down kernel of a layer get the same.
+    Counts stay on the GPU, so the choice goes by their mean.
+
+    Args:
+        clusters: what the GPU runs at a time.
+        token_tile: what the tokens are quantised for, and their experts' offsets multiples of; :func:`expert_tile`
+            if not given.
     """
-    tile = expert_tile(pairs, experts)
-    problem = Problem(features, k, pairs, experts, gated, True, output)
-    return _best(expert_shapes(tile, gated, output), problem, B200)
+    tile = expert_tile(pairs, experts) if token_tile is None else min(token_tile, MAX_EXPERT_TILE)
+    return _choose_experts(features, k, planned_pairs(pairs), experts, gated, True, output, clusters, tile)
+
+
+def choose_gated(
+    features: int, k: int, tokens: int, output: Output, clusters: Clusters, token_tile: int
+) -> KernelShape:
+    """For one expert's gate and up projections of all tokens: a kernel without offsets."""
+    tile = min(token_tile, MAX_EXPERT_TILE)
+    return _choose_experts(features, k, planned_tokens(tokens), 1, True, False, output, clusters, tile)
 
 
 @lru_cache(maxsize=4096)
+def _choose_experts(
+    features: int,
+    k: int,
+    pairs: int,
+    experts: int,
+    gated: bool,
+    grouped: bool,
+    output: Output,
+    clusters: Clusters,
+    tile: int,
+) -> KernelShape:
+    problem = Problem(features, k, pairs, experts, gated, grouped, output)
+    return _best(expert_shapes(k, tile, gated, grouped, output), problem, replace(B200, clusters=clusters))[1]
+
+
 def expert_tile(pairs: int, experts: int) -> int:
-    """Tokens of an expert's tile: the best for a gate/up kernel of 2048 features and K = 4096."""
-    problem = Problem(2048, 4096, pairs, experts, gated=True, grouped=True)
-    shapes = (KernelShape(tile, tile >= 128, True, True) for tile in TOKEN_TILES if tile <= WIDEST_EXPERT_TILE)
-    return _best(shapes, problem, B200).token_tile
+    """Tokens of an expert's tile: the best for gate/up and down kernels of 2048 by 4096 together, on a B200.
+
+    A matter of pairs and experts alone, so that both kernels of a layer read the same rows.
+    """
+    return _expert_tile(planned_pairs(pairs), experts)
+
+
+@lru_cache(maxsize=4096)
+def _expert_tile(pairs: int, experts: int) -> int:
+    gate_up = Problem(2048, 4096, pairs, experts, gated=True, grouped=True, output="nvfp4")
+    down = Problem(4096, 2048, pairs, experts, grouped=True)
+
+    def seconds(tile: int) -> float:
+        first, _ = _best(expert_shapes(gate_up.k, tile, True, True, "nvfp4"), gate_up, B200)
+        second, _ = _best(expert_shapes(down.k, tile, False, True, "bf16"), down, B200)
+        return first + second
+
+    return min((tile for tile in TOKEN_TILES if tile <= MAX_EXPERT_TILE), key=seconds)
 
 
 def product_tiles(tokens: int) -> tuple[int, ...]:
@@ -65,32 +153,31 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 
 
-def product_shapes(k: int, tokens: int, output: Output) -> Iterable[KernelShape]:
+def product_shapes(k: int, tiles: Iterable[int], output: Output) -> Iterator[KernelShape]:
     """What :func:`choose_product` chooses from."""
-    for tile in product_tiles(tokens):
-        yield KernelShape(tile, output=output)
-        yield from _pairs(KernelShape(tile, output=output))
-        if tile <= 64:
-            # A slice of K has two stages at least: less is all latency.
-            splits = (split for split in (2, 4, 8) if k // split >= 2 * TILE_K)
-            yield from (KernelShape(tile, split_k=split, output=output) for split in splits)
+    for tile in tiles:
+        yield from _variants(k, KernelShape(tile, output=output))
 
 
-def expert_shapes(token_tile: int, gated: bool, output: Output) -> Iterable[KernelShape]:
+def expert_shapes(k: int, token_tile: int, gated: bool, grouped: bool, output: Output) -> Iterator[KernelShape]:
     """What :func:`choose_experts` chooses from."""
-    shape = KernelShape(token_tile, gated=gated, grouped=True, output=output)
+    return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output))
+
+
+def _variants(k: int, shape: KernelShape) -> Iterator[KernelShape]:
+    """The shape, then for CTA pairs, alone and several to a cluster, or with K split."""
     yield shape
-    yield from _pairs(shape)
-
-
-def _pairs(shape: KernelShape) -> Iterable[KernelShape]:
-    """The shape for CTA pairs, alone and several to a cluster."""
     if shape.token_tile >= SCALE_ATOM_ROWS:
         for tokens, weights in SHARING:
             yield replace(shape, pair=True, shared_tokens=tokens, shared_weights=weights)
+    if shape.token_tile <= MAX_SPLIT_TILE:
+        for split in SPLITS:
+            if k // split >= MIN_SLICE:
+                yield replace(shape, split_k=split)
 
 
-def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> KernelShape:
-    """The least time; of equals the first, that is the narrowest and simplest."""
-    fitting = [s for s in shapes if s.stages >= LEAST_STAGES and s.cluster <= machine.multiprocessors]
-    return min(fitting, key=lambda shape: cost(shape, problem, machine).seconds)
+def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> tuple[float, KernelShape]:
+    """The time and the shape that takes least; of those that take nearly as little the first, which is the simplest."""
+    fitting = [(cost(shape, problem, machine).seconds, shape) for shape in shapes if shape.stages >= MIN_STAGES]
+    least = min(seconds for seconds, _ in fitting)
+    return next(found for found in fitting if found[0] <= least * NEARLY)

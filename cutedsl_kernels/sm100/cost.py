@@ -1,9 +1,17 @@
 """What a kernel shape costs on a problem: bytes, tiles, waves, and a modelled time. Pure arithmetic, nothing measured.
 
-The time of a launch is that of its waves or of HBM, whichever is longer, plus what nothing hides: filling the
-pipeline, and the last epilogue. A wave is a tile on each SM; a tile takes as long as its operands from L2, its
-products, or its epilogue, whichever is longest. The constants of the epilogue come from the timed mode of the
-emulator in tests/, those of the machine from NVIDIA; the rest is stated with its field.
+The time of a launch is that of its waves or of HBM, plus what nothing hides: the launch, filling the pipeline, and the
+last epilogue. A wave is a tile on each SM; a tile takes as long as its operands from L2, its MMAs, or its epilogue,
+whichever is longest. Operands come from HBM at the rate of all of it if every SM loads, at the rate of an SM if few
+do, and in between at a rate between (``cost``).
+
+Calibration: ``Machine.launch_seconds`` and the way HBM is shared are fitted to public measurements of a kernel like
+these, FlashInfer's ``mm_fp4`` (CuTeDSL) on a B200 (flashinfer-ai/flashinfer#2540), whose K is not split;
+``tests/sm100/test_choice.py`` holds the points. One token: within 7 %. 16 tokens by 7168 or 9216 features, which keep
+half of the SMs at work: modelled 10 to 13 % too fast. 64 tokens by few features: modelled 11 to 28 % too slow, as if
+FlashInfer's kernel read tokens at no cost.
+The constants of the epilogue come from the timed mode of the emulator in tests/, those of the machine from NVIDIA; the
+rest is stated with its field.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .clusters import B200_CLUSTERS, Clusters
 from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape, Output
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
@@ -18,8 +27,11 @@ OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / B
 
 HANDOVER_CYCLES = 130.0
 """From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
-SECOND_TEAM = 0.65
+SECOND_TEAM = 0.6
 """An epilogue's time with a second team of warps over the time without: they share the load/store unit."""
+EXPERT_COUNTS_CYCLES = 2000.0
+"""Until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From the timed
+mode of the emulator."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +39,38 @@ class Machine:
     """A B200 at the clock at which 2^14 multiply-adds a cycle and SM make the 9 PFLOP/s stated for it.
 
     Attributes:
-        l2_bytes_per_cycle: what an SM reads from L2 (assumed).
+        clusters: how many run at a time.
+        memory_bytes_per_second: HBM, as far as kernels reach the 8 TB/s that are stated for it.
+        l2_bytes_per_cycle: what an SM reads from L2 (assumed: 64 a cycle of the boost clock of 1.965 GHz; the
+            slope of the public points agrees).
         receive_bytes_per_cycle: what an SM receives, multicasts of others included (assumed).
         shared_bytes_per_cycle: shared memory, which MMAs of narrow tiles wait for.
-        fill_cycles: launch, and the first operands' way from memory (assumed).
+        launch_seconds: of a launch that overlaps with no other, beside all else here (fitted).
+        overlap_seconds: of these what programmatic dependent launch hides behind the kernel before: the least of what
+            was measured elsewhere, 0.5 to 0.7 µs a kernel (flashinfer-ai/flashinfer#2277).
+        fill_cycles: a CTA's setup, and the first operands' way from memory (assumed; only its sum with the launch and
+            the epilogue is fitted).
+        latency_cycles: from a TMA load to its bytes (assumed).
         exchange_cycles: of a reduction over a cluster, beside its bytes (assumed).
     """
 
-    multiprocessors: int = 148
+    clusters: Clusters = B200_CLUSTERS
     clock_hz: float = 1.85e9
-    memory_bytes_per_second: float = 8e12
+    memory_bytes_per_second: float = 7.2e12
     multiply_adds_per_cycle: float = 16384.0
-    l2_bytes_per_cycle: float = 64.0
+    l2_bytes_per_cycle: float = 68.0
     receive_bytes_per_cycle: float = 128.0
     shared_bytes_per_cycle: float = 128.0
+    launch_seconds: float = 2.05e-6
+    overlap_seconds: float = 0.5e-6
     fill_cycles: float = 2000.0
+    latency_cycles: float = 1000.0
     exchange_cycles: float = 600.0
+
+    @property
+    def multiprocessors(self) -> int:
+        """SMs."""
+        return self.clusters.multiprocessors
 
     @property
     def flops(self) -> float:
@@ -60,6 +88,7 @@ class Problem:
     Attributes:
         gated: each group has a gate and an up matrix of ``features``.
         grouped: experts, of which each pair takes one, all equally likely.
+        shared_tokens: so many of the pairs take the last of the experts for certain, and no other does.
     """
 
     features: int
@@ -69,6 +98,7 @@ class Problem:
     gated: bool = False
     grouped: bool = False
     output: Output = "bf16"
+    shared_tokens: int = 0
 
     @property
     def matrices(self) -> float:
@@ -78,12 +108,24 @@ class Problem:
     @property
     def active_groups(self) -> float:
         """Groups with tokens; of experts the mean number."""
-        return self.groups * _at_least(1, self.tokens / self.groups) if self._uneven else self.groups
+        if not self.uneven:
+            return self.groups
+        return self._drawn_experts * _at_least(1, self._mean) + (1 if self.shared_tokens else 0)
 
     @property
-    def _uneven(self) -> bool:
+    def uneven(self) -> bool:
         """Whether chance decides how many tokens a group has."""
         return self.grouped and self.groups > 1
+
+    @property
+    def _drawn_experts(self) -> int:
+        """Experts that chance decides about."""
+        return self.groups - (1 if self.shared_tokens else 0)
+
+    @property
+    def _mean(self) -> float:
+        """Pairs of each of them."""
+        return (self.tokens - self.shared_tokens) / self._drawn_experts
 
     @property
     def rows(self) -> int:
@@ -92,11 +134,11 @@ class Problem:
 
     def token_tiles(self, tile: int) -> float:
         """Tiles of that many tokens over all groups; of experts the mean number, partly filled tiles included."""
-        if not self._uneven:
+        if not self.uneven:
             return math.ceil(self.tokens / tile) * self.groups
-        mean = self.tokens / self.groups
-        most = math.ceil((mean + 12 * math.sqrt(mean) + 12) / tile)
-        return self.groups * sum(_at_least(1 + index * tile, mean) for index in range(most))
+        most = math.ceil((self._mean + 12 * math.sqrt(self._mean) + 12) / tile)
+        drawn = sum(_at_least(1 + index * tile, self._mean) for index in range(most))
+        return self._drawn_experts * drawn + math.ceil(self.shared_tokens / tile)
 
     @property
     def least_bytes(self) -> float:
@@ -132,33 +174,36 @@ class Cost:
 
     Attributes:
         tiles: of the output, each the work of a CTA, a pair or a split-K cluster; a mean for experts.
-        waves: tiles after one another on the busiest SM.
-        tail_waste: share of SM time in the waves without a tile to work on.
+        waves: tiles after one another on the busiest SM; of experts, if several, a mean.
+        tail_waste: share of SM time in the waves without a tile to work on, SMs that no cluster fits on included.
         loaded_bytes: what TMA brings into shared memory, all CTAs together.
         memory_bytes: HBM, each distinct byte once, padding that the layout demands included.
-        stage_cycles: of a stage of the main loop: reading, receiving or multiplying it, whichever takes longest.
+        stage_cycles: of a stage of the main loop: reading, receiving or multiplying it, or waiting for a place in the
+            ring, whichever takes longest.
         multiply_cycles: of a stage in the tensor core alone.
         tile_cycles: between two tiles of an SM.
-        seconds: the modelled time.
+        alone_seconds: the modelled time of a launch between idle ones, as benchmarks of a kernel measure it.
+        seconds: the same where the launch overlaps with the one before.
     """
 
     tiles: float
-    waves: int
+    waves: float
     tail_waste: float
     loaded_bytes: float
     memory_bytes: float
     stage_cycles: float
     multiply_cycles: float
     tile_cycles: float
+    alone_seconds: float
     seconds: float
 
 
 def epilogue_cycles(shape: KernelShape) -> float:
-    """From an accumulator that is complete to its last store issued."""
+    """From an accumulator that is complete to its last store issued: lines near what the emulator's timed mode has."""
     tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
-        return 1000.0 + (56.0 if shape.output == "nvfp4" else 44.0) * tokens
-    return 400.0 + 16.0 * tokens
+        return 190.0 + (25.0 if shape.output == "nvfp4" else 19.0) * tokens
+    return 80.0 + 14.0 * tokens
 
 
 def exposed_cycles(shape: KernelShape) -> float:
@@ -172,8 +217,8 @@ def exposed_cycles(shape: KernelShape) -> float:
 def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
     """The tensor core's time for a stage: MMAs, and block scales on their way to tensor memory.
 
-    An MMA of a CTA takes 128 weight rows by the tokens, of which a pair's CTA multiplies all; its operands
-    leave shared memory at 32 bytes a row, of which a pair's CTA holds half of the tokens.
+    An MMA of a CTA takes 128 weight rows by the tokens, of which a pair's CTA multiplies all; its operands leave shared
+    memory at 32 bytes a row, of which a pair's CTA holds half of the tokens.
     """
     products = LANES * shape.token_tile * MMA_K / machine.multiply_adds_per_cycle
     own_tokens = shape.token_tile // (2 if shape.pair else 1)
@@ -190,42 +235,61 @@ def read_bytes(shape: KernelShape) -> float:
 
 
 def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
-    """The cost of a shape that fits the problem (gated or not, grouped or not, output)."""
+    """The cost of a shape that fits the problem (gated or not, grouped or not, output).
+
+    HBM: an SM alone takes ``reading`` for a stage, all SMs together take what HBM's bandwidth gives each. The public
+    points lie near a line between: an SM's time for a stage grows with how many SMs read, from 0.16 µs for 4 SMs to
+    0.28 µs for 72, and the line meets 7.2 TB/s at 148. So the time is HBM's for all bytes, plus the share of idle SMs
+    times what an SM takes for what is not read again from L2.
+    """
     k_tiles = math.ceil(problem.k / TILE_K)
     feature_tiles = math.ceil(problem.features / shape.tile_outputs)
     token_tiles = problem.token_tiles(shape.token_tile)
     tiles = feature_tiles * token_tiles
-    clusters = machine.multiprocessors // shape.cluster
     # Pairs that share weights never span groups.
     token_blocks = problem.token_tiles(shape.token_tile * shape.shared_weights)
     blocks = math.ceil(feature_tiles / shape.shared_tokens) * token_blocks
-    waves = max(1, math.ceil(blocks / clusters))
+    waves = _waves(blocks / machine.clusters.of(shape.cluster), problem.uneven)
     multiply = multiply_cycles(shape, machine)
     reading = read_bytes(shape) / machine.l2_bytes_per_cycle
-    stage = max(multiply, reading, shape.stage_bytes / machine.receive_bytes_per_cycle)
-    main_loop = math.ceil(k_tiles / shape.split_k) * stage
+    receiving = shape.stage_bytes / machine.receive_bytes_per_cycle
+    waiting = (machine.latency_cycles + reading + multiply) / shape.stages
+    stage = max(multiply, reading, receiving, waiting)
+    stages = math.ceil(k_tiles / shape.split_k)
+    main_loop = stages * stage
     epilogue = epilogue_cycles(shape)
     if shape.split_k > 1:
-        sent = (shape.split_k - 1) * shape.owned_chunks * shape.chunk * LANES * 4
-        epilogue += machine.exchange_cycles + 2 * sent / machine.l2_bytes_per_cycle
-        tile_cycles = main_loop + epilogue + machine.fill_cycles / 2  # not persistent: nothing overlaps
-    else:
-        tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
+        # Partial sums are written and read.
+        epilogue += machine.exchange_cycles + 2 * shape.partial_bytes / machine.l2_bytes_per_cycle
+    tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
     memory = _memory_bytes(shape, problem, token_tiles)
     ctas = 2 if shape.pair else shape.split_k
+    tail_waste = 1 - tiles * ctas / (waves * machine.multiprocessors)
     busy = (waves - 1) * tile_cycles + main_loop
-    hidden = max(busy / machine.clock_hz, memory / machine.memory_bytes_per_second)
+    read = tiles * ctas * stages * read_bytes(shape)
+    cold = tail_waste * waves * stages * reading * min(1.0, memory / read)
+    from_memory = memory / machine.memory_bytes_per_second + cold / machine.clock_hz
+    exposed = machine.fill_cycles + epilogue + (EXPERT_COUNTS_CYCLES if shape.grouped else 0.0)
+    alone = machine.launch_seconds + max(busy / machine.clock_hz, from_memory) + exposed / machine.clock_hz
     return Cost(
         tiles=tiles,
         waves=waves,
-        tail_waste=1 - tiles * ctas / (waves * machine.multiprocessors),
-        loaded_bytes=tiles * ctas * math.ceil(k_tiles / shape.split_k) * shape.stage_bytes,
+        tail_waste=tail_waste,
+        loaded_bytes=tiles * ctas * stages * shape.stage_bytes,
         memory_bytes=memory,
         stage_cycles=stage,
         multiply_cycles=multiply,
         tile_cycles=tile_cycles,
-        seconds=hidden + (machine.fill_cycles + epilogue) / machine.clock_hz,
+        alone_seconds=alone,
+        seconds=alone - machine.overlap_seconds,
     )
+
+
+def _waves(full: float, uneven: bool) -> float:
+    """Waves of work that fills the SMs ``full`` times; of experts the last one is half full on average."""
+    if full <= 1:
+        return 1.0
+    return full + 0.5 if uneven else float(math.ceil(full))
 
 
 def _memory_bytes(shape: KernelShape, problem: Problem, token_tiles: float) -> float:

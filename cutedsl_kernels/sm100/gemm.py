@@ -130,7 +130,7 @@ class NvFp4Gemm:
             epilogue_pointers, epilogue_sizes: see the epilogue.
             offsets, counts: of the grouped schedule, else None.
             rows: token rows in all.
-            clusters: persistent clusters to launch; a split-K kernel launches one for each tile instead.
+            clusters: persistent clusters to launch.
         """
         shape = self.shape
         mma, scale_mma = self._mma(self.group, self.tiler), self._mma(tcgen05.CtaGroup.ONE, self.scale_tiler)
@@ -169,8 +169,6 @@ class NvFp4Gemm:
             internal_type=cutlass.Int16,
         )  # fmt: skip
         feature_tiles = cute.ceil_div(features, shape.tile_features)
-        if cutlass.const_expr(shape.split_k > 1):
-            clusters = feature_tiles * token_tiles * groups
         outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
         self.storage = self._storage(a_layout, b_layout, sfa_layout, sfb_layout)
         self.kernel(
@@ -195,7 +193,8 @@ class NvFp4Gemm:
             operand_empty: cute.struct.MemRange[Int64, shape.stages]
             accumulator_full: cute.struct.MemRange[Int64, 2]
             accumulator_empty: cute.struct.MemRange[Int64, 2]
-            partials_full: Int64
+            partials_full: cute.struct.MemRange[Int64, 4]
+            partials_empty: cute.struct.MemRange[Int64, 4]
             tensor_memory: Int32
             expert_ends: cute.struct.MemRange[Int32, MAX_EXPERTS if shape.grouped else 1]
             row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
@@ -260,7 +259,9 @@ class NvFp4Gemm:
         operands = Ring(storage.operand_full.data_ptr(), storage.operand_empty.data_ptr(), shape.stages)
         buffers = 1 if shape.overlap else 2
         accumulators = Ring(storage.accumulator_full.data_ptr(), storage.accumulator_empty.data_ptr(), buffers)
-        reduction = ClusterReduction(shape, rank, storage.partials.data_ptr(), storage.partials_full.ptr, thread)
+        own = EpilogueWarp(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % WARP_LANES)
+        exchange = storage.partials.data_ptr(), storage.partials_full.data_ptr(), storage.partials_empty.data_ptr()
+        reduction = ClusterReduction(shape, rank, *exchange, own.quarter, own.lane)
         if warp == load_warp:
             for atom in (atom_a, atom_b, atom_sfa, atom_sfb):
                 cpasync.prefetch_descriptor(atom)
@@ -317,10 +318,9 @@ class NvFp4Gemm:
             )
         if warp < epilogue_warps:
             cute.arch.griddepcontrol_wait()
-            own = EpilogueWarp(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % WARP_LANES)
             epilogue = self.epilogue.device(shape, storage, outputs, own)
             if cutlass.const_expr(shape.split_k > 1):
-                self._reduce(accumulators, schedule, epilogue, reduction, tensor_memory, own, first)
+                self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, first, step)
             else:
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, first, step)
             epilogue.finish()
@@ -513,28 +513,43 @@ class NvFp4Gemm:
                 cute.arch.mbarrier_arrive(accumulators.empty + position.index)
 
     @cute.jit
-    def _reduce(self, accumulators, schedule, epilogue, reduction, tensor_memory, warp, tile):
-        """An epilogue warp of a split-K cluster, which has a single tile: exchange sums, finish the owned chunks."""
+    def _reduce(self, accumulators, schedule, total, epilogue, reduction, tensor_memory, warp, first, step):
+        """An epilogue warp of a split-K cluster: exchange sums with the other CTAs, finish what this one owns."""
         shape = self.shape
-        feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
-        alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
-        accumulators.wait_full(accumulators.consumer())
-        fence_after_wait()
-        values = make_fragment(shape.chunk)
-        for chunk in cutlass.range(shape.chunks, unroll=1):
-            if chunk % shape.split_k != reduction.rank:
-                read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
+        position = accumulators.consumer()
+        buffer, phase = Int32(0), Int32(0)
+        tile = first
+        while tile < total:
+            feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
+            alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
+            accumulators.wait_full(position)
+            fence_after_wait()
+            where = feature_tile, token_tile, token_group, inside
+            values = make_fragment(shape.chunk)
+            column = buffer * shape.second_accumulator
+            if tile != first:
+                reduction.wait_empty(phase ^ 1)
+            for chunk in cutlass.range(shape.chunks, unroll=1):
+                read_fragment(tensor_memory, column + chunk * shape.chunk, warp, values)
                 cute.arch.fence_view_async_tmem_load()
-                reduction.send(values, chunk)
-        reduction.signal()
-        reduction.wait()
-        for owned in cutlass.range(shape.owned_chunks, unroll=1):
-            chunk = owned * shape.split_k + reduction.rank
-            if chunk < shape.chunks:
-                read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
-                cute.arch.fence_view_async_tmem_load()
-                reduction.add(values, owned)
-                epilogue.chunk(values, alphas, 0, chunk, feature_tile, token_tile, token_group, inside)
+                if reduction.owner(chunk) != reduction.rank:
+                    reduction.send(values, chunk)
+            reduction.signal_full()
+            reduction.wait_full(phase)
+            for chunk in cutlass.range(shape.chunks, unroll=1):
+                if reduction.owner(chunk) == reduction.rank:
+                    if cutlass.const_expr(shape.chunks > 1):
+                        read_fragment(tensor_memory, column + chunk * shape.chunk, warp, values)
+                        cute.arch.fence_view_async_tmem_load()
+                    reduction.add(values, chunk)
+                    epilogue.chunk(values, alphas, 0, chunk, *where)
+            self._release(accumulators, position, Int32(0))
+            tile += step
+            if tile < total:
+                reduction.signal_empty()
+            position.advance()
+            buffer = buffer ^ 1
+            phase = phase ^ 1
 
     def _chunk_of(self, turn: Any, buffer: Any) -> Any:
         """Which chunk is worked on in turn: the columns shared with the other accumulator buffer come first."""

@@ -87,8 +87,8 @@ class KernelShape:
             raise ValueError(f"output {self.output!r}: expected one of {OUTPUTS}")
         if self.split_k not in (1, 2, 4, 8):
             raise ValueError(f"split_k {self.split_k}: expected 1, 2, 4 or 8")
-        if self.split_k > 1 and (self.pair or self.grouped or self.gated or self.token_tile > 64):
-            raise ValueError("split_k is for batched single-CTA kernels with token_tile up to 64")
+        if self.split_k > 1 and (self.pair or self.token_tile > 64):
+            raise ValueError("split_k is for single-CTA kernels with token_tile up to 64")
         if (self.shared_tokens, self.shared_weights) != (1, 1) and not self.pair:
             raise ValueError("shared_tokens and shared_weights are for CTA pairs")
         if self.shared_tokens not in (1, 2, 4) or self.shared_weights not in (1, 2, 4) or self.cluster > MAX_CLUSTER:
@@ -235,15 +235,15 @@ class KernelShape:
 
     @property
     def partial_bytes(self) -> int:
-        """Other CTAs' sums of the chunks that this CTA of a split-K cluster owns."""
+        """Other CTAs' sums of the units that this CTA of a split-K cluster owns."""
         if self.split_k == 1:
             return 0
-        return (self.split_k - 1) * self.owned_chunks * SPLIT_CHUNK * LANES * 4
+        return (self.split_k - 1) * self.owned_units * SPLIT_CHUNK * WARP_LANES * 4
 
     @property
-    def owned_chunks(self) -> int:
-        """Chunks whose sum one CTA of a split-K cluster finishes, at most."""
-        return -(-self.chunks // self.split_k)
+    def owned_units(self) -> int:
+        """Units of the reduction, a warp's part of a chunk each, that one CTA of a split-K cluster adds up, at most."""
+        return -(-4 * self.chunks // self.split_k)
 
     @property
     def small_bytes(self) -> int:

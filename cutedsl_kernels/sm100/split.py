@@ -1,8 +1,10 @@
 """Reduction of a split-K tile inside a cluster, over distributed shared memory.
 
-Each CTA of the cluster has summed a slice of K. Chunk c of the tile's tokens is finished by CTA ``c mod split_k``; the
-others write their sums of it straight into that CTA's shared memory and signal. The owner adds the slices in order,
-so the result does not depend on timing, and nothing goes through global memory.
+Each CTA of the cluster has summed a slice of K. The unit of the reduction is what a warp of the epilogue holds of a
+chunk of tokens. Units are dealt out over the CTAs and, in each, over its warps. A warp writes its sums of the units
+that other CTAs own straight into their shared memory, signals the warps of its quarter there, and waits for their
+signals. The owner adds the slices in order, so the result does not depend on timing; nothing goes through global
+memory.
 """
 
 from __future__ import annotations
@@ -14,80 +16,116 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from .barriers import WARPS_OF_EPILOGUE
 from .fixed import Fixed
-from .shape import LANES, KernelShape
+from .shape import SPLIT_CHUNK, WARP_LANES, KernelShape
 
 VECTOR = 4
 """fp32 values of a 16-byte access."""
+VECTORS = SPLIT_CHUNK // VECTOR
+"""Of a thread's values of a unit."""
 
 
 @dataclass(frozen=True)
 class ClusterReduction(Fixed):
-    """One CTA's view of the reduction.
+    """One epilogue warp's view of the reduction.
 
     Attributes:
         rank: this CTA's slice.
-        partials: fp32 shared pointer, [other slice, owned chunk, chunk / 4, feature, 4].
-        full: mbarrier, completes when every other CTA has written all its partials.
-        thread: this thread's feature.
+        partials: fp32 shared pointer, [other slice, slot, vector, lane, 4]; slots are the units that this CTA owns.
+        full, empty: mbarriers [4], one for each warp. ``full`` completes when the other CTAs have written all that
+            this warp adds up, ``empty`` when they have added up what this warp wrote.
+        quarter, lane: of this warp in the CTA, and of the thread in it.
     """
 
     shape: KernelShape
     rank: Any
     partials: Any
     full: Any
-    thread: Any
+    empty: Any
+    quarter: Any
+    lane: Any
 
     def initialise(self) -> None:
         """By one thread, with the other barriers."""
-        cute.arch.mbarrier_init(self.full, (self.shape.split_k - 1) * WARPS_OF_EPILOGUE)
+        for quarter in range(4):
+            cute.arch.mbarrier_init(self.full + quarter, self.shape.split_k - 1)
+            cute.arch.mbarrier_init(self.empty + quarter, self.shape.split_k - 1)
 
-    def _place(self, other: Any, owned: Any, vector: Any) -> Any:
-        index = (other * self.shape.owned_chunks + owned) * (self.shape.chunk // VECTOR) + vector
-        return self.partials + (index * LANES + self.thread) * VECTOR
+    def _unit(self, chunk: Any) -> Any:
+        """Number of this warp's unit of a chunk; rotated, so that a CTA's units are spread over its warps."""
+        return chunk * 4 + (self.quarter + chunk) % 4
+
+    def owner(self, chunk: Any) -> Any:
+        """The CTA that adds up this warp's unit of a chunk."""
+        return self._unit(chunk) % self.shape.split_k
+
+    def _place(self, other: Any, chunk: Any, vector: int) -> Any:
+        slot = other * self.shape.owned_units + self._unit(chunk) // self.shape.split_k
+        return self.partials + ((slot * VECTORS + vector) * WARP_LANES + self.lane) * VECTOR
 
     def send(self, values: cute.Tensor, chunk: Any) -> None:
-        """Give this CTA's sums of a chunk to the CTA that owns it."""
-        owner = chunk % self.shape.split_k
+        """Give this warp's sums of a chunk to the CTA that owns them."""
+        owner = self.owner(chunk)
         other = cutlass.select_(self.rank < owner, self.rank, self.rank - 1)
-        for vector in range(self.shape.chunk // VECTOR):
-            place = self._place(other, chunk // self.shape.split_k, vector).toint()
+        for vector in range(VECTORS):
+            place = self._place(other, chunk, vector).toint()
             cute.arch.inline_ptx(
                 "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
                 " st.shared::cluster.v4.f32 [remote], { {$r2}, {$r3}, {$r4}, {$r5} }; }",
                 read_only_args=[Uint32(place), Int32(owner), *(values[vector * VECTOR + i] for i in range(VECTOR))],
             )
 
-    @cute.jit
-    def signal(self):
-        """After the last ``send``: tell every other CTA."""
+    def signal_full(self) -> None:
+        """After the last ``send`` of a tile."""
+        self._signal(self.full)
+
+    def signal_empty(self) -> None:
+        """After the last ``add`` of a tile, if another tile follows."""
+        self._signal(self.empty)
+
+    def _signal(self, barrier: Any) -> None:
+        """Tell the warps of this quarter in all other CTAs, a lane each."""
         cute.arch.fence_acq_rel_cluster()
         cute.arch.sync_warp()
-        for other in cutlass.range_constexpr(self.shape.split_k):
-            if other != self.rank:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(self.full, other)
+        # Written out, since the compiler would map the address in lanes for which there is no CTA, too.
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .b32 remote; setp.lt.s32 p, {$r1}, {$r2}; setp.ne.and.s32 p, {$r1}, {$r3}, p;"
+            " @p mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
+            " @p mbarrier.arrive.shared::cluster.b64 _, [remote]; }",
+            read_only_args=[
+                Uint32((barrier + self.quarter).toint()),
+                Int32(self.lane),
+                Int32(self.shape.split_k),
+                Int32(self.rank),
+            ],
+        )
 
-    def wait(self) -> None:
+    def wait_full(self, phase: Any) -> None:
         """Until the other CTAs' sums are here."""
-        cute.arch.mbarrier_wait(self.full, 0)
+        cute.arch.mbarrier_wait(self.full + self.quarter, phase)
         cute.arch.fence_acq_rel_cluster()
 
-    def add(self, values: cute.Tensor, owned: Any) -> None:
-        """Add the other slices to this CTA's sums of an owned chunk, in the order of the slices."""
+    def wait_empty(self, phase: Any) -> None:
+        """Until the other CTAs have added up the last tile's sums."""
+        cute.arch.mbarrier_wait(self.empty + self.quarter, phase)
+        cute.arch.fence_acq_rel_cluster()
+
+    def add(self, values: cute.Tensor, chunk: Any) -> None:
+        """Add the other slices to this warp's sums of an owned unit, in the order of the slices."""
         shape = self.shape
-        for vector in range(shape.chunk // VECTOR):
-            sums: list[Any] = [None] * VECTOR
-            for part in range(shape.split_k):
-                # In place of its own slice a CTA reads a neighbour's, and drops it.
-                other = cutlass.select_(self.rank < part, Int32(part - 1), Int32(min(part, shape.split_k - 2)))
-                registers = cute.make_rmem_tensor((VECTOR,), Float32)
-                place = self._place(other, owned, vector).align(16)
-                cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), registers)
-                for i in range(VECTOR):
-                    own = values[vector * VECTOR + i]
-                    value = cutlass.select_(self.rank == part, own, registers[i])
-                    sums[i] = value if part == 0 else sums[i] + value
-            for i in range(VECTOR):
-                values[vector * VECTOR + i] = sums[i]
+        parts = [cute.make_rmem_tensor((SPLIT_CHUNK,), Float32) for _ in range(shape.split_k)]
+        # All loads first, so that their latencies overlap.
+        for part in range(shape.split_k):
+            # In place of its own slice a CTA reads a neighbour's, and drops it.
+            other = cutlass.select_(self.rank < part, Int32(part - 1), Int32(min(part, shape.split_k - 2)))
+            for vector in range(VECTORS):
+                place = self._place(other, chunk, vector).align(16)
+                source = cute.make_tensor(place, cute.make_layout(VECTOR))
+                target = cute.make_tensor(parts[part].iterator + vector * VECTOR, cute.make_layout(VECTOR))
+                cute.autovec_copy(source, target)
+        for i in range(SPLIT_CHUNK):
+            slices = [cutlass.select_(self.rank == part, values[i], parts[part][i]) for part in range(shape.split_k)]
+            total = slices[0]
+            for one in slices[1:]:
+                total = total + one
+            values[i] = total

@@ -6,7 +6,9 @@ Sizes follow from the checkpoint's tensors (``checkpoint.names``) and from what 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
@@ -20,6 +22,8 @@ class LayerProduct:
     Attributes:
         name: the checkpoint's names of what is merged.
         experts_per_token: 0 for products of all tokens; else how many of the groups each token goes through.
+        shared: the last of the groups is one that every token goes through, the shared expert.
+        output: what is written; "nvfp4" is quantised again for the product that follows.
     """
 
     name: str
@@ -28,6 +32,8 @@ class LayerProduct:
     groups: int = 1
     gated: bool = False
     experts_per_token: int = 0
+    shared: bool = False
+    output: Literal["bf16", "fp32", "nvfp4"] = "bf16"
 
 
 def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
@@ -36,16 +42,33 @@ def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
     Raises:
         ConfigError: the model cannot be split so.
     """
+    return list(step_products(config, ranks))
+
+
+def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
+    """The products that a pass through all layers launches on one of ``ranks``, each with the number of its layers.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
     TensorParallel(size=ranks).check(config)
-    found = [product for kind in LayerKind if kind in config.layer_kinds for product in _attention(config, kind, ranks)]
+    found: Counter[LayerProduct] = Counter()
+    for kind in LayerKind:
+        layers = config.layer_kinds.count(kind)
+        if layers:
+            found.update(dict.fromkeys(_attention(config, kind, ranks), layers))
+    found.update({product: len(config.layer_kinds) for product in _experts(config, ranks)})
+    return found
+
+
+def _experts(config: ModelConfig, ranks: int) -> list[LayerProduct]:
+    """The shared expert is one more group of the routed experts' products."""
     d, inner = config.hidden_size, config.moe_intermediate_size // ranks
-    for name, experts, chosen in (
-        ("shared_experts", 1, 1),
-        ("experts", config.n_routed_experts, config.num_experts_per_tok),
-    ):
-        found.append(LayerProduct(f"{name}.w1 + w3", inner, d, experts, True, chosen))
-        found.append(LayerProduct(f"{name}.w2", d, inner, experts, False, chosen))
-    return list(dict.fromkeys(found))
+    groups, visits = config.n_routed_experts + 1, config.num_experts_per_tok + 1
+    return [
+        LayerProduct("experts.w1 + w3", inner, d, groups, True, visits, shared=True, output="nvfp4"),
+        LayerProduct("experts.w2", d, inner, groups, False, visits, shared=True),
+    ]
 
 
 def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerProduct]:
@@ -57,7 +80,8 @@ def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerPr
         if name.startswith(stem) and spec.role is Role.LINEAR
     }
     from_x = [name for name in linear if name in ("wq_a", "wkv") or "compressor" in name]
-    products = [LayerProduct(" + ".join(from_x), sum(linear[name][0] for name in from_x), config.hidden_size)]
+    columns = sum(linear[name][0] for name in from_x)
+    products = [LayerProduct(" + ".join(from_x), columns, config.hidden_size, output="fp32")]
     heads, index = linear["wq_b"][0] // ranks, linear.get("indexer.wq_b")
     if index is None:
         products.append(LayerProduct("wq_b", heads, config.q_lora_rank))

@@ -7,7 +7,7 @@ import pytest
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.model.products import layer_products, step_products
 from tests.support.released import FLASH, PRO, config_json
 
 
@@ -31,7 +31,7 @@ def test_products_cover_every_parameter_of_a_layer_once(base: dict, kinds: int) 
         ]
         found = sum(one.features * one.k * one.groups * (2 if one.gated else 1) for one in mine)
         assert found == wanted
-        assert max(one.groups for one in mine) == experts
+        assert max(one.groups for one in mine) == experts + 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -47,6 +47,17 @@ def test_ranks_share_heads_groups_and_experts(ranks: int) -> None:
             assert (one.features - share.features) * ranks == (one.features - 64 * 128) * (ranks - 1)
         else:
             assert share.features * share.k * share.groups * ranks == size
+
+
+@pytest.mark.parametrize(("base", "layers"), [(FLASH, 43), (PRO, 61)], ids=["flash", "pro"])
+def test_a_pass_launches_six_products_a_layer(base: dict, layers: int) -> None:
+    config = ModelConfig.from_dict(config_json(base))
+    found = step_products(config, 8)
+    assert found.total() == 6 * layers
+    assert {found[one] for one in found if "experts" in one.name} == {layers}
+    from_q = {name: sum(found[one] for one in found if one.name == name) for name in ("wq_b", "wq_b + indexer.wq_b")}
+    assert from_q["wq_b + indexer.wq_b"] == config.layer_kinds.count(LayerKind.CSA)
+    assert sum(from_q.values()) == layers
 
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:

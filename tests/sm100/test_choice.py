@@ -1,16 +1,19 @@
-"""The cost model against arithmetic by hand, and what the choice of kernel shapes promises."""
+"""What the choice of kernel shapes promises."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_experts, choose_product, expert_tile
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, epilogue_cycles, multiply_cycles, read_bytes
+from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
+    choose_experts,
+    choose_product,
+    expert_tile,
+    planned_pairs,
+    planned_tokens,
+)
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import Clusters
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
     MAX_EXPERTS,
     MMA_K,
@@ -23,7 +26,6 @@ from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
 from nvfp4_sgl.model.products import LayerProduct, layer_products
 from tests.support.released import FLASH, PRO, config_json
 
-PAIR = KernelShape(256, pair=True)
 TOKENS = (1, 5, 8, 17, 64, 65, 300, 1024, 8192)
 
 
@@ -42,72 +44,11 @@ def chosen(product: LayerProduct, tokens: int) -> tuple[KernelShape, Problem]:
     pairs = tokens * product.experts_per_token
     output: Output = "nvfp4" if product.gated else "bf16"
     shape = choose_experts(*size, pairs, product.groups, product.gated, output)
-    return shape, Problem(*size, pairs, product.groups, product.gated, True, output)
+    shared = tokens if product.shared else 0
+    return shape, Problem(*size, pairs, product.groups, product.gated, True, output, shared)
 
 
 PRODUCTS = model_products()
-
-
-def test_cost_of_a_pair_by_hand() -> None:
-    found = cost(PAIR, Problem(features=512, k=1024, tokens=300))
-    assert found.tiles == 2 * 2
-    assert (found.waves, found.tail_waste) == (1, 1 - 4 / 74)
-    # A CTA's stage: 128 rows of weights and half of 256 tokens, 128 bytes each; 16 bytes of scales for 128 + 256 rows.
-    stage = 128 * 128 + 128 * 128 + (128 + 256) * 16
-    assert found.loaded_bytes == 4 * 2 * 4 * stage
-    # Each CTA of a pair reads half of the tokens' scales and sends it to both.
-    read = stage - 256 * 16 / 2
-    assert found.multiply_cycles == 256 * 256 * 256 / 2**14 / 2 + (128 + 256) * 16 / 128
-    assert found.stage_cycles == read / 64
-    shared = replace(PAIR, shared_tokens=2, shared_weights=2)
-    assert read_bytes(PAIR) == read and read_bytes(shared) == read / 2
-    assert cost(shared, Problem(512, 1024, 300)).stage_cycles == found.multiply_cycles
-    scales = (4 * 16 + 2 * 2 * 16) * 512
-    assert found.memory_bytes == (512 + 300) * 512 + scales + 300 * 512 * 2
-
-
-def test_cost_of_split_k_by_hand() -> None:
-    problem, shape = Problem(features=1024, k=4096, tokens=8), KernelShape(8, split_k=4)
-    found = cost(shape, problem)
-    assert (found.tiles, found.waves, found.tail_waste) == (8, 1, pytest.approx(1 - 8 * 4 / 148))
-    stage = (128 + 8) * 128 + (128 + 128) * 16
-    assert found.loaded_bytes == 8 * 16 * stage
-    assert found.stage_cycles == stage / 64
-    # Four slices of four stages; each CTA owns one chunk of eight tokens at most and gets it from three others.
-    reduced = B200.exchange_cycles + 2 * 3 * 8 * 128 * 4 / 64
-    cycles = 4 * stage / 64 + B200.fill_cycles + epilogue_cycles(shape) + reduced
-    assert found.seconds == pytest.approx(cycles / B200.clock_hz)
-
-
-def test_cost_of_experts_by_hand() -> None:
-    problem = Problem(features=2048, k=4096, tokens=6, groups=256, gated=True, grouped=True, output="nvfp4")
-    active = 256 * (1 - math.exp(-6 / 256))
-    assert problem.matrices == pytest.approx(2 * active)
-    found = cost(KernelShape(8, gated=True, grouped=True, output="nvfp4"), problem)
-    assert found.tiles == pytest.approx(32 * active, rel=1e-6)  # two of them get nine tokens only in theory
-    weights = 2 * active * 2048 * 4096 * 0.5625
-    assert found.memory_bytes == pytest.approx(weights, rel=0.01)
-
-
-def test_mean_number_of_tiles_matches_drawn_experts() -> None:
-    random = np.random.default_rng(1)
-    for pairs, tile in ((48, 8), (3072, 16), (9000, 32)):
-        counts = random.multinomial(pairs, [1 / 128] * 128, size=400)
-        drawn = np.ceil(counts / tile).sum(axis=1).mean()
-        assert Problem(8, 64, pairs, 128, grouped=True).token_tiles(tile) == pytest.approx(drawn, rel=0.02)
-    assert Problem(8, 64, 17, 1, grouped=True).token_tiles(8) == 3
-
-
-@pytest.mark.parametrize("shape", [KernelShape(8), KernelShape(64, split_k=2), KernelShape(128), PAIR], ids=str)
-def test_more_work_never_costs_less(shape: KernelShape) -> None:
-    base = Problem(features=1000, k=2000, tokens=100, groups=2)
-    for field in ("features", "k", "tokens", "groups"):
-        sizes = [getattr(base, field) * factor for factor in (1, 2, 3, 7, 20)]
-        times = [cost(shape, replace(base, **{field: size})).seconds for size in sizes]
-        assert times == sorted(times), field
-    large = replace(base, features=20000)
-    faster = [cost(shape, large, replace(B200, multiprocessors=count)).seconds for count in (74, 100, 148, 200)]
-    assert faster == sorted(faster, reverse=True)
 
 
 def test_no_choice_is_modelled_faster_than_the_floor() -> None:
@@ -140,20 +81,56 @@ def test_decode_takes_the_narrowest_tile(tokens: int) -> None:
             assert choose_product(product.features, product.k, tokens, product.groups).token_tile == expected
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 64, 65, 128, 129, 8191, 8192])
+def test_a_choice_goes_by_rounded_numbers(tokens: int) -> None:
+    planned = planned_tokens(tokens)
+    assert planned >= tokens and planned_tokens(planned) == planned
+    assert planned in TOKEN_TILES if tokens <= 64 else planned % 128 == 0 and planned - tokens < 128
+    for features, k in ((2560, 4096), (7168, 2048)):
+        assert choose_product(features, k, tokens) == choose_product(features, k, planned)
+    pairs = planned_pairs(tokens)
+    assert tokens <= pairs <= tokens * 1.25 and pairs.bit_length() - (pairs & -pairs).bit_length() < 3
+    for gated in (True, False):
+        expected = choose_experts(2048, 4096, pairs, 257, gated)
+        assert choose_experts(2048, 4096, tokens, 257, gated) == expected
+
+
+def test_few_kernels_serve_all_numbers_of_tokens() -> None:
+    shapes = {choose_product(4096, 4096, tokens) for tokens in range(1, 20_000)}
+    assert len(shapes) < 10
+    shapes = {choose_experts(2048, 4096, pairs, 257, True, "nvfp4") for pairs in range(1, 100_000)}
+    assert len(shapes) < 15
+
+
 def test_k_is_split_where_tiles_are_few_and_not_where_they_are_many() -> None:
     assert choose_product(1536, 4096, 1).split_k >= 4
     assert choose_product(7168, 16384, 8).split_k == 2
     assert choose_product(65536, 1536, 1).split_k == 1
     assert choose_product(1536, 256, 1).split_k == 1  # no slice would have two stages
+    # Experts: seven of one token on one rank of eight; hundreds of many tokens.
+    assert choose_experts(256, 4096, 7, 257, True, "nvfp4").split_k == 4
+    assert choose_experts(384, 7168, 7, 385, True, "nvfp4").split_k >= 2
+    assert choose_experts(2048, 4096, 7 * 64, 257, True, "nvfp4").split_k == 1
+    assert choose_experts(4096, 256, 7, 257, False).split_k == 1
 
 
 def test_prefill_takes_pairs_that_l2_can_feed() -> None:
     for features, k in ((4096, 8192), (65536, 1536), (7168, 16384), (4608, 7168)):
         shape = choose_product(features, k, 8192)
-        assert shape.pair and shape.cluster > 2
+        assert shape.pair
         assert read_bytes(shape) / B200.l2_bytes_per_cycle <= multiply_cycles(shape)
+        # 34 clusters of four would leave 12 SMs without work.
+        assert shape.cluster == 2
     # Where K is long the widest tile pays: it reads and copies the least for each product.
     assert choose_product(4096, 8192, 8192).token_tile == 256
+
+
+@pytest.mark.parametrize("token_tile", [8, 64, 128])
+def test_rows_quantised_for_another_tile_get_the_best_kernel_for_it(token_tile: int) -> None:
+    for tokens in (1, 64, 300):
+        shape = choose_product(4096, 8192, tokens, token_tile=token_tile)
+        assert min(shape.token_tile, 128) == token_tile
+        assert choose_experts(2048, 4096, tokens, 257, True, token_tile=token_tile).token_tile == token_tile
 
 
 def test_the_layout_of_scales_follows_from_the_tokens_alone() -> None:
@@ -173,4 +150,4 @@ def test_both_expert_kernels_of_a_layer_get_the_same_tile() -> None:
 
 
 def test_a_smaller_gpu_may_choose_otherwise() -> None:
-    assert choose_product(7168, 16384, 8, multiprocessors=32).split_k == 1
+    assert choose_product(7168, 16384, 8, clusters=Clusters.in_gpcs((16, 16))).split_k == 1

@@ -21,6 +21,10 @@ HALF: dict[str, Case] = {
         DenseGemm("BFloat16", "Float32", (128, 128), (2, 1), "mkn"), (200, 136, 96), Options("random", 3)
     ),
     "2x2 multicast": (DenseGemm("Float16", "Float16", (256, 64), (2, 2)), (264, 136, 64), Options("random", 4)),
+    "prefetching": (
+        DenseGemm("BFloat16", "Float32", (128, 64), (1, 1), source="dense_gemm_persistent_prefetch"), (136, 72, 320),
+        Options("random", 5),
+    ),
 }  # fmt: skip
 NARROW: dict[str, Case] = {
     "one CTA": (DenseGemm("Float8E4M3FN", "Float32", (128, 128), (1, 1)), (200, 136, 160), Options("random", 1)),
@@ -38,3 +42,4 @@ def test_output_is_exact(kind: str, cases: dict[str, Case], case: str) -> None:
     right, statistics = gemm.run(shape, options)
     assert right
     assert any("tcgen05.mma" in opcode and f"kind::{kind}" in opcode for opcode in statistics.by_opcode())
+    assert bool(statistics.engine_bytes["prefetch"]) == (case == "prefetching")

@@ -189,7 +189,7 @@ class NvFp4Planner(FusedPlanner):
             max(tokens, self.slots.requests),
             context.config.swiglu_limit,
             runner.architecture(context.device),
-            runner.multiprocessors(context.device),
+            runner.clusters(context.device),
             programmatic_launch=runner.programmatic_launch,
         )
         warm_up_gemms(keys, context.device)

@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError, KernelError, OperandTypeError, OperandValueError
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes
 from nvfp4_sgl.formats.rows import Rows
 
@@ -32,8 +33,8 @@ class Recorder:
     def architecture(self, device: torch.device) -> str:
         return "sm_100a"
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return 148
+    def clusters(self, device: torch.device) -> Clusters:
+        return B200_CLUSTERS
 
     def freeze(self) -> None:
         pass

@@ -17,8 +17,9 @@ from nvfp4_sgl.cutedsl_kernels import build, compiled, launcher, plan, warm_up
 from nvfp4_sgl.cutedsl_kernels.compiled import ARCHITECTURES, KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.errors import OperandValueError
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import layout_tile
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape, Output
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import emulated_operations
@@ -108,10 +109,10 @@ def test_plans_read_the_layout_they_are_given(token_tile: int) -> None:
     keys = {key.shape for key in plan.every_key("sm_100a", LIMIT)}
     for rows, (features, k) in every_pair(ROWS, PROJECTIONS):
         shapes = [
-            plan.plan_product(features, k, rows, 1, token_tile, "bf16", 148),
-            plan.plan_gated(features, k, rows, token_tile, "nvfp4"),
-            plan.plan_experts(features, k, 64, True, token_tile, "nvfp4"),
-            plan.plan_experts(features, k, 64, False, token_tile, "bf16"),
+            plan.plan_product(features, k, rows, 1, token_tile, "bf16", B200_CLUSTERS),
+            plan.plan_gated(features, k, rows, token_tile, "nvfp4", B200_CLUSTERS),
+            plan.plan_experts(features, k, rows, 64, True, token_tile, "nvfp4", B200_CLUSTERS),
+            plan.plan_experts(features, k, rows, 64, False, token_tile, "bf16", B200_CLUSTERS),
         ]
         for shape in shapes:
             assert layout_tile(shape.token_tile) == layout_tile(token_tile)
@@ -122,8 +123,8 @@ def test_plans_read_the_layout_they_are_given(token_tile: int) -> None:
 @pytest.mark.parametrize("base", [FLASH, PRO], ids=["flash", "pro"])
 def test_a_library_of_every_kernel_serves_a_model(base: dict) -> None:
     products = layer_products(ModelConfig.from_dict(config_json(base)), ranks=4)
-    keys = warm_up.keys_for(products, 4096, LIMIT, "sm_103a", 148)
-    everything = plan.every_key("sm_103a", LIMIT)
+    keys = warm_up.keys_for(products, 4096, LIMIT, "sm_103a", B200_CLUSTERS)
+    everything = plan.every_key("sm_103a", LIMIT, ("bf16", "fp32"))
     assert len(keys) > 10 and set(keys) <= set(everything)
     assert len({key.name for key in everything}) == len(everything)
 
@@ -135,6 +136,7 @@ class Size:
     groups: int = 1
     gated: bool = False
     experts_per_token: int = 0
+    output: Output = "bf16"
 
 
 def test_operations_ask_for_what_warm_up_ran() -> None:
@@ -161,8 +163,8 @@ def test_operations_ask_for_what_warm_up_ran() -> None:
         for op in ("expert_gate_up", "expert_down"):
             getattr(torch.ops.nvfp4_sgl, op)(**VALID[op]())
     pairs = 2
-    sizes = [Size(F, K), Size(F, K, G), Size(F, K, E, True, pairs), Size(F, K, E, False, pairs)]
-    assert set(recorder.keys) <= set(warm_up.keys_for(sizes, T, LIMIT, "sm_100a", 148))
+    sizes = [Size(F, K), Size(F, K, G), Size(F, K, E, True, pairs, "nvfp4"), Size(F, K, E, False, pairs)]
+    assert set(recorder.keys) <= set(warm_up.keys_for(sizes, T, LIMIT, "sm_100a", B200_CLUSTERS, weighted=True))
 
 
 def test_warm_up_runs_each_kernel_once() -> None:

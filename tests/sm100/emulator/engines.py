@@ -43,6 +43,9 @@ class Options:
         init_fence: demand ``fence.mbarrier_init`` or ``fence.proxy.async`` between the initialisation of an mbarrier
             and its use by an asynchronous operation, as the PTX ISA does. Triton's kernels of one CTA leave it out and
             only synchronise.
+        strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
+            hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
+            Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         resident: clusters that have a place at once: how many more are begun while those before poll global memory.
@@ -58,6 +61,7 @@ class Options:
     backwards: bool = False
     equal_writes: bool = False
     strict_tensor_waits: bool = False
+    strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory, Range
 from tests.sm100.emulator.ptx import Instruction, Kernel, Register
@@ -86,11 +88,14 @@ class Launch:
         self.random = random.Random(options.seed)
         self.runs: list[ClusterRun] = []
         """Clusters that have begun."""
+        self.pending: deque[Triple] = deque(self._origins)
+        """Where the block indices begin of clusters that have not."""
         self.before: Launch | None = None
         """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
         self.has_tensor_maps = any("tensor" in "".join(i.opcode) for i in kernel.instructions)
         """Whether stores to global memory may matter to copies that use tensor maps."""
+        self.scopes = GlobalScopes()
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""
@@ -117,27 +122,29 @@ class Launch:
         Raises:
             EmulatorError: with CTA, warp, lanes and the instruction's text.
         """
-        origins = self._origins
-        waiting = next(origins, None)
         with np.errstate(all="ignore"):
-            while waiting is not None or self.runs:
+            while self.pending or self.runs:
                 room = len(self.runs) < self.options.resident and any(run.cluster.polled for run in self.runs)
-                if waiting is not None and (room or not self.runs):
+                if self.pending and (room or not self.runs):
                     for run in self.runs:
                         run.cluster.polled = False
-                    self.runs.append(ClusterRun(self, waiting))
-                    waiting = next(origins, None)
+                    self.runs.append(ClusterRun(self, self.pending.popleft()))
                 for run in self.runs:
                     run.advance()
                 self.runs = [run for run in self.runs if not run.done]
-                if self.runs and self.stuck and not (waiting is not None and room):
+                if self.runs and self.stuck and not (self.pending and room):
                     raise DeadlockError(self.report())
         self._count()
         return self.statistics
 
+    def cancel(self) -> Triple | None:
+        """Take the next cluster that has not begun from the launch: where its block indices begin, if there is one."""
+        return self.pending.popleft() if self.pending else None
+
     def begin(self, on_waited: Callable[[Launch, Launch], None]) -> None:
         """Make all clusters ready for ``advance``; ``on_waited`` is told what this launch has waited for."""
-        self.runs = [ClusterRun(self, origin) for origin in self._origins]
+        self.runs = [ClusterRun(self, origin) for origin in self.pending]
+        self.pending.clear()
         self._on_waited = on_waited
 
     def advance(self) -> bool:
@@ -230,7 +237,7 @@ class Launch:
         if self.executed > self.options.max_instructions:
             raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
         execute = self.program[counter]
-        warp.actor.site = counter
+        warp.actor.site, warp.actor.executing = counter, lanes
         try:
             if execute is None:
                 counts[counter] += 1

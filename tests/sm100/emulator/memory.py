@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from tests.sm100.emulator.access_history import SHARED_RULE, AccessHistory
-from tests.sm100.emulator.actors import Actor
+from tests.sm100.emulator.actors import Actor, Strength, WarpActor
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
 
 SHARED_BASE = 1024
@@ -126,13 +126,13 @@ class SharedMemory:
 
     Every access names its actor and raises HazardError if it is not ordered with earlier ones (``AccessHistory``); with
     ``equal_writes`` those that write the same need not be.
-    ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid.
+    ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid. ``rank`` is the CTA's.
     """
 
-    def __init__(self, size: int, owner: str, equal_writes: bool = False) -> None:
+    def __init__(self, size: int, owner: str, rank: int = 0, equal_writes: bool = False) -> None:
         if size > SHARED_CAPACITY:
             raise MemoryFaultError(f"{size} B of shared memory: a block may have {SHARED_CAPACITY}")
-        self.end = SHARED_BASE + size
+        self.end, self.rank = SHARED_BASE + size, rank
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
         self.equal_writes = equal_writes
@@ -168,7 +168,7 @@ class SharedMemory:
     def write(self, offset: int, data: np.ndarray, by: Actor) -> None:
         """Store u8 ``data``."""
         where = self._check(offset, len(data), by)
-        self.history.write(where, by, same=self._same(where, data))
+        self.history.write(where, by.author(self.rank), same=self._same(where, data))
         self.bytes[where] = data
         self.written[where] = True
 
@@ -183,19 +183,27 @@ class SharedMemory:
                 f"shared access over [{int(offsets.min())}, {int(offsets.max())}]: valid is [{SHARED_BASE}, {self.end})"
             )
 
-    def gather(self, offsets: np.ndarray, by: Actor, strong: bool = False) -> np.ndarray:
-        """u8 at each offset (any shape), all written before."""
+    def gather(
+        self, offsets: np.ndarray, by: Actor, strength: Strength = "weak", lanes: np.ndarray | None = None
+    ) -> np.ndarray:
+        """u8 at each offset (any shape), all written before; ``lanes`` [n] of ``by`` make accesses [n, size]."""
         self._check_gather(offsets, by)
         written = self.written[offsets]
         if not written.all():
             first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
             raise HazardError(f"read of shared memory never written: byte {first}")
-        self.history.read(offsets, by, strong)
+        self.history.read(offsets, by, strength, None if lanes is None else lanes[:, None])
         return self.bytes[offsets]
 
-    def scatter(self, offsets: np.ndarray, data: np.ndarray, by: Actor, strong: bool = False) -> None:
-        """Store u8 ``data`` at ``offsets``, of the same shape."""
+    def scatter(
+        self, offsets: np.ndarray, data: np.ndarray, by: Actor, strength: Strength = "weak",
+        lanes: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Store u8 ``data`` at ``offsets``, of the same shape; ``lanes`` as for gather."""
         self._check_gather(offsets, by)
-        self.history.write(offsets, by, strong, self._same(offsets, data))
+        lane_of = None if lanes is None else lanes[:, None]
+        self.history.write(offsets, by.author(self.rank), strength, lane_of, self._same(offsets, data))
+        if lanes is not None and isinstance(by, WarpActor):
+            by.wrote(lanes)
         self.bytes[offsets] = data
         self.written[offsets] = True

@@ -15,13 +15,13 @@ import numpy as np
 
 from tests.sm100.emulator.errors import UnsupportedError
 
-CLASSES = {"pred": "pred", **{f"{k}{n}": str(n) for k in "busf" for n in (8, 16, 32, 64)}}
+CLASSES = {"pred": "pred", **{f"{k}{n}": str(n) for k in "busf" for n in (8, 16, 32, 64)}, "b128": "128"}
 """Register class by declared type: registers of one width share a file whatever their type letter."""
 
 
 @dataclass(frozen=True)
 class Register:
-    """A register: its class ("pred", "8", "16", "32", "64") and its index in that class's file."""
+    """A register: its class ("pred", "8", "16", "32", "64", "128") and its index in that class's file."""
 
     kind: str
     index: int

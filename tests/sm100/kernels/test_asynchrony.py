@@ -32,6 +32,9 @@ CASES: dict[str, ProductCase | ExpertCase] = {
         KernelShape(16, gated=True, grouped=True, output="nvfp4"), (17, 0, 5), features=64, k=320
     ),
     "experts, pair": ExpertCase(KernelShape(128, pair=True, gated=True, grouped=True), (129, 1), features=128, k=128),
+    "experts, split": ExpertCase(
+        KernelShape(16, gated=True, grouped=True, split_k=4, output="nvfp4"), (17, 0, 5), features=96, k=1088
+    ),
     "experts, down": ExpertCase(KernelShape(32, grouped=True), (33, 0, 40), features=136, k=128),
 }
 

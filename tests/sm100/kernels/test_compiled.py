@@ -22,7 +22,9 @@ SHAPES = [
     KernelShape(128, output="fp32"),
     KernelShape(256, pair=True, shared_tokens=2, shared_weights=2),
     KernelShape(8, gated=True, grouped=True, output="nvfp4"),
+    KernelShape(16, gated=True, grouped=True, split_k=4, output="nvfp4"),
     KernelShape(64, grouped=True),
+    KernelShape(8, grouped=True, split_k=8),
     KernelShape(128, pair=True, gated=True, grouped=True, output="nvfp4"),
 ]
 
@@ -49,7 +51,8 @@ def test_sass_for_sm_100a(shape: KernelShape) -> None:
     assert binary.count("UTMALDG") > 0
     assert binary.count("UTMASTG") == (shape.output != "nvfp4")
     assert binary.count("STSM") == (shape.chunk // 8 if shape.output == "bf16" else 0)
-    assert binary.count("LDTM") == 2 * (2 if shape.split_k > 1 else 1), "16 lanes at a time"
+    reads = 2 if shape.split_k > 1 and shape.chunks > 1 else 1
+    assert binary.count("LDTM") == 2 * reads, "16 lanes at a time"
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
     assert binary.registers <= REGISTER_BUDGET
 
@@ -92,6 +95,7 @@ def test_impossible_shapes_are_refused() -> None:
         {"token_tile": 64, "pair": True},
         {"token_tile": 8, "split_k": 3},
         {"token_tile": 128, "split_k": 2},
+        {"token_tile": 128, "split_k": 2, "gated": True, "grouped": True},
         {"token_tile": 8, "output": "nvfp4"},
         {"token_tile": 8, "output": "fp16"},
         {"token_tile": 128, "shared_tokens": 2},

@@ -13,12 +13,12 @@ from tests.sm100.support.products import ExpertCase
 STRICT = Options(strict_tensor_waits=True)
 
 
-def gate_up(token_tile: int, pair: bool = False, output: Output = "nvfp4") -> KernelShape:
-    return KernelShape(token_tile, pair=pair, gated=True, grouped=True, output=output)
+def gate_up(token_tile: int, pair: bool = False, split_k: int = 1, output: Output = "nvfp4") -> KernelShape:
+    return KernelShape(token_tile, pair=pair, gated=True, grouped=True, split_k=split_k, output=output)
 
 
-def down(token_tile: int, pair: bool = False, output: Output = "bf16") -> KernelShape:
-    return KernelShape(token_tile, pair=pair, grouped=True, output=output)
+def down(token_tile: int, pair: bool = False, split_k: int = 1, output: Output = "bf16") -> KernelShape:
+    return KernelShape(token_tile, pair=pair, grouped=True, split_k=split_k, output=output)
 
 
 CASES = [
@@ -46,6 +46,13 @@ CASES = [
     ExpertCase(down(32, output="fp32"), (33, 4), features=136, k=384),
     ExpertCase(down(128, pair=True), (3, 0, 131), features=264, k=128),
     ExpertCase(down(256, pair=True), (257, 0, 1), features=256, k=128),
+    # K split over a cluster.
+    ExpertCase(gate_up(8, split_k=2), (0, 1, 9, 0, 8), features=96, k=576),
+    ExpertCase(gate_up(16, split_k=4), (17, 0, 3), features=64, k=1088),
+    ExpertCase(gate_up(64, split_k=8), (2, 65), features=96, k=2048),
+    ExpertCase(gate_up(8, split_k=8, output="bf16"), (3, 0, 8), features=64, k=2112),
+    ExpertCase(down(8, split_k=4), (0, 9, 2), features=200, k=1024),
+    ExpertCase(down(32, split_k=2, output="fp32"), (33, 4), features=136, k=512),
 ]
 
 
@@ -53,6 +60,7 @@ def name(case: ExpertCase) -> str:
     kind = "gate up" if case.shape.gated else "down"
     if case.shape.pair:
         kind += f" {case.shape.shared_tokens}x{case.shape.shared_weights} pairs"
+    kind += f" split {case.shape.split_k}" * (case.shape.split_k > 1)
     return f"{kind} {case.shape.token_tile} {case.shape.output} {case.counts} {case.features}x{case.k}"
 
 
@@ -71,6 +79,7 @@ def test_a_shared_expert_is_one_group(grouped: bool) -> None:
     """Its tokens are counted on the device, or simply all rows."""
     ExpertCase(replace(gate_up(8), grouped=grouped), (6,), features=128, k=256).check(STRICT)
     ExpertCase(replace(gate_up(128, pair=True), grouped=grouped), (131,), features=128, k=64).check(STRICT)
+    ExpertCase(replace(gate_up(16, split_k=4), grouped=grouped), (18,), features=96, k=1088).check(STRICT)
 
 
 def test_only_experts_with_tokens_are_read() -> None:

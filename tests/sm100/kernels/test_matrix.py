@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape, Output
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, TOKEN_TILES, KernelShape, Output
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -43,10 +43,9 @@ def name(value: KernelShape | Options) -> str:
 @pytest.mark.parametrize("mode", MODES, ids=name)
 @pytest.mark.parametrize("shape", shapes(), ids=name)
 def test_every_shape_in_every_mode(shape: KernelShape, mode: Options) -> None:
-    tile = shape.token_tile
+    tile, k = shape.token_tile, max(320, TILE_K * shape.split_k + 64)
     if shape.grouped or shape.gated:
         counts = (3, 0, tile + 1) if shape.grouped else (tile + 1,)
-        ExpertCase(shape, counts, features=192, k=320, seed=5).check(mode)
+        ExpertCase(shape, counts, features=192, k=k, seed=5).check(mode)
     else:
-        tokens = tile if shape.split_k > 1 else tile + 1
-        ProductCase(shape, tokens, features=200, k=256 * shape.split_k + 64, seed=5).check(mode)
+        ProductCase(shape, tile + 1, features=200, k=k, seed=5).check(mode)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
+from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
@@ -51,11 +53,16 @@ def log_probabilities(model: Standalone, passes: Any = PASSES) -> Tensor:
 
 
 def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
-    """Log-probabilities of SM100's decoder, and the launcher that ran its GEMMs."""
+    """Log-probabilities of SM100's decoder, and the launcher that ran its GEMMs; the warm-up knows all of them."""
     with gemms() as runner:
         model = Standalone(checkpoint, target=Target.SM100, requests=2, capacity=256)
         assert set(model.config.layer_kinds) == set(LayerKind)
-        return log_probabilities(model), runner
+        found = log_probabilities(model)
+    tokens = max(sum(len(chunk) for chunk in chunks.values()) for chunks in PASSES)
+    limit, gpu = model.config.swiglu_limit, runner.clusters(model.device)
+    ready = keys_for(layer_products(model.config), tokens, limit, "sm_100a", gpu)
+    assert set(runner.keys) <= set(ready)
+    return found, runner
 
 
 @pytest.fixture(scope="module")

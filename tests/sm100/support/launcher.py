@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from tests.sm100.emulator import Compiled, Options, emulated
 from tests.sm100.support.entries import compile_key
 
@@ -22,7 +23,7 @@ class EmulatedLauncher:
     """Runs each call at once; ``keys`` are the kernels that ran, in order."""
 
     name: str = "sm_100a"
-    count: int = 148
+    gpu: Clusters = B200_CLUSTERS
     options: Options = field(default_factory=Options)
     compile: Callable[[KernelKey], Compiled] = compile_key
     programmatic_launch: bool = False
@@ -31,8 +32,8 @@ class EmulatedLauncher:
     def architecture(self, device: torch.device) -> str:
         return self.name
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return self.count
+    def clusters(self, device: torch.device) -> Clusters:
+        return self.gpu
 
     def freeze(self) -> None:
         """Tests compile when they like."""

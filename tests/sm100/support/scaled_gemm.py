@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.numerics.scale_layout import swizzle_128x4
+from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.sm100.support.cutlass_examples import example
 from tests.sm100.support.narrow_operands import NarrowOperand

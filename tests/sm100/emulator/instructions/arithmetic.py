@@ -16,7 +16,7 @@ import numpy as np
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, Writer, instruction
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.formats import canonical
-from tests.sm100.emulator.instructions.half_arithmetic import HALVES, half_arithmetic, half_function, mixed_arithmetic
+from tests.sm100.emulator.instructions.half_arithmetic import HALVES, half_arithmetic, half_function
 from tests.sm100.emulator.rounding import sum_to_odd
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.warp import Mask, Warp
@@ -97,7 +97,7 @@ def _apply(decoder: Decoder, function: Function, type_name: str) -> Execute:
 def _float(decoder: Decoder, name: str) -> Execute:
     """add, sub, mul, fma, div of f32, f32x2 and f64, rounding to nearest even; of halves where there are such."""
     if decoder.modifiers[-1] in HALVES:
-        return mixed_arithmetic(decoder, name) if "f32" in decoder.modifiers else half_arithmetic(decoder, name)
+        return half_arithmetic(decoder, name)
     if decoder.modifiers[-1] == "f64":
         return _double(decoder, name)
     packed = decoder.flag("f32x2")

@@ -1,6 +1,6 @@
-"""Arithmetic of f16 and bf16, one or two to a register, or of one with f32; correctly rounded.
+"""Arithmetic of f16 and bf16, one or two to a register; correctly rounded.
 
-Source: PTX ISA, half-precision and mixed-precision floating-point instructions.
+Source: PTX ISA, half-precision floating-point instructions.
 """
 
 from __future__ import annotations
@@ -100,28 +100,6 @@ def half_arithmetic(decoder: Decoder, name: str) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         values = [np.ascontiguousarray(source(warp)).view(np.uint16) for source in sources]
         write(warp, compute(*values).view(np.uint32 if packed else np.uint16), mask)
-
-    return execute
-
-
-def mixed_arithmetic(decoder: Decoder, name: str) -> Execute:
-    """add, sub and fma in f32 whose operands but the last are f16 or bf16."""
-    element = decoder.one_of("f16", "bf16")
-    decoder.expect("f32")
-    decoder.one_of("rn", default="rn" if name != "fma" else None)
-    if name not in ("add", "sub", "fma"):
-        raise UnsupportedError(f"{name}.f32.{element}")
-    saturate = decoder.flag("sat")
-    decoder.arity(4 if name == "fma" else 3)
-    halves = [decoder.read(i, "b16") for i in range(1, len(decoder.operands) - 1)]
-    single, write = decoder.read(len(decoder.operands) - 1, "f32"), decoder.write(0)
-
-    def execute(warp: Warp, mask: Mask) -> None:
-        sources = [WIDEN[element](half(warp)).astype(np.float64) for half in halves]
-        result = EXACT[name](*sources, single(warp).astype(np.float64)).astype(np.float32)
-        if saturate:
-            result = np.where(result > 0, np.minimum(result, np.float32(1)), np.float32(0))
-        write(warp, formats.canonical(result), mask)
 
     return execute
 

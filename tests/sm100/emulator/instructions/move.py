@@ -14,7 +14,7 @@ from tests.sm100.emulator.warp import Mask, Warp
 
 @instruction("mov")
 def build_mov(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    type_name = decoder.type(moved=True)
     decoder.arity(2)
     if isinstance(decoder.operands[0], Vector):
         return _unpack(decoder, type_name)
@@ -54,7 +54,7 @@ def _pack(decoder: Decoder, type_name: str) -> Execute:
     part = _part(type_name, len(parts))
     reads = [decoder.read(item, f"b{8 * part.itemsize}") for item in parts]
     write = decoder.write(0)
-    whole = np.dtype(f"u{dtype_of(type_name).itemsize}")
+    whole = dtype_of(type_name.replace("f", "b").replace("s", "b"))
 
     def execute(warp: Warp, mask: Mask) -> None:
         write(warp, matrix([read(warp) for read in reads]).view(whole).ravel(), mask)

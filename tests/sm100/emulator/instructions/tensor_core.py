@@ -245,7 +245,7 @@ def build_commit(decoder: Decoder) -> Execute:
             if cluster.timing is not None:
                 places = [(target.rank, offset) for target, offset in map(cluster.locate, targets)]
                 leader = _members(warp.cta, group)[0].rank
-                known.time = cluster.timing.commit(leader, warp.actor.clock.time, places)
+                known.near.time = cluster.timing.commit(leader, warp.actor.clock.time, places)
 
             def arrive(cluster=cluster, targets=targets, known=known):
                 for target in targets:

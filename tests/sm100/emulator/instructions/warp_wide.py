@@ -145,12 +145,12 @@ def build_elect(decoder: Decoder) -> Execute:
 @instruction("redux.sync")
 def build_redux(decoder: Decoder) -> Execute:
     name = decoder.one_of("add", "min", "max", "and", "or", "xor")
+    if name in ("min", "max") and decoder.modifiers[-1] == "f32":
+        return _float_redux(decoder, name)
     type_name = decoder.type()
-    decoder.arity(3)
-    if type_name == "f32" and name in ("min", "max"):
-        return _redux_float(decoder, name)
     if type_name not in ("u32", "s32", "b32") or decoder.modifiers:
         raise UnsupportedError(f"redux.{name}.{type_name}")
+    decoder.arity(3)
     write, value, members = decoder.write(0), decoder.read(1, type_name), decoder.read(2, "u32")
     reduce = {
         "add": np.add, "min": np.minimum, "max": np.maximum,
@@ -167,25 +167,25 @@ def build_redux(decoder: Decoder) -> Execute:
     return execute
 
 
-def _redux_float(decoder: Decoder, name: str) -> Execute:
-    """The least or the largest number; NaN only if all are NaN, or with ``.NaN`` if any is."""
-    magnitudes, nan = decoder.flag("abs"), decoder.flag("NaN")
+def _float_redux(decoder: Decoder, name: str) -> Execute:
+    """The least or the greatest f32; of NaN the others, unless there is nothing else or ``.NaN`` asks for it."""
+    absolute, nan = decoder.flag("abs"), decoder.flag("NaN")
+    decoder.expect("f32")
+    decoder.arity(3)
     write, value, members = decoder.write(0), decoder.read(1, "f32"), decoder.read(2, "u32")
-    # As integers of sign and magnitude, in which -0 counts as less than +0.
-    reduce = np.min if name == "min" else np.max
 
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
         if blocked := missing(warp, mask, members):
             return blocked
         values = value(warp)[active(mask)]
-        values = np.abs(values) if magnitudes else values
+        values = np.abs(values) if absolute else values
         numbers = values[~np.isnan(values)]
-        if not len(numbers) or (nan and len(numbers) < len(values)):
+        if not numbers.size or (nan and numbers.size < values.size):
             result = NAN
         else:
-            bits = numbers.view(np.int32)
-            ordered = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
-            result = numbers[ordered == reduce(ordered)][0]
+            # Of zeros, -0 counts as less.
+            order = np.lexsort((~np.signbit(numbers), numbers))
+            result = numbers[order[0 if name == "min" else -1]]
         write(warp, np.full(LANES, result, np.float32), mask)
         return None
 
@@ -196,7 +196,14 @@ def _redux_float(decoder: Decoder, name: str) -> Execute:
 def build_warp_barrier(decoder: Decoder) -> Execute:
     decoder.arity(1)
     members = decoder.read(0, "u32")
-    return lambda warp, mask: missing(warp, mask, members)
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if blocked := missing(warp, mask, members):
+            return blocked
+        warp.actor.synchronise_lanes(np.ones(LANES, bool) if mask is None else mask)
+        return None
+
+    return execute
 
 
 @instruction("activemask")

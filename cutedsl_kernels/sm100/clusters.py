@@ -1,0 +1,43 @@
+"""How many clusters of CTAs a GPU runs at a time: a cluster never spans GPCs, and these have uneven sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Clusters(NamedTuple):
+    """For each size of cluster how many run at a time, with a multiprocessor (SM) for each CTA.
+
+    All kernels here take an SM each, so this depends on the GPU and the size alone. Launched with more clusters, a
+    persistent kernel takes twice as long: the rest begin when the others have ended. An H200 of 132 SMs runs 30
+    clusters of four and 15 of eight.
+    """
+
+    of_one: int
+    of_two: int
+    of_four: int
+    of_eight: int
+
+    def of(self, size: int) -> int:
+        """Clusters of 1, 2, 4 or 8 CTAs."""
+        return self[size.bit_length() - 1]
+
+    @property
+    def multiprocessors(self) -> int:
+        """SMs: clusters of one CTA."""
+        return self.of_one
+
+    @classmethod
+    def in_gpcs(cls, multiprocessors: Iterable[int]) -> Clusters:
+        """What GPCs with that many SMs run, if a cluster may take any SMs of its GPC."""
+        gpcs = tuple(multiprocessors)
+        return cls(*(sum(count // size for count in gpcs) for size in SIZES))
+
+
+SIZES = (1, 2, 4, 8)
+"""CTAs of a cluster: the powers of two up to what every GPU runs."""
+B200_GPCS = (20, 18, 18, 18) * 2
+"""SMs of a B200's GPCs: an assumption. Each of its two dies has 80 SMs in four GPCs, of which 74 are switched on; among
+the ways to spread 74 over GPCs of 16 to 20 this one has the fewest clusters of four. Chips differ: ask the driver."""
+B200_CLUSTERS = Clusters.in_gpcs(B200_GPCS)
