@@ -77,13 +77,19 @@ class AccessHistory:
         self._reads.append(np.zeros_like(self._writes))
         self._reads[-1][where] = np.where(remaining, epoch, 0)
 
-    def write(self, where: Where, actor: Actor, strength: Strength = "weak", lanes: np.ndarray | None = None) -> None:
-        """Record a write.
+    def write(
+        self, where: Where, actor: Actor, strength: Strength = "weak", lanes: np.ndarray | None = None,
+        same: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Record a write; ``same`` are cells that it leaves as they are, which another write may do at any time.
 
         Raises:
             HazardError: as for reads, or an earlier read of a cell is not ordered before.
         """
-        self._check(self._writes[where], where, actor, self.rule.writes(actor), strength, "write", "write", lanes)
+        writes = self._writes[where]
+        if same is not None:
+            writes = np.where(same, 0, writes)
+        self._check(writes, where, actor, self.rule.writes(actor), strength, "write", "write", lanes)
         ordered = self.rule.reads(actor)
         for layer in self._reads:
             reads = layer[where]

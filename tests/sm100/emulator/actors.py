@@ -99,7 +99,8 @@ class Actor:
 
     def knows_barrier(self, epoch: int, asynchronous: bool) -> bool:
         """Whether an mbarrier initialised at ``epoch`` may be used, by an asynchronous operation if so."""
-        return self.clock.covers(epoch, PROXY if asynchronous or self.asynchronous else ORDER, INIT)
+        needs_fence = self.agents.init_fence and (asynchronous or self.asynchronous)
+        return self.clock.covers(epoch, PROXY if needs_fence else ORDER, INIT)
 
     def _tick(self) -> None:
         self.clock.limits[ORDER, self.number] += TICK

@@ -34,7 +34,7 @@ class Cta:
         self.rank = rank
         self.index = index
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-        self.shared = SharedMemory(self.launch.shared_bytes, str(self), rank)
+        self.shared = SharedMemory(self.launch.shared_bytes, str(self), rank, self.launch.options.equal_writes)
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory(str(self))
         self.named_barriers = NamedBarriers()
@@ -103,8 +103,8 @@ class Cluster:
         self.size = launch.cluster
         self.engines = Engines(launch.options, launch.random)
         width, height, depth = self.size
-        count, strict = width * height * depth, launch.options.strict_tensor_waits
-        self.agents = Agents(launch.kernel.instructions, count, strict)
+        count, options = width * height * depth, launch.options
+        self.agents = Agents(launch.kernel.instructions, count, options.strict_tensor_waits, options.init_fence)
         self.ctas: list[Cta] = []
         for rank in range(count):
             x, y, z = rank % width, rank // width % height, rank // (width * height)
@@ -113,6 +113,8 @@ class Cluster:
         self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas))
         self.flags: dict[int, Mailbox] = {}
         """By word, what strong operations on it told those that acquire from it."""
+        self.polled = False
+        """Whether it looked at global memory, and may go on looking until another cluster has changed it."""
         model = launch.options.timing
         self.timing = None if model is None else ClusterTiming(model)
 

@@ -157,6 +157,7 @@ class Decoder:
         """A literal or a symbol's address in ``dtype``."""
         if isinstance(operand, Symbol):
             known = {parameter.name: PARAMETER_WINDOW + parameter.offset for parameter in self.kernel.parameters}
+            known |= {name: table.ctypes.data for name, table in self.kernel.tables.items()}
             address = {**known, **local_layout(self.kernel.local)[0]}[operand.name]
             return np.array(address + operand.offset, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)[()]
         if dtype.kind == "b":

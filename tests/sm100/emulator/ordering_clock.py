@@ -57,13 +57,14 @@ ACCESSES = [ORDER, PROXY, NEAR, WIDE]
 class Agents:
     """The agents of a cluster, by number. Their instructions name the sites of accesses.
 
-    ``ctas`` is the number of CTAs of the cluster. ``strict`` demands fences and waits that tcgen05 can do without; see
-    ``Options.strict_tensor_waits``.
+    ``ctas`` is the number of CTAs of the cluster. ``strict`` demands fences and waits that tcgen05 can do without,
+    ``init_fence`` one after the initialisation of an mbarrier; see ``Options``.
     """
 
     instructions: list[Instruction]
     ctas: int = 1
     strict: bool = False
+    init_fence: bool = True
     names: list[str] = field(default_factory=list)
     generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
     """By agent: whether it accesses memory through the generic proxy."""

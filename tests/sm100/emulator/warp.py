@@ -84,6 +84,8 @@ class Warp:
         if not self.exists.all():
             self.counters = np.where(self.exists, 0, EXITED)
         self.done = False
+        self.carry = np.zeros(LANES, bool)
+        """What ``cc`` instructions leave to those that take it in."""
         self.waits: dict[int, str] = {}
         """What a group of lanes waits for, by its program counter."""
         self.spinning: str | None = None

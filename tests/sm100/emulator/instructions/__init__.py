@@ -3,6 +3,7 @@
 from tests.sm100.emulator.instructions import (
     arithmetic,
     barriers,
+    carry,
     clusters,
     compare,
     convert,
@@ -16,12 +17,14 @@ from tests.sm100.emulator.instructions import (
     prefetches,
     tensor_core,
     tensor_maps,
+    warp_mma,
     warp_wide,
 )
 
 __all__ = [
     "arithmetic",
     "barriers",
+    "carry",
     "clusters",
     "compare",
     "convert",
@@ -35,5 +38,6 @@ __all__ = [
     "prefetches",
     "tensor_core",
     "tensor_maps",
+    "warp_mma",
     "warp_wide",
 ]

@@ -17,7 +17,7 @@ from tests.sm100.emulator.errors import HazardError, MemoryFaultError, Unsupport
 from tests.sm100.emulator.handover import Message
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, Update, reduction
 from tests.sm100.emulator.instructions.tensor_maps import read_map
-from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_BASE, SHARED_WINDOW
+from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_BASE, SHARED_WINDOW
 from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.ptx import TensorAddress
 from tests.sm100.emulator.swizzle import swizzle
@@ -308,32 +308,40 @@ def build_element_copy(decoder: Decoder) -> Execute:
     valid = decoder.read(3, "u32") if len(decoder.operands) - hint == 4 else None
 
     def execute(warp: Warp, mask: Mask) -> None:
-        steps = []
+        lanes = active(mask)
         writer = warp.actor.issue(generic=True)
         warp.copies.join(writer.clock)
-        for lane in active(mask):
-            target, address = int(destination(warp)[lane]), int(source(warp)[lane])
-            nbytes = size if valid is None else int(valid(warp)[lane])
-            cta, offset = warp.cta.cluster.locate(target)
-            if offset % size or address % size:
-                raise MemoryFaultError(f"cp.async of {size} B from {address:#x} to {offset}: misaligned")
-            if nbytes > size:
-                raise HazardError(f"cp.async of {nbytes} B where at most {size} fit")
-            group = _groups(warp, int(lane), bulk=False)[0]
+        targets, addresses = destination(warp)[lanes], source(warp)[lanes]
+        counts = np.full(len(lanes), size) if valid is None else valid(warp)[lanes].astype(np.int64)
+        wrong = (targets % np.uint64(size) != 0) | (addresses % np.uint64(size) != 0)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise MemoryFaultError(
+                f"cp.async of {size} B from {int(addresses[first]):#x} to {int(targets[first]):#x}: misaligned"
+            )
+        if (counts > size).any():
+            raise HazardError(f"cp.async of {int(counts.max())} B where at most {size} fit")
+        groups = [_groups(warp, lane, bulk=False)[0] for lane in lanes.tolist()]
+        for group in groups:
             group.add(writer.clock)
-            steps.append((cta, offset, address, nbytes, group))
 
-        def copy(warp=warp, steps=steps, writer=writer):
-            for cta, offset, address, nbytes, group in steps:
-                data = np.zeros(size, np.uint8)
-                if nbytes:
-                    data[:nbytes] = warp.cta.launch.memory.view(address, nbytes, write=False)
-                cta.shared.write(offset, data, writer)
-                warp.cta.launch.statistics.engine_bytes["cp_async"] += nbytes
+        def copy() -> None:
+            launch, cluster = warp.cta.launch, warp.cta.cluster
+            data = np.zeros((len(targets), size), np.uint8)
+            for nbytes in np.unique(counts[counts > 0]).tolist():
+                data[counts == nbytes, :nbytes] = launch.memory.gather(addresses[counts == nbytes], nbytes)
+            ranks = targets >> np.uint64(RANK_SHIFT)
+            for rank in np.unique(ranks):
+                there = ranks == rank
+                cta, _ = cluster.locate(int(targets[there][0]))
+                offsets = (targets[there] & np.uint64(OFFSET_MASK)).astype(np.int64)[:, None] + np.arange(size)
+                cta.shared.scatter(offsets, data[there], writer)
+            launch.statistics.engine_bytes["cp_async"] += int(counts.sum())
+            for group in groups:
                 group.unread -= 1
                 group.unfinished -= 1
 
-        warp.cta.launch.statistics.engine_operations["cp_async"] += len(steps)
+        warp.cta.launch.statistics.engine_operations["cp_async"] += len(lanes)
         warp.cta.cluster.engines.issue("cp_async", (id(warp), "copies"), [copy])
 
     return execute

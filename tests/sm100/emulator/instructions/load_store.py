@@ -19,7 +19,7 @@ from tests.sm100.emulator.global_scopes import StrongAccess
 from tests.sm100.emulator.handover import Mailbox
 from tests.sm100.emulator.instructions.half_arithmetic import HALVES
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, element_size, reduction
-from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from tests.sm100.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.tensor_map_order import Agent
 from tests.sm100.emulator.warp import Mask, Warp, active
@@ -28,6 +28,7 @@ SPACES = ("param", "global", "shared", "shared::cta", "shared::cluster", "local"
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
+LOCAL_OFFSETS = np.uint64(LOCAL_WINDOW - 1)
 
 
 def agent(warp: Warp) -> Agent:
@@ -45,6 +46,15 @@ def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> t
     cta, _ = warp.cta.cluster.locate(int(addresses[0]))
     offsets = (addresses & np.uint64(OFFSET_MASK)).astype(np.int64)
     return cta, offsets[:, None] + np.arange(size)
+
+
+def _is_global(space: str, addresses: np.ndarray) -> bool:
+    return space in ("", "global") and int(addresses.max()) < SHARED_WINDOW
+
+
+def _in_local(space: str, addresses: np.ndarray) -> bool:
+    """Whether accesses are to local memory; generic ones to it come alone."""
+    return space == "local" or (space == "" and bool((addresses >= LOCAL_WINDOW).all()))
 
 
 def _check_aligned(addresses: np.ndarray, size: int, what: str) -> None:
@@ -68,16 +78,16 @@ def load_lanes(
     if shared is not None:
         cta, offsets = shared
         return cta.shared.gather(offsets, warp.actor, strength, lanes)
+    if _is_global(space, addresses):
+        return warp.cta.launch.memory.gather(addresses, size)
     if len(addresses) > 1:
         tags = [None] * len(addresses) if lanes is None else lanes[:, None]
         pairs = zip(addresses, tags, strict=True)
         return np.concatenate([load_lanes(warp, space, one[None], size, tag, strength) for one, tag in pairs])
     address = int(addresses[0])
-    if address >= PARAMETER_WINDOW and space in ("", "param"):
+    if PARAMETER_WINDOW <= address < LOCAL_WINDOW and space in ("", "param"):
         return warp.cta.launch.parameters.view(address, size)[None]
-    if space == "param":
-        raise MemoryFaultError(f"parameter address {address:#x}")
-    return warp.cta.launch.memory.view(address, size, write=False)[None]
+    raise MemoryFaultError(f"{space or 'generic'} address {address:#x}")
 
 
 def store_lanes(
@@ -91,15 +101,18 @@ def store_lanes(
         cta, offsets = shared
         cta.shared.scatter(offsets, data, warp.actor, strength, lanes)
         return
+    if _is_global(space, addresses):
+        if warp.cta.launch.has_tensor_maps:
+            for address in addresses.tolist():
+                warp.cta.launch.map_order.write(address, data.shape[1], agent(warp))
+        warp.cta.launch.memory.scatter(addresses, data)
+        return
     if len(addresses) > 1:
         tags = [None] * len(addresses) if lanes is None else lanes[:, None]
         for address, row, tag in zip(addresses, data, tags, strict=True):
             store_lanes(warp, space, address[None], row[None], tag, strength)
         return
-    if int(addresses[0]) >= PARAMETER_WINDOW:
-        raise MemoryFaultError("store to the parameter block")
-    warp.cta.launch.map_order.write(int(addresses[0]), data.shape[1], agent(warp))
-    warp.cta.launch.memory.view(int(addresses[0]), data.shape[1], write=True)[:] = data[0]
+    raise MemoryFaultError(f"store to {space or 'generic'} address {int(addresses[0]):#x}")
 
 
 def load(warp: Warp, space: str, address: int, size: int, strength: Strength = "weak") -> np.ndarray:
@@ -180,6 +193,12 @@ def _words(space: str, addresses: np.ndarray) -> list[int]:
     return [int(address) + window for address in addresses]
 
 
+def _poll(warp: Warp) -> None:
+    """The warp looked at memory that others may yet change: let them run."""
+    warp.spinning = "another value in memory, polling"
+    warp.cta.cluster.polled = True
+
+
 def _width(decoder: Decoder) -> int:
     return int(decoder.one_of("v2", "v4", "v8", default="v1")[1:])
 
@@ -205,14 +224,15 @@ def build_ld(decoder: Decoder) -> Execute:
         data = np.zeros((LANES, size), np.uint8)
         if space == "param":
             data[:] = load(warp, space, int(addresses[0]), size)
-        elif space == "local":
+        elif _in_local(space, addresses):
             _check_aligned(addresses, size, "load")
-            data[lanes] = warp.local.read(lanes, addresses, size)
+            data[lanes] = warp.local.read(lanes, addresses & LOCAL_OFFSETS, size)
         else:
             data[lanes] = load_lanes(warp, space, addresses, size, lanes, semantics.strength)
             if semantics.order != "weak":
                 semantics.touch(warp, space, addresses, writes=False)
                 semantics.acquire(warp, space, addresses)
+                _poll(warp)
         values = data.view(dtype)
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
@@ -238,9 +258,9 @@ def build_st(decoder: Decoder) -> Execute:
         lanes = active(mask)
         addresses = address(warp)[lanes]
         data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
-        if space == "local":
+        if _in_local(space, addresses):
             _check_aligned(addresses, data.shape[1], "store")
-            warp.local.write(lanes, addresses, data)
+            warp.local.write(lanes, addresses & LOCAL_OFFSETS, data)
             return
         store_lanes(warp, space, addresses, data, lanes, semantics.strength)
         if semantics.order != "weak":
@@ -283,6 +303,7 @@ def build_atomic(decoder: Decoder) -> Execute:
         operand = matrix([read(warp) for read in operands]).view(np.uint8)
         replacing = None if replacement is None else np.ascontiguousarray(replacement(warp)[:, None]).view(np.uint8)
         old = np.zeros((LANES, size * count), np.uint8)
+        changed = False
         for lane in active(mask):
             where = int(addresses[lane])
             old[lane] = load(warp, space, where, size * count, semantics.strength)
@@ -292,8 +313,12 @@ def build_atomic(decoder: Decoder) -> Execute:
                 in_global = not space.startswith("shared") and where < SHARED_WINDOW
                 new = updates[in_global](old[lane].copy(), operand[lane])
             store(warp, space, where, new, semantics.strength)
+            changed |= not np.array_equal(new, old[lane])
         semantics.release(warp, space, addresses[active(mask)])
-        warp.cta.launch.events += 1
+        if changed:
+            warp.cta.launch.events += 1
+        elif returns:
+            _poll(warp)
         values = old.view(f"u{size}")
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
