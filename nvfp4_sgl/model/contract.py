@@ -239,7 +239,10 @@ class AttentionInputs(Protocol):
     """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
 
     def __call__(self, columns: Columns, x: Operand, step: Any, cache: LayerCache, form: Form) -> Prepared:
-        """Run on the columns, and on what of them is still to be made of ``x``. ``form``: of the normalised q_lora. All cache writes of the pass come before any read of ``attend``."""
+        """Write the caches and normalise q_lora, in ``form``; multiply with ``x`` what of the columns is not made yet.
+
+        All cache writes of the pass come before any read of ``attend``.
+        """
 
 
 class Selection(Protocol):

@@ -1,6 +1,6 @@
-"""The indexer's head weights of few tokens: a small bf16 product in the launch that prepares attention (spec section 5).
+"""The indexer's head weights of few tokens: a small bf16 product in the launch that prepares attention.
 
-``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §8.1), and as a
+``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1), and as a
 GEMM of its own it would be one more launch of a decode layer. Its programs depend on nothing else in the launch.
 """
 
