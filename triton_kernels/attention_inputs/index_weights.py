@@ -1,7 +1,7 @@
 """The indexer's head weights of few tokens: a small bf16 product in the launch that prepares attention.
 
-``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1), and as a
-GEMM of its own it would be one more launch of a decode layer. Its programs depend on nothing else in the launch.
+``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1); as
+a GEMM of its own it would be one more launch of a decode layer. Its programs depend on nothing else in the launch.
 """
 
 from __future__ import annotations

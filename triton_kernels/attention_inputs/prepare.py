@@ -56,11 +56,11 @@ def _attention_inputs(
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then those of the index
-    weights, then the latents'.
+    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then those of the
+    index weights; then the latents'.
 
-    calls: none, one, or two of ratio 4. latents, index_weights: or nothing. workspace: for ratio 128. TOKENS: of a program in decode;
-    else 0, and PADDED requests or fewer.
+    calls: none, one, or two of ratio 4. latents, index_weights: or nothing. workspace: for ratio 128. TOKENS: of a
+    program in decode; else 0, and PADDED requests or fewer.
     """
     after_previous()
     PARTS: tl.constexpr = BLOCKS if RATIO == 128 else len(calls)
@@ -78,7 +78,7 @@ def _attention_inputs(
         if rest >= 0 and rest < index_weights.programs:
             project_index_weights(rest, index_weights)
         rest -= index_weights.programs
-    if len(latents) > 0:
+    if len(latents) > 0:  # noqa: SIM102  the first is decided when the kernel is compiled
         if rest >= 0:
             store_latent((rest // 2).to(tl.int64), rest % 2, latents)
 
