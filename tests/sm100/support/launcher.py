@@ -25,7 +25,7 @@ class EmulatedLauncher:
     count: int = 148
     options: Options = field(default_factory=Options)
     compile: Callable[[KernelKey], Compiled] = compile_key
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
     keys: list[KernelKey] = field(default_factory=list)
 
     def architecture(self, device: torch.device) -> str:
