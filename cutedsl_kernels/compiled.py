@@ -39,7 +39,7 @@ class KernelKey:
     shape: KernelShape
     limit: float | None = None
     weighted: bool = False
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:

@@ -48,11 +48,12 @@ class CudaLauncher:
 
     Args:
         kernels: where they come from.
-        programmatic_launch: let kernels start while their predecessor is ending. They wait for its results before they
-            read anything; its successors see theirs as usual.
+        programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they read nothing
+            but weights (a product over experts not even those, which follow from its counts) and write nothing. So
+            weights must not be written by the launch right before.
     """
 
-    def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = False) -> None:
+    def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = True) -> None:
         self.kernels = kernels or KernelCache()
         self.programmatic_launch = programmatic_launch
 

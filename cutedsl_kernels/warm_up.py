@@ -51,7 +51,7 @@ def keys_for(
     architecture: str,
     clusters: Clusters,
     weighted: bool = False,
-    programmatic_launch: bool = False,
+    programmatic_launch: bool = True,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 

@@ -25,7 +25,7 @@ OPERAND_ALIGNMENT = 16
 class Entry:
     """``cute.compile(Entry(shape, epilogue), *Entry.example(shape))``."""
 
-    def __init__(self, shape: KernelShape, epilogue: Epilogue, programmatic_launch: bool = False) -> None:
+    def __init__(self, shape: KernelShape, epilogue: Epilogue, programmatic_launch: bool = True) -> None:
         self.shape, self.epilogue, self.programmatic_launch = shape, epilogue, programmatic_launch
         self.gemm = NvFp4Gemm(shape, epilogue)
 

@@ -13,8 +13,8 @@ tokens the B operand (shape.py says why).
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
 stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are persistent; the epilogue of one
-tile runs beside the main loop of the next. Programmatic dependent launch: weights of the first stages are on their way
-before the previous kernel has ended.
+tile runs beside the main loop of the next. Programmatic dependent launch: each CTA prepares itself, and but for experts
+sends for the weights of its first stages, before the previous kernel has ended.
 
 Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
 with one rounding to the output type. The result does not depend on timing. With split_k the partial sums are added in
@@ -278,7 +278,8 @@ class NvFp4Gemm:
         schedule: Any
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
-            # The previous kernel of the stream may still be running up to here; it wrote the counts.
+            # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even the
+            # weights are chosen.
             cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
                 place,
@@ -293,6 +294,7 @@ class NvFp4Gemm:
         self._synchronise()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
+        # Not before this CTA has its tensor memory: a CTA that waits for this kernel could hold it.
         cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
 
@@ -317,7 +319,8 @@ class NvFp4Gemm:
                 k_end - k_begin,
             )
         if warp < epilogue_warps:
-            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(not shape.grouped):
+                cute.arch.griddepcontrol_wait()
             epilogue = self.epilogue.device(shape, storage, outputs, own)
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, first, step)
@@ -375,7 +378,8 @@ class NvFp4Gemm:
         early = Int32(0)
         if cutlass.const_expr(not shape.grouped):
             # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
-            early = cutlass.min(Int32(shape.stages), k_end - k_begin)
+            # A cluster without a tile must load nothing: it would end before the loads have.
+            early = cutlass.select_(first < total, cutlass.min(Int32(shape.stages), k_end - k_begin), Int32(0))
             first_feature_tile, _, first_group, _, _ = schedule.locate(first)
             ahead = operands.producer()
             for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):

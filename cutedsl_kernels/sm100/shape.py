@@ -29,8 +29,15 @@ TOKEN_TILES = (8, 16, 32, 64, 128, 256)
 SCALE_ATOM_ROWS, SCALE_ATOM_BYTES = 128, 512
 """Block scales travel in atoms of 128 rows by 4 blocks."""
 TENSOR_COLUMNS = 512
-SHARED_CAPACITY = 232448
-"""Bytes a block may have on SM100 (227 KiB)."""
+RESERVED_SHARED_BYTES = 1024
+"""What CUDA keeps of an SM's shared memory for itself, for each CTA."""
+SHARED_CAPACITY = 228 * 1024 - RESERVED_SHARED_BYTES
+"""Bytes a CTA may have on SM100: all of an SM's."""
+NEIGHBOUR_SHARED_BYTES = 32 * 1024
+"""Of a CTA of another kernel that must fit on an SM beside a CTA of a kernel for few tokens: with that much left, a
+launch of either can begin while the one before it is ending."""
+NEIGHBOUR_MAX_TOKEN_TILE = 64
+"""Up to here kernels leave room for a neighbour. Those for more tokens run too long for that to matter."""
 ALIGNMENT = 1024
 """Of the swizzled operand buffers."""
 MAX_STAGES = 12
@@ -247,14 +254,21 @@ class KernelShape:
 
     @property
     def small_bytes(self) -> int:
-        """Row factors, barriers, expert offsets and alignment; a bound."""
+        """Row factors, expert offsets, barriers (no more than 512 bytes) and alignment; a bound."""
         experts = MAX_EXPERTS * 4 if self.grouped else 0
-        return self.teams * 2 * self.token_tile * 4 + 1024 + experts + 8 * ALIGNMENT // 2
+        return self.teams * 2 * self.token_tile * 4 + experts + 512 + 2 * ALIGNMENT
 
     @property
     def stages(self) -> int:
         """TMA stages: what fits."""
-        return min(MAX_STAGES, (SHARED_CAPACITY - self.fixed_bytes) // self.stage_bytes)
+        return min(MAX_STAGES, (self.max_shared_bytes - self.fixed_bytes) // self.stage_bytes)
+
+    @property
+    def max_shared_bytes(self) -> int:
+        """What a CTA may take of an SM's shared memory."""
+        if self.token_tile > NEIGHBOUR_MAX_TOKEN_TILE:
+            return SHARED_CAPACITY
+        return SHARED_CAPACITY - RESERVED_SHARED_BYTES - NEIGHBOUR_SHARED_BYTES
 
     @property
     def fixed_bytes(self) -> int:

@@ -54,7 +54,7 @@ def _store_row_scales(flat: Tensor, scales: Tensor, token_tile: int) -> None:
 class ReferenceLauncher:
     """Computes each call at once; ``keys`` are the kernels that would have run, in order."""
 
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
     keys: list[KernelKey] = field(default_factory=list)
 
     def architecture(self, device: torch.device) -> str:

@@ -15,6 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes
+from nvfp4_sgl.formats.checks import FormatError
 from nvfp4_sgl.formats.rows import Rows
 
 E4M3 = torch.float8_e4m3fn
@@ -25,7 +26,7 @@ Arguments = dict[str, Any]
 class Recorder:
     """A launcher that only notes what it is asked to launch."""
 
-    programmatic_launch = False
+    programmatic_launch = True
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -294,5 +295,5 @@ class TestWeights:
 
 
 def test_a_token_tile_that_does_not_exist() -> None:
-    with pytest.raises(OperandValueError, match="token_tile: .*found 12"):
+    with pytest.raises(FormatError, match="token_tile: .*found 12"):
         Rows(codes(T, K // 2), block_scales(0), torch.ones(T), 12)

@@ -41,7 +41,7 @@ def test_every_part_of_a_key_names_another_kernel() -> None:
         "architecture": "sm_103a",
         "shape": KernelShape(16),
         "weighted": True,
-        "programmatic_launch": True,
+        "programmatic_launch": False,
     }
     assert {*changes, "limit"} == {field.name for field in fields(KernelKey)}
     others = [replace(PLAIN, **{name: value}) for name, value in changes.items()]
@@ -49,6 +49,11 @@ def test_every_part_of_a_key_names_another_kernel() -> None:
     assert len(names) == len(others) + 3
     assert all(name.isidentifier() for name in names)
     assert KernelKey("sm_100a", KernelShape(8)).name == PLAIN.name
+
+
+def test_launches_are_programmatic_dependents_unless_told_otherwise() -> None:
+    assert launcher.CudaLauncher().programmatic_launch and PLAIN.programmatic_launch
+    assert launcher.CudaLauncher(programmatic_launch=False).programmatic_launch is False
 
 
 def test_keys_that_make_no_sense() -> None:
@@ -95,7 +100,7 @@ def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_kernels_compile_for_sm_103a(shape: KernelShape) -> None:
-    key = KernelKey("sm_103a", shape, LIMIT if shape.gated else None, programmatic_launch=True)
+    key = KernelKey("sm_103a", shape, LIMIT if shape.gated else None)
     assert compile_kernel(key).function_name
 
 

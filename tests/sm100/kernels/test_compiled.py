@@ -10,6 +10,7 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import SHARED_CAPACITY, TENSOR_COLUMNS, TILE_K, TOKEN_TILES, KernelShape
+from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
 
@@ -34,10 +35,13 @@ def name(shape: KernelShape) -> str:
     return f"{kinds}{shape.token_tile} {shape.output}" + f" split {shape.split_k}" * (shape.split_k > 1)
 
 
-def compiled(shape: KernelShape, architecture: str) -> Binary:
+def epilogue_of(shape: KernelShape) -> Epilogue:
     limit, constant = (LIMIT if shape.gated else None), (1.0 if shape.output == "nvfp4" else None)
-    epilogue = Epilogue(limit, weighted=shape.grouped and not shape.gated, row_scale_constant=constant)
-    return compile_binary(architecture, Entry(shape, epilogue), *Entry.example(shape))
+    return Epilogue(limit, weighted=shape.grouped and not shape.gated, row_scale_constant=constant)
+
+
+def compiled(shape: KernelShape, architecture: str) -> Binary:
+    return compile_binary(architecture, Entry(shape, epilogue_of(shape)), *Entry.example(shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
@@ -82,11 +86,28 @@ def every_shape() -> list[KernelShape]:
 def test_memory_budgets(shape: KernelShape) -> None:
     """Shared memory as the kernel lays it out fits and leaves stages; tensor memory holds what it must."""
     assert shape.stages >= (4 if shape.token_tile <= 64 else 3)
-    assert shape.shared_bytes <= SHARED_CAPACITY
+    assert shape.shared_bytes <= shape.max_shared_bytes <= SHARED_CAPACITY
     end = shape.scales_column + shape.weight_scale_columns + shape.token_scale_columns
     assert end <= shape.tensor_columns <= TENSOR_COLUMNS
     assert shape.second_accumulator + shape.accumulator_columns <= shape.scales_column
     assert shape.overlap <= shape.teams * shape.chunk, "the teams' first chunks are read before the next tile begins"
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, KernelShape(256, output="fp32")], ids=name)
+def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
+    """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
+    entry = Entry(shape, epilogue_of(shape))
+    compile_for("sm_100a", entry, *Entry.example(shape))
+    taken = entry.gemm.storage.size_in_bytes()
+    assert taken <= shape.shared_bytes <= taken + 3 * 1024
+
+
+def test_kernels_for_few_tokens_leave_room_for_a_neighbour() -> None:
+    """32 KiB on an SM of 228, of which each CTA takes 1 beside its own."""
+    few = [shape for shape in every_shape() if shape.token_tile <= 64]
+    assert len(few) > 40
+    for shape in few:
+        assert 228 - (shape.shared_bytes / 1024 + 1) >= 32 + 1, shape
 
 
 def test_impossible_shapes_are_refused() -> None:

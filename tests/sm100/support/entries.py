@@ -30,7 +30,7 @@ def _compile(key: KernelKey) -> Compiled:
 
 
 def compile_entry(
-    shape: KernelShape, epilogue: Epilogue, architecture: str = "sm_100a", programmatic_launch: bool = False
+    shape: KernelShape, epilogue: Epilogue, architecture: str = "sm_100a", programmatic_launch: bool = True
 ) -> Compiled:
     """The same by shape and epilogue."""
     key = KernelKey(architecture, shape, epilogue.limit, epilogue.weighted, programmatic_launch)

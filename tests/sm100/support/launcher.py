@@ -26,7 +26,7 @@ class EmulatedLauncher:
     gpu: Clusters = B200_CLUSTERS
     options: Options = field(default_factory=Options)
     compile: Callable[[KernelKey], Compiled] = compile_key
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
     keys: list[KernelKey] = field(default_factory=list)
 
     def architecture(self, device: torch.device) -> str:
