@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
@@ -17,10 +21,12 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused import experts, products_nvfp4
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
 from nvfp4_sgl.triton_kernels.common import chip
 from tests.support.dry_launches import Launch, dry_launches
 from tests.support.interpreted import INTERPRETED
+from tests.support.reference_gemms import dry_gemms
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run replaces the interpreter's")
 
@@ -34,6 +40,10 @@ MOST = {LayerKind.CSA: 10, LayerKind.HCA: 8, LayerKind.SWA: 8}
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is split as on a chip of that many processors."""
     monkeypatch.setattr(chip, "processors", lambda device: 132)
+
+
+MOST_SM100 = {LayerKind.CSA: 17, LayerKind.HCA: 15, LayerKind.SWA: 15}
+"""Launches of a decode layer at one token on SM100: kernels, GEMMs and quantisers; collectives not."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,44 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
                 block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
             kind = model.config.kind(layer)
             assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
+
+
+@contextmanager
+def counted_products() -> Iterator[list[str]]:
+    """Library GEMMs inside the block, none computed."""
+    seen: list[str] = []
+
+    def count(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        seen.append("multiply")
+        return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+    with (
+        mock.patch.object(experts, "multiply", count),
+        mock.patch.object(products_nvfp4, "multiply", count),
+    ):
+        yield seen
+
+
+def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
+    with dry_gemms() as gemms, torch.no_grad():
+        model = Standalone(tmp_path, target=Target.SM100, requests=1, capacity=CAPACITY)
+        with dry_launches():
+            model.extend({0: [7] * 2500})
+            work = model.begin({0: [7]})
+            streams = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16)
+            for layer in LAYERS:
+                block, cache = cast(Block, model.decoder.layers[layer]), model.caches.layers[layer]
+                x, mix = block.hc_attn.enter(streams, work.step)
+                gemms.keys.clear()
+                with dry_launches() as launches, counted_products() as products:
+                    x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
+                    block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
+                kind = model.config.kind(layer)
+                names = Counter([launch.name for launch in launches] + products + ["GEMM"] * len(gemms.keys))
+                print(f"{kind.name}: {names.total()} launches {dict(names)}")
+                assert len(gemms.keys) == 6
+                assert names.total() <= MOST_SM100[kind], f"{kind.name}: {names}"
 
 
 @pytest.mark.parametrize("tokens", [APART - 1, APART])

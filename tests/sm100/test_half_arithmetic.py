@@ -184,3 +184,44 @@ def test_double_precision() -> None:
             wanted = definition(a, b)
         np.testing.assert_array_equal(evaluate(f"{operation}.f64 {{out}}, {{0}}, {{1}};", [a, b], "f8"), wanted)
     np.testing.assert_array_equal(evaluate("neg.f64 {out}, {0};", [a], "f8"), -a)
+
+
+def rounded(value: Fraction) -> np.float32:
+    """fp32, nearest even, of a value in its normal range: fp64 rounded to odd, then once more."""
+    near = float(value)
+    if Fraction(near) != value and not np.float64(near).view(np.uint64) & 1:
+        near = float(np.nextafter(near, math.inf if Fraction(near) < value else -math.inf))
+    return np.float32(near)
+
+
+@pytest.mark.parametrize("half", ["f16", "bf16"])
+@pytest.mark.parametrize("opcode", ["add", "add.rn", "sub", "sub.rn", "fma.rn"])
+def test_mixed_precision(opcode: str, half: str) -> None:
+    """Half-precision a and b with fp32 c; one rounding."""
+    name = opcode.removesuffix(".rn")
+    random = np.random.default_rng(3)
+    near = 15 << 10 if half == "f16" else 127 << 7
+    a, b = (
+        (near ^ random.integers(0, 1 << 12, LANES) | random.integers(0, 2, LANES) << 15).astype(np.uint16)
+        for _ in range(2)
+    )
+    c = (random.standard_normal(LANES) * 2.0 ** random.integers(-12, 12, LANES)).astype(np.float32)
+    widened = [[Fraction(decode(int(bits), half)) for bits in values] for values in (a, b)]
+    third = [Fraction(float(value)) for value in c]
+    exact = {
+        "add": [x + z for x, z in zip(widened[0], third, strict=True)],
+        "sub": [x - z for x, z in zip(widened[0], third, strict=True)],
+        "fma": [x * y + z for x, y, z in zip(*widened, third, strict=True)],
+    }[name]
+    sources: list[np.ndarray] = [a, b, c] if name == "fma" else [a, c]
+    operands = ", ".join(f"{{{index}}}" for index in range(len(sources)))
+    found = evaluate(f"{opcode}.f32.{half} {{out}}, {operands};", sources, "f4")
+    assert np.array_equal(found, np.array([rounded(value) for value in exact], np.float32))
+
+
+def test_mixed_precision_of_special_values() -> None:
+    bits = np.full(LANES, 0x3F80, np.uint16)  # one in bf16
+    c = np.resize(np.array([np.nan, np.inf, -2.0, 0.25, -1.0], np.float32), LANES)
+    found = evaluate("fma.rn.sat.f32.bf16 {out}, {0}, {0}, {1};", [bits, c], "f4")
+    assert np.array_equal(found[:5], np.array([0, 1, 0, 1, 0], np.float32))
+    assert evaluate("add.f32.bf16 {out}, {0}, {1};", [bits, c], "u4")[0] == 0x7FFFFFFF

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.sm100.emulator import HazardError, MemoryFaultError, emulated
-from tests.sm100.support.snippets import launch
+from tests.sm100.support.snippets import LANES, launch
 
 
 def run(statement: str) -> None:
@@ -23,6 +23,20 @@ def test_accesses_stay_inside_what_was_written() -> None:
             run(f"st.local.b32 [{address}], %r0;")
     with pytest.raises(MemoryFaultError, match="misaligned"):
         run("st.local.b32 [%q0+2], %r0;")
+
+
+def test_generic_addresses() -> None:
+    """Of local memory and of global memory in one kernel; each lane finds its own."""
+    out = np.zeros(LANES, np.uint32)
+    body = """.local .align 16 .b8 depot[32];
+    mov.b64 %q0, depot; cvta.local.u64 %q1, %q0; mov.u32 %r0, %tid.x;
+    st.b32 [%q1+8], %r0; ld.local.b32 %r1, [%q0+8]; ld.b32 %r2, [%q1+8]; add.u32 %r1, %r1, %r2;
+    cvta.to.local.u64 %q2, %q1; st.local.b8 [%q2+9], 1; ld.b32 %r2, [%q1+8]; add.u32 %r1, %r1, %r2;
+    ld.param.b64 %q3, [p0]; cvta.global.u64 %q3, %q3; mad.wide.u32 %q3, %r0, 4, %q3; st.b32 [%q3], %r1; ret;"""
+    launch(body, [out])
+    assert out.tolist() == [3 * lane + 256 for lane in range(LANES)]
+    with pytest.raises(MemoryFaultError, match="cvta.to.local"):
+        run("cvta.to.local.u64 %q1, %q0;")
 
 
 def test_register_arrays_indexed_at_run_time() -> None:

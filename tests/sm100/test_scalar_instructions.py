@@ -45,6 +45,7 @@ INTEGER: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("add.s32", ["i4", "i4"], "i4", lambda a, b: a + b),
     ("sub.s64", ["i8", "i8"], "i8", lambda a, b: a - b),
     ("add.s16", ["i2", "i2"], "i2", lambda a, b: a + b),
+    ("add.s16x2", ["u4", "u4"], "u4", lambda a, b: (a + b & 0xFFFF) | (a >> 16) + (b >> 16) << 16),
     ("mul.lo.s32", ["i4", "i4"], "i4", lambda a, b: a * b),
     ("mul.hi.s32", ["i4", "i4"], "i4", lambda a, b: a * b >> 32),
     ("mul.hi.u32", ["u4", "u4"], "u4", lambda a, b: a * b >> 32),
@@ -66,7 +67,9 @@ INTEGER: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("min.s32", ["i4", "i4"], "i4", min),
     ("max.u32", ["u4", "u4"], "u4", max),
     ("popc.b32", ["u4"], "u4", lambda a: bin(a).count("1")),
+    ("popc.b64", ["u8"], "u4", lambda a: bin(a).count("1")),
     ("clz.b32", ["u4"], "u4", lambda a: 32 - len(bin(a)) + 2 if a else 32),
+    ("clz.b64", ["u8"], "u4", lambda a: 64 - len(bin(a)) + 2 if a else 64),
     ("brev.b32", ["u4"], "u4", lambda a: sum((a >> i & 1) << (31 - i) for i in range(32))),
     ("bfind.u32", ["u4"], "u4", lambda a: a.bit_length() - 1),
     ("prmt.b32", ["u4", "u4", "u4"], "u4", lambda a, b, s: sum(prmt_byte(a, b, s, i) << 8 * i for i in range(4))),
@@ -102,6 +105,27 @@ def test_shifts_by_any_amount(opcode: str) -> None:
     assert found.tolist() == [wrap(shift(int(v), int(n)), dtype) for v, n in zip(values, amounts, strict=True)]
 
 
+def field(value: int, position: int, length: int, signed: bool) -> int:
+    """As the PTX ISA spells ``bfe`` out, bit by bit."""
+    position, length = position & 255, length & 255
+    sign = value >> min(position + length - 1, 31) & 1 if signed and length else 0
+    bits = [value >> position + i & 1 if i < length and position + i <= 31 else sign for i in range(32)]
+    return wrap(sum(bit << i for i, bit in enumerate(bits)), "i4" if signed else "u4")
+
+
+@pytest.mark.parametrize("dtype", ["i4", "u4"])
+def test_fields_of_bits(dtype: str) -> None:
+    values, random = integers(dtype, 3), np.random.default_rng(5)
+    positions = random.integers(0, 40, LANES, dtype=np.uint32)
+    lengths = random.permutation(np.arange(LANES, dtype=np.uint32) * 5 % 37)
+    positions[:3], lengths[-2:] = [255, 256 + 3, 31], [255, 256 + 7]
+    found = evaluate(
+        f"bfe.{'s' if dtype == 'i4' else 'u'}32 {{out}}, {{0}}, {{1}}, {{2}};", [values, positions, lengths], dtype
+    )
+    rows = zip(values.tolist(), positions.tolist(), lengths.tolist(), strict=True)
+    assert found.tolist() == [field(*row, dtype == "i4") for row in rows]
+
+
 @pytest.mark.parametrize("table", [0xE8, 0x96, 0x1B])
 def test_lop3(table: int) -> None:
     a, b, c = (integers("u4", seed) for seed in range(3))
@@ -135,13 +159,14 @@ def same(found: np.ndarray, expected: list[float]) -> None:
     assert found[~nan].view(np.uint32).tolist() == wanted[~nan].view(np.uint32).tolist()
 
 
-def test_fma_is_rounded_once() -> None:
+@pytest.mark.parametrize("opcode", ["fma.rn.f32", "mad.rn.f32"])
+def test_fma_is_rounded_once(opcode: str) -> None:
     a, b = floats(1, special=False), floats(2, special=False)
     c = (-a.astype(np.float64) * b).astype(np.float32)  # cancellation leaves only what one rounding keeps
     c[::3] = floats(3, special=False)[::3]
     # Half an ulp plus a sliver: rounding to fp64 first and to fp32 then would go the wrong way.
     a[0], b[0], c[0] = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-80
-    found = evaluate("fma.rn.f32 {out}, {0}, {1}, {2};", [a, b, c], "f4")
+    found = evaluate(f"{opcode} {{out}}, {{0}}, {{1}}, {{2}};", [a, b, c], "f4")
     expected = [exact_f32(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(a, b, c)]  # noqa: B905
     same(found, expected)
 

@@ -8,7 +8,8 @@ import torch
 
 from tests.sm100.emulator import Options, emulated
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
-from tests.sm100.emulator.mma import InstructionDescriptor, MatrixDescriptor, check_shape
+from tests.sm100.emulator.mma import check_shape
+from tests.sm100.emulator.mma_descriptors import InstructionDescriptor, MatrixDescriptor
 from tests.sm100.emulator.tensor_layouts import Accumulator
 from tests.sm100.emulator.tensor_memory import TensorMemory
 from tests.sm100.support.tensor_snippets import core_matrices, matrix_descriptor, run_tensor_code
@@ -137,7 +138,7 @@ def test_pair_of_64_rows_each_with_scales(n: int) -> None:
     ("f16", 128, 0, 1), ("f16", 128, 264, 1), ("mxf4nvf4", 64, 16, 1), ("mxf4nvf4", 256, 16, 1),
 ])  # fmt: skip
 def test_impossible_shapes_are_refused(kind: str, m: int, n: int, ctas: int) -> None:
-    descriptor = InstructionDescriptor(m, n, "e2m1" if kind == "mxf4nvf4" else "f16", "", "e4m3", False)
+    descriptor = InstructionDescriptor(m, n, "", "", "e4m3" if kind == "mxf4nvf4" else "", False)
     with pytest.raises(UnsupportedError, match="M = "):
         check_shape(descriptor, ctas)
 

@@ -6,6 +6,8 @@ synchronisation patterns).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.sm100.emulator import HazardError, MemoryFaultError, Options
@@ -117,7 +119,7 @@ def test_a_commit_tells_of_its_own_lane_only(plain: Options) -> None:
 
 def test_a_commit_tells_nothing_of_what_its_issuer_did_since_the_copy(plain: Options) -> None:
     write, read = "st.shared.b32 [%r2+600], %r0;", "ld.shared.b32 %r9, [%r2+600];"
-    check([write, *PRODUCE], [DONE, read], True, plain)
+    check([write, "bar.warp.sync -1;", *PRODUCE], [DONE, read], True, plain)
     check([COPY, write, COMMIT], [DONE, read], False, plain)
 
 
@@ -199,3 +201,13 @@ def test_memory_given_back_has_no_history(strict: Options) -> None:
     again = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+544], 32;"
     release = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"
     check([FILL, STORED, release, again, BARRIER], [BARRIER, FILL, STORED], True, strict)
+
+
+def test_a_last_commit_that_nobody_waits_for(plain: Options) -> None:
+    """Its operations are known to be over by an earlier one; whether that is enough at the end is an option."""
+    program = [COPY, COMMIT, DONE, COMMIT.replace("520", "528")]
+    with pytest.raises(HazardError, match="ended without waiting for an arrival of tcgen05 mma"):
+        run(program, [], plain)
+    run(program, [], replace(plain, strict_exit=False))
+    with pytest.raises(HazardError, match="before its tensor-core operations were waited for|release of"):
+        run([COPY, COMMIT], [], replace(plain, strict_exit=False))

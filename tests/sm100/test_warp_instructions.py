@@ -169,3 +169,47 @@ def test_member_mask_must_hold_the_lane() -> None:
     body = "mov.u32 %r0, %tid.x;\nsetp.lt.u32 %p0, %r0, 4;\n@%p0 bra A;\nret;\nA:\nbar.warp.sync 3;\nret;"
     with pytest.raises(HazardError, match="member mask"):
         launch(body, [])
+
+
+def redux(values: np.ndarray, modifiers: str) -> np.ndarray:
+    """Bits of what every lane gets."""
+    found = evaluate(f"redux.sync.{modifiers}.f32 {{out}}, {{0}}, -1;", [values.astype(np.float32)], "u4")
+    assert (found == found[0]).all()
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+@pytest.mark.parametrize("absolute", ["", ".abs"])
+def test_redux_of_floats(name: str, absolute: str) -> None:
+    random = np.random.default_rng(7)
+    pick = {"min": np.min, "max": np.max}[name]
+    for _ in range(4):
+        values = (random.standard_normal(LANES) * 2.0 ** random.integers(-130, 100, LANES)).astype(np.float32)
+        expected = pick(np.abs(values) if absolute else values)
+        assert redux(values, f"{name}{absolute}").view(np.float32) == expected
+        values[3] = np.nan
+        expected = pick(np.delete(np.abs(values) if absolute else values, 3))
+        assert redux(values, f"{name}{absolute}").view(np.float32) == expected
+        assert redux(values, f"{name}{absolute}.NaN") == 0x7FFFFFFF
+    assert redux(np.full(LANES, np.nan), f"{name}{absolute}") == 0x7FFFFFFF
+
+
+def test_redux_of_zeros_and_infinities() -> None:
+    zeros = np.where(np.arange(LANES) % 2, -0.0, 0.0)
+    assert redux(zeros, "min") == 0x80000000 and redux(zeros, "max") == redux(zeros, "min.abs") == 0
+    infinite = np.where(np.arange(LANES) == 5, -np.inf, 1.0)
+    assert redux(infinite, "min") == 0xFF800000 and redux(infinite, "max.abs") == 0x7F800000
+
+
+def test_redux_of_some_lanes() -> None:
+    values = np.arange(LANES, dtype=np.float32)
+    code = """mov.u32 %r2, %laneid; setp.gt.u32 %p1, %r2, 9; mov.b32 {out}, 0f00000000;
+    @!%p1 redux.sync.max.NaN.f32 {out}, {0}, 0x3ff;"""
+    found = evaluate(code, [values], "u4").view(np.float32)
+    assert found.tolist() == [9.0] * 10 + [0.0] * 22
+
+
+@pytest.mark.parametrize("opcode", ["redux.sync.add.f32", "redux.sync.max.NaN.s32", "redux.sync.and.f32"])
+def test_other_reductions_are_refused(opcode: str) -> None:
+    with pytest.raises(UnsupportedError):
+        evaluate(f"{opcode} {{out}}, {{0}}, -1;", [IDS], "u4")

@@ -5,6 +5,10 @@ and no compiled kernel works in such a process. So without a GPU each file becom
 runs the file in a process of its own. To select single tests set the variable yourself::
 
     TRITON_INTERPRET=1 python -m pytest tests/triton/test_quantize.py -k ragged
+
+The same tests also judge what Triton compiles for SM100: with ``NVFP4_SGL_EMULATED=1`` each launch's PTX for sm_100a
+runs in the emulator of ``tests/sm100``, on CPU tensors (hours for all of them). Launches that no SM100 could load, such
+as those of another architecture's tiling, are skipped.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = not INTERPRETED and torch.cuda.is_available()
+EMULATED = not INTERPRETED and os.environ.get("NVFP4_SGL_EMULATED") == "1"
+ON_GPU = not INTERPRETED and not EMULATED and torch.cuda.is_available()
 
 
 class InterpretedRunError(Exception):
@@ -53,7 +59,7 @@ class InterpretedFile(pytest.File):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if INTERPRETED or ON_GPU:
+    if INTERPRETED or ON_GPU or EMULATED:
         return None
     return InterpretedFile.from_parent(parent, path=module_path)
 
@@ -61,6 +67,28 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not ON_GPU:
         pytest.skip("needs a GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except OutOfResources as error:
+        if EMULATED:
+            pytest.skip(f"no SM100 could load it: {error}")
+        raise
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    """Launches run in the emulator where that is asked for."""
+    if not EMULATED:
+        yield
+        return
+    from tests.sm100.support.triton_launch import emulated_triton
+
+    with emulated_triton():
+        yield
 
 
 @pytest.fixture(scope="session")

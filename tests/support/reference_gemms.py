@@ -72,9 +72,6 @@ class ReferenceLauncher:
         matrices, features = call.weights.shape[:2]
         blocks = -(-k // 64) * 4
         plain = call.weight_scales.view(torch.uint8).view(matrices, -1)
-        weights = torch.stack(
-            [_unscaled(codes, unswizzle_128x4(plain[n], features, blocks)) for n, codes in enumerate(call.weights)]
-        )
         groups = call.tokens.shape[1] if call.tokens.dim() == 3 else 1
         scales = row_scales(call.token_scales, call.rows, blocks * groups, shape.token_tile)
         tokens = call.tokens.reshape(call.rows, groups, -1)
@@ -90,16 +87,17 @@ class ReferenceLauncher:
             if rows.start == rows.stop:
                 continue
             source = values[group if groups > 1 else 0, rows]
+            weight = _unscaled(call.weights[group], unswizzle_128x4(plain[group], features, blocks))
             factor = (row_scale[:, group] if row_scale.dim() == 2 else row_scale)[rows, None]
             if shape.gated:
                 alpha = call.alpha.view(-1, 2)[group]
-                product = (source @ weights[group].T * factor).unflatten(1, (-1, 2, GATE_ROWS))
+                product = (source @ weight.T * factor).unflatten(1, (-1, 2, GATE_ROWS))
                 gate, up = ((product[:, :, half] * alpha[half]).flatten(1) for half in range(2))
                 assert key.limit is not None
                 result = clamped_swiglu(gate, up, key.limit)
             else:
                 alpha = call.alpha.view(call.groups, -1)[group]
-                result = source @ weights[group].T * factor * alpha
+                result = source @ weight.T * factor * alpha
             if call.row_weight is not None:
                 result = result * call.row_weight[rows, None]
             if shape.output == "nvfp4":
@@ -117,5 +115,20 @@ class ReferenceLauncher:
 def reference_gemms() -> Iterator[ReferenceLauncher]:
     """Operations inside compute in torch."""
     runner = ReferenceLauncher()
+    with launcher.use(runner):
+        yield runner
+
+
+class DryLauncher(ReferenceLauncher):
+    """Records what would run; results are memory as it comes."""
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        self.keys.append(key)
+
+
+@contextmanager
+def dry_gemms() -> Iterator[DryLauncher]:
+    """Operations inside compute nothing."""
+    runner = DryLauncher()
     with launcher.use(runner):
         yield runner

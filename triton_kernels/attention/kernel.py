@@ -155,6 +155,29 @@ def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail):
+    """fp32 [HEADS, KEYS], not yet scaled."""
+    logits = tl.dot(q_low, tl.trans(k_low))
+    logits += tl.dot(q_mid, tl.trans(k_mid))
+    logits += tl.dot(q_high, tl.trans(k_high))
+    logits += tl.dot(q_tail, tl.trans(k_tail))
+    return logits
+
+
+@triton.jit
+def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail, TRANSPOSED: tl.constexpr):
+    """The four parts of the accumulator after a tile."""
+    # All before the first product: the assembler runs products one by one when accumulators change among them.
+    low, mid = _decayed(low, decay, TRANSPOSED), _decayed(mid, decay, TRANSPOSED)
+    high, tail = _decayed(high, decay, TRANSPOSED), _decayed(tail, decay, TRANSPOSED)
+    low = _accumulate(low, weights, k_low, TRANSPOSED)
+    mid = _accumulate(mid, weights, k_mid, TRANSPOSED)
+    high = _accumulate(high, weights, k_high, TRANSPOSED)
+    tail = _accumulate(tail, weights, k_tail, TRANSPOSED)
+    return low, mid, high, tail
+
+
+@triton.jit
 def _scaled(total, factor, TRANSPOSED: tl.constexpr):
     """total · factor, [HEADS, WIDTH]."""
     if TRANSPOSED:
@@ -316,21 +339,24 @@ def attend(
                 logits += tl.dot(q_mid, tl.trans(k_mid)) * logit_scale
                 logits += tl.dot(q_high, tl.trans(k_high)) * logit_scale
                 top, denominator, weights = _weigh(logits, visible, top, denominator)
+        elif TRANSPOSED and STAGES > 1:
+            # In a branch, where the compiler waits for each product. Beside the loop's loads it would pipeline the
+            # products, too, and then (3.8) lets warps store a tile's keys while tcgen05 may still read those of the
+            # tile before from the same place: found in the emulator, which orders accesses whatever their timing.
+            if tile < end:  # always
+                logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
+                top, denominator, weights = _weigh(logits, visible, top, denominator)
+                low, mid, high, tail = _add_tile(
+                    *(low, mid, high, tail, tl.exp2(previous - top), weights, k_low, k_mid, k_high, k_tail),
+                    TRANSPOSED,
+                )
         else:
-            logits = tl.dot(q_low, tl.trans(k_low))
-            logits += tl.dot(q_mid, tl.trans(k_mid))
-            logits += tl.dot(q_high, tl.trans(k_high))
-            logits += tl.dot(q_tail, tl.trans(k_tail))
-            logits *= logit_scale
+            logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
             top, denominator, weights = _weigh(logits, visible, top, denominator)
-        decay = tl.exp2(previous - top)
-        # All before the first product: the assembler runs products one by one when accumulators change among them.
-        low, mid = _decayed(low, decay, TRANSPOSED), _decayed(mid, decay, TRANSPOSED)
-        high, tail = _decayed(high, decay, TRANSPOSED), _decayed(tail, decay, TRANSPOSED)
-        low = _accumulate(low, weights, k_low, TRANSPOSED)
-        mid = _accumulate(mid, weights, k_mid, TRANSPOSED)
-        high = _accumulate(high, weights, k_high, TRANSPOSED)
-        tail = _accumulate(tail, weights, k_tail, TRANSPOSED)
+        if APART or not TRANSPOSED or STAGES == 1:
+            low, mid, high, tail = _add_tile(
+                *(low, mid, high, tail, tl.exp2(previous - top), weights, k_low, k_mid, k_high, k_tail), TRANSPOSED
+            )
 
     if SPLIT:
         if HEADS >= 64:

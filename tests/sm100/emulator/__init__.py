@@ -1,6 +1,7 @@
-"""A functional emulator of PTX as CuTeDSL emits it for sm_100a, in NumPy, one warp instruction at a time.
+"""A functional emulator of PTX as CuTeDSL and Triton emit it for sm_100a, in NumPy, one warp instruction at a time.
 
-It executes kernels through CuTeDSL's own compiled host code, on a machine without a GPU or a driver::
+It executes kernels through CuTeDSL's own compiled host code, on a machine without a GPU or a driver; Triton's launches
+come by ``tests.sm100.support.triton_launch``::
 
     compiled = compile_for("sm_100a", function, *fake_arguments)
     with emulated(Options(mode="random", seed=1), reads=[a, b], writes=[c]) as emulator:
@@ -11,18 +12,22 @@ Rule: an instruction, a modifier, an operand form, a descriptor field, a launch 
 is not modelled raises ``UnsupportedError``, for instructions before anything runs.
 
 Modelled
-    * scalar code: integer and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register; comparisons;
-      cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0 pairs); moves, packing; ld/st/atom/red of one to eight
-      elements; ldmatrix, stmatrix; local memory;
-    * warps: divergence with independent progress of diverged lanes, shfl, vote, match, elect, redux;
+    * scalar code: integer (with carries) and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register,
+      and f32 with operands of half precision; comparisons; cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0
+      pairs); moves, packing; ld/st/atom/red of one to eight elements, ld and st of up to 128 bits; ldmatrix, stmatrix;
+      local memory; tables that the module holds;
+    * warps: divergence with independent progress of diverged lanes, also by brx.idx; shfl, vote, match, elect, redux
+      (f32, too); mma.sync m16n8k16 of fp16 and bf16 with fp32 accumulation;
     * barriers: named barriers, mbarriers with arrival and transaction counts and states, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
-      0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups; tensor maps changed on the
-      device, with the order that their proxy asks for (``tensor_map_order``);
-    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds mxf4nvf4 (block 16) and f16 (fp16 and bf16 operands,
-      also MN-major or A in tensor memory) with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
-      commit, also multicast; ld and st of every shape, also packed;
-    * clusters: any shape; shared memory of other CTAs by mapa;
+      0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups, prefetches into L2; tensor maps
+      changed on the device, with the order that their proxy asks for (``tensor_map_order``);
+    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4
+      with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair; operands of 8 and 16 bits also MN-major
+      or, without scales, A in tensor memory; commit, also multicast; ld and st of every shape, also packed;
+    * clusters: any shape; shared memory of other CTAs by mapa; cluster launch control, also multicast, with requests
+      that fail for no reason in the shuffled modes; those that wait for one another in global memory (the next ones
+      begin as soon as one polls, up to ``Options.resident``) in either order (``Options.backwards``);
     * asynchrony: engines act at once, after seeded random delays, or one is starved (``Options``);
     * order of accesses to shared and tensor memory, whatever the timing: two that conflict must be ordered by barriers,
       mbarriers, commits, waits for groups of copies or for stores of tensor memory, or release and acquire; a generic
@@ -30,7 +35,14 @@ Modelled
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not touch another
       one's shared memory before it knows that this one has begun, nor end before it knows that copies, tensor cores and
-      other CTAs have done with its memory and mbarriers;
+      other CTAs have done with its memory and (``Options.strict_exit``) mbarriers. Triton's kernels break two of these
+      rules by design, which can be left out (``Options``): warps that hold copies of an element store it to one place
+      in any order, and no fence stands between the initialisation of an mbarrier and a commit to it;
+    * scopes: between CTAs of a cluster a release and an acquire count if they or a fence have its scope
+      (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
+      memory, since kernels proven on hardware rely on it. Atomics and other strong accesses, to global memory, too,
+      need scopes that include one another's CTAs (``global_scopes``);
+    * lanes: those of a warp must synchronise before one hands on or touches what others wrote (``lane_order``);
     * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
       conflicting accesses to global memory (``stream``);
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
@@ -41,16 +53,16 @@ Modelled
       memory not released, copies under way at exit, and deadlocks with a report of who waits for what.
 
 Not modelled, refused
-    Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync; sparsity;
-    scale blocks of 32; A in tensor memory with scales or 64 rows; tcgen05.ld with a reduction; unpacking cp; im2col and
-    gather of TMA; generic addresses of local memory; grid-wide barriers; tcgen05.cp and mma of different threads
-    ordered by fences without a commit (reported as a hazard).
+    Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma, other mma.sync; sparsity;
+    fp16 accumulation; A in tensor memory with scales, 64 rows or less than 8 bits; tcgen05.ld with a reduction;
+    unpacking cp; im2col and gather of TMA, and its tensors of padded elements of 4 or 6 bits; grid-wide barriers;
+    tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
-    Races on global memory within a launch, and those among the lanes of one warp; too narrow a scope of a fence or a
-    synchronisation; register budgets. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum
-    is taken in fp64, so last bits may differ from hardware. Lanes that issue the same bulk store together count as one
-    store.
+    Races of weak accesses to global memory within a launch, and so too narrow a scope of what orders those. Among the
+    lanes of a warp: reads but for the last lane's, and what one waited for and another uses. Register budgets.
+    Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may
+    differ from hardware. Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware
     What SM100 shares with sm_90a gives the bytes that an H200 gave (``tests/sm100/hardware``); its approximate

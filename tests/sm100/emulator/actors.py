@@ -1,29 +1,44 @@
 """Who accesses memory: a warp, or an asynchronous operation that it issued.
 
-The rules are those of the PTX memory model at the grain of warps: lanes of a warp count as ordered among
-themselves. An asynchronous operation begins with what its issuer knew and is known to others once they learn its
-completion: by an mbarrier, or by the issuer's wait for its group.
+The rules are those of the PTX memory model at the grain of warps: what a lane learns, its warp knows. What lanes write
+is another matter: it is handed on by those that execute the release, and by others only if they have synchronised
+with them (``lane_order``). An asynchronous operation begins with what its issuer knew and is known to others once they
+learn its completion: by an mbarrier, or by the issuer's wait for its group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
+from tests.sm100.emulator.handover import Mailbox, Message
+from tests.sm100.emulator.lane_order import UNTOLD, LaneOrder
 from tests.sm100.emulator.ordering_clock import (
+    ACCESSES,
     AGENT_BITS,
+    AGENT_MASK,
     FENCED,
     INIT,
+    LANE_SHIFT,
+    NEAR,
     NOTHING,
     ORDER,
     PROXY,
+    REACHING,
     STRONG,
     TENSOR,
     TICK,
+    WIDE,
     Agents,
     Clock,
 )
+from tests.sm100.emulator.scalar_types import LANE_IDS
+
+Strength = Literal["weak", "cta", "reaching"]
+"""Whether an access may race with others that are strong, and if so, whether its scope goes beyond the CTA."""
+STRENGTHS: dict[Strength, int] = {"weak": 0, "cta": STRONG, "reaching": STRONG | REACHING}
 
 
 @dataclass
@@ -37,10 +52,18 @@ class Actor:
     tensor: bool = False
     """Whether it is a tcgen05 operation."""
 
-    def epoch(self, strong: bool = False) -> int:
-        """The stamp of an access made now."""
+    def epoch(self, strength: Strength = "weak") -> int:
+        """The stamp of an access made now, by no lane in particular."""
         time = int(self.clock.limits[ORDER, self.number]) & ~NOTHING
-        return time | (STRONG if strong else 0) | self.site << AGENT_BITS | self.number
+        return time | STRENGTHS[strength] | self.site << AGENT_BITS | self.number | UNTOLD << LANE_SHIFT
+
+    def author(self, rank: int) -> Actor:
+        """Who it is that writes to shared memory of a CTA."""
+        return self
+
+    def between_lanes(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """bool: which of earlier accesses are another lane's of this warp, without order before what lanes do now."""
+        return np.zeros(1, bool)
 
     @property
     def asynchronous(self) -> bool:
@@ -76,7 +99,8 @@ class Actor:
 
     def knows_barrier(self, epoch: int, asynchronous: bool) -> bool:
         """Whether an mbarrier initialised at ``epoch`` may be used, by an asynchronous operation if so."""
-        return self.clock.covers(epoch, PROXY if asynchronous or self.asynchronous else ORDER, INIT)
+        needs_fence = self.agents.init_fence and (asynchronous or self.asynchronous)
+        return self.clock.covers(epoch, PROXY if needs_fence else ORDER, INIT)
 
     def _tick(self) -> None:
         self.clock.limits[ORDER, self.number] += TICK
@@ -87,9 +111,9 @@ class Actor:
         limits = self.clock.limits
         limits[TENSOR, self.number] = limits[ORDER, self.number]
 
-    def _operate(self, issuer: Actor) -> Actor:
-        """This agent's next tcgen05 operation, in its order, with what the issuer knows by now."""
-        self.clock.follow(issuer.clock)
+    def _operate(self, issuer: WarpActor, lane: int | None = None) -> Actor:
+        """This agent's next tcgen05 operation, in its order, with what the issuer, or a lane of it, knows by now."""
+        self.clock.follow(issuer.told(lane))
         self._advance()
         issuer._tick()
         return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True)
@@ -100,53 +124,133 @@ class WarpActor(Actor):
     """A warp, with what it has issued."""
 
     name: str = ""
-    fenced: Clock = field(init=False)
-    """What the last fence released: a relaxed operation hands on no more."""
-    acquirable: Clock = field(init=False)
-    """What relaxed operations found: the next fence acquires it."""
+    executing: np.ndarray | None = None
+    """Lanes that execute the instruction at work; None for all."""
+    lanes: LaneOrder = field(default_factory=LaneOrder)
+    _found: dict[bool, Clock] = field(init=False)
+    """What too weak or too narrow operations found, from other CTAs (True) and from the own: fences acquire it."""
+    _remote: Actor | None = None
+    """Who writes to shared memory of other CTAs in this warp's name: less carries that than the rest."""
     _operations: dict[bool, dict[int, int]] = field(default_factory=lambda: {True: {}, False: {}})
     """By proxy (generic or not): the agents of issued operations, each with the limit of its latest one."""
     _tensor: dict[tuple[str, int], Actor] = field(default_factory=dict)
     """Agents of tcgen05 operations, each of which take effect in order: of mma and cp by lane, of ld and of st."""
 
     def __post_init__(self) -> None:
-        self.fenced, self.acquirable = Clock(self.agents), Clock(self.agents)
+        self._found = {beyond: Clock(self.agents) for beyond in (False, True)}
+        self.rank = int(self.agents.ranks[self.number])
         self._tick()
         # The time of no access yet: whoever has synchronised with this warp in any way knows that it has begun.
         self.fence_barrier_inits()
 
     @classmethod
-    def create(cls, agents: Agents, name: str) -> WarpActor:
-        number = agents.add(name, generic=True)
+    def create(cls, agents: Agents, name: str, rank: int) -> WarpActor:
+        number = agents.add(name, generic=True, rank=rank)
         return cls(agents, number, Clock(agents), name=name)
 
-    def release(self, relaxed: bool = False) -> Clock:
-        """What an arrival or a store hands on."""
-        if relaxed:
-            handed = self.fenced.copy()
-            handed.join_relaxed(self.clock)
-            return handed
-        handed = self.clock.copy()
+    def _tick(self) -> None:
+        super()._tick()
+        if self._remote is not None:
+            self._remote._tick()
+
+    def author(self, rank: int) -> Actor:
+        if rank == self.rank:
+            return self
+        if self._remote is None:
+            number = self.agents.add(f"{self.name}, in another CTA", generic=True, rank=self.rank, remote=True)
+            limits = self.clock.limits
+            limits[ORDER, number] = limits[ORDER, self.number]
+            self._remote = RemoteWriter(self.agents, number, self.clock, warp=self)
+        self._remote.site = self.site
+        return self._remote
+
+    def _own(self) -> list[int]:
+        """The agents that its own accesses count as."""
+        return [self.number] if self._remote is None else [self.number, self._remote.number]
+
+    def between_lanes(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        own = earlier > self.lanes.floor
+        if not own.any():
+            return own
+        own &= np.isin(earlier & AGENT_MASK, self._own())
+        return own & self.lanes.unordered(earlier, lanes) if own.any() else own
+
+    def wrote(self, lanes: np.ndarray) -> None:
+        """These lanes write now."""
+        self.lanes.write(lanes, int(self.clock.limits[ORDER, self.number]))
+
+    def synchronise_lanes(self, members: np.ndarray) -> None:
+        """What these lanes did is ordered before what any of them does from now on."""
+        self.lanes.synchronise(members, int(self.clock.limits[ORDER, self.number]))
         self._tick()
-        return handed
 
-    def acquire(self, found: Clock, relaxed: bool = False) -> None:
-        """Learn from a completed wait or a load."""
+    def told(self, lane: int | None = None) -> Clock:
+        """What a lane, or all lanes at work, may hand on: not what other lanes wrote since they last synchronised."""
+        known, members = self.clock.copy(), self.executing if lane is None else lane == LANE_IDS
+        limit = None if members is None else self.lanes.limit(members)
+        if limit is not None:
+            places = np.ix_(ACCESSES, self._own())
+            known.limits[places] = np.minimum(known.limits[places], limit)
+        return known
+
+    def release(self, relaxed: bool = False, reaching: bool = True) -> Message:
+        """What an arrival or a store hands on.
+
+        Args:
+            relaxed: hand on what a fence covers, no more.
+            reaching: whether the scope is said to go beyond the CTA. Without that another CTA learns what a wide fence
+                covers. It learns more nevertheless: kernels proven on hardware leave the scope of arrivals out where
+                they have read, copied or multiplied, though not where they have written to that CTA's memory.
+        """
+        known = self.told()
+        self._tick()
+        limits = known.limits
+        near = known.cut(limits[NEAR]) if relaxed else known
+        if self.agents.ctas == 1:
+            return Message(self.rank, near, None)
         if relaxed:
-            self.acquirable.join(found)
-            self.clock.join_relaxed(found)
-        else:
-            self.clock.join(found)
+            return Message(self.rank, near, known.cut(limits[WIDE]))
+        if reaching:
+            return Message(self.rank, near, known)
+        return Message(self.rank, near, known.cut(np.where(self.agents.remote, limits[WIDE], limits[ORDER])))
 
-    def fence(self) -> None:
-        """fence.acq_rel, fence.sc, membar: relaxed operations before and after become ordering ones."""
-        self.clock.join(self.acquirable)
-        self.fenced = self.release()
+    def acquire(self, found: Mailbox, relaxed: bool = False, reaching: bool = True) -> None:
+        """Learn from a completed wait or a load; ``reaching`` as for release."""
+        self._take(found.near.get(self.rank), False, relaxed, True)
+        self._take(found.far, True, relaxed, reaching)
+
+    def _take(self, told: Clock | None, beyond: bool, relaxed: bool, reaching: bool) -> None:
+        if told is None:
+            return
+        if relaxed or not reaching:
+            self._found[beyond].join(told)
+            self.clock.join_relaxed(told)
+        if relaxed:
+            return
+        self.learn(told if reaching else told.cut(np.where(self.agents.remote, NOTHING, told.limits[ORDER])))
+
+    def learn(self, known: Clock) -> None:
+        """Learn all that synchronisation carries."""
+        self.clock.join(known)
+        executing = slice(None) if self.executing is None else self.executing
+        self.lanes.learn(executing, int(known.limits[ORDER, self.number]))
+
+    def fence(self, wide: bool) -> None:
+        """fence.acq_rel, fence.sc, membar: relaxed operations before and after become ordering ones.
+
+        ``wide``: the scope is the cluster or more.
+        """
+        for beyond in (False, True) if wide else (False,):
+            self.learn(self._found[beyond])
+        limits, ordered = self.clock.limits, self.told().limits[ORDER]
+        views = [NEAR, WIDE] if wide else [NEAR]
+        limits[views] = np.maximum(limits[views], ordered)
+        self._tick()
 
     def fence_proxy(self) -> None:
         """fence.proxy.async: generic writes ordered before become visible to asynchronous operations after."""
         limits = self.clock.limits
-        np.maximum(limits[PROXY], limits[ORDER], out=limits[PROXY])
+        np.maximum(limits[PROXY], self.told().limits[ORDER], out=limits[PROXY])
         self._tick()
 
     def fence_barrier_inits(self) -> None:
@@ -154,8 +258,8 @@ class WarpActor(Actor):
         self.clock.limits[INIT, self.number] = self.clock.limits[ORDER, self.number]
         self._tick()
 
-    def issue(self, generic: bool = False) -> Actor:
-        """A new asynchronous operation that begins now; a generic one is a cp.async copy.
+    def issue(self, lane: int | None = None, generic: bool = False) -> Actor:
+        """A new asynchronous operation that begins now, of a lane if one is named; a generic one is a cp.async copy.
 
         Its agent is that of an earlier operation whose completion this warp knows, if there is one: what covers
         the new operation then covers the old one, too.
@@ -163,11 +267,11 @@ class WarpActor(Actor):
         known, limits = self._operations[generic], self.clock.limits[ORDER]
         number = next((number for number, latest in known.items() if limits[number] >= latest), None)
         if number is None:
-            number = self.agents.add(f"asynchronous operation of {self.name}", generic)
+            number = self.agents.add(f"asynchronous operation of {self.name}", generic, self.rank)
             if generic:
                 self.agents.copies.add(number)
         known[number] = known.get(number, NOTHING) + TICK
-        clock = self.clock.copy()
+        clock = self.told(lane)
         clock.limits[ORDER, number] = known[number]
         self._tick()
         return Actor(self.agents, number, clock, self.site)
@@ -181,9 +285,9 @@ class WarpActor(Actor):
 
     def issue_tensor(self, lane: int) -> Actor:
         """A new tcgen05.mma or cp of a lane: it comes after the earlier ones of that lane."""
-        return self._agent("mma and cp", lane)._operate(self)
+        return self._agent("mma and cp", lane)._operate(self, lane)
 
-    def commit_tensor(self, lane: int) -> Clock:
+    def commit_tensor(self, lane: int) -> Message:
         """What tcgen05.commit hands on: the lane's mma and cp so far, not its other accesses since the last of them.
 
         It has the effect of ``tcgen05.fence::before_thread_sync``.
@@ -193,7 +297,7 @@ class WarpActor(Actor):
         handed = operations.clock.copy()
         limits = handed.limits
         np.maximum(limits[FENCED], limits[TENSOR], out=limits[FENCED])
-        return handed
+        return Message.to_all(self.rank, handed)
 
     def transfer(self, kind: str) -> Actor:
         """A new tcgen05.ld or st of the warp, done once waited for.
@@ -212,6 +316,16 @@ class WarpActor(Actor):
 
     def _agent(self, kind: str, lane: int) -> Actor:
         if (kind, lane) not in self._tensor:
-            number = self.agents.add(f"tcgen05 {kind} of {self.name}, lane {lane}", generic=False)
+            number = self.agents.add(f"tcgen05 {kind} of {self.name}, lane {lane}", False, self.rank)
             self._tensor[kind, lane] = Actor(self.agents, number, Clock(self.agents))
         return self._tensor[kind, lane]
+
+
+@dataclass
+class RemoteWriter(Actor):
+    """Writes of a warp to shared memory of other CTAs."""
+
+    warp: WarpActor = None  # type: ignore[assignment]
+
+    def between_lanes(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        return self.warp.between_lanes(earlier, lanes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.sm100.emulator.actors import WarpActor
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
-from tests.sm100.emulator.ordering_clock import Agents, Clock, Handover
+from tests.sm100.emulator.handover import Handover, Mailbox, Message
 
 MAX_COUNT = (1 << 20) - 1
 """Largest arrival count and transaction count of an mbarrier."""
@@ -24,23 +24,23 @@ class MemoryBarrier:
 
     count: int
     pending: int
-    handover: Handover
     created: int
     """The epoch of its initialisation."""
+    handover: Handover = field(default_factory=Handover)
     transactions: int = 0
     phase: int = 0
     completed: int = 0
     """Phases completed so far."""
-    told: deque[Clock] = field(default_factory=lambda: deque(maxlen=3))
+    told: deque[Mailbox] = field(default_factory=lambda: deque(maxlen=3))
     """What the last completed phases handed on."""
     seen: dict[int, int] = field(default_factory=dict)
     """By actor: the last phase that it has waited for, numbered from 0."""
 
     @classmethod
-    def create(cls, count: int, agents: Agents, created: int) -> MemoryBarrier:
+    def create(cls, count: int, created: int) -> MemoryBarrier:
         if not 1 <= count <= MAX_COUNT:
             raise HazardError(f"mbarrier.init with count {count}: expected 1 to {MAX_COUNT}")
-        return cls(count, count, Handover.create(agents), created)
+        return cls(count, count, created)
 
     def expect(self, nbytes: int) -> None:
         """Raise the transaction count."""
@@ -48,17 +48,17 @@ class MemoryBarrier:
         if abs(self.transactions) > MAX_COUNT:
             raise HazardError(f"mbarrier transaction count {self.transactions}: beyond ±{MAX_COUNT}")
 
-    def complete(self, nbytes: int, known: Clock) -> None:
+    def complete(self, nbytes: int, message: Message) -> None:
         """Lower the transaction count: bytes have arrived (possibly before they were expected)."""
         self.expect(-nbytes)
-        self.handover.arriving.join(known)
+        self.handover.arriving.put(message)
         self._check()
 
-    def arrive(self, known: Clock, count: int = 1) -> None:
+    def arrive(self, message: Message, count: int = 1) -> None:
         if count < 1 or count > self.pending:
             raise HazardError(f"mbarrier arrival of {count} where {self.pending} of {self.count} are pending")
         self.pending -= count
-        self.handover.arriving.join(known)
+        self.handover.arriving.put(message)
         self._check()
 
     def raise_pending(self) -> None:
@@ -87,20 +87,24 @@ class MemoryBarrier:
         """Whether the phase of that parity is over (``try_wait.parity``)."""
         return self.phase != parity & 1
 
-    def wait(self, waiter: WarpActor, relaxed: bool) -> None:
-        """A wait has found its phase to be over.
+    def wait(self, waiter: WarpActor, relaxed: bool, reaching: bool) -> None:
+        """A wait has found its phase to be over; ``reaching`` as for ``WarpActor.acquire``.
 
         Raises:
             HazardError: the phase two before went by unnoticed: nothing keeps the barrier from running ahead of this
                 waiter, who cannot tell phases of one parity apart.
         """
         last = self.completed - 1
-        if last >= 2 and self.seen.get(waiter.number, -1) < last - 2 and not waiter.clock.includes(self.told[0]):
+        if last >= 2 and self.seen.get(waiter.number, -1) < last - 2 and not self._knows_first(waiter):
             raise HazardError(
                 f"wait for phase {last} of an mbarrier whose phase {last - 2} was neither waited for nor known"
             )
         self.seen[waiter.number] = last
-        waiter.acquire(self.handover.released, relaxed)
+        waiter.acquire(self.handover.released, relaxed, reaching)
+
+    def _knows_first(self, waiter: WarpActor) -> bool:
+        """Whether the waiter knows what the phase two before told."""
+        return all(waiter.clock.includes(known) for known in self.told[0].open_to(waiter.rank))
 
     def _check(self) -> None:
         if self.pending == 0 and self.transactions == 0:
@@ -121,12 +125,12 @@ class MemoryBarrier:
 class NamedBarrier:
     """One of a CTA's sixteen barriers (``bar.sync``, ``bar.arrive``): counts threads, whole warps at a time."""
 
-    handover: Handover
+    handover: Handover = field(default_factory=Handover)
     expected: int = 0
     arrived: int = 0
     generation: int = 0
 
-    def arrive(self, threads: int, expected: int, known: Clock) -> int:
+    def arrive(self, threads: int, expected: int, message: Message) -> int:
         """Register a warp; returns the generation to wait for.
 
         Raises:
@@ -141,7 +145,7 @@ class NamedBarrier:
         self.arrived += threads
         if self.arrived > expected:
             raise HazardError(f"named barrier: {self.arrived} threads arrived where {expected} are expected")
-        self.handover.arriving.join(known)
+        self.handover.arriving.put(message)
         if self.arrived == expected:
             self.arrived = 0
             self.generation += 1
@@ -153,14 +157,13 @@ class NamedBarrier:
 class NamedBarriers:
     """A CTA's barriers by number."""
 
-    agents: Agents
     barriers: dict[int, NamedBarrier] = field(default_factory=dict)
 
     def get(self, number: int) -> NamedBarrier:
         if not 0 <= number < 16:
             raise UnsupportedError(f"named barrier {number}: a CTA has 16")
         if number not in self.barriers:
-            self.barriers[number] = NamedBarrier(Handover.create(self.agents))
+            self.barriers[number] = NamedBarrier()
         return self.barriers[number]
 
 
@@ -169,15 +172,15 @@ class ClusterBarrier:
     """``barrier.cluster``: every warp of every CTA of the cluster arrives once per generation."""
 
     warps: int
-    handover: Handover
+    handover: Handover = field(default_factory=Handover)
     arrived: int = 0
     generation: int = 0
 
-    def arrive(self, known: Clock) -> int:
+    def arrive(self, message: Message) -> int:
         """Register a warp; returns the generation to wait for."""
         generation = self.generation
         self.arrived += 1
-        self.handover.arriving.join(known)
+        self.handover.arriving.put(message)
         if self.arrived == self.warps:
             self.arrived = 0
             self.generation += 1

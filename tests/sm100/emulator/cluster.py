@@ -10,8 +10,9 @@ from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.barriers import ClusterBarrier, MemoryBarrier, NamedBarriers
 from tests.sm100.emulator.engines import Engines
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
+from tests.sm100.emulator.handover import Mailbox
 from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SharedMemory
-from tests.sm100.emulator.ordering_clock import ORDER, Agents, Clock, Handover
+from tests.sm100.emulator.ordering_clock import ORDER, Agents, Clock
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_memory import TensorMemory
 from tests.sm100.emulator.timing import ClusterTiming
@@ -33,12 +34,14 @@ class Cta:
         self.rank = rank
         self.index = index
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-        self.shared = SharedMemory(self.launch.shared_bytes, str(self))
+        self.shared = SharedMemory(self.launch.shared_bytes, str(self), rank, self.launch.options.equal_writes)
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory(str(self))
-        self.named_barriers = NamedBarriers(cluster.agents)
+        self.named_barriers = NamedBarriers()
         self.triggered = False
         """Whether it has executed griddepcontrol.launch_dependents."""
+        self.refused = False
+        """Whether it has seen that a request for another cluster's work failed."""
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
@@ -69,19 +72,24 @@ class Cta:
 
         Raises:
             HazardError: tensor memory is still allocated, or the CTA's warps ended without knowing that an access to
-                its shared memory or an arrival on one of its mbarriers (by a copy, by another CTA) had happened.
+                its shared memory had happened, or (``Options.strict_exit``) an arrival on one of its mbarriers.
         """
         self.tensor_memory.check_released(str(self))
         agents = self.cluster.agents
-        end = Actor(agents, agents.add(f"the end of {self}", True), Clock(agents), len(agents.instructions) - 1)
+        number = agents.add(f"the end of {self}", True, self.rank)
+        end = Actor(agents, number, Clock(agents), len(agents.instructions) - 1)
         for warp in self.warps:
             end.clock.follow(warp.actor.clock)
         self.shared.history.retire(slice(SHARED_BASE, self.shared.end), end)
+        if not self.launch.options.strict_exit:
+            return
         for (rank, offset), barrier in self.cluster.memory_barriers.items():
-            unknown = barrier.handover.arriving.limits[ORDER] > end.clock.limits[ORDER]
-            if rank == self.rank and unknown.any():
-                who = agents.names[int(np.argmax(unknown))]
-                raise HazardError(f"{self} ended without waiting for an arrival of {who} on its mbarrier at {offset}")
+            for known in barrier.handover.arriving.open_to(rank) if rank == self.rank else ():
+                if not end.clock.includes(known):
+                    who = agents.names[int(np.argmax((known.limits[ORDER] > end.ordered()) & ~agents.remote))]
+                    raise HazardError(
+                        f"{self} ended without waiting for an arrival of {who} on its mbarrier at {offset}"
+                    )
 
     def __str__(self) -> str:
         return f"CTA {self.index}" + (f" (rank {self.rank})" if self.cluster.size != (1, 1, 1) else "")
@@ -94,15 +102,19 @@ class Cluster:
         self.launch = launch
         self.size = launch.cluster
         self.engines = Engines(launch.options, launch.random)
-        self.agents = Agents(launch.kernel.instructions, launch.options.strict_tensor_waits)
         width, height, depth = self.size
+        count, options = width * height * depth, launch.options
+        self.agents = Agents(launch.kernel.instructions, count, options.strict_tensor_waits, options.init_fence)
         self.ctas: list[Cta] = []
-        for rank in range(width * height * depth):
+        for rank in range(count):
             x, y, z = rank % width, rank // width % height, rank // (width * height)
             self.ctas.append(Cta(self, rank, (origin[0] + x, origin[1] + y, origin[2] + z)))
         self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
-        self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas), Handover.create(self.agents))
-        self._flags: dict[int, Clock] = {}
+        self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas))
+        self.flags: dict[int, Mailbox] = {}
+        """By word, what strong operations on it told those that acquire from it."""
+        self.polled = False
+        """Whether it looked at global memory, and may go on looking until another cluster has changed it."""
         model = launch.options.timing
         self.timing = None if model is None else ClusterTiming(model)
 
@@ -112,18 +124,6 @@ class Cluster:
         if rank >= len(self.ctas):
             raise MemoryFaultError(f"shared address {address:#x}: rank {rank} of {len(self.ctas)} CTAs")
         return self.ctas[rank], offset
-
-    def hand_on(self, word: int, known: Clock) -> None:
-        """Add to what strong operations on a word tell those that acquire from it."""
-        earlier = self._flags.get(word)
-        if earlier is not None:
-            known = known.copy()
-            known.join(earlier)
-        self._flags[word] = known
-
-    def handed_on(self, word: int) -> Clock | None:
-        """What strong operations on a word told so far."""
-        return self._flags.get(word)
 
     def memory_barrier(self, address: int, user: Actor, asynchronous: bool = False) -> MemoryBarrier:
         """The mbarrier at a shared address, for an actor or (``asynchronous``) for an operation that it issues.

@@ -93,9 +93,9 @@ class Decoder:
             if not self.flag(name):
                 raise UnsupportedError(f"modifier .{name} is missing")
 
-    def type(self) -> str:
-        """Take the last modifier, which must be a scalar type."""
-        if not self.modifiers or self.modifiers[-1] not in DTYPES:
+    def type(self, moved: bool = False) -> str:
+        """Take the last modifier, which must be a scalar type; ``moved`` allows one of 128 bits."""
+        if not self.modifiers or self.modifiers[-1] not in DTYPES or (self.modifiers[-1] == "b128" and not moved):
             raise UnsupportedError(f"last part .{self.modifiers[-1] if self.modifiers else ''} as a type")
         return self.modifiers.pop()
 
@@ -157,6 +157,7 @@ class Decoder:
         """A literal or a symbol's address in ``dtype``."""
         if isinstance(operand, Symbol):
             known = {parameter.name: PARAMETER_WINDOW + parameter.offset for parameter in self.kernel.parameters}
+            known |= {name: table.ctypes.data for name, table in self.kernel.tables.items()}
             address = {**known, **local_layout(self.kernel.local)[0]}[operand.name]
             return np.array(address + operand.offset, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)[()]
         if dtype.kind == "b":

@@ -37,8 +37,18 @@ class Options:
             different threads (release and acquire do not count). NVIDIA's own GEMMs in CuTeDSL leave both out. Also
             ``fence.proxy.async`` between cp.async, which writes through the generic proxy, and a tcgen05 operation
             that reads its data: NVIDIA's GEMMs that gather rows so leave it out.
+        backwards: begin clusters last first.
+        equal_writes: let warps write the same to one place of shared memory in any order. Triton's do so where several
+            hold copies of an element.
+        init_fence: demand ``fence.mbarrier_init`` or ``fence.proxy.async`` between the initialisation of an mbarrier
+            and its use by an asynchronous operation, as the PTX ISA does. Triton's kernels of one CTA leave it out and
+            only synchronise.
+        strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
+            hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
+            Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
+        resident: clusters that have a place at once: how many more are begun while those before poll global memory.
         timing: what to model time by; None leaves it out.
     """
 
@@ -46,7 +56,12 @@ class Options:
     seed: int = 0
     starve: str | None = None
     max_instructions: int = 5_000_000
+    resident: int = 148
+    init_fence: bool = True
+    backwards: bool = False
+    equal_writes: bool = False
     strict_tensor_waits: bool = False
+    strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None
 

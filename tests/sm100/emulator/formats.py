@@ -1,6 +1,7 @@
 """Number formats below 32 bits: decoding tables and round-to-nearest-even encoders.
 
-Sources: OCP Microscaling formats 1.0 (E2M1, E4M3, E5M2, UE8M0); PTX ISA, ``cvt`` (what ``satfinite`` does with NaN).
+Sources: OCP Microscaling formats 1.0 (E2M1, E2M3, E3M2, E4M3, E5M2, UE8M0); PTX ISA, ``cvt`` (what ``satfinite`` does
+with NaN).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _E4M3 = _minifloat(8, 4, 7)
 _E5M2 = _minifloat(8, 5, 15)
 E2M1 = _signed(_E2M1)
 """fp32 value of each of the 16 codes."""
+E2M3 = _signed(_minifloat(6, 2, 1))
+"""fp32 value of each of the 64 codes."""
+E3M2 = _signed(_minifloat(6, 3, 3))
+"""fp32 value of each of the 64 codes."""
 E4M3 = _signed(np.where(np.arange(128) == 127, np.nan, _E4M3))
 """fp32 value of each byte; 0x7F and 0xFF are NaN."""
 E5M2 = _signed(np.where(np.arange(128) < 124, _E5M2, np.where(np.arange(128) == 124, np.inf, np.nan)))

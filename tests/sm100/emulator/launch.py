@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,13 +15,17 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
-from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory
-from tests.sm100.emulator.ptx import Kernel
+from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory, Range
+from tests.sm100.emulator.ptx import Instruction, Kernel, Register
 from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.tensor_map_order import TensorMapOrder
 from tests.sm100.emulator.timing_issue import timed
 from tests.sm100.emulator.warp import EXITED, Blocked, Mask, Warp
+
+FLOW = (("bra",), ("bra", "uni"), ("brx", "idx"), ("brx", "idx", "uni"), ("ret",), ("exit",))
+"""What moves lanes, rather than being executed."""
 
 
 def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], int]:
@@ -31,6 +36,19 @@ def _shared_layout(kernel: Kernel, dynamic_bytes: int) -> tuple[dict[str, int], 
         offsets[name] = end
         end += size
     return offsets, end + dynamic_bytes
+
+
+def _program(kernel: Kernel, shared: dict[str, int]) -> list[Execute | None]:
+    """A closure for each instruction, None for those that only move lanes; the same for each launch."""
+    key = tuple(shared.items())
+    if key not in kernel.decoded:
+        kernel.decoded[key] = [None if i.opcode in FLOW else decode(kernel, i, shared) for i in kernel.instructions]
+    return kernel.decoded[key]
+
+
+def _table_range(table: tuple[str, np.ndarray]) -> Range:
+    name, contents = table
+    return Range(contents.ctypes.data, contents.ctypes.data + contents.nbytes, False, name)
 
 
 class Launch:
@@ -62,6 +80,7 @@ class Launch:
             raise HazardError(f"block {block}: the kernel requires {kernel.required_threads}")
         self.kernel, self.grid, self.block, self.cluster = kernel, grid, block, cluster
         self.memory, self.options = memory, options
+        memory.ranges = [*memory.ranges, *map(_table_range, kernel.tables.items())]
         block_bytes = bytearray(kernel.parameter_bytes)
         for parameter, value in zip(kernel.parameters, parameters, strict=True):
             block_bytes[parameter.offset : parameter.offset + parameter.size] = value
@@ -69,55 +88,63 @@ class Launch:
         self.random = random.Random(options.seed)
         self.runs: list[ClusterRun] = []
         """Clusters that have begun."""
+        self.pending: deque[Triple] = deque(self._origins)
+        """Where the block indices begin of clusters that have not."""
         self.before: Launch | None = None
         """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
+        self.has_tensor_maps = any("tensor" in "".join(i.opcode) for i in kernel.instructions)
+        """Whether stores to global memory may matter to copies that use tensor maps."""
+        self.scopes = GlobalScopes()
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""
         self.executed = 0
         shared, self.shared_bytes = _shared_layout(kernel, dynamic_shared)
-        self.program: list[Execute | None] = [
-            None if instruction.opcode[0] in ("bra", "ret", "exit") else decode(kernel, instruction, shared)
-            for instruction in kernel.instructions
-        ]
+        self.program = _program(kernel, shared)
         if options.timing is not None:
             self.program = timed(kernel, self.program, shared, options.timing)
-        for instruction in kernel.instructions:
-            if instruction.opcode not in (("bra",), ("bra", "uni"), ("ret",), ("exit",)) and self._is_flow(instruction):
-                raise UnsupportedError(f"line {instruction.line}: {instruction.text}")
         self.local_end = local_layout(kernel.local)[1]
         self.counts: dict[int, np.ndarray] = {}
-
-    @staticmethod
-    def _is_flow(instruction: object) -> bool:
-        return instruction.opcode[0] in ("bra", "ret", "exit")  # type: ignore[attr-defined]
 
     @property
     def _origins(self) -> Iterator[Triple]:
         """Where each cluster's block indices begin."""
-        for z, y, x in itertools.product(*(range(0, self.grid[a], self.cluster[a]) for a in (2, 1, 0))):
+        extents = [range(0, self.grid[axis], self.cluster[axis]) for axis in (2, 1, 0)]
+        if self.options.backwards:
+            extents = [extent[::-1] for extent in extents]
+        for z, y, x in itertools.product(*extents):
             yield x, y, z
 
     def run(self) -> Statistics:
-        """Run to the end, cluster after cluster.
+        """Run to the end, cluster after cluster; beside one that polls the next ones run, too.
 
         Raises:
             EmulatorError: with CTA, warp, lanes and the instruction's text.
         """
         with np.errstate(all="ignore"):
-            for origin in self._origins:
-                self.runs = [ClusterRun(self, origin)]
-                while not self.runs[0].done:
-                    self.runs[0].advance()
-                    if self.runs[0].stuck:
-                        raise DeadlockError(self.report())
+            while self.pending or self.runs:
+                room = len(self.runs) < self.options.resident and any(run.cluster.polled for run in self.runs)
+                if self.pending and (room or not self.runs):
+                    for run in self.runs:
+                        run.cluster.polled = False
+                    self.runs.append(ClusterRun(self, self.pending.popleft()))
+                for run in self.runs:
+                    run.advance()
+                self.runs = [run for run in self.runs if not run.done]
+                if self.runs and self.stuck and not (self.pending and room):
+                    raise DeadlockError(self.report())
         self._count()
         return self.statistics
 
+    def cancel(self) -> Triple | None:
+        """Take the next cluster that has not begun from the launch: where its block indices begin, if there is one."""
+        return self.pending.popleft() if self.pending else None
+
     def begin(self, on_waited: Callable[[Launch, Launch], None]) -> None:
         """Make all clusters ready for ``advance``; ``on_waited`` is told what this launch has waited for."""
-        self.runs = [ClusterRun(self, origin) for origin in self._origins]
+        self.runs = [ClusterRun(self, origin) for origin in self.pending]
+        self.pending.clear()
         self._on_waited = on_waited
 
     def advance(self) -> bool:
@@ -210,7 +237,7 @@ class Launch:
         if self.executed > self.options.max_instructions:
             raise DeadlockError(f"{self.options.max_instructions} instructions executed; endless loop?")
         execute = self.program[counter]
-        warp.actor.site = counter
+        warp.actor.site, warp.actor.executing = counter, lanes
         try:
             if execute is None:
                 counts[counter] += 1
@@ -232,11 +259,13 @@ class Launch:
 
     def _flow(self, warp: Warp, counter: int, mask: Mask, lanes: Mask) -> None:
         instruction = self.kernel.instructions[counter]
-        if instruction.opcode[0] == "bra":
-            assert instruction.target is not None
+        if instruction.targets:
             if lanes is not None:
                 warp.go(mask, counter + 1)
-            warp.go(lanes, instruction.target)
+            if instruction.opcode[0] == "bra":
+                warp.go(lanes, instruction.targets[0])
+            else:
+                self._branch_by_index(warp, instruction, lanes)
             return
         self.events += 1
         if lanes is not mask:
@@ -248,6 +277,19 @@ class Launch:
                     raise HazardError(
                         f"exit while copies still read or write shared memory\n  {self._where(warp, counter, lanes)}"
                     )
+
+    @staticmethod
+    def _branch_by_index(warp: Warp, instruction: Instruction, lanes: Mask) -> None:
+        index = instruction.operands[0]
+        if not isinstance(index, Register) or index.kind != "32":
+            raise UnsupportedError(f"operand {index} as the index of a branch")
+        wanted = warp.files["32"][index.index].copy()
+        executing = np.ones(len(wanted), bool) if lanes is None else lanes
+        for which in np.unique(wanted[executing]).tolist():
+            if which >= len(instruction.targets):
+                raise HazardError(f"branch number {which} of {len(instruction.targets)}")
+            going = executing & (wanted == which)
+            warp.go(None if going.all() else going, instruction.targets[which])
 
     def _where(self, warp: Warp, counter: int, lanes: Mask) -> str:
         which = "all lanes" if lanes is None else f"lanes {np.flatnonzero(lanes).tolist()}"

@@ -1,6 +1,6 @@
 """Local memory: arrays that each thread has for itself, such as register arrays with indices known at run time only.
 
-Addresses are offsets; generic addresses of it are not modelled.
+Addresses are offsets; generic ones lie in a window of their own (``memory.py``).
 """
 
 from __future__ import annotations

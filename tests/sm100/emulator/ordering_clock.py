@@ -1,7 +1,7 @@
 """Vector clocks: which accesses are known to have happened before a point of the program.
 
 An *agent* is a warp or one asynchronous operation. Each has a time of its own, which advances whenever it hands its
-knowledge to another agent. An access is stamped with an *epoch* (time, instruction, agent), one integer. A clock
+knowledge to another agent. An access is stamped with an *epoch* (time, lane, instruction, agent), one integer. A clock
 holds for each agent the *limit* up to which its epochs are covered; several views differ in what covering means:
 
 * ORDER: happened before (base causality order of the PTX memory model);
@@ -9,10 +9,14 @@ holds for each agent the *limit* up to which its epochs are covered; several vie
   asynchronous one;
 * INIT: an mbarrier initialised before a ``fence.mbarrier_init`` that happened before;
 * FENCED: tcgen05 operations before a ``tcgen05.fence::before_thread_sync`` (or a commit) that happened before;
-* TENSOR: of those, what a ``tcgen05.fence::after_thread_sync`` has ordered before tcgen05 operations from now on.
+* NEAR: happened before a fence of this agent's own, whatever its scope;
+* WIDE: happened before a fence of this agent's own whose scope is the cluster or more;
+* TENSOR: of those of FENCED, what a ``tcgen05.fence::after_thread_sync`` has ordered before tcgen05 operations from
+  now on.
 
-Relaxed synchronisation carries INIT and FENCED only, whose fences are made for it. Clocks are joined by maximum, so
-what a barrier carries is the union of what its participants knew.
+Synchronisation carries the first four; the others each agent's own fences make. Relaxed synchronisation carries INIT
+and FENCED only, whose fences are made for it, and what NEAR or WIDE covers (``handover``). Clocks are joined by
+maximum, so what a barrier carries is the union of what its participants knew.
 """
 
 from __future__ import annotations
@@ -24,47 +28,64 @@ import numpy as np
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.ptx import Instruction
 
-AGENT_BITS, SITE_BITS = 12, 19
+AGENT_BITS, SITE_BITS, LANE_BITS = 12, 19, 6
 AGENTS = 1 << AGENT_BITS
 AGENT_MASK = AGENTS - 1
 SITE_MASK = (1 << SITE_BITS) - 1
 STRONG = 1 << AGENT_BITS + SITE_BITS
 """Set in the epoch of an access that may race with others of its kind: atomics, relaxed, release, acquire."""
-TICK = STRONG << 1
+REACHING = STRONG << 1
+"""Set besides STRONG if the access has a scope beyond the CTA."""
+LANE_SHIFT = AGENT_BITS + SITE_BITS + 2
+LANE_MASK = (1 << LANE_BITS) - 1
+TICK = 1 << LANE_SHIFT + LANE_BITS
 """One unit of time in an epoch or a limit."""
 NOTHING = TICK - 1
 """The limit that covers no access: times begin at 1, and 0 as an epoch stands for no access."""
 
-ORDER, PROXY, INIT, FENCED, TENSOR = range(5)
-VIEWS = 5
+ORDER, PROXY, INIT, FENCED, NEAR, WIDE, TENSOR = range(7)
+VIEWS = 7
+CARRIED = slice(ORDER, NEAR)
+"""Views that synchronisation carries."""
 RELAXED = [INIT, FENCED]
 """Views that relaxed synchronisation carries."""
+ACCESSES = [ORDER, PROXY, NEAR, WIDE]
+"""Views that say of accesses to memory that they happened before."""
 
 
 @dataclass
 class Agents:
     """The agents of a cluster, by number. Their instructions name the sites of accesses.
 
-    ``strict`` demands fences and waits that tcgen05 can do without; see ``Options.strict_tensor_waits``.
+    ``ctas`` is the number of CTAs of the cluster. ``strict`` demands fences and waits that tcgen05 can do without,
+    ``init_fence`` one after the initialisation of an mbarrier; see ``Options``.
     """
 
     instructions: list[Instruction]
+    ctas: int = 1
     strict: bool = False
+    init_fence: bool = True
     names: list[str] = field(default_factory=list)
     generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
     """By agent: whether it accesses memory through the generic proxy."""
+    remote: np.ndarray = field(default_factory=lambda: np.zeros(64, bool))
+    """By agent: whether it stands for the writes of a warp to shared memory of other CTAs."""
+    ranks: np.ndarray = field(default_factory=lambda: np.zeros(64, np.int64))
+    """By agent: its CTA in the cluster."""
     copies: set[int] = field(default_factory=set)
     """Agents of cp.async copies."""
 
-    def add(self, name: str, generic: bool) -> int:
+    def add(self, name: str, generic: bool, rank: int, remote: bool = False) -> int:
         """A new agent's number."""
         number = len(self.names)
         if number == AGENTS or len(self.instructions) > SITE_MASK:
             raise UnsupportedError(f"more than {AGENTS} operations at once, or {SITE_MASK} instructions")
         self.names.append(name)
         if number >= self.capacity:
-            self.generic = np.concatenate((self.generic, np.ones(self.capacity, bool)))
-        self.generic[number] = generic
+            self.generic, self.remote, self.ranks = (
+                np.concatenate((known, np.zeros_like(known))) for known in (self.generic, self.remote, self.ranks)
+            )
+        self.generic[number], self.remote[number], self.ranks[number] = generic, remote, rank
         return number
 
     @property
@@ -96,9 +117,9 @@ class Clock:
         return self._limits
 
     def join(self, other: Clock) -> None:
-        """Learn what synchronisation carries: all but TENSOR, which each agent's own fences make."""
+        """Learn what synchronisation carries."""
         limits = self.limits
-        np.maximum(limits[:TENSOR], other.limits[:TENSOR], out=limits[:TENSOR])
+        np.maximum(limits[CARRIED], other.limits[CARRIED], out=limits[CARRIED])
         self.time = max(self.time, other.time)
 
     def follow(self, other: Clock) -> None:
@@ -118,26 +139,17 @@ class Clock:
         copied.time = self.time
         return copied
 
+    def cut(self, most: np.ndarray) -> Clock:
+        """A copy that covers no more accesses than ``most`` does, limits by agent."""
+        cut = self.copy()
+        limits = cut.limits
+        limits[ACCESSES] = np.minimum(limits[ACCESSES], most)
+        return cut
+
     def includes(self, other: Clock) -> bool:
-        """Whether all that has happened before there has happened before here."""
-        return bool((self.limits[ORDER] >= other.limits[ORDER]).all())
+        """Whether all that has happened before there has happened before here, writes to other CTAs left out."""
+        return bool(((self.limits[ORDER] >= other.limits[ORDER]) | self.agents.remote).all())
 
     def covers(self, epoch: int, *views: int) -> bool:
         """Whether the access is covered in one of the views."""
         return any(int(self.limits[view, epoch & AGENT_MASK]) >= epoch for view in views)
-
-
-@dataclass
-class Handover:
-    """The clocks of a barrier: what arrived for the open phase, and what completed phases hand to those who wait."""
-
-    arriving: Clock
-    released: Clock
-
-    @classmethod
-    def create(cls, agents: Agents) -> Handover:
-        return cls(Clock(agents), Clock(agents))
-
-    def complete(self) -> None:
-        """The phase is over."""
-        self.released = self.arriving.copy()

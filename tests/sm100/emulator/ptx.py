@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from tests.sm100.emulator.errors import UnsupportedError
 
-CLASSES = {"pred": "pred", **{f"{k}{n}": str(n) for k in "busf" for n in (8, 16, 32, 64)}}
+CLASSES = {"pred": "pred", **{f"{k}{n}": str(n) for k in "busf" for n in (8, 16, 32, 64)}, "b128": "128"}
 """Register class by declared type: registers of one width share a file whatever their type letter."""
 
 
 @dataclass(frozen=True)
 class Register:
-    """A register: its class ("pred", "8", "16", "32", "64") and its index in that class's file."""
+    """A register: its class ("pred", "8", "16", "32", "64", "128") and its index in that class's file."""
 
     kind: str
     index: int
@@ -41,7 +45,7 @@ class Immediate:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A parameter's or a shared array's name, plus a byte offset."""
+    """The name of a parameter or of an array in memory, plus a byte offset."""
 
     name: str
     offset: int = 0
@@ -95,7 +99,10 @@ Operand = Register | Special | Immediate | Symbol | Sink | Negated | Vector | Pa
 
 @dataclass
 class Instruction:
-    """One instruction. ``opcode`` keeps every dot part; ``target`` is a branch's instruction index."""
+    """One instruction. ``opcode`` keeps every dot part; ``targets`` are a branch's instruction indices.
+
+    ``bra`` has one target; ``brx.idx`` has as many as its table, and the index as its operand.
+    """
 
     opcode: tuple[str, ...]
     operands: tuple[Operand, ...]
@@ -103,7 +110,7 @@ class Instruction:
     line: int
     guard: Register | None = None
     guard_negated: bool = False
-    target: int | None = None
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,13 @@ class Parameter:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """One ``.entry``.
 
     ``shared`` gives (alignment, bytes) of each shared symbol, 0 bytes for the dynamic one; ``local`` likewise of each
-    array that every thread has for itself.
+    array that every thread has for itself; ``tables`` are the arrays, u8, that the module
+    has in global memory.
     """
 
     name: str
@@ -131,6 +139,9 @@ class Kernel:
     shared: dict[str, tuple[int, int]]
     instructions: list[Instruction]
     local: dict[str, tuple[int, int]]
+    tables: dict[str, np.ndarray]
+    decoded: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What launches keep for later ones."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class _Scope:
         self.parent = parent
         self.registers: dict[str, Register] = {}
         self.labels: dict[str, int] = {}
+        self.branch_tables: dict[str, list[str]] = {}
 
     def chain(self) -> list[_Scope]:
         return [self, *(self.parent.chain() if self.parent else [])]
@@ -159,9 +171,16 @@ _PARAMETER = re.compile(
 )
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", re.S)
 _LABEL = re.compile(r"([\w$]+):(?!:)")
+_BRANCH_TABLE = re.compile(r"([\w$]+):\s*\.branchtargets\s+([^;]+);")
+_TABLE = re.compile(r"\.global\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]\s*=\s*\{([\d\s,]*)\}$")
+_DEBUG = re.compile(r"^[ \t]*\.(?:loc|file)\b[^\n]*|\.section\s+\.debug_\w+\s*\{[^}]*\}", re.M)
+"""What describes the source: it has no effect."""
+TABLE_ALIGNMENT = 16
+"""Largest alignment of a table."""
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 _MODULE_LEVEL = re.compile(
-    r"\s*(?:\.version\s+[\d.]+|\.target\s+[\w, ]+|\.address_size\s+64|\.extern\s+\.shared[^;]*;|\.shared[^;]*;)"
+    r"\s*(?:\.version\s+[\d.]+|\.target\s+[\w, ]+|\.address_size\s+64"
+    r"|\.extern\s+\.shared[^;]*;|\.shared[^;]*;|\.global[^;]*;)"
 )
 
 
@@ -169,20 +188,22 @@ def parse(text: str) -> Module:
     """Read a PTX file.
 
     Raises:
-        UnsupportedError: functions, module-level variables other than shared arrays, unknown directives.
+        UnsupportedError: functions, module-level variables other than shared arrays and tables, unknown directives.
     """
     text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
+    text = re.sub(r"/\*.*?\*/", _lines_only, text, flags=re.S)
+    text = _DEBUG.sub(_lines_only, text)
     found_target = re.search(r"\.target\s+(\w+)", text)
     if not found_target:
         raise UnsupportedError("PTX without a .target directive")
     shared: dict[str, tuple[int, int]] = {}
+    tables: dict[str, np.ndarray] = {}
     kernels: dict[str, Kernel] = {}
     position = 0
     while position < len(text):
         entry = _ENTRY.match(text, position + len(text[position:]) - len(text[position:].lstrip()))
         if entry:
-            kernel, position = _parse_kernel(text, entry, shared)
+            kernel, position = _parse_kernel(text, entry, shared, tables)
             kernels[kernel.name] = kernel
             continue
         directive = _MODULE_LEVEL.match(text, position)
@@ -191,13 +212,32 @@ def parse(text: str) -> Module:
             if not rest:
                 break
             raise UnsupportedError(f"PTX at module level: {rest.splitlines()[0]!r}")
-        array = _SHARED.match(directive[0].strip().rstrip(";"))
+        declaration = directive[0].strip().rstrip(";")
+        array = _SHARED.match(declaration)
         if array:
             shared[array[2]] = int(array[1]), int(array[3] or 0)
+        if declaration.startswith(".global"):
+            name, contents = _parse_table(declaration)
+            tables[name] = contents
         position = directive.end()
     for kernel in kernels.values():
         kernel.shared = {**shared, **kernel.shared}
     return Module(found_target[1], kernels)
+
+
+def _lines_only(found: re.Match[str]) -> str:
+    """What replaces text without effect, so that later lines keep their numbers."""
+    return "\n" * found[0].count("\n")
+
+
+def _parse_table(declaration: str) -> tuple[str, np.ndarray]:
+    table = _TABLE.match(declaration)
+    if not table or int(table[1]) > TABLE_ALIGNMENT:
+        raise UnsupportedError(f"PTX at module level: {declaration!r}")
+    values = [int(value) for value in table[4].split(",")]
+    contents = np.zeros(int(table[3]), np.uint8)
+    contents[: len(values)] = values
+    return table[2], contents
 
 
 def _parse_parameters(text: str) -> tuple[list[Parameter], int]:
@@ -237,6 +277,7 @@ class _Body:
         self.counts: Counter[str] = Counter()
         self.instructions: list[Instruction] = []
         self.branches: list[tuple[Instruction, str, _Scope]] = []
+        """Branches with the label, or the name of the table, that says where they go."""
         self.scope = _Scope(None)
 
     def declare(self, kind: str, names: str) -> None:
@@ -318,24 +359,36 @@ class _Body:
                 raise UnsupportedError("guard")
         opcode, _, arguments = rest.partition(" ")
         parts = tuple(opcode.split("."))
-        if parts[0] == "bra":
-            instruction = Instruction(parts, (), text, line, guard, negated)
-            self.branches.append((instruction, arguments.strip(), self.scope))
-        else:
-            operands = tuple(self.operand(piece) for piece in _split(arguments))
-            instruction = Instruction(parts, operands, text, line, guard, negated)
+        pieces = _split(arguments)
+        where = pieces.pop() if parts[0] in ("bra", "brx") else None
+        instruction = Instruction(parts, tuple(self.operand(piece) for piece in pieces), text, line, guard, negated)
+        if where is not None:
+            self.branches.append((instruction, where, self.scope))
         self.instructions.append(instruction)
         return None
 
     def resolve(self) -> None:
-        for instruction, label, scope in self.branches:
-            targets = [level.labels[label] for level in scope.chain() if label in level.labels]
-            if not targets:
-                raise UnsupportedError(f"line {instruction.line}: no label {label!r} in reach")
-            instruction.target = targets[0]
+        for instruction, where, scope in self.branches:
+            labels = [where]
+            if instruction.opcode[0] == "brx":
+                tables = [level.branch_tables[where] for level in scope.chain() if where in level.branch_tables]
+                if not tables:
+                    raise UnsupportedError(f"line {instruction.line}: no table of labels {where!r} in reach")
+                labels = tables[0]
+            instruction.targets = tuple(self.place(label, scope, instruction.line) for label in labels)
+
+    @staticmethod
+    def place(label: str, scope: _Scope, line: int) -> int:
+        """The index of the instruction that a label stands before."""
+        for level in scope.chain():
+            if label in level.labels:
+                return level.labels[label]
+        raise UnsupportedError(f"line {line}: no label {label!r} in reach")
 
 
-def _parse_kernel(text: str, entry: re.Match[str], shared: dict[str, tuple[int, int]]) -> tuple[Kernel, int]:
+def _parse_kernel(
+    text: str, entry: re.Match[str], shared: dict[str, tuple[int, int]], tables: dict[str, np.ndarray]
+) -> tuple[Kernel, int]:
     parameters, size = _parse_parameters(entry[2])
     required = None
     for directive in filter(None, (line.strip() for line in entry[3].splitlines())):
@@ -345,7 +398,7 @@ def _parse_kernel(text: str, entry: re.Match[str], shared: dict[str, tuple[int, 
         elif words[0] not in (".minnctapersm", ".maxnreg", ".maxntid", ".reqnctapercluster", ".explicitcluster",
                               ".blocksareclusters", ".maxclusterrank"):  # fmt: skip
             raise UnsupportedError(f"kernel directive {directive!r}")
-    body = _Body({parameter.name for parameter in parameters} | shared.keys())
+    body = _Body({parameter.name for parameter in parameters} | shared.keys() | tables.keys())
     position, depth = entry.end(), 1
     line = text.count("\n", 0, position) + 1
     while depth:
@@ -360,6 +413,10 @@ def _parse_kernel(text: str, entry: re.Match[str], shared: dict[str, tuple[int, 
         elif text[position] == "}":
             depth, position = depth - 1, position + 1
             body.scope = body.scope.parent or body.scope
+        elif table := _BRANCH_TABLE.match(text, position):
+            body.scope.branch_tables[table[1]] = _split(table[2])
+            line += table[0].count("\n")
+            position = table.end()
         elif label := _LABEL.match(text, position):
             body.scope.labels[label[1]] = len(body.instructions)
             position = label.end()
@@ -374,6 +431,6 @@ def _parse_kernel(text: str, entry: re.Match[str], shared: dict[str, tuple[int, 
     body.instructions.append(Instruction(("ret",), (), "ret (end of the body)", line))
     body.resolve()
     kernel = Kernel(
-        entry[1], parameters, size, required, body.counts, body.shared, body.instructions, body.local  # type: ignore[arg-type]
+        entry[1], parameters, size, required, body.counts, body.shared, body.instructions, body.local, tables  # type: ignore[arg-type]
     )  # fmt: skip
     return kernel, position

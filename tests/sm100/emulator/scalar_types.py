@@ -16,15 +16,17 @@ DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype("f4"),
     "f64": np.dtype("f8"),
     "pred": np.dtype(bool),
+    "b128": np.dtype("V16"),
 }
-"""f16 and the smaller formats have no entry: instructions name them explicitly (see formats.py)."""
+"""f16 and the smaller formats have no entry: instructions name them explicitly (see formats.py). Of b128, which is only
+moved, NumPy knows the bytes."""
 
 
 def dtype_of(name: str) -> np.dtype:
     """The dtype of a scalar type name.
 
     Raises:
-        UnsupportedError: the type has no plain dtype (f16, bf16, packed formats, b128).
+        UnsupportedError: the type has no plain dtype (f16, bf16, packed formats).
     """
     if name not in DTYPES:
         raise UnsupportedError(f"type .{name}")

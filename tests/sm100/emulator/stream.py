@@ -19,7 +19,7 @@ import numpy as np
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, HazardError
 from tests.sm100.emulator.launch import Launch
-from tests.sm100.emulator.memory import GlobalMemory
+from tests.sm100.emulator.memory import GlobalMemory, Range
 
 READ, WRITTEN = 1, 2
 CHANCE = 0.2
@@ -42,27 +42,32 @@ class SharedAccess(GlobalMemory):
     _touched: dict[int, np.ndarray] = field(default_factory=dict)
     """READ and WRITTEN for each byte, by the begin of the range."""
 
-    def view(self, address: int, size: int, write: bool) -> np.ndarray:
-        """As of any global memory.
+    def touch(self, known: Range, where: slice | np.ndarray, write: bool) -> None:
+        """Note an access.
 
         Raises:
             HazardError: a launch beside this one writes what is accessed, or reads what is written.
         """
-        known = self.find(address, size, write)
-        where = slice(address - known.start, address - known.start + size)
+        cells = np.arange(where.start, where.stop)[None] if isinstance(where, slice) else where
         for other in self.others:
-            flags = other._touched.get(known.start)
-            if other is self or other.name in self.after or flags is None:
+            if other is self or other.name in self.after:
                 continue
-            found = int(np.bitwise_or.reduce(flags[where]))
-            if found & WRITTEN or (write and found):
-                raise HazardError(
-                    f"{'write' if write else 'read'} of {size} B at {known.name}+{where.start}, which "
-                    f"{other.name} {'writes' if found & WRITTEN else 'reads'}, without griddepcontrol.wait between them"
-                )
+            for start, flags in other._touched.items():
+                # The other launch may know this memory by a range that begins and ends elsewhere.
+                there = cells + (known.start - start)
+                inside = (there >= 0) & (there < len(flags))
+                if not inside.any():
+                    continue
+                found = np.where(inside, flags[there * inside], 0)
+                if (found & WRITTEN).any() or (write and found.any()):
+                    row = int(np.argmax(found.any(axis=1)))
+                    written = "writes" if (found & WRITTEN).any() else "reads"
+                    raise HazardError(
+                        f"{'write' if write else 'read'} of {cells.shape[1]} B at {known.name}+{cells[row, 0]}, which "
+                        f"{other.name} {written}, without griddepcontrol.wait between them"
+                    )
         flags = self._touched.setdefault(known.start, np.zeros(known.end - known.start, np.uint8))
         flags[where] |= WRITTEN if write else READ
-        return super().view(address, size, write)
 
 
 @dataclass

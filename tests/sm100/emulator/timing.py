@@ -22,7 +22,6 @@ from tests.sm100.emulator.timing_model import TimingModel
 
 BarrierPlace = tuple[int, int]
 """Rank of the CTA and offset of an mbarrier."""
-FP4_K, HALF_K = 64, 16
 SCHEDULERS = 4
 
 
@@ -178,10 +177,14 @@ class ClusterTiming:
         pipe.copying += cycles if pipe.first is not None else 0.0
         pipe.free += cycles
 
-    def multiply(self, leader: int, issuer: WarpTiming, issued: float, m: int, n: int, ctas: int, fp4: bool) -> None:
-        """An MMA: as long as its products take, or its operands out of shared memory (32 bytes of each row)."""
+    def multiply(self, leader: int, issuer: WarpTiming, issued: float, m: int, n: int, ctas: int, depth: int) -> None:
+        """An MMA: as long as its products take, or its operands out of shared memory (32 bytes of each row).
+
+        ``depth`` is K: 64 of FP4, 32 of the kinds for 8 bits or less, 16 of half precision.
+        """
         model = self.model
-        products = m * n * (FP4_K if fp4 else HALF_K) / ctas / (model.fp4_per_cycle if fp4 else model.half_per_cycle)
+        rates = {64: model.fp4_per_cycle, 32: model.fp8_per_cycle, 16: model.half_per_cycle}
+        products = m * n * depth / ctas / rates[depth]
         operands = (m + n) / ctas * 32 / model.shared_bytes_per_cycle
         cycles = max(products, operands)
         pipe = self._start(leader, issuer, issued)

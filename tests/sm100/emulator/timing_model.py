@@ -13,9 +13,10 @@ MEMORY_BYTES_PER_SECOND = 8e12
 class TimingModel:
     """Rates and latencies of one SM, in cycles of 1.85 GHz.
 
-    Stated by NVIDIA, or following from what it states: 9 PFLOP/s of dense FP4 and 2.25 of bf16 over 148 SMs (the clock
-    at which that makes 2^14 multiply-adds a cycle is the one taken here), 8 TB/s of HBM, 128 B a cycle of shared
-    memory, and the lanes a cycle of each kind of instruction (CUDA C++ Programming Guide, arithmetic throughput).
+    Stated by NVIDIA, or following from what it states: 9 PFLOP/s of dense FP4, 4.5 of FP8 and 2.25 of bf16 over 148
+    SMs (the clock at which that makes 2^14 multiply-adds a cycle is the one taken here), 8 TB/s of HBM, 128 B a cycle
+    of shared memory, and the lanes a cycle of each kind of instruction (CUDA C++ Programming Guide, arithmetic
+    throughput).
     That an MMA waits for its operands in shared memory where they take longer than the products, as they do for N
     below 128 and one CTA, has been measured on B200 (SemiAnalysis, "Dissecting Nvidia Blackwell", 2026).
 
@@ -28,7 +29,7 @@ class TimingModel:
         receive_bytes_per_cycle: what TMA loads write into one SM, its own and those multicast to it.
         load_latency: from the turn of a TMA load to its first byte.
         store_bytes_per_cycle: of TMA stores, reading shared memory.
-        fp4_per_cycle, half_per_cycle: multiply-adds of the tensor core.
+        fp4_per_cycle, fp8_per_cycle, half_per_cycle: multiply-adds of the tensor core.
         shared_bytes_per_cycle: shared memory, for the tensor core's operands and scales and for warps.
         tensor_latency: from the end of a tensor-core operation to the arrival that tcgen05.commit makes.
         tensor_memory_bytes_per_cycle, tensor_memory_latency: of a warp's tcgen05.ld.
@@ -45,6 +46,7 @@ class TimingModel:
     load_latency: float = 800.0
     store_bytes_per_cycle: float = 64.0
     fp4_per_cycle: float = 16384.0
+    fp8_per_cycle: float = 8192.0
     half_per_cycle: float = 4096.0
     shared_bytes_per_cycle: float = 128.0
     tensor_latency: float = 30.0

@@ -28,6 +28,7 @@ REGISTER_DTYPES = {
     "16": np.dtype("u2"),
     "32": np.dtype("u4"),
     "64": np.dtype("u8"),
+    "128": np.dtype("V16"),
 }
 Mask = np.ndarray | None
 """Lanes that execute: a bool array, or None for all 32."""
@@ -61,7 +62,7 @@ class Warp:
     def __init__(self, cta: Cta, index: int, registers: Counter[str]) -> None:
         self.cta = cta
         self.index = index
-        self.actor = WarpActor.create(cta.cluster.agents, f"{cta}, warp {index}")
+        self.actor = WarpActor.create(cta.cluster.agents, f"{cta}, warp {index}", cta.rank)
         self.files = {kind: np.zeros((registers[kind], LANES), dtype) for kind, dtype in REGISTER_DTYPES.items()}
         for kind, poison in (("8", 0xAD), ("16", 0xDEAD), ("32", 0xDEADDEAD), ("64", 0xDEADDEADDEADDEAD)):
             self.files[kind].fill(poison)
@@ -83,6 +84,8 @@ class Warp:
         if not self.exists.all():
             self.counters = np.where(self.exists, 0, EXITED)
         self.done = False
+        self.carry = np.zeros(LANES, bool)
+        """What ``cc`` instructions leave to those that take it in."""
         self.waits: dict[int, str] = {}
         """What a group of lanes waits for, by its program counter."""
         self.spinning: str | None = None
@@ -131,6 +134,7 @@ class Warp:
 
     def exit(self, mask: Mask) -> None:
         """End the lanes of ``mask``."""
+        self.actor.lanes.leave(slice(None) if mask is None else mask)
         if mask is None:
             self.done = True
         else:

@@ -200,7 +200,8 @@ class ExpertCase:
     """Experts with given token counts, of ``features`` outputs; gated or with a weight for each row, as ``shape.gated``
     says.
 
-    A kernel that is not grouped has one expert whose tokens are all rows.
+    A kernel that is not grouped has one expert whose tokens are all rows. ``spare`` token tiles behind each expert's
+    are nobody's: no kernel may write them.
     """
 
     shape: KernelShape
@@ -208,6 +209,7 @@ class ExpertCase:
     features: int
     k: int
     seed: int = 1
+    spare: int = 0
 
     @property
     def limit(self) -> float | None:
@@ -221,7 +223,7 @@ class ExpertCase:
         """(call, weights, tokens, rows that hold a token)."""
         shape, tile = self.shape, self.shape.token_tile
         counts = torch.tensor(self.counts, dtype=torch.int32)
-        padded = (counts + tile - 1) // tile * tile
+        padded = ((counts + tile - 1) // tile + self.spare) * tile
         offsets = (padded.cumsum(0) - padded).to(torch.int32)
         rows = max(int(padded.sum()), tile) if shape.grouped else self.counts[0]
         parts = shape.rows_per_feature
@@ -294,6 +296,7 @@ class ExpertCase:
         """
         call, weights, tokens, used = self.build()
         statistics = run(call, self.epilogue(self.shape.output), options, clusters, compiled)
+        self.check_spare(call)
         if self.shape.output == "nvfp4":
             assert call.out_scales is not None
             plain = replace(self, shape=replace(self.shape, output="fp32"))
@@ -307,6 +310,18 @@ class ExpertCase:
         else:
             self.compare(call, weights, tokens)
         return statistics
+
+    def check_spare(self, call: Call) -> None:
+        """Raise ``AssertionError`` where a row of a spare tile was written."""
+        tile = self.shape.token_tile
+        ends = [] if call.offsets is None or not self.spare else [*call.offsets[1:].tolist(), call.rows]
+        for end in ends:
+            rows = slice(end - self.spare * tile, end)
+            untouched = poisoned(self.spare * tile, call.out.shape[1], output=self.shape.output)
+            assert torch.equal(call.out[rows].view(torch.uint8), untouched.view(torch.uint8)), f"{rows} were written"
+            if call.out_scales is not None:
+                scales = unswizzle_rows(call.out_scales, call.rows, self.features // 16, tile)[rows]
+                assert (scales == poisoned(1, output="nvfp4")).all(), f"scales of {rows} were written"
 
     def compare(self, call: Call, weights: RandomOperand, tokens: RandomOperand) -> None:
         """Raise ``AssertionError`` where an element of a row that holds a token is wrong."""

@@ -30,6 +30,7 @@ def make_launch(
     body: str,
     buffers: list[np.ndarray],
     *,
+    before: str = "",
     options: Options | None = None,
     block: int = LANES,
     grid: int = 1,
@@ -37,10 +38,14 @@ def make_launch(
     shared: int = 0,
     stream: Stream | None = None,
 ) -> Launch:
-    """A launch of ``body``; parameter i is the address of ``buffers[i]``, all of them writable."""
+    """A launch of ``body``; parameter i is the address of ``buffers[i]``, all of them writable.
+
+    ``before`` is what the PTX file holds before the kernel.
+    """
     ranges = [Range(b.ctypes.data, b.ctypes.data + b.nbytes, True, f"p{i}") for i, b in enumerate(buffers)]
     values = [bytes(ctypes.c_uint64(b.ctypes.data)) for b in buffers]
-    kernel = parse(kernel_text(body, len(buffers))).kernels["kernel"]
+    text = kernel_text(body, len(buffers)).replace(HEADER, HEADER + before)
+    kernel = parse(text).kernels["kernel"]
     memory = GlobalMemory(ranges)
     if stream is not None:
         memory = stream.memory(memory)

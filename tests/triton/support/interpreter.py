@@ -1,15 +1,23 @@
-"""What the interpreter does differently on request."""
+"""What the interpreter and the emulator do differently on request."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from triton.runtime import interpreter
 
-from tests.support.interpreted import INTERPRETED
+from tests.support.interpreted import EMULATED, INTERPRETED
 
 
 def run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the programs of every launch run last first; skips a test where there is no interpreter."""
+    """Let the programs of every launch run last first; skips a test on a GPU."""
+    if EMULATED:
+        from tests.sm100.support.triton_launch import current_emulator
+
+        emulator = current_emulator()
+        monkeypatch.setattr(emulator, "options", replace(emulator.options, backwards=True))
+        return
     if not INTERPRETED:
         pytest.skip("a GPU's order is its own")
     builder, forwards = interpreter.interpreter_builder, interpreter.InterpreterBuilder.set_grid_idx

@@ -140,6 +140,10 @@ def build_add(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]
     if _is_float(decoder):
         return _float(decoder, name)
+    if name == "add" and decoder.modifiers[-1] in ("s16x2", "u16x2"):
+        decoder.modifiers.pop()
+        decoder.arity(3)
+        return _apply(decoder, lambda a, b: (a.view(np.uint16) + b.view(np.uint16)).view(np.uint32), "b32")
     type_name = decoder.type()
     decoder.arity(3)
     if type_name[0] == "f":
@@ -157,6 +161,10 @@ def build_mul(decoder: Decoder) -> Execute:
 
 @instruction("mad")
 def build_mad(decoder: Decoder) -> Execute:
+    """Of floats another name of fma."""
+    if _is_float(decoder):
+        decoder.expect("rn")
+        return _float(decoder, "fma")
     return _multiply(decoder, add=True)
 
 
@@ -364,14 +372,15 @@ def build_bits(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]
     type_name = decoder.type()
     decoder.arity(2)
-    if type_name not in (("u32",) if name == "bfind" else ("b32",)):
+    if type_name not in {"bfind": ("u32",), "brev": ("b32",)}.get(name, ("b32", "b64")):
         raise UnsupportedError(f"{name}.{type_name}")
+    bits = 8 * dtype_of(type_name).itemsize
 
     def one(value: int) -> int:
         if name == "popc":
             return value.bit_count()
         if name == "clz":
-            return 32 - value.bit_length()
+            return bits - value.bit_length()
         if name == "brev":
             return int(f"{value:032b}"[::-1], 2)
         return (value.bit_length() - 1) & 0xFFFFFFFF
@@ -381,15 +390,21 @@ def build_bits(decoder: Decoder) -> Execute:
 
 @instruction("bfe")
 def build_extract(decoder: Decoder) -> Execute:
+    """A field of bits; above the word there are zeros, or copies of the sign, and a signed field is extended."""
     type_name = decoder.type()
     decoder.arity(4)
-    if type_name != "u32":
+    if type_name not in ("u32", "s32"):
         raise UnsupportedError(f"bfe.{type_name}")
+    signed = type_name == "s32"
 
     def compute(value: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        shifted = value.astype(np.uint64) >> np.minimum(position & np.uint32(255), 63).astype(np.uint64)
-        n = np.minimum(length & np.uint32(255), 32).astype(np.uint64)
-        return (shifted & ((np.uint64(1) << n) - np.uint64(1))).astype(np.uint32)
+        start = np.minimum(position.view(np.uint32) & np.uint32(255), 63).astype(np.int64)
+        size = np.minimum(length.view(np.uint32) & np.uint32(255), 32).astype(np.int64)
+        field = value.astype(np.int64) >> start & ((1 << size) - 1)
+        if signed:
+            sign = 1 << np.maximum(size - 1, 0)
+            field = (field ^ sign) - sign
+        return np.where(size == 0, 0, field).astype(value.dtype)
 
     return _apply(decoder, compute, type_name)
 

@@ -8,6 +8,7 @@ from tests.sm100.emulator.barriers import STATE_PENDING_BITS, MemoryBarrier
 from tests.sm100.emulator.cluster import BARRIER_BYTES
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError
+from tests.sm100.emulator.handover import Message
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.warp import Blocked, Mask, Warp, active, leader
 
@@ -54,6 +55,7 @@ def build_named_barrier(decoder: Decoder) -> Execute:
             return Blocked(f"named barrier {which}: {barrier.arrived} of {barrier.expected} threads arrived")
         warp.arrived.pop((which, key), None)
         warp.actor.acquire(barrier.handover.released)
+        warp.actor.synchronise_lanes(executing)
         return None
 
     return execute
@@ -77,7 +79,7 @@ def build_init(decoder: Decoder) -> Execute:
             if offset % BARRIER_BYTES:
                 raise MemoryFaultError(f"mbarrier at {where:#x}: expected a multiple of {BARRIER_BYTES}")
             cta.shared.write(offset, np.zeros(BARRIER_BYTES, np.uint8), warp.actor)
-            barrier = MemoryBarrier.create(int(count(warp)[lane]), warp.actor.agents, warp.actor.epoch())
+            barrier = MemoryBarrier.create(int(count(warp)[lane]), warp.actor.epoch())
             warp.cta.cluster.memory_barriers[cta.rank, offset] = barrier
             warp.cta.launch.events += 1
 
@@ -101,20 +103,17 @@ def build_inval(decoder: Decoder) -> Execute:
     return execute
 
 
-def _order_and_scope(decoder: Decoder) -> tuple[bool, bool]:
-    """Take order and scope: whether it is relaxed, and whether the scope is said to be the CTA.
-
-    Left out, the scope is that of the barrier's address: kernels proven on hardware rely on it.
-    """
+def _order_and_scope(decoder: Decoder) -> tuple[bool, str]:
+    """Take order and scope: whether it is relaxed, and the scope, "" for none."""
     relaxed = decoder.one_of("release", "relaxed", "acquire", default="") == "relaxed"
-    return relaxed, decoder.one_of("cta", "cluster", default="") == "cta"
+    return relaxed, decoder.one_of("cta", "cluster", default="")
 
 
 @instruction("mbarrier.arrive")
 def build_arrive(decoder: Decoder) -> Execute:
     """arrive and arrive.expect_tx; the state returned is that before the arrival."""
     expect = decoder.flag("expect_tx")
-    relaxed, within_cta = _order_and_scope(decoder)
+    relaxed, scope = _order_and_scope(decoder)
     _space(decoder)
     decoder.expect("b64")
     has_state = not hasattr(decoder.operands[0], "base")
@@ -127,18 +126,22 @@ def build_arrive(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         addresses, counts = address(warp), count(warp) if count is not None else None
         states = np.zeros(LANES, np.uint64)
+        messages: dict[bool, Message] = {}
         for lane in active(mask):
             barrier = warp.cta.cluster.memory_barrier(int(addresses[lane]), warp.actor)
             remote = warp.cta.cluster.locate(int(addresses[lane]))[0] is not warp.cta
-            known = warp.actor.release(relaxed or (within_cta and remote))
+            if remote not in messages:
+                # The CTA's scope is taken at its word where it is written; ``release`` says what is where none is.
+                narrow = scope == "cta" and remote
+                messages[remote] = warp.actor.release(relaxed or narrow, reaching=scope == "cluster")
             warp.cta.launch.events += 1
             states[lane] = barrier.state
             if expect:
                 assert counts is not None
                 barrier.expect(int(counts[lane]))
-                barrier.arrive(known)
+                barrier.arrive(messages[remote])
             else:
-                barrier.arrive(known, 1 if counts is None else int(counts[lane]))
+                barrier.arrive(messages[remote], 1 if counts is None else int(counts[lane]))
         if write is not None:
             write(warp, states, mask)
 
@@ -164,7 +167,7 @@ def build_expect(decoder: Decoder) -> Execute:
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def build_wait(decoder: Decoder) -> Execute:
     by_parity = decoder.flag("parity")
-    relaxed, _ = _order_and_scope(decoder)  # waiting within the CTA's scope sees what the cluster released
+    relaxed, scope = _order_and_scope(decoder)
     decoder.one_of("shared", "shared::cta")
     decoder.expect("b64")
     decoder.arity(3, 4)  # the fourth is a time limit: try_wait answers at once here
@@ -181,7 +184,7 @@ def build_wait(decoder: Decoder) -> Execute:
                 barrier = warp.cta.cluster.memory_barrier(key[0], warp.actor)
                 known[key] = barrier.is_complete(key[1]) if by_parity else barrier.has_left(key[1])
                 if known[key]:
-                    barrier.wait(warp.actor, relaxed)
+                    barrier.wait(warp.actor, relaxed, reaching=scope == "cluster")
                 else:
                     which = f"parity {key[1] & 1}" if by_parity else f"phase {key[1] >> STATE_PENDING_BITS}"
                     warp.spinning = f"mbarrier at offset {key[0] & 0xFFFFFF} to end {which}: {barrier}"

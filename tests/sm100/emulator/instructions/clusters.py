@@ -69,6 +69,7 @@ def build_cluster_barrier(decoder: Decoder) -> Execute:
             return Blocked(f"cluster barrier: {barrier.arrived} of {barrier.warps} warps arrived")
         warp.cluster_generation = None
         warp.actor.acquire(barrier.handover.released, relaxed)
+        warp.actor.synchronise_lanes(executing)
         return None
 
     return execute

@@ -14,9 +14,10 @@ from tests.sm100.emulator.actors import Actor
 from tests.sm100.emulator.cluster import Cluster, Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.handover import Message
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, Update, reduction
 from tests.sm100.emulator.instructions.tensor_maps import read_map
-from tests.sm100.emulator.memory import PARAMETER_WINDOW, SHARED_BASE, SHARED_WINDOW
+from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_BASE, SHARED_WINDOW
 from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.ptx import TensorAddress
 from tests.sm100.emulator.swizzle import swizzle
@@ -32,7 +33,7 @@ def _groups(warp: Warp, lane: int, bulk: bool) -> tuple[BulkGroup, list[BulkGrou
     return table.setdefault(lane, (BulkGroup(), []))
 
 
-def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]]:
+def tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]]:
     found = decoder.operands[index]
     if not isinstance(found, TensorAddress):
         raise UnsupportedError(f"operand {found} as a tensor address")
@@ -42,7 +43,7 @@ def _tensor_operands(decoder: Decoder, index: int) -> tuple[Reader, list[Reader]
     return decoder.read(found.base, "u64"), [decoder.read(item, "s32") for item in found.coordinates]
 
 
-def _begin_with_map(warp: Warp, address: int) -> TensorMap:
+def begin_with_map(warp: Warp, address: int) -> TensorMap:
     """The map for a copy that begins: in the parameter block or in global memory."""
     if SHARED_WINDOW <= address < PARAMETER_WINDOW:
         raise MemoryFaultError(f"tensor map at {address:#x}: copies take no map from shared memory")
@@ -114,13 +115,13 @@ def _tensor_load(decoder: Decoder) -> Execute:
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 + multicast + hint)
     destination, barrier = decoder.address(0), decoder.address(2)
-    map_address, coordinates = _tensor_operands(decoder, 1)
+    map_address, coordinates = tensor_operands(decoder, 1)
     receivers = decoder.read(3, "u16") if multicast else None
 
     def execute(warp: Warp, mask: Mask) -> None:
         for lane in active(mask):
             where = int(map_address(warp)[lane])
-            box = _begin_with_map(warp, where)
+            box = begin_with_map(warp, where)
             corner = tuple(int(read(warp)[lane]) for read in coordinates)
             cluster = warp.cta.cluster
             owner, offset = cluster.locate(int(destination(warp)[lane]))
@@ -135,7 +136,7 @@ def _tensor_load(decoder: Decoder) -> Execute:
             for report in reports:
                 cluster.memory_barrier(report, warp.actor, asynchronous=True)
             rows = list(box.rows(corner))
-            writers = [warp.actor.issue() for _ in targets]
+            writers = [warp.actor.issue(int(lane)) for _ in targets]
             if cluster.timing is not None:
                 _time_load(warp, sum(row.size for row in rows), reports, writers)
 
@@ -151,7 +152,8 @@ def _tensor_load(decoder: Decoder) -> Execute:
                 for cta, report, writer in zip(targets, reports, writers, strict=True):
                     cta.shared.scatter(_offsets(box, offset), data, writer)
                     statistics.engine_bytes["tma_load_shared"] += box.box_bytes
-                    cluster.memory_barrier(report, writer).complete(box.box_bytes, writer.clock)
+                    message = Message.to_all(warp.cta.rank, writer.clock)
+                    cluster.memory_barrier(report, writer).complete(box.box_bytes, message)
 
             warp.cta.launch.statistics.engine_operations["tma_load"] += 1
             warp.cta.cluster.engines.issue("tma_load", None, [arrive])
@@ -171,7 +173,7 @@ def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
     decoder.expect("global", "shared::cta")
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
-    map_address, coordinates = _tensor_operands(decoder, 0)
+    map_address, coordinates = tensor_operands(decoder, 0)
     source = decoder.address(1)
 
     def execute(warp: Warp, mask: Mask) -> None:
@@ -180,24 +182,23 @@ def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
             values = tuple(int(read(warp)[lane]) for read in (map_address, source, *coordinates))
             # Storing the same bytes again changes nothing: one store serves all lanes that ask for the same.
             number = int(lane) if operation else 0
-            issued.setdefault((number, *values), []).append(_groups(warp, int(lane), bulk=True)[0])
-        for (_, where, origin, *corner), groups in issued.items():
-            _store_box(warp, where, origin, tuple(corner), groups, operation)
+            issued.setdefault((number, *values), []).append(int(lane))
+        for (_, where, origin, *corner), lanes in issued.items():
+            _store_box(warp, where, origin, tuple(corner), lanes, operation)
 
     return execute
 
 
-def _store_box(
-    warp: Warp, where: int, origin: int, corner: tuple[int, ...], groups: list[BulkGroup], operation: str
-) -> None:
-    """Issue a store, or a reduction if an operation is given."""
-    box = _begin_with_map(warp, where)
+def _store_box(warp: Warp, where: int, origin: int, corner: tuple[int, ...], lanes: list[int], operation: str) -> None:
+    """Issue a store of lanes, or a reduction if an operation is given."""
+    box = begin_with_map(warp, where)
     combine = reduction(operation, box.element, flushes=False) if operation else None
     cta, offset = warp.cta.cluster.locate(origin)
     _check_aligned(offset)
     rows = list(box.rows(corner, store=True))
-    reader = warp.actor.issue()
+    reader = warp.actor.issue(lanes[0])
     _time_store(warp, sum(row.size for row in rows), reader)
+    groups = [_groups(warp, lane, bulk=True)[0] for lane in lanes]
     for group in groups:
         group.add(reader.clock)
     held: list[np.ndarray] = []
@@ -250,7 +251,7 @@ def _wait(decoder: Decoder, bulk: bool, keep: int, reading: bool) -> Execute:
         for committed, count in done:
             del committed[:count]
         for known in learnt.values():
-            warp.actor.acquire(known)
+            warp.actor.learn(known)
         return None
 
     return execute
@@ -307,32 +308,40 @@ def build_element_copy(decoder: Decoder) -> Execute:
     valid = decoder.read(3, "u32") if len(decoder.operands) - hint == 4 else None
 
     def execute(warp: Warp, mask: Mask) -> None:
-        steps = []
+        lanes = active(mask)
         writer = warp.actor.issue(generic=True)
         warp.copies.join(writer.clock)
-        for lane in active(mask):
-            target, address = int(destination(warp)[lane]), int(source(warp)[lane])
-            nbytes = size if valid is None else int(valid(warp)[lane])
-            cta, offset = warp.cta.cluster.locate(target)
-            if offset % size or address % size:
-                raise MemoryFaultError(f"cp.async of {size} B from {address:#x} to {offset}: misaligned")
-            if nbytes > size:
-                raise HazardError(f"cp.async of {nbytes} B where at most {size} fit")
-            group = _groups(warp, int(lane), bulk=False)[0]
+        targets, addresses = destination(warp)[lanes], source(warp)[lanes]
+        counts = np.full(len(lanes), size) if valid is None else valid(warp)[lanes].astype(np.int64)
+        wrong = (targets % np.uint64(size) != 0) | (addresses % np.uint64(size) != 0)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise MemoryFaultError(
+                f"cp.async of {size} B from {int(addresses[first]):#x} to {int(targets[first]):#x}: misaligned"
+            )
+        if (counts > size).any():
+            raise HazardError(f"cp.async of {int(counts.max())} B where at most {size} fit")
+        groups = [_groups(warp, lane, bulk=False)[0] for lane in lanes.tolist()]
+        for group in groups:
             group.add(writer.clock)
-            steps.append((cta, offset, address, nbytes, group))
 
-        def copy(warp=warp, steps=steps, writer=writer):
-            for cta, offset, address, nbytes, group in steps:
-                data = np.zeros(size, np.uint8)
-                if nbytes:
-                    data[:nbytes] = warp.cta.launch.memory.view(address, nbytes, write=False)
-                cta.shared.write(offset, data, writer)
-                warp.cta.launch.statistics.engine_bytes["cp_async"] += nbytes
+        def copy() -> None:
+            launch, cluster = warp.cta.launch, warp.cta.cluster
+            data = np.zeros((len(targets), size), np.uint8)
+            for nbytes in np.unique(counts[counts > 0]).tolist():
+                data[counts == nbytes, :nbytes] = launch.memory.gather(addresses[counts == nbytes], nbytes)
+            ranks = targets >> np.uint64(RANK_SHIFT)
+            for rank in np.unique(ranks):
+                there = ranks == rank
+                cta, _ = cluster.locate(int(targets[there][0]))
+                offsets = (targets[there] & np.uint64(OFFSET_MASK)).astype(np.int64)[:, None] + np.arange(size)
+                cta.shared.scatter(offsets, data[there], writer)
+            launch.statistics.engine_bytes["cp_async"] += int(counts.sum())
+            for group in groups:
                 group.unread -= 1
                 group.unfinished -= 1
 
-        warp.cta.launch.statistics.engine_operations["cp_async"] += len(steps)
+        warp.cta.launch.statistics.engine_operations["cp_async"] += len(lanes)
         warp.cta.cluster.engines.issue("cp_async", (id(warp), "copies"), [copy])
 
     return execute
@@ -349,7 +358,7 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
-        known = warp.copies.copy()
+        known = Message.to_all(warp.cta.rank, warp.copies.copy())
         for target in targets if more else ():
             warp.cta.cluster.memory_barrier(target, warp.actor).raise_pending()
 
@@ -390,12 +399,12 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
             launch.statistics.engine_operations["tma_load"] += 1
             launch.statistics.engine_bytes["tma_load"] += nbytes
             report = int(barrier(warp)[lane])
-            actor = warp.actor.issue()
+            actor = warp.actor.issue(int(lane))
             if cluster.timing is not None:
                 _time_load(warp, nbytes, [report], [actor])
 
-            def arrive(launch=launch, cluster=cluster, target=target, origin=origin, nbytes=nbytes, report=report,
-                       actor=actor):  # fmt: skip
+            def arrive(launch=launch, cluster=cluster, launch_rank=warp.cta.rank, target=target, origin=origin,
+                       nbytes=nbytes, report=report, actor=actor):  # fmt: skip
                 if between:
                     cta, offset = cluster.locate(origin)
                     data = cta.shared.read(offset, nbytes, actor)
@@ -403,7 +412,8 @@ def build_bulk_copy(decoder: Decoder) -> Execute:
                     data = launch.memory.view(origin, nbytes, write=False)
                 cta, offset = cluster.locate(target)
                 cta.shared.write(offset, data, actor)
-                cluster.memory_barrier(report, actor).complete(nbytes, actor.clock)
+                message = Message.to_all(launch_rank, actor.clock)
+                cluster.memory_barrier(report, actor).complete(nbytes, message)
 
             cluster.engines.issue("tma_load", None, [arrive])
 
@@ -447,7 +457,7 @@ def _bulk_store(warp: Warp, lane: int, target: int, origin: int, nbytes: int, co
     launch.statistics.engine_bytes["tma_store"] += nbytes
     cta, offset = cluster.locate(origin)
     group = _groups(warp, lane, bulk=True)[0]
-    actor = warp.actor.issue()
+    actor = warp.actor.issue(lane)
     _time_store(warp, nbytes, actor)
     group.add(actor.clock)
     held: list[np.ndarray] = []

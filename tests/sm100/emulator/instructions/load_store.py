@@ -7,14 +7,19 @@ checked for races.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from tests.sm100.emulator.actors import Strength
 from tests.sm100.emulator.cluster import Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.global_scopes import StrongAccess
+from tests.sm100.emulator.handover import Mailbox
 from tests.sm100.emulator.instructions.half_arithmetic import HALVES
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, element_size, reduction
-from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from tests.sm100.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.tensor_map_order import Agent
 from tests.sm100.emulator.warp import Mask, Warp, active
@@ -23,6 +28,7 @@ SPACES = ("param", "global", "shared", "shared::cta", "shared::cluster", "local"
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
+LOCAL_OFFSETS = np.uint64(LOCAL_WINDOW - 1)
 
 
 def agent(warp: Warp) -> Agent:
@@ -42,55 +48,81 @@ def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> t
     return cta, offsets[:, None] + np.arange(size)
 
 
+def _is_global(space: str, addresses: np.ndarray) -> bool:
+    return space in ("", "global") and int(addresses.max()) < SHARED_WINDOW
+
+
+def _in_local(space: str, addresses: np.ndarray) -> bool:
+    """Whether accesses are to local memory; generic ones to it come alone."""
+    return space == "local" or (space == "" and bool((addresses >= LOCAL_WINDOW).all()))
+
+
 def _check_aligned(addresses: np.ndarray, size: int, what: str) -> None:
     wrong = addresses % np.uint64(size) != 0
     if wrong.any():
         raise MemoryFaultError(f"{what} of {size} B at {int(addresses[np.argmax(wrong)]):#x}: misaligned")
 
 
-def load_lanes(warp: Warp, space: str, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
-    """u8 [n, size] at u64 addresses of a space ("" is generic); ``strong`` accesses may race with one another."""
+def load_lanes(
+    warp: Warp, space: str, addresses: np.ndarray, size: int, lanes: np.ndarray | None = None,
+    strength: Strength = "weak",
+) -> np.ndarray:  # fmt: skip
+    """u8 [n, size] at u64 addresses of a space ("" is generic).
+
+    Args:
+        lanes: which lane makes each access, for their order among one another (``lane_order``); None for no matter.
+        strength: strong accesses may race with one another.
+    """
     _check_aligned(addresses, size, "load")
     shared = _shared_cells(warp, space, addresses, size)
     if shared is not None:
         cta, offsets = shared
-        return cta.shared.gather(offsets, warp.actor, strong)
+        return cta.shared.gather(offsets, warp.actor, strength, lanes)
+    if _is_global(space, addresses):
+        return warp.cta.launch.memory.gather(addresses, size)
     if len(addresses) > 1:
-        return np.concatenate([load_lanes(warp, space, one[None], size, strong) for one in addresses])
+        tags = [None] * len(addresses) if lanes is None else lanes[:, None]
+        pairs = zip(addresses, tags, strict=True)
+        return np.concatenate([load_lanes(warp, space, one[None], size, tag, strength) for one, tag in pairs])
     address = int(addresses[0])
-    if address >= PARAMETER_WINDOW and space in ("", "param"):
+    if PARAMETER_WINDOW <= address < LOCAL_WINDOW and space in ("", "param"):
         return warp.cta.launch.parameters.view(address, size)[None]
-    if space == "param":
-        raise MemoryFaultError(f"parameter address {address:#x}")
-    return warp.cta.launch.memory.view(address, size, write=False)[None]
+    raise MemoryFaultError(f"{space or 'generic'} address {address:#x}")
 
 
-def store_lanes(warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray, strong: bool = False) -> None:
-    """Store u8 [n, size], in order, at u64 addresses of a space ("" is generic)."""
+def store_lanes(
+    warp: Warp, space: str, addresses: np.ndarray, data: np.ndarray, lanes: np.ndarray | None = None,
+    strength: Strength = "weak",
+) -> None:  # fmt: skip
+    """Store u8 [n, size], in order, at u64 addresses of a space; arguments as for loads."""
     _check_aligned(addresses, data.shape[1], "store")
     shared = _shared_cells(warp, space, addresses, data.shape[1])
     if shared is not None:
         cta, offsets = shared
-        cta.shared.scatter(offsets, data, warp.actor, strong)
+        cta.shared.scatter(offsets, data, warp.actor, strength, lanes)
+        return
+    if _is_global(space, addresses):
+        if warp.cta.launch.has_tensor_maps:
+            for address in addresses.tolist():
+                warp.cta.launch.map_order.write(address, data.shape[1], agent(warp))
+        warp.cta.launch.memory.scatter(addresses, data)
         return
     if len(addresses) > 1:
-        for address, row in zip(addresses, data, strict=True):
-            store_lanes(warp, space, address[None], row[None], strong)
+        tags = [None] * len(addresses) if lanes is None else lanes[:, None]
+        for address, row, tag in zip(addresses, data, tags, strict=True):
+            store_lanes(warp, space, address[None], row[None], tag, strength)
         return
-    if int(addresses[0]) >= PARAMETER_WINDOW:
-        raise MemoryFaultError("store to the parameter block")
-    warp.cta.launch.map_order.write(int(addresses[0]), data.shape[1], agent(warp))
-    warp.cta.launch.memory.view(int(addresses[0]), data.shape[1], write=True)[:] = data[0]
+    raise MemoryFaultError(f"store to {space or 'generic'} address {int(addresses[0]):#x}")
 
 
-def load(warp: Warp, space: str, address: int, size: int, strong: bool = False) -> np.ndarray:
+def load(warp: Warp, space: str, address: int, size: int, strength: Strength = "weak") -> np.ndarray:
     """Bytes at one address."""
-    return load_lanes(warp, space, np.array([address], np.uint64), size, strong)[0]
+    return load_lanes(warp, space, np.array([address], np.uint64), size, None, strength)[0]
 
 
-def store(warp: Warp, space: str, address: int, data: np.ndarray, strong: bool = False) -> None:
+def store(warp: Warp, space: str, address: int, data: np.ndarray, strength: Strength = "weak") -> None:
     """Store u8 ``data`` at one address."""
-    store_lanes(warp, space, np.array([address], np.uint64), data[None], strong)
+    store_lanes(warp, space, np.array([address], np.uint64), data[None], None, strength)
 
 
 def _space(decoder: Decoder) -> str:
@@ -100,17 +132,59 @@ def _space(decoder: Decoder) -> str:
     return space
 
 
-def _qualifiers(decoder: Decoder) -> str:
-    """Take scope, cache and prefetch hints, which change nothing here; return the memory order, "weak" for none."""
-    order = decoder.one_of(*ORDERS, default="weak")
-    decoder.one_of(*SCOPES, default="")
+@dataclass(frozen=True)
+class Semantics:
+    """Memory order and scope of an access.
+
+    Attributes:
+        order: "weak" for none; a volatile one is relaxed.
+        scope: that of the GPU where none is said, which only atomics may leave out.
+    """
+
+    order: str
+    scope: str
+
+    def touch(self, warp: Warp, space: str, addresses: np.ndarray, writes: bool) -> None:
+        """Record strong accesses to global memory."""
+        access = StrongAccess(warp.cta, self.scope, writes)
+        for word in _words(space, addresses):
+            if word < SHARED_WINDOW:
+                warp.cta.launch.scopes.access(word, access)
+
+    @property
+    def strength(self) -> Strength:
+        if self.order == "weak":
+            return "weak"
+        return "cta" if self.scope == "cta" else "reaching"
+
+    def release(self, warp: Warp, space: str, addresses: np.ndarray) -> None:
+        """Hand on what strong stores or atomics release."""
+        message = warp.actor.release(relaxed=self.order not in ("release", "acq_rel"))
+        if self.scope == "cta":
+            message = message.within()
+        for word in _words(space, addresses):
+            warp.cta.cluster.flags.setdefault(word, Mailbox()).put(message)
+
+    def acquire(self, warp: Warp, space: str, addresses: np.ndarray) -> None:
+        """Learn what strong loads or atomics acquire."""
+        for word in _words(space, addresses):
+            found = warp.cta.cluster.flags.get(word)
+            if found is not None:
+                reached = Mailbox(found.near) if self.scope == "cta" else found
+                warp.actor.acquire(reached, relaxed=self.order not in ("acquire", "acq_rel"))
+
+
+def _semantics(decoder: Decoder, default: str = "weak") -> Semantics:
+    """Take order, scope, cache and prefetch hints, of which the last two change nothing here."""
+    order = decoder.one_of(*ORDERS, default=default)
+    scope = decoder.one_of(*SCOPES, default="sys" if order == "volatile" else "gpu")
     decoder.one_of(*CACHE, default="")
     for level in ("L1", "L2"):
         for policy in ("evict_last", "evict_first", "no_allocate", "evict_normal", "evict_unchanged"):
             decoder.flag(f"{level}::{policy}")
     for size in ("64B", "128B", "256B"):
         decoder.flag(f"L2::{size}")
-    return order
+    return Semantics(order, scope)
 
 
 def _words(space: str, addresses: np.ndarray) -> list[int]:
@@ -119,19 +193,10 @@ def _words(space: str, addresses: np.ndarray) -> list[int]:
     return [int(address) + window for address in addresses]
 
 
-def _release(warp: Warp, space: str, addresses: np.ndarray, order: str) -> None:
-    """Hand on what strong stores or atomics release."""
-    known = warp.actor.release(relaxed=order not in ("release", "acq_rel"))
-    for word in _words(space, addresses):
-        warp.cta.cluster.hand_on(word, known)
-
-
-def _acquire(warp: Warp, space: str, addresses: np.ndarray, order: str) -> None:
-    """Learn what strong loads or atomics acquire."""
-    for word in _words(space, addresses):
-        known = warp.cta.cluster.handed_on(word)
-        if known is not None:
-            warp.actor.acquire(known, relaxed=order not in ("acquire", "acq_rel"))
+def _poll(warp: Warp) -> None:
+    """The warp looked at memory that others may yet change: let them run."""
+    warp.spinning = "another value in memory, polling"
+    warp.cta.cluster.polled = True
 
 
 def _width(decoder: Decoder) -> int:
@@ -140,9 +205,9 @@ def _width(decoder: Decoder) -> int:
 
 @instruction("ld")
 def build_ld(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    type_name = decoder.type(moved=True)
     space, count = _space(decoder), _width(decoder)
-    order = _qualifiers(decoder)
+    semantics = _semantics(decoder)
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
     items = decoder.vector(0)
@@ -159,14 +224,15 @@ def build_ld(decoder: Decoder) -> Execute:
         data = np.zeros((LANES, size), np.uint8)
         if space == "param":
             data[:] = load(warp, space, int(addresses[0]), size)
-        elif space == "local":
+        elif _in_local(space, addresses):
             _check_aligned(addresses, size, "load")
-            data[lanes] = warp.local.read(lanes, addresses, size)
-        elif order == "weak":
-            data[lanes] = load_lanes(warp, space, addresses, size)
+            data[lanes] = warp.local.read(lanes, addresses & LOCAL_OFFSETS, size)
         else:
-            data[lanes] = load_lanes(warp, space, addresses, size, strong=True)
-            _acquire(warp, space, addresses, order)
+            data[lanes] = load_lanes(warp, space, addresses, size, lanes, semantics.strength)
+            if semantics.order != "weak":
+                semantics.touch(warp, space, addresses, writes=False)
+                semantics.acquire(warp, space, addresses)
+                _poll(warp)
         values = data.view(dtype)
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
@@ -176,9 +242,9 @@ def build_ld(decoder: Decoder) -> Execute:
 
 @instruction("st")
 def build_st(decoder: Decoder) -> Execute:
-    type_name = decoder.type()
+    type_name = decoder.type(moved=True)
     space, count = _space(decoder), _width(decoder)
-    order = _qualifiers(decoder)
+    semantics = _semantics(decoder)
     hint = decoder.flag("L2::cache_hint")
     decoder.arity(3 if hint else 2)
     items = decoder.vector(1)
@@ -192,13 +258,14 @@ def build_st(decoder: Decoder) -> Execute:
         lanes = active(mask)
         addresses = address(warp)[lanes]
         data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
-        if space == "local":
+        if _in_local(space, addresses):
             _check_aligned(addresses, data.shape[1], "store")
-            warp.local.write(lanes, addresses, data)
+            warp.local.write(lanes, addresses & LOCAL_OFFSETS, data)
             return
-        store_lanes(warp, space, addresses, data, strong=order != "weak")
-        if order != "weak":
-            _release(warp, space, addresses, order)
+        store_lanes(warp, space, addresses, data, lanes, semantics.strength)
+        if semantics.order != "weak":
+            semantics.touch(warp, space, addresses, writes=True)
+            semantics.release(warp, space, addresses)
 
     return execute
 
@@ -213,7 +280,7 @@ def build_atomic(decoder: Decoder) -> Execute:
     space, count = _space(decoder), _width(decoder)
     if space in ("local", "param"):
         raise UnsupportedError(f"atomics on {space} memory")
-    order = _qualifiers(decoder)
+    semantics = _semantics(decoder, default="relaxed")
     name = decoder.one_of(*OPERATIONS, "cas")
     compare = name == "cas"
     hint = decoder.flag("L2::cache_hint")
@@ -230,22 +297,28 @@ def build_atomic(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         addresses = address(warp)
+        semantics.touch(warp, space, addresses[active(mask)], writes=True)
         if returns:
-            _acquire(warp, space, addresses[active(mask)], order)
+            semantics.acquire(warp, space, addresses[active(mask)])
         operand = matrix([read(warp) for read in operands]).view(np.uint8)
         replacing = None if replacement is None else np.ascontiguousarray(replacement(warp)[:, None]).view(np.uint8)
         old = np.zeros((LANES, size * count), np.uint8)
+        changed = False
         for lane in active(mask):
             where = int(addresses[lane])
-            old[lane] = load(warp, space, where, size * count, strong=True)
+            old[lane] = load(warp, space, where, size * count, semantics.strength)
             if replacing is not None:
                 new = replacing[lane] if np.array_equal(old[lane], operand[lane]) else old[lane]
             else:
                 in_global = not space.startswith("shared") and where < SHARED_WINDOW
                 new = updates[in_global](old[lane].copy(), operand[lane])
-            store(warp, space, where, new, strong=True)
-        _release(warp, space, addresses[active(mask)], order)
-        warp.cta.launch.events += 1
+            store(warp, space, where, new, semantics.strength)
+            changed |= not np.array_equal(new, old[lane])
+        semantics.release(warp, space, addresses[active(mask)])
+        if changed:
+            warp.cta.launch.events += 1
+        elif returns:
+            _poll(warp)
         values = old.view(f"u{size}")
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)

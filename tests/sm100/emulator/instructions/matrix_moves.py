@@ -11,6 +11,7 @@ import numpy as np
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.instructions.load_store import load_lanes, store_lanes
+from tests.sm100.emulator.lane_order import WHOLE
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.warp import Mask, Warp
 
@@ -30,6 +31,7 @@ def build_matrix_move(decoder: Decoder) -> Execute:
     if len(items) != count:
         raise UnsupportedError(f"{len(items)} registers for x{count}")
     address = decoder.address(1 if loads else 0)
+    together = np.full(ROWS * count, WHOLE)
     writes = [decoder.write(item) for item in items] if loads else []
     reads = [] if loads else [decoder.read(item, "b32") for item in items]
 
@@ -38,7 +40,7 @@ def build_matrix_move(decoder: Decoder) -> Execute:
             raise HazardError(f"{decoder.instruction.opcode[0]} by part of a warp")
         addresses = address(warp)[: ROWS * count]
         if loads:
-            rows = load_lanes(warp, space, addresses, ROW_BYTES)
+            rows = load_lanes(warp, space, addresses, ROW_BYTES, together)
             for number, write in enumerate(writes):
                 tile = rows[ROWS * number : ROWS * (number + 1)].copy().view(np.uint16)
                 tile = np.ascontiguousarray(tile.T) if transposed else tile
@@ -48,6 +50,6 @@ def build_matrix_move(decoder: Decoder) -> Execute:
         tiles = registers.transpose(1, 0, 2).reshape(count, ROWS, ROWS)
         if transposed:
             tiles = tiles.transpose(0, 2, 1)
-        store_lanes(warp, space, addresses, np.ascontiguousarray(tiles).reshape(-1, ROWS).view(np.uint8))
+        store_lanes(warp, space, addresses, np.ascontiguousarray(tiles).reshape(-1, ROWS).view(np.uint8), together)
 
     return execute

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction
-from tests.sm100.emulator.errors import HazardError
+from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.warp import Mask, Warp
 
@@ -20,15 +20,17 @@ def _nothing(warp, mask):
 
 @instruction("fence", "membar")
 def build_fence(decoder: Decoder) -> Execute:
-    """Memory fences. Scopes and state spaces are not told apart, except that a proxy fence may leave out shared."""
-    decoder.one_of("cta", "cluster", "gpu", "sys", "gl", default="")
+    """Memory fences. Scopes count as the CTA's or wider; of state spaces, that a proxy fence may leave out shared."""
+    scope = decoder.one_of("cta", "cluster", "gpu", "sys", "gl", default="")
     if decoder.flag("mbarrier_init"):
         decoder.expect("release")
         return lambda warp, mask: warp.actor.fence_barrier_inits()
     if decoder.flag("proxy"):
         return _proxy_fence(decoder)
     decoder.one_of("acq_rel", "sc", "acquire", "release", default="")
-    return lambda warp, mask: warp.actor.fence()
+    if not scope:
+        raise UnsupportedError("a fence without a scope")
+    return lambda warp, mask: warp.actor.fence(wide=scope != "cta")
 
 
 def _proxy_fence(decoder: Decoder) -> Execute:

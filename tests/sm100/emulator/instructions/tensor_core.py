@@ -12,7 +12,8 @@ from tests.sm100.emulator.decoder import Decoder, Execute, instruction
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.instructions.barriers import uniform
 from tests.sm100.emulator.instructions.load_store import store
-from tests.sm100.emulator.mma import InstructionDescriptor, MatrixDescriptor, check_shape, multiply
+from tests.sm100.emulator.mma import check_shape, multiply
+from tests.sm100.emulator.mma_descriptors import KINDS, InstructionDescriptor, MatrixDescriptor
 from tests.sm100.emulator.ptx import Memory, Vector
 from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_layouts import (
@@ -145,20 +146,28 @@ def build_copy(decoder: Decoder) -> Execute:
     return execute
 
 
+def _block(decoder: Decoder, kind: str) -> int:
+    """The block size that the instruction names, by itself or by the scales of a row; 0 for none."""
+    blocks = KINDS[kind].scales
+    names = {name: block for block in blocks for name in (f"block{block}", f"scale_vec::{KINDS[kind].depth // block}X")}
+    default = "" if KINDS[kind].block else None
+    return names.get(decoder.one_of(*names, default=default), 0)
+
+
 @instruction("tcgen05.mma")
 def build_mma(decoder: Decoder) -> Execute:
     group = _group(decoder)
-    kind = decoder.one_of("kind::mxf4nvf4", "kind::f16").removeprefix("kind::")
-    scaled = kind == "mxf4nvf4"
+    kind = decoder.one_of(*(f"kind::{name}" for name in KINDS)).removeprefix("kind::")
+    scaled, block = bool(KINDS[kind].scales), 0
     if scaled:
         decoder.expect("block_scale")
-        decoder.one_of("block16", "scale_vec::4X")
+        block = _block(decoder, kind)
     # How long the hardware may keep operand A in its collector: no effect on results.
     for hint in ("fill", "use", "lastuse", "discard"):
         decoder.flag(f"collector::a::{hint}")
     a_in_tensor_memory = isinstance(decoder.operands[1], Memory)
     if a_in_tensor_memory and scaled:
-        raise UnsupportedError("operand A in tensor memory")
+        raise UnsupportedError("operand A in tensor memory with scales")
     if not scaled and len(decoder.operands) == 6 and isinstance(decoder.operands[4], Vector):
         lane_masks = [decoder.read(item, "u32") for item in decoder.vector(4)]
         del decoder.operands[4]
@@ -177,7 +186,7 @@ def build_mma(decoder: Decoder) -> Execute:
             if any(lane_mask(warp)[lane] for lane_mask in lane_masks):
                 raise UnsupportedError("disabled output lanes")
             target = int(accumulator(warp)[lane])
-            descriptor = InstructionDescriptor.decode(int(shape(warp)[lane]), kind)
+            descriptor = InstructionDescriptor.decode(int(shape(warp)[lane]), kind, block)
             check_shape(descriptor, group)
             scales = (int(scale_a(warp)[lane]), int(scale_b(warp)[lane])) if scale_a and scale_b else None
             left, right = int(a(warp)[lane]), MatrixDescriptor.decode(int(b(warp)[lane]))
@@ -192,7 +201,7 @@ def build_mma(decoder: Decoder) -> Execute:
             if timing is not None:
                 state = timing.warp(warp.cta.rank, warp.index)
                 time = warp.actor.clock.time
-                timing.multiply(members[0].rank, state, time, descriptor.m, descriptor.n, group, scaled)
+                timing.multiply(members[0].rank, state, time, descriptor.m, descriptor.n, group, descriptor.depth)
 
             def run(members=members, target=target, operands=operands, descriptor=descriptor, scales=scales,
                     accumulate=accumulate, cells=cells, actor=actor):  # fmt: skip
@@ -236,7 +245,7 @@ def build_commit(decoder: Decoder) -> Execute:
             if cluster.timing is not None:
                 places = [(target.rank, offset) for target, offset in map(cluster.locate, targets)]
                 leader = _members(warp.cta, group)[0].rank
-                known.time = cluster.timing.commit(leader, warp.actor.clock.time, places)
+                known.near.time = cluster.timing.commit(leader, warp.actor.clock.time, places)
 
             def arrive(cluster=cluster, targets=targets, known=known):
                 for target in targets:

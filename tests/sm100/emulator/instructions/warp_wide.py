@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
+from tests.sm100.emulator.formats import NAN
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 from tests.sm100.emulator.warp import Blocked, Mask, Warp, active, leader
 
@@ -144,6 +145,8 @@ def build_elect(decoder: Decoder) -> Execute:
 @instruction("redux.sync")
 def build_redux(decoder: Decoder) -> Execute:
     name = decoder.one_of("add", "min", "max", "and", "or", "xor")
+    if name in ("min", "max") and decoder.modifiers[-1] == "f32":
+        return _float_redux(decoder, name)
     type_name = decoder.type()
     if type_name not in ("u32", "s32", "b32") or decoder.modifiers:
         raise UnsupportedError(f"redux.{name}.{type_name}")
@@ -164,11 +167,43 @@ def build_redux(decoder: Decoder) -> Execute:
     return execute
 
 
+def _float_redux(decoder: Decoder, name: str) -> Execute:
+    """The least or the greatest f32; of NaN the others, unless there is nothing else or ``.NaN`` asks for it."""
+    absolute, nan = decoder.flag("abs"), decoder.flag("NaN")
+    decoder.expect("f32")
+    decoder.arity(3)
+    write, value, members = decoder.write(0), decoder.read(1, "f32"), decoder.read(2, "u32")
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if blocked := missing(warp, mask, members):
+            return blocked
+        values = value(warp)[active(mask)]
+        values = np.abs(values) if absolute else values
+        numbers = values[~np.isnan(values)]
+        if not numbers.size or (nan and numbers.size < values.size):
+            result = NAN
+        else:
+            # Of zeros, -0 counts as less.
+            order = np.lexsort((~np.signbit(numbers), numbers))
+            result = numbers[order[0 if name == "min" else -1]]
+        write(warp, np.full(LANES, result, np.float32), mask)
+        return None
+
+    return execute
+
+
 @instruction("bar.warp.sync")
 def build_warp_barrier(decoder: Decoder) -> Execute:
     decoder.arity(1)
     members = decoder.read(0, "u32")
-    return lambda warp, mask: missing(warp, mask, members)
+
+    def execute(warp: Warp, mask: Mask) -> Blocked | None:
+        if blocked := missing(warp, mask, members):
+            return blocked
+        warp.actor.synchronise_lanes(np.ones(LANES, bool) if mask is None else mask)
+        return None
+
+    return execute
 
 
 @instruction("activemask")

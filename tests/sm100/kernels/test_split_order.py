@@ -1,0 +1,118 @@
+"""Split-K: sums of the slices are added in one order, bit for bit, and every step of their exchange is needed."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
+from tests.sm100.emulator import Compiled, HazardError, Options
+from tests.sm100.support.mutants import compile_changed, without_each
+from tests.sm100.support.products import ProductCase, RandomOperand, compile_call, poisoned, run, swizzle_rows
+
+FEATURES = 128
+SHAPES = [KernelShape(32, split_k=4, output="fp32"), KernelShape(64, split_k=8, output="fp32")]
+"""As many chunks of tokens as CTAs, so that each finishes one."""
+EXPONENTS = (7, -3, 7, -3, 6, -4, 7, 0)
+"""Of the block scales of weights and of tokens in each slice: large sums that cancel, with small ones in between."""
+
+
+def sliced(rows: int, split_k: int, seed: int) -> RandomOperand:
+    """All codes, and in each slice of K one block scale, a power of two: sums of a slice are exact in fp32."""
+    operand = RandomOperand.make(1, rows, TILE_K * split_k, seed)
+    powers = torch.tensor([(exponent + 7) << 3 for exponent in EXPONENTS[:split_k]], dtype=torch.uint8)
+    scales = powers.repeat_interleave(TILE_K // 16).expand(1, rows, -1).contiguous()
+    return RandomOperand(operand.packed, scales)
+
+
+def make(shape: KernelShape) -> tuple[Call, np.ndarray]:
+    """A call without scales of its own, and the fp32 sums of each slice [slices, tokens, features]."""
+    weights, tokens = sliced(FEATURES, shape.split_k, 1), sliced(shape.token_tile, shape.split_k, 2)
+    out = poisoned(shape.token_tile, 1, FEATURES, output="fp32")
+    ones = torch.ones(shape.token_tile, 1)
+    call = Call(
+        shape, weights.packed, weights.swizzled(), tokens.packed.transpose(0, 1).contiguous(),
+        swizzle_rows(tokens.scales[0], shape.token_tile), out, ones, torch.ones(1, FEATURES),
+    )  # fmt: skip
+    parts = [values.reshape(len(values), shape.split_k, TILE_K) for values in (tokens.values(0), weights.values(0))]
+    exact = np.einsum("tsk,fsk->stf", *parts)
+    sums = exact.astype(np.float32)
+    assert np.array_equal(sums, exact)
+    return call, sums
+
+
+def added(sums: np.ndarray) -> np.ndarray:
+    """fp32, one after the other."""
+    total = sums[0]
+    for one in sums[1:]:
+        total = total + one
+    return total
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.split_k} slices")
+def test_sums_are_added_in_the_order_of_the_slices(shape: KernelShape) -> None:
+    call, sums = make(shape)
+    run(call, Epilogue())
+    assert np.array_equal(call.out[:, 0].numpy(), added(sums))
+
+
+def test_any_other_order_gives_other_bits() -> None:
+    """So that the test above tells; to exchange the first two changes nothing."""
+    _, sums = make(SHAPES[0])
+    for order in permutations(range(len(sums))):
+        differing = np.mean(added(sums[list(order)]) != added(sums))
+        assert differing > 0.1 or order in ((0, 1, 2, 3), (1, 0, 2, 3)), order
+
+
+def test_another_order_in_the_kernel_is_noticed(tmp_path: Path) -> None:
+    changes = {
+        "for part in range(shape.split_k):": "for part in (*range(1, shape.split_k), 0):",
+        "value if part == 0 else": "value if part == 1 else",
+    }
+    mutant = compile_changed(tmp_path, "split.py", changes, SHAPES[0], Epilogue())
+    call, sums = make(SHAPES[0])
+    run(call, Epilogue(), compiled=mutant)
+    assert np.array_equal(call.out[:, 0].numpy(), added(np.roll(sums, -1, axis=0)))
+    assert not np.array_equal(call.out[:, 0].numpy(), added(sums))
+
+
+SMALL = ProductCase(KernelShape(16, split_k=2), tokens=16, features=128, k=512)
+NEEDED = {
+    "fences of the cluster": (r"fence\.acq_rel\.cluster", 2),
+    "synchronisation of the warp": (r"bar\.warp\.sync", 1),
+}
+"""How many of the statements that match are the exchange's: before the signal and after the wait; they come first."""
+
+
+def small() -> Compiled:
+    call, epilogue = SMALL.build()
+    return compile_call(call, epilogue)
+
+
+@pytest.mark.parametrize("mode", [Options(), Options("random", 1)], ids=["immediate", "random"])
+@pytest.mark.parametrize("what", NEEDED)
+def test_the_exchange_needs(what: str, mode: Options) -> None:
+    pattern, count = NEEDED[what]
+    mutants = list(without_each(small(), pattern))
+    assert len(mutants) >= count
+    for left_out, mutant in mutants[:count]:
+        with pytest.raises(HazardError, match="read of shared memory .* without being ordered after its write"):
+            SMALL.check(mode, compiled=mutant)
+            pytest.fail(f"not noticed: {left_out}")
+
+
+@pytest.mark.parametrize("what", ["fence.acq_rel.cta", "fence.acq_rel.gpu"])
+def test_the_fences_must_be_as_wide_as_the_cluster(what: str) -> None:
+    compiled = small()
+    other = Compiled(compiled.function, compiled.ptx.replace("fence.acq_rel.cluster", what))
+    if what.endswith("gpu"):
+        SMALL.check(compiled=other)
+        return
+    with pytest.raises(HazardError, match="without being ordered after its write"):
+        SMALL.check(compiled=other)

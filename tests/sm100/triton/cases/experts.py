@@ -1,0 +1,102 @@
+"""Routing with its permutation, SwiGLU and copies of rows, the sum of a token's experts, and slots of a pass."""
+
+from __future__ import annotations
+
+import torch
+
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan
+from tests.sm100.triton.cases.case import Outputs, case, close
+from tests.sm100.triton.cases.rows import BF16, some_rows
+from tests.triton import test_metadata
+from tests.triton.test_routing import poisoned
+
+SCALING = 2.5
+ROUTED = close(2.0**-21)
+"""Of weights: softplus, a root and a sum of six."""
+
+
+def routes_of(out: Routes, arrivals: torch.Tensor) -> Outputs:
+    found = {name: getattr(out, name) for name in ("experts", "weights", "source_row", "destination", "offsets")}
+    return {**found, "counts": out.counts, "arrivals": arrivals}
+
+
+def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -> Outputs:
+    generator = torch.Generator().manual_seed(experts)
+    logits = (torch.randn(tokens, experts, generator=generator) * 3).bfloat16()
+    bias, arrivals = torch.randn(experts, generator=generator), torch.zeros(1, dtype=torch.int32)
+    out = poisoned(tokens, topk + 1, groups or experts + 1, tile, "cpu")
+    route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)
+    return routes_of(out, arrivals)
+
+
+@case("_route_topk", bounds={"weights": ROUTED})
+def routed_tokens() -> Outputs:
+    return route(5, 150, 6, 8)
+
+
+@case("_route_topk", "_scan", "_place", bounds={"weights": ROUTED})
+def many_routed_tokens() -> Outputs:
+    """Counted, scanned and placed by launches of their own."""
+    return route(259, 9, 2, 128)
+
+
+@case("_route_hash", bounds={"weights": ROUTED})
+def tokens_routed_by_table() -> Outputs:
+    generator = torch.Generator().manual_seed(3)
+    logits, arrivals = torch.randn(4, 12, generator=generator) * 3, torch.zeros(1, dtype=torch.int32)
+    table = torch.stack([torch.randperm(12, generator=generator)[:3] for _ in range(50)]).int()
+    out = poisoned(4, 4, 13, 8, "cpu")
+    ids = torch.tensor([49, 0, 50, 7])  # 50 is unknown
+    route_hash(logits, table, ids, SCALING, out, arrivals, shared_expert=True)
+    return routes_of(out, arrivals)
+
+
+@case("_finalize", bounds={"out": BF16})
+def sum_of_experts() -> Outputs:
+    generator = torch.Generator().manual_seed(4)
+    destination = torch.randperm(24, generator=generator)[:18].view(3, 6).int()
+    rows = torch.full((24, 72), torch.nan)
+    rows[destination.long()] = torch.randn(3, 6, 72, generator=generator)
+    destination[0, 2] = -1
+    weights, shared = torch.rand(3, 6, generator=generator), some_rows(3, 72).bfloat16()
+    out = torch.full((3, 72), torch.nan, dtype=torch.bfloat16)
+    return {"out": finalize(rows.bfloat16(), destination, weights, out, shared=shared)}
+
+
+@case("_swiglu", bounds={"out": BF16})
+def clamped_swiglu() -> Outputs:
+    gate_up = some_rows(3, 400)
+    gate_up[0, :4] = torch.tensor([-1e30, -0.0, 88.0, torch.nan])
+    out = torch.full((3, 203), torch.nan, dtype=torch.bfloat16)
+    swiglu(gate_up.bfloat16(), 10.0, out[:, :200])
+    return {"out": out}
+
+
+@case("_scatter")
+def copies_of_rows() -> Outputs:
+    destination = torch.tensor([[6, 0], [-1, 3], [9, 1], [-1, -1], [8, 2]], dtype=torch.int32)
+    out = torch.full((10, 2504), torch.inf)
+    scatter_rows(some_rows(5, 2500), destination, out[:, :2500])
+    return {"out": out}
+
+
+def plan_of(plan: Plan) -> Outputs:
+    names = ("window_write", "window_slots", "window_lengths", "entry_slots", "entry_lengths")
+    found = {name: getattr(plan, name) for name in names}
+    return {**found, **{name: getattr(plan.batch, name) for name in ("owners", "starts", "bounds")}}
+
+
+@case("_split", "_resolve")
+def slots_of_a_decode_step() -> Outputs:
+    starts, ends = test_metadata.CASES["decode"]
+    return plan_of(test_metadata.device_plan(test_metadata.sequences(starts, ends), "cpu", columns=9, decode=True))
+
+
+@case("_split", "_resolve")
+def slots_of_chunks() -> Outputs:
+    batch = test_metadata.sequences([64, 10, 3, 300], [65, 10, 5, 310])
+    return plan_of(test_metadata.device_plan(batch, "cpu", columns=9, decode=False))

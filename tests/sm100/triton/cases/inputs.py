@@ -1,0 +1,76 @@
+"""Inputs of attention: latents, and the compressors' states, entries and index keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
+from tests.sm100.triton.cases.case import Outputs, case, next_codes
+from tests.sm100.triton.cases.rows import BF16, outputs_of
+from tests.triton.support.compression import World
+from tests.triton.support.rows import poisoned_rows
+from tests.triton.test_attention_inputs import LAYERS, some_latents
+
+ENTRIES = next_codes(2e-3)
+"""Softmax over a window, a norm and a rotation: a code next to a tie, seldom."""
+NEAR = {
+    "q": BF16,
+    "window": next_codes(1e-3),
+    "pages0": ENTRIES,
+    "pages1": ENTRIES,
+    "codes": next_codes(1e-2),
+    "block_scales": next_codes(1e-2),
+    "scale": BF16,
+}
+
+
+def latents_of(latents: Latents) -> Outputs:
+    found = {"window": latents.pages}
+    if latents.q_out is not None:
+        found["q"] = latents.q_out
+    return found if latents.q_rows is None else {**found, **outputs_of(latents.q_rows)}
+
+
+def passes(layer: str, before: dict[int, int], *counts: dict[int, int], padding: int = 0) -> Outputs:
+    """One pass after another; what the last leaves, states included."""
+    world = World(LAYERS[layer], "cpu", requests=3)
+    world.suppose(before)
+    found: Outputs = {}
+    for added in counts:
+        batch, wide = world.prepare(added, padding)
+        latents = some_latents(batch.tokens, 128, torch.float32, "cpu")
+        prepare_attention(latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace)
+        found |= latents_of(latents)
+    for number, side in enumerate(world.sides):
+        found |= {f"state{number}": side.state, f"pages{number}": side.pages}
+    return {**found, "arrivals": world.workspace.arrivals}
+
+
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+def latents_alone() -> Outputs:
+    world = World([], "cpu")
+    latents = some_latents(5, 128, torch.bfloat16, "cpu")
+    prepare_attention(latents, [], world.batch([1], [0], [5]), world.frequencies)
+    return latents_of(latents)
+
+
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+def latents_quantised() -> Outputs:
+    world = World([], "cpu")
+    latents = replace(some_latents(3, 192, torch.float32, "cpu"), q_rows=poisoned_rows(3, 192, "cpu", token_tile=8))
+    prepare_attention(latents, [], world.batch([1], [0], [3]), world.frequencies)
+    return latents_of(latents)
+
+
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+def compression_by_four() -> Outputs:
+    """Ragged requests, one of which closes windows; then a decode step with padding."""
+    return passes("CSA", {1: 125, 2: 2}, {1: 4, 2: 1, 3: 2}, {1: 1, 2: 1, 3: 1}, padding=1)
+
+
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+def compression_by_128() -> Outputs:
+    return passes("HCA", {1: 126, 2: 3}, {1: 1, 2: 2}, {1: 1, 2: 1, 3: 1})

@@ -1,0 +1,63 @@
+"""Each Triton kernel as SM100 runs it, its PTX in the emulator, against itself in Triton's interpreter."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.sm100.emulator import Options
+from tests.sm100.support.triton_launch import emulated_triton
+from tests.sm100.triton.cases import CASES
+from tests.sm100.triton.cases.case import Outputs
+from tests.sm100.triton.interpreted import ROOT, interpreted
+
+KERNELS = ROOT / "triton_kernels"
+MARKED = [pytest.param(name, marks=[pytest.mark.full] if case.full else [], id=name) for name, case in CASES.items()]
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outputs]:
+    """What the interpreter makes of the cases that are run."""
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["name"] for item in functions if "expected" in item.fixturenames}
+    return interpreted(sorted(wanted), tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_equals_its_interpreted_self(name: str, expected: dict[str, Outputs]) -> None:
+    case = CASES[name]
+    with emulated_triton() as emulator:
+        found = case.compute()
+    assert {launch.name for launch in emulator.launches} == case.kernels
+    assert not case.differences(found, expected[name])
+
+
+TOGETHER = ["few_heads_split", "next_site_quantised", "site_of_large_blocks", "routed_tokens", "compression_by_128"]
+"""Whose programs wait for one another, or of which the last to come finishes."""
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_order_of_programs_and_engines(name: str, expected: dict[str, Outputs]) -> None:
+    """The last program first, warps in any order, copies and tensor cores late: the same."""
+    with emulated_triton(Options(mode="random", seed=5, backwards=True)):
+        found = CASES[name].compute()
+    assert not CASES[name].differences(found, expected[name])
+
+
+def launched_kernels(folder: Path) -> set[str]:
+    """Names of what is launched as ``kernel[grid](…)``."""
+    trees = (ast.parse(file.read_text()) for file in folder.rglob("*.py"))
+    calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {
+        function.value.id
+        for function in calls
+        if isinstance(function, ast.Subscript) and isinstance(function.value, ast.Name)
+    }
+
+
+def test_every_kernel_has_a_case() -> None:
+    found = launched_kernels(KERNELS)
+    assert "attend" in found
+    assert found == set().union(*(case.kernels for case in CASES.values() if not case.full))
