@@ -60,6 +60,13 @@ def test_a_pass_launches_six_products_a_layer(base: dict, layers: int) -> None:
     assert sum(from_q.values()) == layers
 
 
+def test_what_each_product_writes() -> None:
+    """fp32 from x, for the compressors; NVFP4 between the experts' products; else bf16."""
+    found = {one.name.split(" ")[0]: one.output for one in layer_products(ModelConfig.from_dict(config_json(PRO)))}
+    expected = {"wq_a": "fp32", "wq_b": "bf16", "wo_a": "bf16", "wo_b": "bf16", "experts.w1": "nvfp4"}
+    assert found == expected | {"experts.w2": "bf16"}
+
+
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tp-size 3"):
         layer_products(ModelConfig.from_dict(config_json(FLASH)), 3)

@@ -150,4 +150,5 @@ def test_both_expert_kernels_of_a_layer_get_the_same_tile() -> None:
 
 
 def test_a_smaller_gpu_may_choose_otherwise() -> None:
-    assert choose_product(7168, 16384, 8, clusters=Clusters.in_gpcs((16, 16))).split_k == 1
+    assert choose_product(4096, 8192, 1).split_k == 4
+    assert choose_product(4096, 8192, 1, clusters=Clusters.in_gpcs((16, 16))).split_k == 1

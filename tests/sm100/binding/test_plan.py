@@ -55,6 +55,12 @@ def test_rows_are_what_the_permutation_makes() -> None:
                 assert pairs - found < tile
 
 
+def test_experts_of_few_rows_split_k_and_of_many_do_not() -> None:
+    gate_up = next(product for product in products(FLASH, 8) if product.gated)
+    assert planned(gate_up, 1).split_k >= 4
+    assert planned(gate_up, 256).split_k == 1
+
+
 def test_a_plan_follows_from_its_sizes_alone() -> None:
     every = products(FLASH, 8)
     first = [planned(product, tokens) for product in every for tokens in TOKENS]
