@@ -21,7 +21,7 @@ WAIT = "mbarrier.try_wait.parity.shared.b64 "
 UNORDERED = "without being ordered after its"
 MUTANTS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "fence.proxy.async": ([(FENCE, "")], "read of shared memory .* without fence.proxy.async since its write"),
-    "barrier before the store": ([(FENCE + BARRIER, FENCE)], "never written"),
+    "barrier before the store": ([(FENCE + BARRIER, FENCE)], f"read of shared memory .* {UNORDERED} write"),
     "barrier before the next chunk": (
         [(f"{WAIT_GROUP}$L__BB0_90:\n\t{BARRIER}", f"{WAIT_GROUP}$L__BB0_90:\n")],
         UNORDERED,

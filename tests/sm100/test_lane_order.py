@@ -123,3 +123,16 @@ def test_half_a_warp_is_synchronised_with_itself_only(options: Options) -> None:
 def test_what_lanes_wrote_that_have_ended_is_in_order(options: Options) -> None:
     """They cannot synchronise any more, and a barrier counts them as arrived."""
     check(f"{STORE} @%p0 ret; {SYNC} {ARRIVE}", f"{WAIT(512)} @!%p0 {LOAD}", options, None)
+
+
+def test_copies_issued_by_each_lane_read_what_it_wrote_itself(options: Options) -> None:
+    """As a kernel proven on hardware does, whose threads write a row each and have it added to memory."""
+    rows = "shl.b32 %r6, %r2, 4; add.s32 %r6, %r1, %r6; cvt.u64.u32 %q1, %r3; add.s64 %q1, %q0, 0;"
+    write = "st.shared.v4.b32 [%r6], {%r0, %r0, %r0, %r0}; fence.proxy.async.shared::cta;"
+    copy = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%q1], [{}], 16;".format
+    end = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    check(f"{rows} {write} {copy('%r6')} {end}", "", options, None)
+    check(f"{rows} {write.replace('fence.proxy.async.shared::cta;', '')} {copy('%r6')} {end}", "", options, "proxy")
+    other = "xor.b32 %r6, %r6, 16;"
+    check(f"{rows} {write} {other} {copy('%r6')} {end}", "", options, RACE)
+    check(f"{rows} {write} {other} {SYNC} {copy('%r6')} {end}", "", options, None)

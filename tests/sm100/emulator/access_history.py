@@ -114,6 +114,8 @@ class AccessHistory:
         before: str, lanes: np.ndarray | None,
     ) -> None:  # fmt: skip
         unordered = limits[earlier & AGENT_MASK] < earlier
+        if actor.lane_view is not None:
+            unordered &= ~actor.excused(earlier, before == "write")
         if lanes is not None:
             unordered |= actor.between_lanes(earlier, lanes)
         if strength != "weak" and unordered.any():

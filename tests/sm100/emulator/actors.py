@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tests.sm100.emulator.handover import Mailbox, Message
-from tests.sm100.emulator.lane_order import UNTOLD, LaneOrder
+from tests.sm100.emulator.lane_order import UNTOLD, LaneOrder, LaneView
 from tests.sm100.emulator.ordering_clock import (
     ACCESSES,
     AGENT_BITS,
@@ -34,7 +34,7 @@ from tests.sm100.emulator.ordering_clock import (
     Agents,
     Clock,
 )
-from tests.sm100.emulator.scalar_types import LANE_IDS
+from tests.sm100.emulator.scalar_types import LANES
 
 Strength = Literal["weak", "cta", "reaching"]
 """Whether an access may race with others that are strong, and if so, whether its scope goes beyond the CTA."""
@@ -51,6 +51,8 @@ class Actor:
     site: int = 0
     tensor: bool = False
     """Whether it is a tcgen05 operation."""
+    lane_view: LaneView | None = None
+    """What its issuer knew of its warp's accesses, where that is not the same as what the clock says."""
 
     def epoch(self, strength: Strength = "weak") -> int:
         """The stamp of an access made now, by no lane in particular."""
@@ -64,6 +66,12 @@ class Actor:
     def between_lanes(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """bool: which of earlier accesses are another lane's of this warp, without order before what lanes do now."""
         return np.zeros(1, bool)
+
+    def excused(self, earlier: np.ndarray, writes: bool) -> np.ndarray:
+        """bool: which of earlier accesses (writes or reads) the issuing lane knew though the clock does not say so."""
+        if self.lane_view is None:
+            return np.zeros(1, bool)
+        return self.lane_view.covers(earlier, writes and self.asynchronous)
 
     @property
     def asynchronous(self) -> bool:
@@ -115,8 +123,9 @@ class Actor:
         """This agent's next tcgen05 operation, in its order, with what the issuer, or a lane of it, knows by now."""
         self.clock.follow(issuer.told(lane))
         self._advance()
+        view = None if lane is None else issuer.view(lane)
         issuer._tick()
-        return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True)
+        return Actor(self.agents, self.number, self.clock.copy(), issuer.site, tensor=True, lane_view=view)
 
 
 @dataclass
@@ -184,10 +193,27 @@ class WarpActor(Actor):
         self.lanes.synchronise(members, int(self.clock.limits[ORDER, self.number]))
         self._tick()
 
+    def _behind(self, lane: int | None) -> int | None:
+        """Up to where a lane, or all lanes at work, know what others wrote, if that is not all of it."""
+        members = self.executing
+        if lane is not None:
+            members = np.zeros(LANES, bool)
+            members[lane] = True
+        return None if members is None else self.lanes.limit(members)
+
+    def view(self, lane: int) -> LaneView | None:
+        """What a lane knows of its warp's accesses, if it does not know all of them."""
+        if self._behind(lane) is None:
+            return None
+        limits = self.clock.limits[:, self.number]
+        return self.lanes.view(lane, self._own(), int(limits[ORDER]), int(limits[PROXY]))
+
     def told(self, lane: int | None = None) -> Clock:
-        """What a lane, or all lanes at work, may hand on: not what other lanes wrote since they last synchronised."""
-        known, members = self.clock.copy(), self.executing if lane is None else lane == LANE_IDS
-        limit = None if members is None else self.lanes.limit(members)
+        """What a lane, or all lanes at work, may hand on: not what other lanes wrote since they last synchronised.
+
+        Nor then what they wrote themselves since.
+        """
+        known, limit = self.clock.copy(), self._behind(lane)
         if limit is not None:
             places = np.ix_(ACCESSES, self._own())
             known.limits[places] = np.minimum(known.limits[places], limit)
@@ -271,10 +297,10 @@ class WarpActor(Actor):
             if generic:
                 self.agents.copies.add(number)
         known[number] = known.get(number, NOTHING) + TICK
-        clock = self.told(lane)
+        clock, view = self.told(lane), None if lane is None else self.view(lane)
         clock.limits[ORDER, number] = known[number]
         self._tick()
-        return Actor(self.agents, number, clock, self.site)
+        return Actor(self.agents, number, clock, self.site, lane_view=view)
 
     def fence_tensor(self, before: bool) -> None:
         """tcgen05.fence: hand tcgen05 operations on with what follows, or order later ones after what was handed on."""

@@ -23,18 +23,21 @@ class StrongAccess:
     scope: str
     writes: bool
 
+    @property
+    def wide(self) -> bool:
+        """Whether its scope includes all threads of the launch."""
+        return self.scope not in ("cta", "cluster")
+
     def includes(self, other: StrongAccess) -> bool:
         """Whether the other one's threads are within its scope."""
-        if self.scope == "cluster":
-            return self.cta.cluster is other.cta.cluster
-        return self.scope != "cta" or self.cta is other.cta
+        return self.wide or self.cta is other.cta or (self.scope == "cluster" and self.cta.cluster is other.cta.cluster)
 
 
 @dataclass
 class GlobalScopes:
-    """The strong accesses of a launch, by word."""
+    """The strong accesses of a launch, by word: all narrow ones, and of wide ones those of the first two CTAs."""
 
-    _known: dict[int, set[StrongAccess]] = field(default_factory=dict)
+    _known: dict[int, list[StrongAccess]] = field(default_factory=dict)
 
     def access(self, word: int, access: StrongAccess) -> None:
         """Record one.
@@ -42,7 +45,7 @@ class GlobalScopes:
         Raises:
             HazardError: an earlier one conflicts, and one's scope leaves out the other's CTA.
         """
-        known = self._known.setdefault(word, set())
+        known = self._known.setdefault(word, [])
         if access in known:
             return
         for other in known:
@@ -51,4 +54,5 @@ class GlobalScopes:
                     f"access with scope .{access.scope} to the global word at {word:#x}, which {other.cta} accesses "
                     f"with scope .{other.scope}: too narrow for both to count as ordered"
                 )
-        known.add(access)
+        if not access.wide or len({other.cta for other in known if other.wide} - {access.cta}) < 2:
+            known.append(access)

@@ -7,14 +7,37 @@ memory by ld, st, ldmatrix and stmatrix. Of several lanes that read a cell, the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from tests.sm100.emulator.ordering_clock import LANE_MASK, LANE_SHIFT, NOTHING
+from tests.sm100.emulator.ordering_clock import AGENT_MASK, LANE_MASK, LANE_SHIFT, NOTHING
 from tests.sm100.emulator.scalar_types import LANES
 
 UNTOLD, WHOLE = LANES, LANES + 1
 """In place of a lane: an access that counts as in order with the whole warp's, and one that all lanes make together."""
 ALWAYS = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class LaneView:
+    """What a lane knew of its warp's accesses when it issued an operation.
+
+    Attributes:
+        numbers: the agents that the warp's accesses count as.
+        known: by lane, the limit of what had happened before.
+        proxy: the limit of what a proxy fence had made visible to asynchronous operations.
+    """
+
+    numbers: list[int]
+    known: np.ndarray
+    proxy: int
+
+    def covers(self, earlier: np.ndarray, proxy: bool) -> np.ndarray:
+        """bool: which accesses, by epoch, are the warp's and known; ``proxy`` asks for a proxy fence, too."""
+        limits = self.known[earlier >> LANE_SHIFT & LANE_MASK]
+        limits = np.minimum(limits, self.proxy) if proxy else limits
+        return np.isin(earlier & AGENT_MASK, self.numbers) & (earlier <= limits)
 
 
 class LaneOrder:
@@ -69,6 +92,14 @@ class LaneOrder:
         known = self._known[members].max(axis=0)
         behind &= self._written > known
         return int(known[behind].min()) if behind.any() else None
+
+    def view(self, lane: int, numbers: list[int], limit: int, proxy: int) -> LaneView:
+        """What a lane knows now: its own accesses up to ``limit``, those of others since they last synchronised."""
+        known = np.full(LANES + 2, limit)
+        known[:LANES] = self._known[lane]
+        known[WHOLE] = np.delete(self._known[lane], lane).min()
+        known[lane] = limit
+        return LaneView(numbers, known, proxy)
 
     def unordered(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """bool: which accesses of this warp, by epoch, are not ordered before one that ``lanes`` make now."""

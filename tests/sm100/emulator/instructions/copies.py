@@ -177,7 +177,7 @@ def _tensor_store(decoder: Decoder, operation: str = "") -> Execute:
     source = decoder.address(1)
 
     def execute(warp: Warp, mask: Mask) -> None:
-        issued: dict[tuple[int, ...], list[BulkGroup]] = {}
+        issued: dict[tuple[int, ...], list[int]] = {}
         for lane in active(mask):
             values = tuple(int(read(warp)[lane]) for read in (map_address, source, *coordinates))
             # Storing the same bytes again changes nothing: one store serves all lanes that ask for the same.
