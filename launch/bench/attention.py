@@ -15,6 +15,7 @@ import torch
 from bench_peers import compared, foreign, installed
 from torch import Tensor
 
+from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_arrivals, new_partials, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entries
@@ -22,6 +23,8 @@ from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entri
 from . import Case, Peer
 
 WINDOW, WINDOW_PAGE = 128, 256
+GROUP_HEADS = 8
+"""Of o_a, in both models."""
 HEADS_AND_TOPK = {"flash": (64, 512), "flash-tp8": (8, 512), "pro": (128, 1024)}
 LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192, 2)}
 """Compressed entries per query (``None``: the model's top-k) and their page size."""
@@ -157,6 +160,7 @@ def cases() -> Iterator[Case]:
                 tiling = choose_tiling(queries, heads, (WINDOW, width), processors, packed=True)
                 splits = choose_splits(queries, heads, (WINDOW, width), processors, tiling)
                 keys = queries * (WINDOW + width)
+                shape = f"{model}/{layer}/{queries}x{WINDOW + width}"
                 run = partial(
                     sparse_attention,
                     q,
@@ -171,14 +175,19 @@ def cases() -> Iterator[Case]:
                     turns=turns,
                     query_eps=EPS,
                     splits=splits,
-                    partials=new_partials(q, splits),
                     arrivals=new_arrivals(queries, heads, "cuda"),
                     tiling=tiling,
-                    out=out,
+                )
+                rows = Rows.allocate(queries, GROUP_HEADS * 512, 128, "cuda", groups=heads // GROUP_HEADS)
+                yield Case(
+                    f"sparse_attention, quantised/{shape}",
+                    partial(run, partials=new_partials(q, splits, quantized=True), out_rows=rows),
+                    bytes=keys * 584 + q.nbytes + q.nbytes * 9 // 32 + turns.nbytes,
+                    flops=keys * heads * 2 * (512 + 512),
                 )
                 yield Case(
-                    f"sparse_attention/{model}/{layer}/{queries}x{WINDOW + width}",
-                    run,
+                    f"sparse_attention/{shape}",
+                    partial(run, partials=new_partials(q, splits), out=out),
                     bytes=keys * 584 + q.nbytes + out.nbytes + turns.nbytes,
                     flops=keys * heads * 2 * (512 + 512),
                     peers=_paged(ready, window, window_slots, sink, extra, extra_slots, lengths, out),

@@ -9,6 +9,7 @@ from ..common.overlap import after_previous
 from ..common.rope import load_turns, mean_square_scale, rotate
 from ..common.rounding import INTERPRETED, product, round_for, round_to_bf16
 from .parts import LOG2_E, add_parts
+from .quantized_output import store_whole
 
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 """Of the products. The interpreter multiplies fp32 matrices only; they then hold values that bf16 holds exactly."""
@@ -188,9 +189,10 @@ def _scaled(total, factor, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32."""
-    address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
-    tl.store(address, round_for(values, row), mask=known[:, None])
+    """fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32, if there are rows."""
+    if row is not None:
+        address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
+        tl.store(address, round_for(values, row), mask=known[:, None])
 
 
 @triton.jit
@@ -217,6 +219,7 @@ def attend(
     eps,
     arrivals,
     finished,
+    rows,
     RAW: tl.constexpr,
     PACKED: tl.constexpr,
     WINDOW_SHIFT: tl.constexpr,
@@ -233,10 +236,12 @@ def attend(
     TRANSPOSED: tl.constexpr,
     APART: tl.constexpr,
     WARPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Program (query · HEAD_BLOCKS + head block, split).
 
-    ``out`` is the output or, if SPLIT, ``attention.Partials``' values; then ``finished`` is the output.
+    ``out`` is the output or, if SPLIT, ``attention.Partials``' values; then ``finished`` is the output, which may be
+    ``None``. rows: ``quantize.rows.RowsArguments`` of groups of GROUP heads, or nothing.
     """
     after_previous()
     block, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -267,13 +272,14 @@ def attend(
     extra_length = tl.minimum(extra_length, extra_columns)
     window_tiles = tl.cdiv(window_length, KEYS)
     tiles = window_tiles + tl.cdiv(extra_length, KEYS)
-    live = tl.maximum(tl.minimum(tiles, splits), 1)
+    # Quantised, a share is one program's, and there are two shares at least: one of two parts may be empty.
+    live = tl.maximum(tl.minimum(tiles, splits), 2 if SPLIT and len(rows) > 0 else 1)
     begin = split * tiles // live
     end = (split + 1) * tiles // live
 
     out_row = token * heads + head
     if SPLIT:
-        if HEADS < 64:
+        if HEADS < 64 and len(rows) == 0:
             out_row = out_row * splits + split
         if split >= live:
             # Where a list is long and few of its columns count, most programs have no part.
@@ -359,19 +365,25 @@ def attend(
             )
 
     if SPLIT:
-        if HEADS >= 64:
+        STATS: tl.constexpr = 3 if len(rows) > 0 else 2
+        if HEADS >= 64 or len(rows) > 0:
             # Where accumulators crowd the registers, not before the loop: the compiler would keep it through that.
             out_row = out_row * splits + split
-        tl.store(partial_stats + out_row * 2, top, mask=known)
-        tl.store(partial_stats + out_row * 2 + 1, denominator, mask=known)
+        tl.store(partial_stats + out_row * STATS, top, mask=known)
+        tl.store(partial_stats + out_row * STATS + 1, denominator, mask=known)
         # Over its own sum, a part is no larger than a key.
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_top - top))
-    row = out + out_row[:, None] * 512
-    _store(row, _scaled(low, factor, TRANSPOSED), known, 0, 256)
-    _store(row, _scaled(mid, factor, TRANSPOSED), known, 256, 128)
-    _store(row, _scaled(high, factor, TRANSPOSED), known, 384, 64)
+    row = None
+    if out is not None:
+        row = out + out_row[:, None] * 512
+    low = _scaled(low, factor, TRANSPOSED)
+    _store(row, low, known, 0, 256)
+    mid = _scaled(mid, factor, TRANSPOSED)
+    _store(row, mid, known, 256, 128)
+    high = _scaled(high, factor, TRANSPOSED)
+    _store(row, high, known, 384, 64)
     rotated = _scaled(tail, factor, TRANSPOSED)
     if HAS_TURNS and not SPLIT:
         cos, sin = load_turns(turns + token * 64, 32)
@@ -382,6 +394,8 @@ def attend(
 
     if SPLIT:
         add_parts(
-            *(out, partial_stats, sink, turns, finished, arrivals + block, token, first, heads, split, live, splits),
-            *(HAS_TURNS, HEADS, WARPS),
+            *(out, partial_stats, sink, turns, finished, rows, arrivals + block, token, first, heads, split, live),
+            *(splits, HAS_TURNS, HEADS, WARPS, GROUP),
         )
+    elif len(rows) > 0:
+        store_whole(low, mid, high, rotated, rows, token, first, heads, GROUP)

@@ -3,12 +3,17 @@
 Where keys are split, each program of a query's block of heads stores its part, counts itself in, waits until all are
 there, and adds its share: some columns of all parts, in a fixed order. No result depends on the order of programs.
 
+Where the output is quantised, a row scale spans all columns of a group of heads. So each program leaves the largest
+magnitudes of its share beside the parts' statistics, counts itself in once more and waits until all with a share have.
+Then each quantises the share that it holds: only these few numbers pass between programs, and no program has the work
+of a whole group, as the last to come would have if it read what the others stored.
+
 Waiting cannot block the device as long as all programs of the launch have a place on the chip at once, which
 ``attention_tiling.most_splits`` bounds; no other launch that waits may run beside it. Programs without a part have
 left.
 
-Counters: int32, one a query and block of heads, up to the number of parts and from there on up by the programs that
-wait no longer. The last leaves zero.
+Counters: int32, one a query and block of heads, up to the number of parts, from there up by the programs whose maxima
+are there, if any are wanted, and from there up by the programs that wait no longer. The last leaves zero.
 """
 
 from __future__ import annotations
@@ -18,12 +23,19 @@ import triton.language as tl
 
 from ..common.rope import rotate
 from ..common.rounding import INTERPRETED, product, round_for
+from .quantized_output import group_scales, head_maxima, rounded, store_group_scales, store_quantized
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 VALUES = tl.constexpr(64)
 """fp32 values of parts that a thread asks for at once: as many as hide the way to L2 and still fit its registers."""
 HALVINGS = tl.constexpr(5)
 """Of the columns at most: shares of 16 columns fill half of a line in each row."""
+
+
+@triton.constexpr_function
+def _parts_at_once(heads, warps, columns):
+    """Parts that a program asks for at once."""
+    return max(1, VALUES.value * warps * 32 // heads // columns)
 
 
 @triton.jit
@@ -33,6 +45,7 @@ def add_parts(
     sink,
     turns,
     out,
+    rows,
     arrivals,
     token,
     first,
@@ -43,11 +56,13 @@ def add_parts(
     HAS_TURNS: tl.constexpr,
     HEADS: tl.constexpr,
     WARPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """This program's share of the output of HEADS heads from ``first`` on, once all ``live`` parts have been stored.
 
-    values, stats: ``attention.Partials``. arrivals: this block's counter. Called by the programs ``split < live`` that
-    have stored their parts. The columns are halved as often as leaves no more shares than parts.
+    values, stats: ``attention.Partials``. out: bf16, or ``None``. rows: ``quantize.rows.RowsArguments`` of groups of
+    GROUP heads, or nothing. arrivals: this block's counter. Called by the programs ``split < live`` that have stored
+    their parts. The columns are halved as often as leaves no more shares than parts.
     """
     # All of the program's part lies in memory before it is counted in.
     tl.debug_barrier()
@@ -67,15 +82,23 @@ def add_parts(
             return
         while arrived < live:
             arrived = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
-        _leave(arrivals, live + tl.minimum(live, shares) - 1)
+        if len(rows) == 0:
+            _leave(arrivals, live + tl.minimum(live, shares) - 1)
         share, step = split, live
     for halvings in tl.static_range(1, HALVINGS + 1):
         if shares == (1 << halvings):
-            for begin in range(share * (512 >> halvings), 512, step * (512 >> halvings)):
-                _add_share(
-                    *(values, stats, sink, turns, out, token, first, heads, begin, live, splits),
-                    *(HAS_TURNS, HEADS, 512 >> halvings, max(1, (VALUES * WARPS * 32 // HEADS) // (512 >> halvings))),
+            if len(rows) > 0:
+                _quantize_shares(
+                    *(values, stats, sink, turns, out, rows, arrivals, token, first, heads, share, step, live, splits),
+                    *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), GROUP),
                 )
+            else:
+                for begin in range(share * (512 >> halvings), 512, step * (512 >> halvings)):
+                    total = _add_share(
+                        *(values, stats, sink, turns, token, first, heads, begin, live, splits),
+                        *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
+                    )
+                    _store(total, out, token, first, heads, begin)
 
 
 @triton.jit
@@ -104,12 +127,90 @@ def _leave(arrivals, last):
 
 
 @triton.jit
-def _add_share(
+def _quantize_shares(
     values,
     stats,
     sink,
     turns,
     out,
+    rows,
+    arrivals,
+    token,
+    first,
+    heads,
+    share,
+    step,
+    live,
+    splits,
+    HAS_TURNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Add and quantise share number ``share`` of COLUMNS columns; in the interpreter every ``step``-th after it, too.
+
+    A program holds its share while it waits. It has one only, as there are no fewer parts than shares; the last of the
+    interpreter's programs adds the others up again.
+    """
+    SHARES: tl.constexpr = 512 // COLUMNS
+    total = _add_share(
+        *(values, stats, sink, turns, token, first, heads, share * COLUMNS, live, splits),
+        *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+    )
+    _store(total, out, token, first, heads, share * COLUMNS)
+    total = rounded(total)
+    maxima = head_maxima(total)
+    if INTERPRETED:
+        for other in range(share + step, SHARES, step):
+            others = _add_share(
+                *(values, stats, sink, turns, token, first, heads, other * COLUMNS, live, splits),
+                *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+            )
+            _store(others, out, token, first, heads, other * COLUMNS)
+            maxima = tl.maximum(maxima, head_maxima(rounded(others)))
+    head = first + tl.arange(0, HEADS)
+    at = stats + (token * heads + head) * (splits * 3) + 2
+    tl.store(at + share * 3, maxima, mask=head < heads)
+    # All of the program's maxima lie in memory before it is counted in, or reads them.
+    tl.debug_barrier()
+    if not INTERPRETED:
+        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
+        while arrived < live + SHARES:
+            arrived = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
+        _leave(arrivals, live + 2 * SHARES - 1)
+    # Past L1: other programs stored them.
+    sharer = at[:, None] + tl.arange(0, 1 if INTERPRETED else SHARES)[None, :] * 3
+    maxima = tl.load(sharer, mask=(head < heads)[:, None], other=0.0, cache_modifier=".cg")
+    scales = group_scales(tl.max(maxima, axis=1), GROUP)
+    if share == 0:
+        store_group_scales(scales, rows, token, first, heads, GROUP)
+    store_quantized(total, scales, rows, token, first, heads, share * COLUMNS, GROUP)
+    if INTERPRETED:
+        for other in range(share + step, SHARES, step):
+            others = _add_share(
+                *(values, stats, sink, turns, token, first, heads, other * COLUMNS, live, splits),
+                *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+            )
+            store_quantized(rounded(others), scales, rows, token, first, heads, other * COLUMNS, GROUP)
+
+
+@triton.jit
+def _store(total, out, token, first, heads, begin):
+    """Columns from ``begin`` of bf16 rows, if any are wanted."""
+    if out is not None:
+        head = first + tl.arange(0, total.shape[0])
+        column = begin + tl.arange(0, total.shape[1])
+        row = token * heads + head
+        tl.store(out + row[:, None] * 512 + column[None, :], round_for(total, out), mask=(head < heads)[:, None])
+
+
+@triton.jit
+def _add_share(
+    values,
+    stats,
+    sink,
+    turns,
     token,
     first,
     heads,
@@ -120,8 +221,9 @@ def _add_share(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    STATS: tl.constexpr,
 ):
-    """Columns begin .. begin + COLUMNS of the output, PARTS parts at a time."""
+    """fp32 [HEADS, COLUMNS]: columns of the output from ``begin`` on, PARTS parts at a time; STATS of each."""
     head = first + tl.arange(0, HEADS)
     known = head < heads
     row = token * heads + head
@@ -142,8 +244,8 @@ def _add_share(
         found = (part < live)[:, None] & known[None, :]
         at = row[None, :] * splits + part[:, None]
         # Past L1: other programs wrote them during this launch.
-        tops = tl.load(stats + at * 2, mask=found, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + at * 2 + 1, mask=found, other=0.0, cache_modifier=".cg")
+        tops = tl.load(stats + at * STATS, mask=found, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + at * STATS + 1, mask=found, other=0.0, cache_modifier=".cg")
         address = values + at[:, :, None] * 512 + column[None, None, :]
         parts = tl.load(address, mask=found[:, :, None], other=0.0, cache_modifier=".cg")
         greater = tl.maximum(top, tl.max(tops, axis=0))
@@ -158,4 +260,4 @@ def _add_share(
         even, odd = tl.split(tl.reshape(total, (HEADS, COLUMNS // 2, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         total = tl.reshape(tl.join(even, odd), (HEADS, COLUMNS))
-    tl.store(out + row[:, None] * 512 + column[None, :], round_for(total, out), mask=known[:, None])
+    return total

@@ -40,9 +40,12 @@ import torch
 import triton
 from torch import Tensor
 
+from nvfp4_sgl.formats.rows import Rows
+
 from ..common import chip
 from ..common.checks import (
     OperandTypeError,
+    OperandValueError,
     require_aligned,
     require_contiguous,
     require_dimensions,
@@ -56,9 +59,10 @@ from ..common.checks import (
 )
 from ..common.overlap import OVERLAPPED
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
+from ..quantize.rows import check_rows, rows_arguments
 from .kernel import attend
 from .parts import LOG2_E
-from .tiling import Tiling, choose_splits, choose_tiling, most_splits
+from .tiling import Tiling, choose_splits, choose_tiling, fuses_quantization, most_splits
 
 
 class Entries(NamedTuple):
@@ -77,18 +81,19 @@ class Partials(NamedTuple):
 
     values: fp32 [T, H, S, 512], each part over its own sum of weights, not turned back.
     stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
+        Where the output is quantised, [T, H, S, 3]: with them the largest magnitude of what the program adds.
     """
 
     values: Tensor
     stats: Tensor
 
 
-def new_partials(q: Tensor, splits: int) -> Partials | None:
-    """Room for the parts of a launch, ``None`` where it needs none."""
+def new_partials(q: Tensor, splits: int, *, quantized: bool = False) -> Partials | None:
+    """Room for the parts of a launch, ``None`` where it needs none. quantized: with ``out_rows``."""
     if splits == 1:
         return None
-    rows = (*q.shape[:2], splits)
-    return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in (DIM, 2)))
+    rows, widths = (*q.shape[:2], splits), (DIM, 3 if quantized else 2)
+    return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in widths))
 
 
 def new_arrivals(tokens: int, heads: int, device: torch.device | str) -> Tensor:
@@ -113,8 +118,9 @@ def sparse_attention(
     partials: Partials | None = None,
     arrivals: Tensor | None = None,
     out: Tensor | None = None,
+    out_rows: Rows | None = None,
     tiling: Tiling | None = None,
-) -> Tensor:
+) -> None:
     """One softmax over two sets of cached entries and a sink; keys are the values too. See the module's text.
 
     Args:
@@ -135,7 +141,9 @@ def sparse_attention(
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
         arrivals: from :func:`new_arrivals`, zero before and after; where keys are split only. Allocated unless given,
             which is a launch.
-        out: bf16 [T, H, 512], contiguous; allocated unless given. A query that sees nothing gives 0.
+        out: bf16 [T, H, 512], contiguous, written. A query that sees nothing gives 0.
+        out_rows: [T, G, H/G · 512], written: each group's heads as one row, what :func:`quantize.quantize` makes of
+            ``out``, bit for bit. For the groups that :func:`fuses_quantization` says. At least one of the two outputs.
         tiling: by default what :func:`choose_tiling` says of this device.
     """
     require_dimensions("q", q, 3, "[T, H, 512]")
@@ -172,17 +180,13 @@ def sparse_attention(
         require_range("query_eps", query_eps, 0.0, 1.0)
         if turns is None:
             raise OperandTypeError("turns: expected them with query_eps, by which raw queries are rotated, found None")
-    if out is None:
-        out = torch.empty(tokens, heads, DIM, dtype=q.dtype, device=q.device)
-    require_shape("out", out, q.shape, "[T, H, 512]")
-    require_dtype("out", out, torch.bfloat16)
-    require_contiguous("out", out)
-    require_aligned("out", out)
+    group = _check_outputs(q, out, out_rows)
+    quantized = out_rows is not None
     if partials is None:
-        partials = new_partials(q, splits)
+        partials = new_partials(q, splits, quantized=quantized)
     if partials is not None:
-        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 2)):
-            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2]")
+        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 3 if quantized else 2)):
+            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2 or 3]")
             require_dtype(f"partials.{name}", part, torch.float32)
             require_contiguous(f"partials.{name}", part)
     if partials is not None and arrivals is None:
@@ -207,9 +211,9 @@ def sparse_attention(
         **({} if partials is None else partials._asdict()),
     )
     if tokens == 0 or heads == 0:
-        return out
+        return
 
-    target, stats = (out, out) if partials is None else partials
+    target, stats = (out, q) if partials is None else partials
     has_turns = turns is not None
     turns = sink if turns is None else turns
     head_blocks = triton.cdiv(heads, tiling.heads)
@@ -234,6 +238,7 @@ def sparse_attention(
         0.0 if query_eps is None else query_eps,
         stats if arrivals is None else arrivals,
         out,
+        () if out_rows is None else rows_arguments(out_rows),
         RAW=query_eps is not None,
         PACKED=packed,
         WINDOW_SHIFT=window.page_size.bit_length() - 1,
@@ -250,11 +255,33 @@ def sparse_attention(
         TRANSPOSED=tiling.transposed,
         APART=tiling.apart,
         WARPS=tiling.warps,
+        GROUP=group,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **OVERLAPPED,
     )
-    return out
+
+
+def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
+    """Heads of a group; 1 where nothing is quantised."""
+    tokens, heads = q.shape[:2]
+    if out is not None:
+        require_shape("out", out, q.shape, "[T, H, 512]")
+        require_dtype("out", out, torch.bfloat16)
+        require_contiguous("out", out)
+        require_aligned("out", out)
+    elif out_rows is None:
+        raise OperandTypeError("out: expected out, out_rows or both, found neither")
+    if out_rows is None:
+        return 1
+    require_dimensions("out_rows.codes", out_rows.codes, 3, "[T, G, K/2]")
+    groups = out_rows.codes.shape[1]
+    if not fuses_quantization(heads, groups):
+        raise OperandValueError(
+            f"out_rows.codes: expected groups of 1, 2, 4, 8 or 16 heads, found {groups} groups of {heads} heads"
+        )
+    check_rows("out_rows", out_rows, (tokens, groups), heads // groups * DIM, q)
+    return heads // groups
 
 
 def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:

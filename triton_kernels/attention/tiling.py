@@ -70,6 +70,15 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     return BLACKWELL if packed else BLACKWELL_PLAIN
 
 
+def fuses_quantization(heads: int, groups: int) -> bool:
+    """Whether attention quantises an output of so many heads in so many groups itself.
+
+    For every number of queries and keys, as long as the heads of a program, in every tiling, are whole groups. Else
+    ``quantize.quantize`` takes the bf16 output, [T, G, K]: one launch more, the same bits.
+    """
+    return groups > 0 and heads % groups == 0 and FEW_HEADS.heads % (heads // groups) == 0
+
+
 COUNTED_TILES = 128
 """Of ``FEW_HEADS``. The list of HCA is as wide as the longest context has entries, and mostly few of them count."""
 
