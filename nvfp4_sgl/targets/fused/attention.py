@@ -14,6 +14,7 @@ from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.tiling import fuses_quantization
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
@@ -125,7 +126,7 @@ class FusedSelection(nn.Module):
 
 
 class FusedAttentionCore(nn.Module):
-    """Query norm, RoPE both ways and sparse attention, in one launch."""
+    """Query norm, RoPE both ways, sparse attention and, for groups of the usual sizes, quantisation, in one launch."""
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()
@@ -144,7 +145,13 @@ class FusedAttentionCore(nn.Module):
         if self._kind is LayerKind.HCA:
             entries = plan.entry_slots, plan.entry_lengths
         slots, lengths = entries or (None, None)
-        o = sparse_attention(
+        fused = Form.NVFP4 in form and fuses_quantization(self._heads, self._groups)
+        width = self._heads // self._groups * config.head_dim
+        rows = new_rows(tokens, width, q.device, groups=self._groups) if fused else None
+        out = None
+        if rows is None or Form.VALUES in form:
+            out = torch.empty(tokens, self._heads, config.head_dim, dtype=q.dtype, device=q.device)
+        sparse_attention(
             q.view(tokens, self._heads, config.head_dim),
             packed(cache.swa),
             plan.window_slots,
@@ -157,5 +164,10 @@ class FusedAttentionCore(nn.Module):
             turns=step.turns[self._table],
             query_eps=config.rms_norm_eps,
             arrivals=step.arrivals,
+            out=out,
+            out_rows=rows,
         )
-        return in_form(o.view(tokens, self._groups, -1), form)
+        values = None if out is None else out.view(tokens, self._groups, width)
+        if rows is None and values is not None:
+            return in_form(values, form)
+        return Operand(values, rows)
