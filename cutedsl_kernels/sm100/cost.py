@@ -203,7 +203,7 @@ def epilogue_cycles(shape: KernelShape) -> float:
     tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
         return 190.0 + (25.0 if shape.output == "nvfp4" else 19.0) * tokens
-    return 80.0 + 14.0 * tokens
+    return 80.0 + (21.0 if shape.output == "fp32" else 14.0) * tokens
 
 
 def exposed_cycles(shape: KernelShape) -> float:
