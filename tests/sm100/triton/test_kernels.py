@@ -22,7 +22,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """What the interpreter makes of the cases that are run."""
     functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
     wanted = {item.callspec.params["name"] for item in functions if "expected" in item.fixturenames}
-    return interpreted(sorted(wanted), tmp_path_factory.mktemp("interpreted"))
+    return interpreted(sorted(map(str, wanted)), tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("name", MARKED)
