@@ -171,20 +171,27 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True)
+class Unmultiplied:
+    """A matrix bf16 [N, d] that is still to be multiplied with the layer's input."""
+
+    weight: Tensor
+
+
+@dataclass(frozen=True)
 class Columns:
     """What the first GEMMs of an attention layer give, each [T, ...], the last dimension contiguous.
 
     Attributes:
         q_lora: [T, q_lora_rank]. kv: [T, head_dim].
         compressor, index_compressor: (kv, score) of each compressor, [T, w].
-        index_weights: [T, index heads]; ``None`` where ``prepare_attention`` computes them.
+        index_weights: [T, index heads], or their matrix where ``prepare_attention`` multiplies.
     """
 
     q_lora: Tensor
     kv: Tensor
     compressor: tuple[Tensor, Tensor] | None = None
     index_compressor: tuple[Tensor, Tensor] | None = None
-    index_weights: Tensor | None = None
+    index_weights: Tensor | Unmultiplied | None = None
 
 
 class InputProjection(Protocol):
@@ -232,7 +239,10 @@ class AttentionInputs(Protocol):
     """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
 
     def __call__(self, columns: Columns, x: Operand, step: Any, cache: LayerCache, form: Form) -> Prepared:
-        """``form``: of the normalised q_lora. All cache writes of the pass come before any read of ``attend``."""
+        """Write the caches and normalise q_lora, in ``form``; multiply with ``x`` what of the columns is not made yet.
+
+        All cache writes of the pass come before any read of ``attend``.
+        """
 
 
 class Selection(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from nvfp4_sgl.ops.norm import rms_norm as reference_norm
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_inputs
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS, IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
 from nvfp4_sgl.triton_kernels.common.checks import KernelError
@@ -116,6 +118,34 @@ def test_quantized_latents_beside_compressors(layer: str, device: str):
     world.check_entries()
 
 
+def some_index_weights(tokens: int, heads: int, width: int, device: str) -> IndexWeights:
+    """Rows with outliers, wider apart than they are long; the result poisoned."""
+    generator = torch.Generator().manual_seed(heads + width)
+    x = torch.randn(tokens, width + 8, generator=generator)
+    x[:, ::53] *= 100
+    weight = torch.randn(heads, width, generator=generator) * width**-0.5
+    out = torch.full((tokens, heads + 3), float("nan"), device=device)[:, :heads]
+    return IndexWeights(x.bfloat16().to(device)[:, :width], weight.bfloat16().to(device), out)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_index_weights_beside_the_rest(tokens: int, device: str):
+    """All of a CSA layer's inputs in one launch; heads and columns that no block divides."""
+    world = World(LAYERS["CSA"], device, requests=4)
+    world.suppose({1: 120, 2: 125, 3: 3})
+    batch, wide = world.prepare(dict.fromkeys(range(1, tokens + 1), 1))
+    latents, given = some_latents(tokens, 128, torch.float32, device), some_index_weights(tokens, 5, 600, device)
+    prepare_attention(
+        latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace, index_weights=given
+    )
+    check_latents(latents)
+    world.check_states()
+    world.check_entries()
+    exact = given.x.double() @ given.weight.double().T
+    slack = given.x.double().abs() @ given.weight.double().abs().T * 600 * 2.0**-24
+    assert bool(((given.out.double() - exact).abs() <= slack).all())
+
+
 @pytest.mark.parametrize("each", [2, 16])
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 @pytest.mark.parametrize("layer", ["CSA", "HCA"])
@@ -198,6 +228,15 @@ def test_refusals(device: str):
         ({"page_size": 512}, "pages of 512 entries"),
         ({"turns": good.turns.to("meta")}, f"turns: expected device {device}"),
     ]
+    weights = some_index_weights(6, 4, 64, device)
+    for given, message in [
+        (replace(weights, x=weights.x[:5]), "index weights: x: expected shape"),
+        (replace(weights, weight=weights.weight.float()), "index weights: weight: expected dtype"),
+        (replace(weights, out=weights.out.bfloat16()), "index weights: out: expected dtype"),
+        (some_index_weights(MAX_TOKENS + 1, 4, 64, device), "index weights: x: expected shape"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            prepare_attention(None, [], batch, FREQUENCIES.to(device), index_weights=given)
     for bad, message in refused:
         with pytest.raises(KernelError, match=message):
             prepare_attention(replace(good, **bad), [], batch, FREQUENCIES.to(device))
@@ -214,14 +253,24 @@ def launches() -> None:
             quantized = replace(latents, q_out=None, q_rows=Rows.allocate(batch.tokens, 1536, 128, "cpu"))
             for given in (latents, quantized):
                 prepare_attention(given, world.calls(wide), batch, FREQUENCIES, workspace=world.workspace)
+        if len(cases) == 2:
+            for tokens in (1, MAX_TOKENS):
+                batch = world.batch([1] * tokens, [0] * tokens, [1] * tokens)
+                latents = some_latents(tokens, 1536, torch.float32, "cpu")
+                latents = replace(latents, q_out=None, q_rows=Rows.allocate(tokens, 1536, 8, "cpu"))
+                wide = torch.zeros(tokens, world.rows.shape[2])
+                weights = some_index_weights(tokens, 64, 4096, "cpu")
+                prepare_attention(latents, world.calls(wide), batch, FREQUENCIES, index_weights=weights)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     # With q_lora in bf16 and in NVFP4: latents alone; with two compressors in prefill and decode; with one in prefill,
-    # and decode by one token and eight. Two compressors and one without latents, in a large prefill.
-    assert sorted(usage.kernel for usage in found) == ["_attention_inputs"] * (2 * 6 + 2) + ["_turns_kernel"]
+    # and decode by one token and eight. Two compressors and one without latents, in a large prefill. Two compressors
+    # beside index weights, of one token and of as many as are made here.
+    kernels = Counter(usage.kernel for usage in found)
+    assert kernels == {"_attention_inputs": 2 * 6 + 2 + 2, "_turns_kernel": 3}
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array.
         assert usage.local == 0 and usage.stack <= 48

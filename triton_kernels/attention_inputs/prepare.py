@@ -23,6 +23,7 @@ from ..plan.batch import Batch
 from .compress_csa import compress_csa
 from .compress_hca import BLOCKS, compress_hca
 from .compressor import Compression, Workspace
+from .index_weights import IndexWeights, project_index_weights
 from .latent import Latents, store_latent
 from .windows import PassArguments, unit_limit
 
@@ -49,15 +50,17 @@ def _attention_inputs(
     latents,
     calls,
     workspace,
+    index_weights,
     groups,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then the latents'.
+    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then those of the
+    index weights; then the latents'.
 
-    calls: none, one, or two of ratio 4. latents: or nothing. workspace: for ratio 128. TOKENS: of a program in decode;
-    else 0, and PADDED requests or fewer.
+    calls: none, one, or two of ratio 4. latents, index_weights: or nothing. workspace: for ratio 128. TOKENS: of a
+    program in decode; else 0, and PADDED requests or fewer.
     """
     after_previous()
     PARTS: tl.constexpr = BLOCKS if RATIO == 128 else len(calls)
@@ -70,8 +73,12 @@ def _attention_inputs(
         for i in tl.static_range(PARTS):
             if part == i:
                 compress_csa(number, batch, calls[i], TOKENS, PADDED)
-    if len(latents) > 0:
-        rest = program - groups * PARTS
+    rest = program - groups * PARTS
+    if len(index_weights) > 0:
+        if rest >= 0 and rest < index_weights.programs:
+            project_index_weights(rest, index_weights)
+        rest -= index_weights.programs
+    if len(latents) > 0:  # noqa: SIM102  the first is decided when the kernel is compiled
         if rest >= 0:
             store_latent((rest // 2).to(tl.int64), rest % 2, latents)
 
@@ -83,6 +90,7 @@ def prepare_attention(
     frequencies: Tensor,
     *,
     workspace: Workspace | None = None,
+    index_weights: IndexWeights | None = None,
 ) -> None:
     """Store the latents of a pass, close its windows, store their entries and bring the states up to date.
 
@@ -95,6 +103,7 @@ def prepare_attention(
             rows of page 0 and request 0. A slot or state row outside its buffer is left out.
         frequencies: fp32 [32], the compressed layers' RoPE frequencies.
         workspace: for ratio 128, from :func:`~.compressor.new_workspace`.
+        index_weights: a product of few tokens that joins the launch; of CSA layers.
 
     The window's angle is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
 
@@ -122,16 +131,18 @@ def prepare_attention(
         if workspace is None:
             raise checks.OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
         workspace.check(unit_limit(batch.tokens, batch.requests.shape[0], ratio), calls[0].kv)
+    if index_weights is not None:
+        index_weights.check(batch.tokens)
     if latents is not None:
         checks.require_shape(f"{op}: kv of latents", latents.kv, (batch.tokens, latents.kv.shape[-1]), "[T, 512]")
         latents.check()
     if not batch.tokens:
         return
     if latents is not None and calls and batch.tokens >= APART and not batch.is_decode:
-        _launch(None, calls, batch, frequencies, workspace)
-        _launch(latents, (), batch, frequencies, workspace)
+        _launch(None, calls, batch, frequencies, workspace, None)
+        _launch(latents, (), batch, frequencies, workspace, None)
     else:
-        _launch(latents, calls, batch, frequencies, workspace)
+        _launch(latents, calls, batch, frequencies, workspace, index_weights)
 
 
 def _launch(
@@ -140,6 +151,7 @@ def _launch(
     batch: Batch,
     frequencies: Tensor,
     workspace: Workspace | None,
+    index_weights: IndexWeights | None,
 ) -> None:
     tokens, requests = batch.tokens, batch.requests.shape[0]
     ratio = calls[0].compressor.ratio if calls else 0
@@ -154,11 +166,13 @@ def _launch(
     is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)
     large = tokens >= APART and not batch.is_decode and is_fp32
     warps, registers = (WARPS_LARGE, REGISTERS_LARGE) if large else (WARPS, REGISTERS)
+    programs += index_weights.programs if index_weights else 0
     _attention_inputs[(programs + (2 * tokens if latents else 0),)](
         PassArguments.of(batch, frequencies) if calls else (),
         latents.arguments() if latents else (),
         tuple(call.arguments() for call in calls),
         workspace if ratio == 128 else (),
+        index_weights.arguments() if index_weights else (),
         groups,
         ratio,
         each if calls else 0,

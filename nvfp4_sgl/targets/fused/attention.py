@@ -9,12 +9,13 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.rows import PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
 from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
@@ -85,8 +86,17 @@ class FusedAttentionInputs(nn.Module):
             calls.append(self.compressor.compression(columns.compressor, cache.state, cache.compressed))
         if self.index_compressor is not None and columns.index_compressor is not None:
             calls.append(self.index_compressor.compression(columns.index_compressor, cache.index_state, cache.index))
-        prepare_attention(latents, calls, step.plan.batch, self._frequencies, workspace=step.workspace)
-        return Prepared(q_lora, columns.index_weights)
+        weights = columns.index_weights
+        joined = None
+        if isinstance(weights, Unmultiplied):
+            values = x.require_values()
+            joined = IndexWeights(
+                values, weights.weight, torch.empty(tokens, len(weights.weight), dtype=torch.float32, device=device)
+            )
+            weights = joined.out
+        batch, workspace = step.plan.batch, step.workspace
+        prepare_attention(latents, calls, batch, self._frequencies, workspace=workspace, index_weights=joined)
+        return Prepared(q_lora, weights)
 
 
 class FusedSelection(nn.Module):

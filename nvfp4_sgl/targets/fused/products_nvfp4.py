@@ -7,6 +7,7 @@ re-laid there once, global scales become the epilogue's alphas. Router, index we
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.rows import ExpertRows
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.targets.fused.operands import in_form
@@ -26,6 +27,7 @@ from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
@@ -89,7 +91,10 @@ class NvFp4Projection(nn.Module):
 
 
 class NvFp4InputProjection(nn.Module):
-    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers the index weights in bf16."""
+    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers the index weights in bf16.
+
+    Of few tokens the index weights are left to the kernel that prepares attention: no launch of their own.
+    """
 
     def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
         super().__init__()
@@ -104,10 +109,12 @@ class NvFp4InputProjection(nn.Module):
 
     def forward(self, x: Operand) -> Columns:
         """fp32 columns."""
-        parts = [*self.projection.product(x, torch.float32)]
-        if self.index_weights is not None:
-            parts.append(multiply(x.require_values(), self.index_weights, torch.float32))
-        return columns_of(parts, indexed=self.index_weights is not None)
+        columns = columns_of(self.projection.product(x, torch.float32), indexed=False)
+        if self.index_weights is None:
+            return columns
+        if len(x.require_values()) <= MAX_TOKENS:
+            return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
+        return replace(columns, index_weights=multiply(x.require_values(), self.index_weights, torch.float32))
 
 
 class NvFp4GroupedProjection(nn.Module):

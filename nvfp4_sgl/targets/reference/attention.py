@@ -9,7 +9,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.cache.rows import RowStore
 from nvfp4_sgl.config import LayerKind
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.ops.attention import sparse_attention
 from nvfp4_sgl.ops.compressor import compress_windows
@@ -57,6 +57,7 @@ class ReferenceAttentionInputs(nn.Module):
             keys = self._compress(columns.index_compressor, cache.index_state, step, self.index_compressor)
             write_index_keys(_require(cache.index), step.compress[self._ratio].window_slots, keys)
         q_lora = rms_norm(columns.q_lora, self.q_norm, eps, out_dtype=dtype)
+        assert not isinstance(columns.index_weights, Unmultiplied)
         return Prepared(Operand(q_lora), columns.index_weights)
 
     def _compress(
