@@ -8,11 +8,11 @@ import torch
 
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
-from tests.sm100.triton.cases.case import Outputs, case, next_codes
+from tests.sm100.triton.cases.case import Outputs, case, close, next_codes
 from tests.sm100.triton.cases.rows import BF16, outputs_of
 from tests.triton.support.compression import World
 from tests.triton.support.rows import poisoned_rows
-from tests.triton.test_attention_inputs import LAYERS, some_latents
+from tests.triton.test_attention_inputs import LAYERS, some_index_weights, some_latents
 
 ENTRIES = next_codes(2e-3)
 """Softmax over a window, a norm and a rotation: a code next to a tie, seldom."""
@@ -24,6 +24,7 @@ NEAR = {
     "codes": next_codes(1e-2),
     "block_scales": next_codes(1e-2),
     "scale": BF16,
+    "index_weights": close(0.0, 2.0**-15),
 }
 
 
@@ -34,16 +35,23 @@ def latents_of(latents: Latents) -> Outputs:
     return found if latents.q_rows is None else {**found, **outputs_of(latents.q_rows)}
 
 
-def passes(layer: str, before: dict[int, int], *counts: dict[int, int], padding: int = 0) -> Outputs:
-    """One pass after another; what the last leaves, states included."""
+def passes(
+    layer: str, before: dict[int, int], *counts: dict[int, int], padding: int = 0, weigh: bool = False
+) -> Outputs:
+    """One pass after another; what the last leaves, states included. ``weigh``: beside a product of index weights."""
     world = World(LAYERS[layer], "cpu", requests=3)
     world.suppose(before)
     found: Outputs = {}
     for added in counts:
         batch, wide = world.prepare(added, padding)
         latents = some_latents(batch.tokens, 128, torch.float32, "cpu")
-        prepare_attention(latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace)
+        given = some_index_weights(batch.tokens, 5, 600, "cpu") if weigh else None
+        prepare_attention(
+            latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace, index_weights=given
+        )
         found |= latents_of(latents)
+        if given is not None:
+            found["index_weights"] = given.out
     for number, side in enumerate(world.sides):
         found |= {f"state{number}": side.state, f"pages{number}": side.pages}
     return {**found, "arrivals": world.workspace.arrivals}
@@ -69,6 +77,11 @@ def latents_quantised() -> Outputs:
 def compression_by_four() -> Outputs:
     """Ragged requests, one of which closes windows; then a decode step with padding."""
     return passes("CSA", {1: 125, 2: 2}, {1: 4, 2: 1, 3: 2}, {1: 1, 2: 1, 3: 1}, padding=1)
+
+
+@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+def a_decode_step_with_index_weights() -> Outputs:
+    return passes("CSA", {1: 127, 2: 2}, {1: 1, 2: 1}, weigh=True)
 
 
 @case("_turns_kernel", "_attention_inputs", bounds=NEAR)
