@@ -6,14 +6,17 @@ re-laid there once, global scales become the epilogue's alphas. Router, index we
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.cutedsl_kernels import launcher, operations
-from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, swiglu_row_scale
+from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
@@ -181,6 +184,10 @@ class NvFp4Experts(nn.Module):
         return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
 
 
+LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
+"""Environment variable: folder of a library of GEMMs built ahead of time."""
+
+
 class NvFp4Planner(FusedPlanner):
     """Also compiles every GEMM, or loads it from a library built ahead of time, before the first request.
 
@@ -191,6 +198,8 @@ class NvFp4Planner(FusedPlanner):
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
         context, runner = self.context, launcher.current()
+        if (folder := os.environ.get(LIBRARY_VARIABLE)) and isinstance(runner, launcher.CudaLauncher):
+            runner.kernels = KernelCache(Library(Path(folder)))
         keys = keys_for(
             layer_products(context.config, context.parallel.size),
             max(tokens, self.slots.requests),
