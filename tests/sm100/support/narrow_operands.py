@@ -1,26 +1,24 @@
 """Operands of 4, 6 and 8 bits of tcgen05.mma's narrow kinds: random codes, their values, their bytes in shared memory.
 
-Values are ml_dtypes' and bytes are packed element by element, so nothing here is the emulator's.
+Values follow from the definition of the formats and bytes are packed element by element: nothing is the emulator's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
-TYPES = {
-    "e4m3": (0, 8, ml_dtypes.float8_e4m3fn),
-    "e5m2": (1, 8, ml_dtypes.float8_e5m2),
-    "e2m3": (3, 6, ml_dtypes.float6_e2m3fn),
-    "e3m2": (4, 6, ml_dtypes.float6_e3m2fn),
-    "e2m1": (5, 4, ml_dtypes.float4_e2m1fn),
-}
-"""By name: number in the instruction descriptor of f8f6f4 and mxf8f6f4, bits, dtype."""
+TYPES = {"e4m3": (0, 4, 3), "e5m2": (1, 5, 2), "e2m3": (3, 2, 3), "e3m2": (4, 3, 2), "e2m1": (5, 2, 1)}
+"""By name: number in the instruction descriptor of f8f6f4 and mxf8f6f4, bits of exponent and of mantissa."""
 PADDED = 16
 """Elements that fill 16 bytes whatever their bits."""
 POISON = 0xA5
+
+
+def bits_of(name: str) -> int:
+    """Of an element: sign, exponent, mantissa."""
+    return 1 + sum(TYPES[name][1:])
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class NarrowOperand:
     def random(cls, name: str, rows: int, k: int, seed: int) -> NarrowOperand:
         """All codes of finite numbers; those of 8 bits without the largest, so that sums stay exact."""
         random = np.random.default_rng(seed)
-        _, bits, _ = TYPES[name]
+        bits = bits_of(name)
         if bits < 8:
             return cls(name, random.integers(0, 1 << bits, (rows, k), dtype=np.uint8))
         low, high = {"e4m3": (0x28, 0x50), "e5m2": (0x34, 0x48)}[name]
@@ -47,11 +45,16 @@ class NarrowOperand:
 
     def values(self) -> np.ndarray:
         """fp64 [rows, k]."""
-        return self.codes.view(TYPES[self.name][2]).astype(np.float64)
+        _, exponents, mantissas = TYPES[self.name]
+        mantissa = (self.codes & (1 << mantissas) - 1) / 2.0**mantissas
+        exponent = (self.codes >> mantissas & (1 << exponents) - 1).astype(int)
+        sign = np.where(self.codes >> exponents + mantissas & 1, -1.0, 1.0)
+        bias = (1 << exponents - 1) - 1
+        return sign * np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
 
     def padded(self) -> np.ndarray:
         """u8 [rows, k]: sixteen elements in the low bits of 16 bytes, with poison behind them."""
-        bits = TYPES[self.name][1]
+        bits = bits_of(self.name)
         out = np.full(self.codes.shape, POISON, np.uint8)
         for row, codes in enumerate(self.codes):
             for first in range(0, len(codes), PADDED):
