@@ -24,13 +24,19 @@ ARCHITECTURE = "sm_100a"
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a model on one rank, for a number of tokens."""
+    """One product of a model on one rank, for a number of tokens.
+
+    Attributes:
+        limit: the SwiGLU clamp.
+        dtype: of results that are not gated, which are NVFP4.
+    """
 
     model: str
     ranks: int
     product: LayerProduct
     tokens: int
     limit: float
+    dtype: Output = "bf16"
 
     @property
     def routed(self) -> bool:
@@ -44,7 +50,7 @@ class Case:
 
     @property
     def output(self) -> Output:
-        return "nvfp4" if self.product.gated else "bf16"
+        return "nvfp4" if self.product.gated else self.dtype
 
     @property
     def token_tile(self) -> int:

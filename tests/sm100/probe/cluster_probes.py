@@ -50,7 +50,7 @@ def multicast() -> Probe:
 
 
 def distributed_shared_memory() -> Probe:
-    """Clusters of four: a CTA gives its value to its partner (rank ^ 1) in each round and reads CTA rank + 2's inbox."""
+    """Clusters of four: a CTA gives its value to CTA rank ^ 1 in each round, and reads the inbox of CTA rank + 2."""
     case = case_named(cluster_cases.cases(), "distributed shared memory")
     rounds, size, threads = cluster_cases.Exchange.ROUNDS, cluster_cases.Exchange.SIZE, cluster_cases.THREADS
     value = bits(case.inputs["source"]).copy()

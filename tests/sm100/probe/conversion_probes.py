@@ -14,12 +14,8 @@ E2M1_NAN = 7
 """PTX: a NaN becomes the largest E2M1 magnitude, positive."""
 
 TO_E2M1 = Snippet("{ .reg .b8 x; cvt.rn.satfinite.e2m1x2.f32 x, a, b; cvt.u32.u8 d, x; }", "c0 c1", label="to E2M1")
-TO_E4M3 = Snippet(
-    "{ .reg .b16 x; cvt.rn.satfinite.e4m3x2.f32 x, a, b; cvt.u32.u16 d, x; }", "c0 c1", label="to E4M3"
-)
-FROM_E2M1 = Snippet(
-    "{ .reg .b8 x; cvt.u8.u32 x, a; cvt.rn.f16x2.e2m1x2 d, x; }", "i0", label="from E2M1"
-)
+TO_E4M3 = Snippet("{ .reg .b16 x; cvt.rn.satfinite.e4m3x2.f32 x, a, b; cvt.u32.u16 d, x; }", "c0 c1", label="to E4M3")
+FROM_E2M1 = Snippet("{ .reg .b8 x; cvt.u8.u32 x, a; cvt.rn.f16x2.e2m1x2 d, x; }", "i0", label="from E2M1")
 FROM_E4M3 = Snippet(
     "{ .reg .b16 x; and.b32 t, a, 0xfefe; cvt.u16.u32 x, t; cvt.rn.f16x2.e4m3x2 d, x; }", "i0", label="from E4M3"
 )

@@ -106,9 +106,7 @@ def scale_copy() -> Probe:
     tcgen05.cp.cta_group::1.32x128b.warpx4 [%r24], %q5;"""
     expected = before.copy()
     expected[0, :, 4:8] = np.tile(rows.view(np.uint32), (4, 1))
-    return tensor_probe(
-        "copy of block scales", "tcgen05.cp.32x128b.warpx4", code, shared, before, expected
-    )
+    return tensor_probe("copy of block scales", "tcgen05.cp.32x128b.warpx4", code, shared, before, expected)
 
 
 def scale_rows(scales: np.ndarray) -> np.ndarray:
@@ -160,12 +158,15 @@ def block_scaled(ctas: int, n: int) -> Probe:
     product = dequantize(codes[0], scales[0]) @ dequantize(codes[1], scales[1]).T
     expected = np.zeros((ctas, LANES, n + 8), np.float32)
     expected[:, :, :n] = product.reshape(ctas, LANES, n)
-    for column, rows in ((n, scales[0].reshape(ctas, LANES, SCALES)), (n + 4, np.stack([scales[1]] * ctas))):
+    of_ranks = ((n, scales[0].reshape(ctas, LANES, SCALES)), (n + 4, np.stack([scales[1]] * ctas)))
+    for column, of_rank in of_ranks:
         for rank in range(ctas):
-            words = np.tile(scale_rows(rows[rank]).view(np.uint32), (4, 1))
+            words = np.tile(scale_rows(of_rank[rank]).view(np.uint32), (4, 1))
             expected[rank, :, column : column + 4] = words.view(np.float32)
     name = "block-scaled MMA" + (" of a pair of CTAs" if ctas == 2 else "")
-    shows = f"tcgen05.mma.cta_group::{ctas}.kind::mxf4nvf4.block16, M = {LANES * ctas}, N = {n}, with scales by tcgen05.cp"
+    shows = (
+        f"tcgen05.mma.cta_group::{ctas}.kind::mxf4nvf4.block16, M = {LANES * ctas}, N = {n}, with scales by tcgen05.cp"
+    )
     return tensor_probe(name, shows, code, shared, before, expected)
 
 
