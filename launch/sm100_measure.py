@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
+from tests.support.departure import Departure
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,6 +24,11 @@ BLOCK = 16
 COLD_BYTES = 400 * 2**20
 """Operands that a timed run goes through before it comes back to the first: three times a B200's L2."""
 MOST_COPIES = 64
+HALF_ULP = {"bf16": 2.0**-8, "fp32": 2.0**-24}
+"""Relative, of a rounded output."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NAN_SCALE = 0x7F
+"""An E4M3 NaN, which poisons the block that it scales."""
 TINY = 1e-30
 """Keeps an error of zero where nothing is allowed from being 0 / 0."""
 SAMPLED = 64
@@ -34,6 +40,40 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor([*E2M1, *(-one for one in E2M1)], dtype=torch.float64, device=codes.device)
     pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
     return pairs * scales.double().repeat_interleave(BLOCK, dim=-1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some outputs of one row, fp64 [features], beside what they should be and how far off they may be."""
+
+    row: int
+    group: int
+    features: Tensor
+    found: Tensor
+    expected: Tensor
+    allowed: Tensor
+
+    @property
+    def errors(self) -> Tensor:
+        """Over what is allowed; infinite for a NaN."""
+        return ((self.found - self.expected).abs() / self.allowed).nan_to_num(nan=torch.inf)
+
+    def departure(self, rows: int) -> Departure:
+        """Of the first wrong output; ``rows`` have any."""
+        wrong = self.errors > 1.0
+        at = int(torch.nonzero(wrong)[0])
+        return Departure(
+            f"output of row {self.row}, group {self.group}, feature {int(self.features[at])}",
+            expected=f"{float(self.expected[at]):.8g} +- {float(self.allowed[at]):.2g}",
+            found=f"{float(self.found[at]):.8g}",
+            detail=f"{int(wrong.sum())} of {wrong.numel()} sampled outputs of that row, and {rows} sampled rows, are"
+            f" wrong; found over expected there: {_ratios(self.found[wrong] / self.expected[wrong])}",
+        )
+
+
+def _ratios(values: Tensor) -> str:
+    """Their range: a wrong factor shows as a single number."""
+    return f"{float(values.min()):.4g} to {float(values.max()):.4g}"
 
 
 @dataclass
@@ -101,20 +141,40 @@ class Workload:
         Allowed: half a bf16 ulp and fp32 sums; for NVFP4 outputs half of the widest step between a block's codes.
         """
         self.launch()
+        return max(float(sample.errors.max()) for sample in self._samples())
+
+    def check(self) -> None:
+        """The same with outputs poisoned before.
+
+        Raises:
+            Departure: an error is larger than rounding allows; names the first such output.
+        """
+        if isinstance(self.out, Tensor):
+            self.out.fill_(torch.nan)
+        else:
+            self.out.codes.fill_(0xFF)
+            self.out.block_scales.view(torch.uint8).fill_(NAN_SCALE)
+        self.launch()
+        wrong = [sample for sample in self._samples() if float(sample.errors.max()) > 1.0]
+        if wrong:
+            raise wrong[0].departure(len(wrong))
+
+    def _samples(self) -> Iterator[Sample]:
         one = self.case.product
         generator = torch.Generator().manual_seed(2)
         filled = torch.nonzero(self.group_of_row >= 0).flatten().cpu()
         rows = filled[torch.randperm(len(filled), generator=generator)[:SAMPLED]].tolist()
         blocks = torch.randperm(one.features // BLOCK, generator=generator)[: SAMPLED // 4]
         features = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(self.codes.device)
-        worst = 0.0
         for row in rows:
             for group in range(one.groups) if self.codes.dim() == 3 else [int(self.group_of_row[row])]:
                 expected, slack = self._expected(row, group, features)
-                rounding = self._rounding(expected)
-                error = (self._found(row, group, features) - expected).abs() / (slack + rounding + TINY)
-                worst = max(worst, float(error.nan_to_num(nan=torch.inf).max()))
-        return worst
+                rounding = (
+                    expected.abs() * HALF_ULP[self.case.output]
+                    if isinstance(self.out, Tensor)
+                    else self._half_step(expected)
+                )
+                yield Sample(row, group, features, self._found(row, group, features), expected, slack + rounding + TINY)
 
     def _expected(self, row: int, group: int, features: Tensor) -> tuple[Tensor, Tensor]:
         """fp64 outputs of a row, and what fp32 sums may change."""
@@ -170,7 +230,7 @@ def _launch(case: Case, tokens: Rows, weights: Weights) -> tuple[Callable[[], ob
     if one.gated:
         hidden = operations.hidden_rows(tokens, one.features, case.limit)
         return lambda: operations.expert_gate_up_quantized(tokens, weights, case.limit, out=hidden), hidden
-    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[one.output])
+    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[case.output])
     if case.routed:
         return lambda: operations.expert_down(tokens, weights, out=out), out
     call = operations.grouped_product if tokens.codes.dim() == 3 else operations.product

@@ -26,24 +26,34 @@ def compile_case(case: Case, architecture: str = HOPPER) -> Compiled:
     return compile_for(architecture, case.function, *_arguments([*case.inputs.values(), *case.outputs.values()]))
 
 
-def emulate(case: Case, compiled: Compiled, options: Options | None = None) -> dict[str, bytes]:
-    """Run a compiled case in the emulator."""
+def emulated_outputs(case: Case, compiled: Compiled, options: Options | None = None) -> dict[str, torch.Tensor]:
+    """What a compiled case leaves in the emulator."""
     inputs = list(case.inputs.values())
     outputs = {name: tensor.clone() for name, tensor in case.outputs.items()}
     with emulated(options, reads=inputs, writes=list(outputs.values())) as emulator:
         emulator(compiled, *_arguments([*inputs, *outputs.values()]))
-    return case.results(outputs)
+    return outputs
 
 
-def run_on_gpu(case: Case) -> dict[str, bytes]:
-    """Compile for the GPU that is there, run, and wait for it."""
+def gpu_outputs(case: Case, options: str = "") -> dict[str, torch.Tensor]:
+    """Compile for the GPU that is there, run, and wait for it; ``options`` are the compiler's."""
     import cutlass.cute as cute
 
     inputs = [tensor.cuda() for tensor in case.inputs.values()]
     outputs = {name: tensor.cuda() for name, tensor in case.outputs.items()}
     arguments = _arguments([*inputs, *outputs.values()])
-    compiled = cute.compile(case.function, *arguments)
+    compiled = cute.compile(case.function, *arguments, **({"options": options} if options else {}))
     torch.cuda.synchronize()
     compiled(*arguments)
     torch.cuda.synchronize()
-    return case.results({name: tensor.cpu() for name, tensor in outputs.items()})
+    return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+
+def emulate(case: Case, compiled: Compiled, options: Options | None = None) -> dict[str, bytes]:
+    """Results of a compiled case in the emulator."""
+    return case.results(emulated_outputs(case, compiled, options))
+
+
+def run_on_gpu(case: Case) -> dict[str, bytes]:
+    """Results of a case on the GPU that is there."""
+    return case.results(gpu_outputs(case))

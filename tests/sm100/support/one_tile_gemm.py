@@ -16,6 +16,11 @@ THREADS = 128
 INSTRUCTION_DEPTH = 16
 
 
+def on_stream(stream: object) -> dict[str, object]:
+    """A launch's argument; none for the default stream."""
+    return {} if stream is None else {"stream": stream}
+
+
 class OneTileGemm:
     """c = a bᵀ for the shape of one instruction, several instructions deep.
 
@@ -36,6 +41,11 @@ class OneTileGemm:
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: object) -> None:
+        self.launch(a, b, c, stream)
+
+    @cute.jit
+    def launch(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: object) -> None:
+        """``stream`` may be ``None``, the default one."""
         majors = [OperandMajorMode.K if name[0] == "K" else OperandMajorMode.MN for name in self.swizzles]
         shape = (*self.shape[:2], INSTRUCTION_DEPTH)
         smem = tcgen05.OperandSource.SMEM
@@ -54,7 +64,7 @@ class OneTileGemm:
             )
         ]
         self.kernel(mma, a, b, c, *layouts).launch(
-            grid=(self.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(self.ctas, 1, 1), stream=stream
+            grid=(self.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(self.ctas, 1, 1), **on_stream(stream)
         )
 
     @cute.kernel

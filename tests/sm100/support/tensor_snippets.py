@@ -17,21 +17,14 @@ def registers(first: int) -> str:
     return "{" + ", ".join(f"%r{first + i}" for i in range(CHUNK)) + "}"
 
 
-def run_tensor_code(
-    code: str, shared: np.ndarray, cells: np.ndarray, options: Options | None = None, *, every_warp: bool = False
-) -> np.ndarray:
-    """Tensor memory after ``code``.
+def tensor_body(code: str, ctas: int, size: int, columns: int, *, every_warp: bool = False) -> str:
+    """PTX of a kernel: fill shared and tensor memory, run ``code``, store tensor memory.
 
-    Args:
-        code: run by the first thread of the first CTA (or, with ``every_warp``, by all warps); %r20 is the tensor
-            memory's begin, %r21 the thread's index.
-        shared: u8 [CTAs, bytes], the first bytes of each CTA's shared memory (from offset ``SHARED_BASE`` on).
-        cells: u32 [CTAs, 128, columns], what tensor memory holds before.
+    Reads %r1, the rank in the cluster, %r21, the thread's index, %r3, the begin of ``size`` + 16 bytes of shared memory
+    aligned to 1024, and the addresses %q0 of the bytes that go there, %q2 of tensor memory's contents before and %q4 of
+    those after; arguments as of :func:`run_tensor_code`.
     """
-    ctas, size = shared.shape
-    columns = cells.shape[2]
     assert size % (16 * THREADS) == 0 and columns % CHUNK == 0
-    result = np.ascontiguousarray(cells, np.uint32).copy()
     steps = range(0, columns, CHUNK)
     kind = f"cta_group::{ctas}"
     multicast = ".multicast::cluster" if ctas == 2 else ""
@@ -44,15 +37,14 @@ def run_tensor_code(
     )
     dump = "".join(
         f"tcgen05.ld.sync.aligned.32x32b.x{CHUNK}.b32 {registers(40)}, [%r23+{c}];\ntcgen05.wait::ld.sync.aligned;\n"
-        f"st.global.v4.b32 [%q3+{4 * c}], {quads[0]};\nst.global.v4.b32 [%q3+{4 * c + 16}], {quads[1]};\n"
+        f"st.global.v4.b32 [%q4+{4 * c}], {quads[0]};\nst.global.v4.b32 [%q4+{4 * c + 16}], {quads[1]};\n"
         for c in steps
     )
     guarded = code if every_warp else f"setp.ne.s32 %p1, %r22, 0;\n@%p1 bra AFTER;\n{code}"
-    body = f"""
-    mov.u32 %r21, %tid.x; mov.u32 %r1, %cluster_ctarank;
+    return f"""
     shl.b32 %r2, %r1, 7; or.b32 %r22, %r2, %r21;
-    mov.u32 %r3, dynamic; mul.lo.s32 %r4, %r21, 16; add.s32 %r5, %r3, %r4;
-    ld.param.b64 %q0, [p0]; mad.wide.u32 %q0, %r1, {size}, %q0; cvt.u64.u32 %q1, %r4; add.s64 %q1, %q0, %q1;
+    mul.lo.s32 %r4, %r21, 16; add.s32 %r5, %r3, %r4;
+    mad.wide.u32 %q0, %r1, {size}, %q0; cvt.u64.u32 %q1, %r4; add.s64 %q1, %q0, %q1;
     {
         "".join(
             f"ld.global.v4.b32 {quads[0]}, [%q1+{at}]; st.shared.v4.b32 [%r5+{at}], {quads[0]};"
@@ -69,10 +61,11 @@ def run_tensor_code(
     mbarrier.init.shared.b64 [%r3+{size + 8}], 1;
     fence.mbarrier_init.release.cluster;
     READY:
+    bar.warp.sync -1;
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     ld.shared.b32 %r20, [%r3+{size}];
     and.b32 %r6, %r21, 96; shl.b32 %r6, %r6, 16; add.s32 %r23, %r20, %r6;
-    ld.param.b64 %q2, [p1]; mad.wide.u32 %q3, %r22, {4 * columns}, %q2;
+    mad.wide.u32 %q3, %r22, {4 * columns}, %q2; mad.wide.u32 %q4, %r22, {4 * columns}, %q4;
     {fill}
     tcgen05.wait::st.sync.aligned;
     tcgen05.fence::before_thread_sync;
@@ -94,7 +87,27 @@ def run_tensor_code(
     setp.ge.s32 %p0, %r21, 32;
     @%p0 bra DONE;
     tcgen05.dealloc.{kind}.sync.aligned.b32 %r20, 512;
-    DONE:
+    DONE:"""
+
+
+def run_tensor_code(
+    code: str, shared: np.ndarray, cells: np.ndarray, options: Options | None = None, *, every_warp: bool = False
+) -> np.ndarray:
+    """Tensor memory after ``code``.
+
+    Args:
+        code: run by the first thread of the first CTA (or, with ``every_warp``, by all warps); %r20 is the tensor
+            memory's begin, %r21 the thread's index.
+        shared: u8 [CTAs, bytes], the first bytes of each CTA's shared memory (from offset ``SHARED_BASE`` on).
+        cells: u32 [CTAs, 128, columns], what tensor memory holds before.
+    """
+    ctas, size = shared.shape
+    columns = cells.shape[2]
+    result = np.ascontiguousarray(cells, np.uint32).copy()
+    body = f"""
+    mov.u32 %r21, %tid.x; mov.u32 %r1, %cluster_ctarank; mov.u32 %r3, dynamic;
+    ld.param.b64 %q0, [p0]; ld.param.b64 %q2, [p1]; mov.b64 %q4, %q2;
+    {tensor_body(code, ctas, size, columns, every_warp=every_warp)}
     ret;"""
     launch(
         body,

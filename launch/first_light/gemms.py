@@ -1,0 +1,125 @@
+"""The step ``gemms``: every GEMM kernel that the model asks for, on random operands, against fp64.
+
+``python -m first_light.gemms [--emulated]``
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from sm100_cases import MODELS, Case, cases
+from sm100_measure import Workload
+
+from first_light.journal import Journal
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
+from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
+from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
+from nvfp4_sgl.model.products import layer_products
+from tests.sm100.support.launcher import EmulatedLauncher
+
+RANKS = [1, 8]
+TOKENS = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024, 4096, 8192]
+"""Both sides of every threshold between kernels, and up to the largest prefill."""
+EMULATED_TOKENS = 9
+"""More than a token tile of 8, so that the second is ragged."""
+
+
+class KeptKernels:
+    """Compiles kernels, and leaves their code in the step's folder."""
+
+    def __init__(self, journal: Journal):
+        self._journal = journal
+
+    def kernel(self, key: KernelKey) -> NativeKernel:
+        return NativeKernel.of(key.name, compile_kernel(key, self._journal.keep_code(key.name)))
+
+
+class JournalledLauncher:
+    """Notes each kernel before another launcher runs it."""
+
+    def __init__(self, journal: Journal, runner: Launcher):
+        self._journal, self._runner = journal, runner
+        self.programmatic_launch = runner.programmatic_launch
+
+    def architecture(self, device: torch.device) -> str:
+        return self._runner.architecture(device)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return self._runner.multiprocessors(device)
+
+    def freeze(self) -> None:
+        self._runner.freeze()
+
+    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+        self._journal.launch(key.name, repr(key))
+        self._runner.launch(key, call, clusters)
+
+
+def as_used(case: Case) -> Case:
+    """The first GEMM of a layer gives fp32 columns."""
+    return replace(case, dtype="fp32") if case.product.name.startswith("wq_a") else case
+
+
+def of_the_models() -> list[Case]:
+    """One case for every kernel of Flash and Pro, the simplest kernels first."""
+    found: dict[KernelKey, Case] = {}
+    for case in map(as_used, cases(list(MODELS), RANKS, TOKENS)):
+        found.setdefault(case.key, case)
+
+    def complexity(case: Case) -> tuple[bool, int, bool, bool, int, int]:
+        shape = case.shape
+        return shape.pair, shape.cluster, shape.grouped, shape.gated, shape.token_tile, case.product.k
+
+    return sorted(found.values(), key=complexity)
+
+
+def of_a_tiny_model() -> list[Case]:
+    """The GEMMs of a model that a CPU can emulate in seconds, one of each kind."""
+    config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
+    products = layer_products(config, 1)
+    return [as_used(Case("tiny", 1, product, EMULATED_TOKENS, config.swiglu_limit)) for product in products]
+
+
+def check(found: list[Case], device: torch.device, journal: Journal) -> None:
+    """Each case in turn.
+
+    Raises:
+        Departure: of the first whose output is further from fp64 than rounding explains.
+    """
+    for case in found:
+        name = f"{case.model}, TP {case.ranks}, {case.product.name}, {case.tokens} tokens"
+        print(name, flush=True)
+        with journal.item(name):
+            Workload.make(case, device).check()
+
+
+@contextmanager
+def launching(runner: Launcher, journal: Journal) -> Iterator[None]:
+    with launcher.use(JournalledLauncher(journal, runner)):
+        yield
+
+
+def main(arguments: list[str]) -> int:
+    journal = Journal.of_this_process()
+    emulated = "--emulated" in arguments
+    runner: Launcher = EmulatedLauncher() if emulated else CudaLauncher(KernelCache(KeptKernels(journal)))
+    found, device = (of_a_tiny_model(), "cpu") if emulated else (of_the_models(), "cuda:0")
+    try:
+        with launching(runner, journal):
+            check(found, torch.device(device), journal)
+    except Exception as error:
+        print(f"DEPARTS: {type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""launch/check_gpu: which steps a GPU gets, and that whatever stops first light is told by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+import check_gpu
+from first_light import steps
+from first_light.journal import Account, Journal
+from first_light.outcome import Outcome, run_step
+from first_light.steps import PYTEST, Step
+
+FAULTS = ROOT / "tests" / "support" / "planted_faults"
+JOURNAL = "from first_light.journal import Journal; journal = Journal.of_this_process(); "
+
+
+def emulate(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """``launch/check_gpu --emulated`` and the report that it packed."""
+    command = [str(ROOT / "launch" / "check_gpu"), "--emulated", "--output", str(folder), *arguments]
+    variables = {**os.environ, "PYTHON": sys.executable, **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = packed.getnames()
+        (report,) = (name for name in names if name.endswith("report.json"))
+        content = packed.extractfile(report)
+        assert content is not None
+        assert {"machine.json", "doctor.json", "report.txt"} <= {name.split("/")[-1] for name in names}
+        return done, json.load(content)
+
+
+def test_the_numeric_part_in_the_emulator(tmp_path: Path):
+    done, report = emulate(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("EMULATED: no GPU is used")
+    assert [(step["step"], step["verdict"]) for step in report] == [("instructions", "passed"), ("gemms", "passed")]
+    assert "all passed" in done.stdout
+
+
+def test_a_wrong_kernel_is_named(tmp_path: Path):
+    """The alphas of the grouped GEMM alone are wrong: the first that departs is the first grouped one."""
+    done, (step,) = emulate(tmp_path, "gemms", PYTHONPATH=str(FAULTS), PLANTED_FAULT="alpha")
+    assert done.returncode == 1
+    assert (step["verdict"], step["item"]) == ("departs", "tiny, TP 1, wo_a, 9 tokens")
+    assert step["kernel"].startswith("nvfp4_sm_100a_") and "KernelShape(token_tile=16" in step["key"]
+    assert step["tensor"].startswith("output of row") and "found over expected there: 1.2" in step["detail"]
+    expected, found = float(step["expected"].split(" ")[0]), float(step["found"])
+    assert found == pytest.approx(1.25 * expected, rel=0.01)
+    for told in (
+        step["item"],
+        step["kernel"],
+        step["tensor"],
+        step["expected"],
+        step["found"],
+        "Send us this one file",
+    ):
+        assert told in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_wrong_instruction_is_named(tmp_path: Path):
+    done, (step,) = emulate(tmp_path, "instructions", PYTHONPATH=str(FAULTS), PLANTED_FAULT="e2m1")
+    assert done.returncode == 1
+    assert (step["verdict"], step["item"]) == ("departs", "conversions")
+    assert step["tensor"].startswith("d32, to E2M1")
+    assert "Traceback" not in done.stdout
+
+
+def run(tmp_path: Path, code: str, seconds: float = 60) -> Outcome:
+    return run_step(Step("a step", "", ("-c", JOURNAL + code), seconds), tmp_path / "step")
+
+
+def test_a_hang_is_named_and_ended(tmp_path: Path):
+    code = (
+        "import subprocess, sys, time; journal.begin('one'); journal.end('one'); journal.begin('two'); "
+        "journal.launch('kernel', 'Key(4)'); "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); "
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    found = run(tmp_path, code, seconds=5)
+    assert (found.verdict, found.item, found.account.ended) == ("out of time", "two", 1)
+    text = "\n".join(found.lines())
+    assert "OUT OF TIME" in text and "two" in text and "kernel" in text and "Key(4)" in text and "5 s" in text
+    child = int((found.folder / "log.txt").read_text())
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_a_crash_is_named(tmp_path: Path):
+    found = run(tmp_path, "import os, signal; journal.begin('one'); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (found.verdict, found.item) == ("crashed", "one")
+    assert "SIGSEGV" in "\n".join(found.lines())
+
+
+def test_another_failure_shows_the_end_of_the_log(tmp_path: Path):
+    found = run(tmp_path, "raise SystemExit('no such thing')")
+    assert (found.verdict, found.code) == ("failed", 1)
+    assert "no such thing" in check_gpu.report([found], [found.step, steps.FIRST_LIGHT[1]], "")
+    assert "not run: gemms" in check_gpu.report([found], [found.step, steps.FIRST_LIGHT[1]], "")
+
+
+TESTS = """
+from tests.support.departure import Departure
+
+def test_right():
+    pass
+
+def test_wrong():
+    raise Departure("attention of layer 2, row 3", expected="below 0.2", found=0.7, detail="one of 9 rows")
+
+def test_not_reached():
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (TESTS, {"tensor": "attention of layer 2, row 3", "expected": "below 0.2", "found": "0.7"}),
+        ("import no_such_module\n", {"found": "RuntimeError: ModuleNotFoundError: No module named 'no_such_module'"}),
+    ],
+)
+def test_a_failing_test_is_named(body: str, told: dict[str, str], tmp_path: Path):
+    file = tmp_path / "test_some.py"
+    file.write_text(body)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    arguments = (*PYTEST, "-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini"), str(file))
+    found = run_step(Step("tests", "", arguments, 120), tmp_path / "step")
+    assert found.verdict == "departs"
+    assert "test_some.py" in found.item and ("test_wrong" in found.item or "no_such" in body)
+    for name, start in told.items():
+        assert found.account.departure[name].startswith(start)
+
+
+def test_a_plain_assertion_is_told_in_its_words(tmp_path: Path):
+    with pytest.raises(AssertionError), Journal(tmp_path).item("one"):
+        raise AssertionError("the largest error is 3\nof 1")
+    assert Account.read(tmp_path).departure == {"item": "one", "found": "AssertionError: the largest error is 3\nof 1"}
+
+
+def test_a_journal_cut_off_in_the_middle_is_read(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.begin("one")
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"event": "en')
+    assert Account.read(tmp_path).open == "one"
+
+
+def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *arguments: str) -> Any:
+    """What ``launch/check_gpu`` would run on a GPU of that capability; an exit code if nothing."""
+    ran: list[Any] = []
+
+    def in_turn(commands: dict[str, list[str]]) -> int:
+        ran.extend(commands.items())
+        return 0
+
+    def first_light(chosen: Any, what: str, rest: Any, *others: Any, **more: Any) -> int:
+        ran.extend((step.name, rest) for step in chosen if what in ("all", step.name))
+        return 0
+
+    monkeypatch.setattr(check_gpu, "capability", lambda: capability)
+    monkeypatch.setattr(check_gpu, "in_turn", in_turn)
+    monkeypatch.setattr(check_gpu, "first_light", first_light)
+    code = check_gpu.main(list(arguments))
+    return dict(ran) if code == 0 else code
+
+
+def test_steps_of_hopper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
+    found = steps_of(monkeypatch, (9, 0))
+    assert list(found) == ["kernels", "decoder", "server", "memcheck", "racecheck"]
+    assert found["decoder"][-3:] == ["tests/gpu", "--deselect", "tests/gpu/test_server.py"]
+    assert "--durations" in found["kernels"]
+    assert found["memcheck"][:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
+    assert sum(argument.startswith("tests/triton/test_") for argument in found["racecheck"]) > 10
+    assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels"][-3:] == ["tests/triton", "-k", "rope"]
+    only = steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py")["racecheck"]
+    assert only[-1] == "tests/triton/test_rope.py" and "tests/triton/test_topk.py" not in only
+    assert steps_of(monkeypatch, (9, 0), "instructions") == 2
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    found = steps_of(monkeypatch, capability)
+    assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings"]
+    assert steps_of(monkeypatch, capability, "layer", "-k", "experts") == {"layer": ["-k", "experts"]}
+    assert list(steps_of(monkeypatch, capability, "memcheck")) == ["memcheck"]
+
+
+def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    assert steps_of(monkeypatch, None) == 2
+    assert "--emulated" in capsys.readouterr().err
+
+
+def test_every_step_runs_files_that_exist():
+    for step in steps.FIRST_LIGHT:
+        assert 0 < step.seconds <= 5400
+        for argument in step.command:
+            if "/" in argument:
+                assert (ROOT / argument).exists(), argument

@@ -1,0 +1,32 @@
+"""Put on PYTHONPATH, with PLANTED_FAULT naming one of FAULTS, to have every process make that mistake."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
+on_import = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(on_import)
+
+
+def _wrong_alpha(operand):
+    """The grouped GEMM's alphas a quarter too large."""
+    original = operand.Weights.grouped
+
+    def grouped(weights, scales, alpha):
+        return original(weights, scales, alpha * 1.25)
+
+    operand.Weights.grouped = grouped
+
+
+def _ties_up(formats):
+    """The emulator's conversion to E2M1 rounds half up instead of to even."""
+    original = formats.to_e2m1
+    formats.to_e2m1 = lambda values: original(values * (1 + 2.0**-20))
+
+
+FAULTS = {
+    "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
+    "e2m1": {"tests.sm100.emulator.formats": _ties_up},
+}
+on_import.patch_on_import(FAULTS[os.environ["PLANTED_FAULT"]])
