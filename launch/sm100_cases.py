@@ -26,19 +26,14 @@ ARCHITECTURE = "sm_100a"
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a model on one rank, for a number of tokens.
-
-    Attributes:
-        limit: the SwiGLU clamp.
-        dtype: of results that are not gated, which are NVFP4.
-    """
+    """One product of a model on one rank, for a number of tokens; ``layers`` of the model have it."""
 
     model: str
     ranks: int
     product: LayerProduct
     tokens: int
     limit: float
-    dtype: Output = "bf16"
+    layers: int = 1
 
     @property
     def routed(self) -> bool:
@@ -49,10 +44,6 @@ class Case:
     def pairs(self) -> int:
         """Rows of the kernel: tokens, or token-expert pairs."""
         return self.tokens * (self.product.experts_per_token if self.routed else 1)
-
-    @property
-    def output(self) -> Output:
-        return "nvfp4" if self.product.gated else self.dtype
 
     @property
     def token_tile(self) -> int:

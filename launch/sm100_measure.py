@@ -24,9 +24,6 @@ BLOCK = 16
 COLD_BYTES = 400 * 2**20
 """Operands that a timed run goes through before it comes back to the first: three times a B200's L2."""
 MOST_COPIES = 64
-HALF_ULP = {"bf16": 2.0**-8, "fp32": 2.0**-24}
-"""Relative, of a rounded output."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NAN_SCALE = 0x7F
 """An E4M3 NaN, which poisons the block that it scales."""
 TINY = 1e-30
@@ -169,11 +166,7 @@ class Workload:
         for row in rows:
             for group in range(one.groups) if self.codes.dim() == 3 else [int(self.group_of_row[row])]:
                 expected, slack = self._expected(row, group, features)
-                rounding = (
-                    expected.abs() * HALF_ULP[self.case.output]
-                    if isinstance(self.out, Tensor)
-                    else self._half_step(expected)
-                )
+                rounding = self._rounding(expected)
                 yield Sample(row, group, features, self._found(row, group, features), expected, slack + rounding + TINY)
 
     def _expected(self, row: int, group: int, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +223,7 @@ def _launch(case: Case, tokens: Rows, weights: Weights) -> tuple[Callable[[], ob
     if one.gated:
         hidden = operations.hidden_rows(tokens, one.features, case.limit)
         return lambda: operations.expert_gate_up_quantized(tokens, weights, case.limit, out=hidden), hidden
-    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[case.output])
+    out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[case.product.output])
     if case.routed:
         return lambda: operations.expert_down(tokens, weights, out=out), out
     call = operations.grouped_product if tokens.codes.dim() == 3 else operations.product

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from sm100_cases import MODELS, Case, cases
@@ -21,6 +20,7 @@ from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import EmulatedLauncher
@@ -52,8 +52,8 @@ class JournalledLauncher:
     def architecture(self, device: torch.device) -> str:
         return self._runner.architecture(device)
 
-    def multiprocessors(self, device: torch.device) -> int:
-        return self._runner.multiprocessors(device)
+    def clusters(self, device: torch.device) -> Clusters:
+        return self._runner.clusters(device)
 
     def freeze(self) -> None:
         self._runner.freeze()
@@ -63,15 +63,10 @@ class JournalledLauncher:
         self._runner.launch(key, call, clusters)
 
 
-def as_used(case: Case) -> Case:
-    """The first GEMM of a layer gives fp32 columns."""
-    return replace(case, dtype="fp32") if case.product.name.startswith("wq_a") else case
-
-
 def of_the_models() -> list[Case]:
     """One case for every kernel of Flash and Pro, the simplest kernels first."""
     found: dict[KernelKey, Case] = {}
-    for case in map(as_used, cases(list(MODELS), RANKS, TOKENS)):
+    for case in cases(list(MODELS), RANKS, TOKENS):
         found.setdefault(case.key, case)
 
     def complexity(case: Case) -> tuple[bool, int, bool, bool, int, int]:
@@ -85,7 +80,7 @@ def of_a_tiny_model() -> list[Case]:
     """The GEMMs of a model that a CPU can emulate in seconds, one of each kind."""
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
     products = layer_products(config, 1)
-    return [as_used(Case("tiny", 1, product, EMULATED_TOKENS, config.swiglu_limit)) for product in products]
+    return [Case("tiny", 1, product, EMULATED_TOKENS, config.swiglu_limit) for product in products]
 
 
 def check(found: list[Case], device: torch.device, journal: Journal) -> None:

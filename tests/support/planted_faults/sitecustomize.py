@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
+assert specification is not None and specification.loader is not None
 on_import = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(on_import)
 
