@@ -83,9 +83,10 @@ def test_what_is_imported_is_declared(folders: tuple[str, ...], extra: str) -> N
     """Each third-party module that our code imports belongs to a distribution that pyproject.toml names."""
     declared = {canonical(requirement.name) for requirement in needed(SELF, extra)}
     providers = packages_distributions()
-    # Scripts in launch/ import each other, and the package of benchmark cases beside them, by bare name.
+    # Scripts in launch/ import each other, and the packages beside them, by bare name.
     scripts = {file.stem for file in (ROOT / "launch").glob("*.py")}
-    own = {"nvfp4_sgl", "tests", *KERNEL_FOLDERS, "bench", *scripts}
+    packages = {file.parent.name for file in (ROOT / "launch").glob("*/__init__.py")}
+    own = {"nvfp4_sgl", "tests", *KERNEL_FOLDERS, *packages, *scripts}
     for file in [file for folder in folders for file in sources(ROOT / folder)]:
         for found in imports(file.read_text()):
             if found.level or found.top in own or found.top in sys.stdlib_module_names:
