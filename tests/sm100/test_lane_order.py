@@ -132,7 +132,12 @@ def test_copies_issued_by_each_lane_read_what_it_wrote_itself(options: Options) 
     copy = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%q1], [{}], 16;".format
     end = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
     check(f"{rows} {write} {copy('%r6')} {end}", "", options, None)
-    check(f"{rows} {write.replace('fence.proxy.async.shared::cta;', '')} {copy('%r6')} {end}", "", options, "proxy")
+    check(
+        f"{rows} {write.replace('fence.proxy.async.shared::cta;', '')} {copy('%r6')} {end}",
+        "",
+        options,
+        "proxy|ordered after its write",
+    )
     other = "xor.b32 %r6, %r6, 16;"
     check(f"{rows} {write} {other} {copy('%r6')} {end}", "", options, RACE)
     check(f"{rows} {write} {other} {SYNC} {copy('%r6')} {end}", "", options, None)

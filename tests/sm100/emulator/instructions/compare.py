@@ -21,6 +21,8 @@ UNORDERED = {f"{name}u": name for name in ORDERED}
 
 @instruction("setp")
 def build_setp(decoder: Decoder) -> Execute:
+    if packed := decoder.one_of("f16x2", "bf16x2", default=""):
+        return _setp_packed(decoder, packed.removesuffix("x2"))
     half = decoder.one_of("f16", "bf16", default="")
     type_name = "f32" if half else decoder.type()
     name = decoder.one_of(*ORDERED, *UNSIGNED, *UNORDERED, "num", "nan")
@@ -62,6 +64,32 @@ def build_setp(decoder: Decoder) -> Execute:
         write(warp, result, mask)
         if write_second is not None:
             write_second(warp, opposite, mask)
+
+    return execute
+
+
+def _setp_packed(decoder: Decoder, half: str) -> Execute:
+    """Two values to a register: the first predicate is the low one's, the second the high one's."""
+    name = decoder.one_of(*ORDERED, *UNORDERED, "num", "nan")
+    decoder.arity(3)
+    a, b = decoder.read(1, "b32"), decoder.read(2, "b32")
+    first, second = decoder.pair(0)
+    writes = [decoder.write(first), decoder.write(second) if second is not None else None]
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        words = a(warp), b(warp)
+        for shift, write in zip((0, 16), writes, strict=True):
+            if write is None:
+                continue
+            x, y = (WIDEN[half]((word >> np.uint32(shift) & np.uint32(0xFFFF)).astype(np.uint16)) for word in words)
+            unordered = np.isnan(x) | np.isnan(y)
+            if name in ("num", "nan"):
+                result = unordered if name == "nan" else ~unordered
+            elif name in UNORDERED:
+                result = ORDERED[UNORDERED[name]](x, y) | unordered
+            else:
+                result = ORDERED[name](x, y) & ~unordered
+            write(warp, result, mask)
 
     return execute
 
