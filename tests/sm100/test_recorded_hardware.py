@@ -71,7 +71,7 @@ def test_distances_in_units_in_the_last_place() -> None:
 
 
 UNRECORDED = {"st.shared.f32", "setp.ne.and.s32", "selp.b16"}
-"""What kernels execute since the recording was made: other forms of recorded instructions, not compared with a GPU yet."""
+"""What kernels execute since the recording was made: forms of recorded instructions that no GPU was compared on yet."""
 
 
 @pytest.mark.parametrize(
