@@ -41,18 +41,37 @@ def test_a_kernel_is_compiled_once(folder: Path) -> None:
 
 
 def test_what_a_kernel_is_made_from_names_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = kernel_cache.entry_of(KEY)
-    assert kernel_cache.entry_of(KernelKey("sm_103a", CASE.shape)) != entry
+    def name(key: KernelKey = KEY) -> str:
+        return kernel_cache.entry_of(key).name
+
+    entry = name()
+    assert name(KernelKey("sm_103a", CASE.shape)) != entry
     sources = tmp_path / "sm100"
     sources.mkdir()
     for file in library.SOURCES.glob("*.py"):
         (sources / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(library, "SOURCES", sources)
-    assert kernel_cache.entry_of(KEY) == entry
-    for name, same in (("cost.py", True), ("epilogue.py", False)):
-        with (sources / name).open("a") as handle:
+    assert name() == entry
+    for edited, same in (("cost.py", True), ("epilogue.py", False)):
+        with (sources / edited).open("a") as handle:
             handle.write("\n")
-        assert (kernel_cache.entry_of(KEY) == entry) == same, name
+        assert (name() == entry) == same, edited
+
+
+def test_kernels_of_sources_that_were_edited_since_are_not_shared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their code is not what the sources on disk make."""
+    monkeypatch.setattr(kernel_cache, "LOADED", {})
+    CASE.check(compiled=kernel_cache.cached(KEY, entries._compile))
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_an_entry_made_of_other_sources_is_made_again(folder: Path) -> None:
+    first = kernel_cache.cached(KEY, entries._compile)
+    manifest = kernel_cache.entry_of(KEY) / library.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0'))
+    assert kernel_cache.cached(KEY, entries._compile).ptx == first.ptx
 
 
 def test_an_unused_entry_goes(folder: Path) -> None:

@@ -6,6 +6,7 @@ own and moved into place, so that processes need no lock.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,22 +18,34 @@ from pathlib import Path
 
 from nvfp4_sgl.cutedsl_kernels import library
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from tests.sm100.emulator import Compiled
 from tests.sm100.emulator.host import runtime_library
 
 PTX = "kernel.ptx"
+FORMAT = 2
+"""Of the entries."""
+LOADED = library.fingerprint()
+"""Of the sources that this process runs; those on disk may be edited while it does."""
 KEPT_DAYS = 7
 """An entry that nothing has used for longer goes when the next one is made."""
 
 
 def cache_folder() -> Path:
-    """Where the entries are."""
+    """Where the entries are: a folder of this process alone once the sources on disk are not those that it runs."""
+    if library.fingerprint() != LOADED:
+        return Path(_own_folder().name)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvfp4-sgl" / "compiled"
 
 
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kernels-")
+
+
 def entry_of(key: KernelKey) -> Path:
-    """The folder of a kernel as it would be compiled now."""
-    made_from = json.dumps(library.fingerprint(), sort_keys=True) + repr(key)
+    """The folder of a kernel."""
+    made_from = json.dumps([FORMAT, library.fingerprint(), repr(key)], sort_keys=True)
     return cache_folder() / hashlib.sha256(made_from.encode()).hexdigest()[:32]
 
 
@@ -46,7 +59,12 @@ def cached(key: KernelKey, compile_key: Callable[[KernelKey], Compiled]) -> Comp
     if not entry.exists():
         _store(key, compile_key(key), entry)
     os.utime(entry)
-    native = library.Library(entry, runtime=runtime_library(), devices=1).kernel(key)
+    try:
+        native = library.Library(entry, runtime=runtime_library(), devices=1).kernel(key)
+    except LibraryError:
+        # The sources were edited between naming the entry and making it.
+        shutil.rmtree(entry)
+        return cached(key, compile_key)
     return Compiled(native, (entry / PTX).read_text())
 
 
