@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write the library")
     parser.add_argument("--architecture", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES[:1])
     parser.add_argument("--limit", type=float, required=True, help="the model's swiglu_limit")
-    parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="of plain results")
+    parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="of results")
     chosen = parser.parse_args(arguments)
     keys = [key for name in chosen.architecture for key in every_key(name, chosen.limit, tuple(chosen.dtype))]
     build(keys, chosen.output)

@@ -22,6 +22,8 @@ BASELINE = Path(__file__).parent / "results" / "sm100_baseline.json"
 DECODE_GOALS = {("flash", 1): 0.75, ("flash", 8): 0.6, ("pro", 8): 0.6}
 """Of one token's sum over that of the baseline, by model and ranks."""
 PREFILL_TOKENS = 8192
+WHOLE_WAVES = 9472
+"""Tokens of a prefill whose tiles of 256 by 256 are a multiple of 74 for nearly all products: 74 pairs of SMs."""
 PREFILL_SHARE = 0.8
 """Of the floor over the time of a product of ``PREFILL_TOKENS`` whose floor is LONG_FLOOR or more."""
 LONG_FLOOR = 25e-6

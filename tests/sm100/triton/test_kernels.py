@@ -21,8 +21,8 @@ MARKED = [pytest.param(name, marks=[pytest.mark.full] if case.full else [], id=n
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outputs]:
     """What the interpreter makes of the cases that are run."""
     # Other files have fixtures of this name too.
-    functions = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    wanted = {item.callspec.params["name"] for item in functions if "expected" in item.fixturenames}
+    own = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["name"] for item in own if "expected" in item.fixturenames}
     return interpreted(sorted(map(str, wanted)), tmp_path_factory.mktemp("interpreted"))
 
 
