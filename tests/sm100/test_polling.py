@@ -48,7 +48,7 @@ def test_more_than_have_a_place_wait_for_ever() -> None:
 
 def test_order_of_clusters() -> None:
     body = """ld.param.b64 %q0, [p0]; mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0; mov.u32 %r1, %ctaid.x;
-    @%p0 st.global.b32 [%q0], %r1; ret;"""
+    @%p0 atom.exch.global.b32 %r2, [%q0], %r1; ret;"""
     for backwards, last in ((False, 4), (True, 0)):
         out = np.full(1, 77, np.uint32)
         launch(body, [out], grid=5, options=Options(backwards=backwards))

@@ -43,6 +43,8 @@ Modelled
       memory, since kernels proven on hardware rely on it. Atomics and other strong accesses, to global memory, too,
       need scopes that include one another's CTAs (``global_scopes``);
     * lanes: those of a warp must synchronise before one hands on or touches what others wrote (``lane_order``);
+    * stores to global memory: a cluster may load or overwrite those of another only if releases and acquires order them
+      (``global_order``);
     * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
       conflicting accesses to global memory (``stream``);
     * time, on request: ``Options(timing=TimingModel())`` and ``statistics[0].timelines`` (``timing`` says how, and what
@@ -59,9 +61,9 @@ Not modelled, refused
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
-    Races of weak accesses to global memory within a launch, and so too narrow a scope of what orders those. Among the
-    lanes of a warp: reads but for the last lane's, and what one waited for and another uses. Register budgets.
-    Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may
+    Races on global memory within a launch other than loads and stores after another cluster's store (``global_order``):
+    among the warps of a CTA, of TMA and bulk copies, stores after loads. Among the lanes of a warp: reads but for the
+    last lane's, and what one waited for and another uses. Register budgets. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may
     differ from hardware. Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware

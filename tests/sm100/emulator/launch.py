@@ -15,6 +15,7 @@ from tests.sm100.emulator.cluster_run import ClusterRun
 from tests.sm100.emulator.decoder import Execute, decode
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.errors import DeadlockError, EmulatorError, HazardError, UnsupportedError
+from tests.sm100.emulator.global_order import GlobalOrder
 from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory, Range
@@ -96,6 +97,8 @@ class Launch:
         self.has_tensor_maps = any("tensor" in "".join(i.opcode) for i in kernel.instructions)
         """Whether stores to global memory may matter to copies that use tensor maps."""
         self.scopes = GlobalScopes()
+        self.global_order = GlobalOrder() if len(self.pending) > 1 else None
+        """Of stores to global memory; a cluster alone orders its own."""
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""

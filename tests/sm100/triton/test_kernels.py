@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.sm100.emulator import Options
+from tests.sm100.emulator import HazardError, Options
 from tests.sm100.support.triton_launch import emulated_triton
 from tests.sm100.triton.cases import CASES
 from tests.sm100.triton.cases.case import Outputs
+from tests.sm100.triton.damage import damage
 from tests.sm100.triton.interpreted import ROOT, interpreted
 
 KERNELS = ROOT / "triton_kernels"
@@ -45,6 +46,26 @@ def test_order_of_programs_and_engines(name: str, expected: dict[str, Outputs]) 
     with emulated_triton(Options(mode="random", seed=5, backwards=True)):
         found = CASES[name].compute()
     assert not CASES[name].differences(found, expected[name])
+
+
+COUNTED = [
+    ("few_heads_split", "attend", "atom.global.gpu.acq_rel.add"),
+    ("compression_by_128", "_attention_inputs", "atom.global.gpu.acq_rel.add"),
+    ("routed_tokens", "_route_topk", "atom.global.gpu.acq_rel.add"),
+    ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),
+    ("next_site_quantised", "site_kernel", "ld.global.gpu.acquire"),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel", "instruction"), COUNTED)
+def test_programs_that_meet_are_ordered(
+    name: str, kernel: str, instruction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where programs count one another in, the count hands on what they stored: a relaxed one would not."""
+    order = next(part for part in instruction.split(".") if part in ("acq_rel", "acquire", "release"))
+    damage(monkeypatch, kernel, instruction, instruction.replace(order, "relaxed"))
+    with pytest.raises(HazardError, match="read of global memory .* without being ordered"), emulated_triton():
+        CASES[name].compute()
 
 
 def launched_kernels(folder: Path) -> set[str]:

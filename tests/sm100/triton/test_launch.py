@@ -20,9 +20,9 @@ from nvfp4_sgl.triton_kernels.common.overlap import OVERLAPPED, after_previous
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from tests.sm100.emulator import DeadlockError, HazardError, MemoryFaultError, Options, UnsupportedError
-from tests.sm100.emulator.ptx import Kernel, parse
 from tests.sm100.support import triton_launch
 from tests.sm100.support.triton_launch import current_emulator, emulated_triton
+from tests.sm100.triton.damage import damage
 
 
 class _Pair(NamedTuple):
@@ -112,19 +112,6 @@ def test_what_no_sm100_can_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(triton_launch.EmulatedTriton, "run", greedy)
     with emulated_triton(), pytest.raises(OutOfResources, match="tensor memory"):
         _beyond[(1,)](torch.zeros(5), 2)
-
-
-def damage(monkeypatch: pytest.MonkeyPatch, kernel: str, old: str, new: str) -> None:
-    """Replace ``old`` wherever it occurs in the PTX of a kernel."""
-
-    def damaged(compiled: CompiledKernel) -> Kernel:
-        text = compiled.asm["ptx"]
-        if compiled.metadata.name == kernel:
-            assert old in text
-            text = text.replace(old, new)
-        return parse(text).kernels[compiled.metadata.name]
-
-    monkeypatch.setattr(triton_launch, "parsed", damaged)
 
 
 def normed_and_quantised(options: Options) -> Rows:

@@ -325,6 +325,10 @@ def build_element_copy(decoder: Decoder) -> Execute:
         for group in groups:
             group.add(writer.clock)
 
+        if warp.cta.launch.global_order is not None:
+            for nbytes in np.unique(counts[counts > 0]).tolist():
+                warp.cta.launch.global_order.load(warp, addresses[counts == nbytes], nbytes)
+
         def copy() -> None:
             launch, cluster = warp.cta.launch, warp.cta.cluster
             data = np.zeros((len(targets), size), np.uint8)

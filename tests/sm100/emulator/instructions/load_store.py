@@ -79,7 +79,10 @@ def load_lanes(
         cta, offsets = shared
         return cta.shared.gather(offsets, warp.actor, strength, lanes)
     if _is_global(space, addresses):
-        return warp.cta.launch.memory.gather(addresses, size)
+        launch = warp.cta.launch
+        if launch.global_order is not None and strength == "weak":
+            launch.global_order.load(warp, addresses, size)
+        return launch.memory.gather(addresses, size)
     if len(addresses) > 1:
         tags = [None] * len(addresses) if lanes is None else lanes[:, None]
         pairs = zip(addresses, tags, strict=True)
@@ -102,10 +105,13 @@ def store_lanes(
         cta.shared.scatter(offsets, data, warp.actor, strength, lanes)
         return
     if _is_global(space, addresses):
-        if warp.cta.launch.has_tensor_maps:
+        launch = warp.cta.launch
+        if launch.has_tensor_maps:
             for address in addresses.tolist():
-                warp.cta.launch.map_order.write(address, data.shape[1], agent(warp))
-        warp.cta.launch.memory.scatter(addresses, data)
+                launch.map_order.write(address, data.shape[1], agent(warp))
+        if launch.global_order is not None and strength == "weak":
+            launch.global_order.store(warp, addresses, data, launch.memory.gather(addresses, data.shape[1]))
+        launch.memory.scatter(addresses, data)
         return
     if len(addresses) > 1:
         tags = [None] * len(addresses) if lanes is None else lanes[:, None]
@@ -157,6 +163,10 @@ class Semantics:
             return "weak"
         return "cta" if self.scope == "cta" else "reaching"
 
+    def _crosses(self, warp: Warp, word: int) -> bool:
+        """Whether other clusters may learn from it."""
+        return warp.cta.launch.global_order is not None and word < SHARED_WINDOW and self.scope in ("gpu", "sys")
+
     def release(self, warp: Warp, space: str, addresses: np.ndarray) -> None:
         """Hand on what strong stores or atomics release."""
         message = warp.actor.release(relaxed=self.order not in ("release", "acq_rel"))
@@ -164,10 +174,14 @@ class Semantics:
             message = message.within()
         for word in _words(space, addresses):
             warp.cta.cluster.flags.setdefault(word, Mailbox()).put(message)
+            if self._crosses(warp, word):
+                warp.cta.launch.global_order.release(warp, word, self.order not in ("release", "acq_rel"))
 
     def acquire(self, warp: Warp, space: str, addresses: np.ndarray) -> None:
         """Learn what strong loads or atomics acquire."""
         for word in _words(space, addresses):
+            if self._crosses(warp, word):
+                warp.cta.launch.global_order.acquire(warp, word, self.order not in ("acquire", "acq_rel"))
             found = warp.cta.cluster.flags.get(word)
             if found is not None:
                 reached = Mailbox(found.near) if self.scope == "cta" else found

@@ -30,7 +30,14 @@ def build_fence(decoder: Decoder) -> Execute:
     decoder.one_of("acq_rel", "sc", "acquire", "release", default="")
     if not scope:
         raise UnsupportedError("a fence without a scope")
-    return lambda warp, mask: warp.actor.fence(wide=scope != "cta")
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        order = warp.cta.launch.global_order
+        if order is not None and scope in ("gpu", "sys", "gl"):
+            order.fence(warp)
+        warp.actor.fence(wide=scope != "cta")
+
+    return execute
 
 
 def _proxy_fence(decoder: Decoder) -> Execute:
