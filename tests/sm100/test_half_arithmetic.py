@@ -107,6 +107,19 @@ def test_sums_next_to_a_tie(a: float, b: float, down: int, up: int) -> None:
     assert [decode(int(value), "bf16") for value in found] == wanted
 
 
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+@pytest.mark.parametrize("comparison", ["lt", "neu", "nan"])
+def test_comparisons_of_pairs(comparison: str, name: str) -> None:
+    """One result for the low halves, one for the high halves."""
+    a, b = operands(name, 2)
+    pairs = [np.ascontiguousarray(np.stack((half, half[::-1]), axis=1)).view(np.uint32).ravel() for half in (a, b)]
+    code = f"setp.{comparison}.{name}x2 %p1|%p2, {{0}}, {{1}}; selp.b32 {{out}}, 1, 0, %p1; @%p2 or.b32 {{out}}, {{out}}, 2;"
+    with np.errstate(invalid="ignore"):
+        x, y = (np.array([decode(int(bits), name) for bits in half]) for half in (a, b))
+        low = {"lt": x < y, "neu": x != y, "nan": np.isnan(x) | np.isnan(y)}[comparison]
+    assert evaluate(code, pairs, "u4").tolist() == (low + 2 * low[::-1].astype(int)).tolist()
+
+
 def test_relu_and_saturation() -> None:
     a, b = operands("bf16", 2)
     plain, relu, saturated = (

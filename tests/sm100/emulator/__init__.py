@@ -61,10 +61,11 @@ Not modelled, refused
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
-    Races on global memory within a launch other than loads and stores after another cluster's store (``global_order``):
-    among the warps of a CTA, of TMA and bulk copies, stores after loads. Among the lanes of a warp: reads but for the
-    last lane's, and what one waited for and another uses. Register budgets. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may
-    differ from hardware. Lanes that issue the same bulk store together count as one store.
+    Races on global memory within a launch other than loads and stores after another cluster's store
+    (``global_order``): among the warps of a CTA, of TMA and bulk copies, stores after loads. Among the lanes of a warp:
+    reads but for the last lane's, and what one waited for and another uses. Register budgets. Approximate functions
+    (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
+    Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware
     What SM100 shares with sm_90a gives the bytes that an H200 gave (``tests/sm100/hardware``); its approximate

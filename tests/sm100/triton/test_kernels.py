@@ -36,7 +36,13 @@ def test_equals_its_interpreted_self(name: str, expected: dict[str, Outputs]) ->
     assert not case.differences(found, expected[name])
 
 
-TOGETHER = ["few_heads_split", "next_site_quantised", "site_of_large_blocks", "routed_tokens", "compression_by_128"]
+TOGETHER = [
+    "few_heads_split_and_quantised",
+    "next_site_quantised",
+    "site_of_large_blocks",
+    "routed_tokens",
+    "compression_by_128",
+]
 """Whose programs wait for one another, or of which the last to come finishes."""
 
 
@@ -49,7 +55,7 @@ def test_order_of_programs_and_engines(name: str, expected: dict[str, Outputs]) 
 
 
 COUNTED = [
-    ("few_heads_split", "attend", "atom.global.gpu.acq_rel.add"),
+    ("few_heads_split_and_quantised", "attend", "atom.global.gpu.acq_rel.add"),
     ("compression_by_128", "_attention_inputs", "atom.global.gpu.acq_rel.add"),
     ("routed_tokens", "_route_topk", "atom.global.gpu.acq_rel.add"),
     ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),

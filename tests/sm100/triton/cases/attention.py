@@ -9,23 +9,39 @@ import torch
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
 from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, FEW_HEADS, Tiling
-from tests.sm100.triton.cases.case import Outputs, case
-from tests.sm100.triton.cases.rows import BF16
+from tests.sm100.triton.cases.case import Outputs, case, next_codes
+from tests.sm100.triton.cases.rows import BF16, outputs_of
+from tests.triton.support.rows import poisoned_rows
 from tests.triton.test_attention import problem, turns_of
 
 
 def attend(
-    heads: int, widths: list[int], tiling: Tiling, splits: int, *, packed: bool = True, raw: bool = True
+    heads: int,
+    widths: list[int],
+    tiling: Tiling,
+    splits: int,
+    *,
+    packed: bool = True,
+    raw: bool = True,
+    groups: int | None = None,
 ) -> Outputs:
-    """Raw queries are normalised and turned by the kernel, and the output is turned back."""
+    """Raw queries are normalised and turned by the kernel, and the output is turned back.
+
+    groups: the output is quantised, too, in so many groups.
+    """
     made = problem(heads, widths, tokens=2, packed=packed, seed=heads)
     arrivals = new_arrivals(2, heads, "cpu")
     given = {}
     if raw:
         given = {"turns": turns_of(torch.tensor([70_001, 3]), inverse_frequencies(64, 1e4)), "query_eps": 1e-6}
     lengths = torch.tensor([widths[0], widths[0] // 2])
-    out = made.run("cpu", tiling=tiling, splits=splits, arrivals=arrivals, window_lengths=lengths, **given)
-    return {"out": out, "arrivals": arrivals}
+    out = torch.full_like(made.q, torch.nan)
+    rows = None if groups is None else poisoned_rows(2, heads // groups * 512, "cpu", token_tile=8, groups=groups)
+    made.launch(
+        "cpu", tiling=tiling, splits=splits, arrivals=arrivals, window_lengths=lengths, out=out, out_rows=rows, **given
+    )
+    found = {"out": out, "arrivals": arrivals}
+    return found if rows is None else {**found, **outputs_of(rows)}
 
 
 @case("attend", bounds={"out": BF16})
@@ -38,9 +54,27 @@ def few_heads_split() -> Outputs:
     return attend(5, [70, 40], FEW_HEADS, 3)
 
 
+QUANTISED = {"out": BF16, "codes": next_codes(0.01), "block_scales": next_codes(0.01), "scale": BF16}
+
+
+@case("attend", bounds=QUANTISED)
+def few_heads_quantised() -> Outputs:
+    return attend(8, [40, 20], FEW_HEADS, 1, groups=2)
+
+
+@case("attend", bounds=QUANTISED)
+def few_heads_split_and_quantised() -> Outputs:
+    return attend(8, [70, 40], FEW_HEADS, 3, groups=1)
+
+
 @case("attend", bounds={"out": BF16})
 def many_heads() -> Outputs:
     return attend(24, [70, 20], BLACKWELL, 1)
+
+
+@case("attend", bounds=QUANTISED, full=True)
+def many_heads_quantised() -> Outputs:
+    return attend(64, [70, 20], BLACKWELL, 1, groups=8)
 
 
 @case("attend", bounds={"out": BF16}, full=True)
