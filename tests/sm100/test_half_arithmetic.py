@@ -113,7 +113,8 @@ def test_comparisons_of_pairs(comparison: str, name: str) -> None:
     """One result for the low halves, one for the high halves."""
     a, b = operands(name, 2)
     pairs = [np.ascontiguousarray(np.stack((half, half[::-1]), axis=1)).view(np.uint32).ravel() for half in (a, b)]
-    code = f"setp.{comparison}.{name}x2 %p1|%p2, {{0}}, {{1}}; selp.b32 {{out}}, 1, 0, %p1; @%p2 or.b32 {{out}}, {{out}}, 2;"
+    code = f"setp.{comparison}.{name}x2 %p1|%p2, {{0}}, {{1}};"
+    code += "selp.b32 {out}, 1, 0, %p1; @%p2 or.b32 {out}, {out}, 2;"
     with np.errstate(invalid="ignore"):
         x, y = (np.array([decode(int(bits), name) for bits in half]) for half in (a, b))
         low = {"lt": x < y, "neu": x != y, "nan": np.isnan(x) | np.isnan(y)}[comparison]
