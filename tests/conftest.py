@@ -15,6 +15,9 @@ DEFAULT_SERVER = frozenset(
 OWN_SERVERS = frozenset(f"tests/serving/test_{name}.py" for name in ("logprobs_variants", "process_failures"))
 """Files of which every test starts a server of its own."""
 
+INDEPENDENT = "tests/triton/"
+"""A folder whose tests share nothing: some take minutes under the interpreter, and so would half a file at the end."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the exhaustive matrices, too (hours)")
@@ -42,7 +45,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            if file in OWN_SERVERS:
+            if file in OWN_SERVERS or file.startswith(INDEPENDENT):
                 return nodeid
             return "default server" if file in DEFAULT_SERVER else file
 
