@@ -63,10 +63,11 @@ INVERSE_E2M1_MAX = round_to_fp32(1.0 / E2M1_MAX)
 
 @dataclass(frozen=True)
 class NvFp4Tensor:
-    """A matrix [..., N, K], or a stack of them, in NVFP4.
+    """A matrix [..., N, K], or a stack of them, in NVFP4, as checkpoints store it.
 
     packed: uint8 [..., N, K/2], low nibble = even k. block_scale: float8_e4m3fn [..., N, K/16].
-    global_scale: fp32, 0-d or broadcastable over the leading dimensions [...].
+    global_scale: fp32; one for each matrix, 0-d or broadcastable over the leading dimensions [...]; or, for a matrix
+    merged of several, one for each row, [..., N].
     """
 
     packed: Tensor
@@ -80,12 +81,18 @@ class NvFp4Tensor:
         require_matrix("NVFP4 packed", self.packed, BLOCK // 2)
         blocks = self.packed.shape[-1] * 2 // BLOCK
         require_shape("NVFP4 block_scale", self.block_scale, (*self.packed.shape[:-1], blocks))
-        _require_broadcast("NVFP4 global_scale", self.global_scale, self.packed.shape[:-2])
+        if self.global_scale.shape != self.packed.shape[:-1]:
+            _require_broadcast("NVFP4 global_scale", self.global_scale, self.packed.shape[:-2])
 
     @property
     def shape(self) -> torch.Size:
         """Logical shape [..., N, K]."""
         return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
+
+    def global_scale_of_rows(self) -> Tensor:
+        """fp32 [..., N]: the global scale of each row, a view where it is the same for several."""
+        one_each = self.global_scale.shape == self.packed.shape[:-1]
+        return self.global_scale if one_each else self.global_scale[..., None].expand(self.packed.shape[:-1])
 
     def unscaled(self) -> Tensor:
         """fp32 [..., N, K]: e2m1 · block_scale, exact; the global scale is left to the caller (a GEMM's alpha)."""
@@ -93,7 +100,12 @@ class NvFp4Tensor:
 
     def dequantize(self) -> Tensor:
         """fp32 [..., N, K]: (e2m1 · block_scale) · global_scale, one rounding."""
-        return self.unscaled() * self.global_scale[..., None, None]
+        return self.unscaled() * self.global_scale_of_rows()[..., None]
+
+    def to(self, device: torch.device) -> NvFp4Tensor:
+        """A copy on ``device``, also where it is there already: what was read lies in the checkpoint's file."""
+        parts = (part.to(device, copy=True) for part in (self.packed, self.block_scale, self.global_scale))
+        return NvFp4Tensor(*parts)
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,8 @@ MISTAKES = {
     ),
     "gate and up share one alpha": (
         "weights.matrix",
-        "return self.weight_scale_2.data.repeat_interleave(rows, dim=-1)",
-        "return self.weight_scale_2.data.amax(-1, keepdim=True).expand(*self.weight.shape[:-1])",
+        "torch.cat([matrix.global_scale_of_rows() for matrix in matrices])",
+        "torch.cat([m.global_scale_of_rows() for m in matrices]).amax().expand(sum(len(m.packed) for m in matrices))",
     ),
 }
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.formats.nvfp4 import quantize_weight
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_weight
 from nvfp4_sgl.ops.linear import ActivationMode, grouped_linear, linear
 from nvfp4_sgl.ops.moe import expert_mlp, routed_experts
 from nvfp4_sgl.targets.reference.projections import working_copy
-from nvfp4_sgl.weights.matrix import NvFp4Matrix
 from tests.support import numpy_nvfp4 as reference
 
 W4A4 = ActivationMode.W4A4
@@ -28,23 +27,20 @@ def random(shape: tuple[int, ...], seed: int, outlier: float = 100.0) -> torch.T
     return x
 
 
-def nvfp4_matrix(shards: list[torch.Tensor], scales: list[float]) -> NvFp4Matrix:
+def nvfp4_matrix(shards: list[torch.Tensor], scales: list[float]) -> NvFp4Tensor:
     """Shards [..., N, K] stacked by rows, each with a global scale of its own."""
     parts = [quantize_weight(w, torch.tensor(s)) for w, s in zip(shards, scales, strict=True)]
-    alphas = torch.stack([p.global_scale.expand(shards[0].shape[:-2]) for p in parts], dim=-1)
-    return NvFp4Matrix(
+    return NvFp4Tensor(
         torch.cat([p.packed for p in parts], dim=-2),
         torch.cat([p.block_scale.view(torch.uint8) for p in parts], dim=-2).view(torch.float8_e4m3fn),
-        alphas.contiguous(),
-        tuple(p.packed.shape[-2] for p in parts),
+        torch.cat([p.global_scale.expand(p.packed.shape[:-1]) for p in parts], dim=-1),
     )
 
 
-def weight_values(matrix: NvFp4Matrix) -> np.ndarray:
+def weight_values(matrix: NvFp4Tensor) -> np.ndarray:
     """fp64 weight, global scales included."""
-    values = reference.dequantize(matrix.weight.numpy(), matrix.weight_scale.view(torch.uint8).numpy())
-    alphas = np.repeat(matrix.weight_scale_2.numpy().astype(np.float64), matrix.shard_rows, axis=-1)
-    return values * alphas[..., None]
+    values = reference.dequantize(matrix.packed.numpy(), matrix.block_scale.view(torch.uint8).numpy())
+    return values * matrix.global_scale.numpy().astype(np.float64)[..., None]
 
 
 def close(ours: torch.Tensor, expected: np.ndarray) -> None:

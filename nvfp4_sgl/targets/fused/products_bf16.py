@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
@@ -22,17 +21,16 @@ from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.matrix import Matrix, NvFp4Matrix, load_matrix
+from nvfp4_sgl.weights.matrix import Matrix, load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
 
 
 def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
-    """The matrix in bf16 on ``device``, shape [..., N, K]."""
-    if not isinstance(matrix, NvFp4Matrix):
-        return matrix.weight.data.to(device).bfloat16()
-    one = torch.ones((), dtype=torch.float32, device=device)
-    unscaled = NvFp4Tensor(matrix.weight.data.to(device), matrix.weight_scale.data.to(device), one).unscaled()
-    return unscaled.mul_(matrix.alpha().to(device).unsqueeze(-1)).bfloat16()
+    """A copy of the matrix in bf16 on ``device``, shape [..., N, K]."""
+    if isinstance(matrix, Tensor):
+        return matrix.to(device, torch.bfloat16, copy=True)
+    moved = matrix.to(device)
+    return moved.unscaled().mul_(moved.global_scale_of_rows().unsqueeze(-1)).bfloat16()
 
 
 def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.rows import ExpertRows
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
 from nvfp4_sgl.model.decoder import Decoder
@@ -35,26 +36,20 @@ from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.matrix import NvFp4Matrix, load_matrix
+from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
 
 
-def _load(context: Context, shards: Sequence[Shard], groups: int | None = None) -> NvFp4Matrix:
-    """Merged shards on the device, packed; :class:`CheckpointError` names the first that is not NVFP4."""
+def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
+    """A copy of merged shards on the device, packed; :class:`CheckpointError` names the first if it is not NVFP4."""
     matrix = load_matrix(context.source, shards, groups=groups)
-    if not isinstance(matrix, NvFp4Matrix):
+    if isinstance(matrix, Tensor):
         stem = shards[0].stem
         raise CheckpointError(
             f"tensor '{stem}.weight': expected NVFP4, found {context.source.storage(stem).value}: SM100 runs"
             " full-NVFP4 checkpoints; quantise this matrix too"
         )
     return matrix.to(context.device)
-
-
-def _shape(context: Context, shards: Sequence[Shard]) -> tuple[int, int]:
-    """(rows, K) of merged shards."""
-    rows, half_k = _load(context, shards).weight.shape
-    return rows, half_k * 2
 
 
 class NvFp4Weights(nn.Module):
@@ -77,11 +72,10 @@ class NvFp4Projection(nn.Module):
 
     def __init__(self, context: Context, shards: Sequence[Shard]):
         super().__init__()
-        matrix = _load(context, shards)
-        self.sizes = list(matrix.shard_rows)
-        self.weights = NvFp4Weights(
-            Weights.dense(matrix.weight.data, matrix.weight_scale.data, matrix.alpha().contiguous())
-        )
+        parts = [_load(context, shard) for shard in shards]
+        self.sizes = [part.shape[0] for part in parts]
+        merged = merge(parts)
+        self.weights = NvFp4Weights(Weights.dense(merged.packed, merged.block_scale, merged.global_scale))
 
     def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A column slice [T, rows] in ``dtype`` for each shard."""
@@ -127,10 +121,8 @@ class NvFp4GroupedProjection(nn.Module):
 
     def __init__(self, context: Context, shard: Shard, groups: int):
         super().__init__()
-        matrix = _load(context, [shard], groups)
-        self.weights = NvFp4Weights(
-            Weights.grouped(matrix.weight.data, matrix.weight_scale.data, matrix.weight_scale_2.data[:, 0].contiguous())
-        )
+        matrix = _load(context, shard, groups=groups)
+        self.weights = NvFp4Weights(Weights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale))
 
     def forward(self, x: Operand, form: Form) -> Operand:
         """The row maximum of the result spans CTAs, so NVFP4 takes a launch of its own."""
@@ -147,20 +139,18 @@ class NvFp4Experts(nn.Module):
     def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
         super().__init__()
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
-        gate_up, down = (_shape(context, shards) for shards in ([matrices[0].gate_up[0]], [matrices[0].down]))
-        w13 = Weights.allocate_gated_experts(len(matrices), *gate_up, context.device)
-        w2 = Weights.allocate_experts(len(matrices), *down, context.device)
+        w13: Weights | None = None
+        w2: Weights | None = None
         # One expert at a time, so that the host never holds a layer.
         for index, expert in enumerate(matrices):
-            gate, shape = _load(context, expert.gate_up), (2, *gate_up)
-            w13.put_gated_expert(
-                index,
-                gate.weight.data.view(*shape[:2], -1),
-                gate.weight_scale.data.view(*shape[:2], -1),
-                gate.weight_scale_2.data,
-            )
-            last = _load(context, [expert.down])
-            w2.put_expert(index, last.weight.data, last.weight_scale.data, last.weight_scale_2.data)
+            gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
+            if w13 is None or w2 is None:
+                _, features, k = gate_up.shape
+                w13 = Weights.allocate_gated_experts(len(matrices), features, k, context.device)
+                w2 = Weights.allocate_experts(len(matrices), k, features, context.device)
+            w13.put_gated_expert(index, gate_up.packed, gate_up.block_scale, gate_up.global_scale[:, 0])
+            w2.put_expert(index, down.packed, down.block_scale, down.global_scale)
+        assert w13 is not None and w2 is not None
         self.w13, self.w2 = NvFp4Weights(w13), NvFp4Weights(w2)
         limit = context.config.swiglu_limit
         self._hidden_scale = torch.full((1,), swiglu_row_scale(limit), dtype=torch.float32, device=context.device)

@@ -54,12 +54,11 @@ class ReferenceExperts(nn.Module):
         source, self._limit, self._mode = context.source, context.config.swiglu_limit, context.mode
         *routed, shared = matrices
         names = [expert.down.stem for expert in routed]
-        self.w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
-        self.w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
-        self.shared_w13 = load_matrix(source, shared.gate_up)
-        self.shared_w2 = load_matrix(source, [shared.down])
-        self._routed = working_copy(self.w13), working_copy(self.w2)
-        self._shared = working_copy(self.shared_w13), working_copy(self.shared_w2)
+        w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
+        w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
+        self._routed = working_copy(w13), working_copy(w2)
+        shared_w13, shared_w2 = load_matrix(source, shared.gate_up), load_matrix(source, [shared.down])
+        self._shared = working_copy(shared_w13), working_copy(shared_w2)
 
     def forward(self, x: Operand, routes: Choices, step: BatchPlan) -> Tensor:
         """fp32 [T, d]."""

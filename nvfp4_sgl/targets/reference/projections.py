@@ -1,27 +1,23 @@
-"""GEMMs on the CPU, from packed weights kept beside a working copy."""
+"""GEMMs on the CPU, from weights decoded to fp32 at load."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.reader import Storage
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.ops.linear import PreparedWeight, grouped_linear, linear
-from nvfp4_sgl.weights.matrix import Matrix, NvFp4Matrix, concatenate, load_matrix
+from nvfp4_sgl.weights.matrix import Matrix, concatenate, load_matrix
 from nvfp4_sgl.weights.source import Shard
 
 
 def working_copy(matrix: Matrix) -> PreparedWeight:
     """What the references multiply with; global scales stay apart as per-row alphas."""
-    if not isinstance(matrix, NvFp4Matrix):
-        return PreparedWeight(matrix.weight.data.float().transpose(-1, -2).contiguous(), None)
-    one = torch.ones((), dtype=torch.float32)
-    unscaled = NvFp4Tensor(matrix.weight.data, matrix.weight_scale.data, one).unscaled()
-    return PreparedWeight(unscaled.transpose(-1, -2).contiguous(), matrix.alpha())
+    if isinstance(matrix, Tensor):
+        return PreparedWeight(matrix.float().transpose(-1, -2).contiguous(), None)
+    return PreparedWeight(matrix.unscaled().transpose(-1, -2).contiguous(), matrix.global_scale_of_rows())
 
 
 class ReferenceProjection(nn.Module):
@@ -37,15 +33,12 @@ class ReferenceProjection(nn.Module):
             by_storage.setdefault(context.source.storage(shard.stem) is Storage.NVFP4, []).append(index)
         self._members = list(by_storage.values())
         self._sizes = [0] * len(shards)
-        self.matrices = nn.ModuleList()
         self._weights: list[PreparedWeight] = []
         for members in self._members:
             loaded = [load_matrix(context.source, [shards[i]]) for i in members]
             for index, part in zip(members, loaded, strict=True):
-                self._sizes[index] = part.weight.shape[0]
-            matrix = concatenate(loaded, [shards[i].stem for i in members])
-            self.matrices.append(matrix)
-            self._weights.append(working_copy(matrix))
+                self._sizes[index] = part.shape[0]
+            self._weights.append(working_copy(concatenate(loaded, [shards[i].stem for i in members])))
 
     def forward(self, x: Operand) -> list[Tensor]:
         """fp32 [T, rows] for each shard, in the order given; the consumer rounds."""
@@ -89,8 +82,7 @@ class ReferenceGroupedProjection(nn.Module):
     def __init__(self, context: Context, shard: Shard, groups: int):
         super().__init__()
         self._mode = context.mode
-        self.matrix = load_matrix(context.source, [shard], groups=groups)
-        self._weight = working_copy(self.matrix)
+        self._weight = working_copy(load_matrix(context.source, [shard], groups=groups))
 
     def forward(self, x: Operand, form: Form) -> Operand:
         """[T, G * N], rounded to the dtype of ``x``."""
