@@ -13,7 +13,9 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import LibraryError, OperandValueError
+from nvfp4_sgl.errors import OperandValueError
+
+from .errors import LibraryError
 from .sm100.native import NativeKernel
 from .sm100.shape import KernelShape
 

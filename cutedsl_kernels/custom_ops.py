@@ -12,31 +12,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import launcher, plan
-from .checks import (
-    TMA_ALIGNMENT,
+from nvfp4_sgl.errors import OperandTypeError, OperandValueError
+from nvfp4_sgl.formats.checks import (
+    ALIGNMENT,
     require_aligned,
     require_contiguous,
-    require_device,
     require_dimensions,
     require_dtype,
     require_extent,
     require_multiple,
     require_rows,
+    require_same_device,
     require_shape,
 )
+from nvfp4_sgl.formats.scale_layout import scale_bytes
+
+from . import launcher, plan
 from .compiled import KernelKey, swiglu_row_scale
-from .errors import OperandTypeError, OperandValueError
 from .operand import K_MULTIPLE
 from .sm100.call import Call
 from .sm100.clusters import Clusters
-from .sm100.scale_layout import scale_bytes
 from .sm100.shape import GATE_ROWS, MAX_EXPERTS, TOKEN_TILES, Output
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 STORED_WHOLE = "stores write whole 16 bytes, beyond a row's end too"
 """Seen on an H200: a TMA store is not cut off at the tensor's last element, but at the next multiple of 16 bytes."""
-QUANTIZED_FEATURES = 2 * TMA_ALIGNMENT
+QUANTIZED_FEATURES = 2 * ALIGNMENT
 """A row of NVFP4 output is whole 16 bytes."""
 
 
@@ -49,7 +50,7 @@ def _check_tokens(op: str, tokens: Tensor, token_scales: Tensor, row_scale: Tens
         raise OperandValueError(f"{op}: token_tile: expected one of {TOKEN_TILES}, found {token_tile}")
     rows, k = tokens.shape[0], tokens.shape[-1] * 2
     require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole groups of four block scales")
-    require_rows(f"{op}: tokens", tokens)
+    require_rows(f"{op}: tokens", tokens, ALIGNMENT)
     require_extent(f"{op}: tokens", "rows", rows)
     columns = k * (tokens.shape[1] if tokens.dim() == 3 else 1)
     require_contiguous(f"{op}: token_scales", token_scales)
@@ -93,8 +94,8 @@ def _check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -
 def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
     require_dtype(f"{op}: out", out, *OUTPUTS)
     require_shape(f"{op}: out", out, shape, meaning)
-    require_rows(f"{op}: out", out)
-    whole = TMA_ALIGNMENT // out.element_size()
+    require_rows(f"{op}: out", out, ALIGNMENT)
+    whole = ALIGNMENT // out.element_size()
     require_multiple(f"{op}: out", "features", shape[-1], whole, STORED_WHOLE)
     return OUTPUTS[out.dtype]
 
@@ -119,7 +120,7 @@ def _check_experts(op: str, offsets: Tensor | None, counts: Tensor | None, exper
 def _check_devices(op: str, out: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
-            require_device(f"{op}: {name}", tensor, out.device, "out")
+            require_same_device("out", out, **{f"{op}: {name}": tensor})
 
 
 def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
@@ -263,7 +264,7 @@ def _check_expert_gate_up(
     require_dtype(f"{op}: out (with out_scales: NVFP4 codes)", out, torch.uint8)
     require_multiple(f"{op}: weights", "features", features, QUANTIZED_FEATURES, STORED_WHOLE)
     require_shape(f"{op}: out", out, (rows, features // 2), "[rows, features/2]")
-    require_rows(f"{op}: out", out)
+    require_rows(f"{op}: out", out, ALIGNMENT)
     require_dtype(f"{op}: out_scales", out_scales, torch.float8_e4m3fn)
     require_contiguous(f"{op}: out_scales", out_scales)
     expected = scale_bytes(rows, features, token_tile)

@@ -1,25 +1,17 @@
-"""The errors that the kernels raise on purpose: each names the argument, what was expected and what was found."""
+"""The errors of compiling, finding and launching kernels; those of arguments are in ``nvfp4_sgl.errors``."""
+
+from __future__ import annotations
+
+from nvfp4_sgl.errors import Nvfp4SglError
 
 
-class KernelError(Exception):
-    """Base of every deliberate error of this folder."""
-
-
-class OperandTypeError(KernelError, TypeError):
-    """An argument has the wrong dtype, or is absent where it is needed (or the reverse)."""
-
-
-class OperandValueError(KernelError, ValueError):
-    """An argument has a shape, stride, alignment, device or size that no kernel takes."""
-
-
-class ArchitectureError(KernelError, RuntimeError):
+class ArchitectureError(Nvfp4SglError):
     """The tensors are on a device whose architecture these kernels do not run on."""
 
 
-class LibraryError(KernelError, RuntimeError):
+class LibraryError(Nvfp4SglError):
     """A library of compiled kernels is missing, stale, foreign or lacks a kernel."""
 
 
-class LaunchError(KernelError, RuntimeError):
+class LaunchError(Nvfp4SglError):
     """CUDA refused to load or launch a kernel."""

@@ -1,7 +1,7 @@
 """Weights of the block-scaled products: codes, swizzled block scales and what multiplies their products.
 
 value[r, k] = e2m1(codes[r, k]) · block_scale[r, k // 16] · scale, with E2M1 codes two a byte, the even k in the low
-nibble, and E4M3 block scales in the layout of ``sm100/scale_layout.py``.
+nibble, and E4M3 block scales in the layout of ``nvfp4_sgl.formats.scale_layout``.
 
 Constructors take plain block scales and arrange them, once, at load time. Activations are quantised right into the
 layout (``nvfp4_sgl.formats.rows``).
@@ -14,9 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import require_contiguous, require_dimensions, require_dtype, require_multiple, require_shape
-from .errors import OperandValueError
-from .sm100.scale_layout import scale_bytes, swizzle_scales
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import (
+    require_contiguous,
+    require_dimensions,
+    require_dtype,
+    require_multiple,
+    require_shape,
+)
+from nvfp4_sgl.formats.scale_layout import scale_bytes, swizzle_128x4
+
 from .sm100.shape import BLOCK, GATE_ROWS
 
 K_MULTIPLE = 64
@@ -137,7 +144,7 @@ class Weights:
 
     def _put_scales(self, expert: int, block_scales: Tensor, alpha: Tensor) -> None:
         """``block_scales`` [F, K/16] in the order of the codes' rows."""
-        swizzled = swizzle_scales(block_scales.to(self.codes.device)).flatten()
+        swizzled = swizzle_128x4(block_scales.to(self.codes.device)).flatten()
         self.block_scales.view(len(self.codes), -1)[expert].copy_(swizzled)
         self.scale[expert].copy_(alpha)
 
@@ -150,7 +157,7 @@ class Weights:
         require_multiple("codes", "K", k, K_MULTIPLE, "whole groups of four block scales")
         require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
         require_contiguous("codes", codes)
-        return cls(codes, swizzle_scales(block_scales).flatten(), alpha)
+        return cls(codes, swizzle_128x4(block_scales).flatten(), alpha)
 
 
 def interleave_gates(plain: Tensor) -> Tensor:

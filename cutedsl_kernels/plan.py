@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.scale_layout import layout_tile
+
 from .compiled import KernelKey
-from .errors import OperandValueError
 from .sm100.choose import (
     MAX_EXPERT_TILE,
     MIN_SLICE,
@@ -28,7 +30,6 @@ from .sm100.choose import (
     product_tiles,
 )
 from .sm100.clusters import Clusters
-from .sm100.scale_layout import layout_tile
 from .sm100.shape import TOKEN_TILES, KernelShape, Output
 
 

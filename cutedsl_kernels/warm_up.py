@@ -11,12 +11,13 @@ from typing import Protocol
 
 import torch
 
+from nvfp4_sgl.formats.scale_layout import scale_bytes
+
 from . import launcher
 from .compiled import KernelKey
 from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, rows_of, token_tile_for
 from .sm100.call import Call
 from .sm100.clusters import Clusters
-from .sm100.scale_layout import scale_bytes
 from .sm100.shape import TILE_K, KernelShape, Output
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_offset, swizzle_scales
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
+from nvfp4_sgl.formats.scale_layout import scale_offset, swizzle_128x4
 from tests.support.departure import Departure
 
 E4M3 = torch.float8_e4m3fn
@@ -113,7 +113,7 @@ class Workload:
         weights = integers(0, 256, *size, one.features, one.k // 2)
         weight_scales = integers(0x28, 0x40, *size, one.features, one.k // BLOCK).view(E4M3)
         alpha = factors(*(size if case.routed or one.gated else (*size, one.features)))
-        arranged = swizzle_scales(scales.flatten(1), tile)
+        arranged = swizzle_128x4(scales.flatten(1), tile)
         index = torch.arange(rows, device=device)
         group_of_row = torch.zeros_like(index)
         if case.routed:
@@ -263,7 +263,7 @@ def others(load: Workload) -> dict[str, Callable[[], object]]:
     one = load.case.product
     if load.codes.dim() != 2 or load.weights.dim() != 2:
         return {}
-    tokens, weights = swizzle_scales(load.scales), swizzle_scales(load.weight_scales)
+    tokens, weights = swizzle_128x4(load.scales), swizzle_128x4(load.weight_scales)
     packed = torch.float4_e2m1fn_x2
     found: dict[str, Callable[[], object]] = {
         "cublas": lambda: torch._scaled_mm(

@@ -18,3 +18,15 @@ class CheckpointError(Nvfp4SglError):
 
 class UnsupportedError(Nvfp4SglError):
     """The surroundings (SGLang's version, a device, an option) are not supported."""
+
+
+class OperandError(Nvfp4SglError):
+    """An argument of an op, kernel or format: the message names it, what was expected and what was found."""
+
+
+class OperandTypeError(OperandError, TypeError):
+    """A wrong dtype, or an argument that is absent where it is needed (or the reverse)."""
+
+
+class OperandValueError(OperandError, ValueError):
+    """A shape, stride, alignment, device or value that is not taken."""

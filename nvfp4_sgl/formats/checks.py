@@ -1,83 +1,130 @@
-"""Input checks, input sanitising and exact division, shared by the format modules."""
+"""Checks of arguments from their metadata alone: nothing here reads a tensor's data or waits for the device.
+
+For formats, ops and kernels alike. :class:`OperandTypeError` and :class:`OperandValueError` name the argument, what was
+expected and what was found.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 
-BF16_MAX = 3.3895313892515355e38
-"""Largest finite bf16, (2 − 2^-7)·2^127; exact in fp32."""
-
-
-class FormatError(Nvfp4SglError, ValueError):
-    """A tensor handed to a format function has the wrong shape, dtype or values."""
+ALIGNMENT = 16
+"""Bytes: what the widest load or store and the tensor memory accelerator take."""
+MAX_EXTENT = 2**31 - 1
+"""Rows and features are counted in int32."""
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """:class:`FormatError` unless ``tensor.dtype`` is one of ``dtypes``."""
     if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise FormatError(f"{name}: expected dtype {expected}, found {tensor.dtype}; convert or view it explicitly")
+        expected = " or ".join(str(one) for one in dtypes)
+        raise OperandTypeError(f"{name}: expected dtype {expected}, found {tensor.dtype}")
 
 
-def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """:class:`FormatError` unless ``tensor`` has exactly the shape ``expected``."""
+def require_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str = "") -> None:
+    """``meaning`` spells the shape, e.g. "[T, K/2]"."""
     if tuple(tensor.shape) != tuple(expected):
-        raise FormatError(f"{name}: expected shape {tuple(expected)}, found {tuple(tensor.shape)}")
+        spelt = f" = {meaning}" if meaning else ""
+        raise OperandValueError(f"{name}: expected shape {tuple(expected)}{spelt}, found {tuple(tensor.shape)}")
 
 
-def require_rows(name: str, tensor: Tensor, width: int | None = None) -> None:
-    """:class:`FormatError` unless ``tensor`` is [rows, columns], of ``width`` columns where given."""
+def require_dimensions(name: str, tensor: Tensor, dimensions: int, meaning: str) -> None:
+    if tensor.dim() != dimensions:
+        raise OperandValueError(f"{name}: expected shape {meaning}, found {tuple(tensor.shape)}")
+
+
+def require_table(name: str, tensor: Tensor, width: int | None = None) -> None:
+    """[rows, columns], of ``width`` columns where given."""
     if tensor.dim() != 2 or (width is not None and tensor.shape[1] != width):
-        raise FormatError(f"{name}: expected shape [rows, {width or 'K'}], found {tuple(tensor.shape)}")
+        raise OperandValueError(f"{name}: expected shape [rows, {width or 'K'}], found {tuple(tensor.shape)}")
 
 
 def require_matrix(name: str, tensor: Tensor, multiple: int = 1) -> None:
-    """:class:`FormatError` unless ``tensor`` is [..., N, K] with K a multiple of ``multiple``."""
+    """[..., N, K] with K a multiple of ``multiple``."""
     if tensor.dim() < 2:
-        raise FormatError(f"{name}: expected shape [..., N, K], found {tuple(tensor.shape)}")
-    require_multiple(name, tensor.shape[-1], multiple)
+        raise OperandValueError(f"{name}: expected shape [..., N, K], found {tuple(tensor.shape)}")
+    require_multiple(name, "K", tensor.shape[-1], multiple)
 
 
-def require_multiple(name: str, k: int, multiple: int) -> None:
-    """:class:`FormatError` unless the last dimension ``k`` is a positive multiple of ``multiple``."""
-    if k <= 0 or k % multiple:
-        raise FormatError(f"{name}: expected K (the last dimension) to be a positive multiple of {multiple}, found {k}")
+def require_multiple(name: str, quantity: str, value: int, multiple: int, why: str = "") -> None:
+    if value <= 0 or value % multiple:
+        reason = f" ({why})" if why else ""
+        raise OperandValueError(
+            f"{name}: expected {quantity} to be a positive multiple of {multiple}{reason}, found {value}"
+        )
 
 
-POWER_SCALE_MAX = 2.0**127
-"""Largest weight that formats with a power-of-two scale take: rounding up from above it can reach 2^128, infinity."""
+def require_extent(name: str, quantity: str, value: int) -> None:
+    if value > MAX_EXTENT:
+        raise OperandValueError(f"{name}: expected at most {MAX_EXTENT} {quantity}, found {value}")
 
 
-def require_finite(name: str, tensor: Tensor, limit: float | None = None) -> None:
-    """:class:`FormatError` if ``tensor`` holds a NaN, an infinity or, where given, a magnitude above ``limit``.
-
-    Reads the data: not for the hot path.
-    """
-    good = torch.isfinite(tensor.float()) if limit is None else tensor.float().abs() <= limit
-    bad = int((~good).sum())
-    if bad:
-        bound = "" if limit is None else f" up to {limit:.4g}"
-        kind = "NaN or infinite" if limit is None else "NaN, infinite or larger"
-        raise FormatError(f"{name}: expected finite values{bound}, found {bad} {kind} of {tensor.numel()}")
+def require_power_of_two(name: str, quantity: str, value: int) -> None:
+    if value <= 0 or value & (value - 1):
+        raise OperandValueError(f"{name}: expected {quantity} to be a power of two, found {value}")
 
 
-def divide(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, correctly rounded in fp32 on every device.
-
-    Dividing by a Python number is a multiplication by its rounded reciprocal in torch's CUDA code, one ulp off now
-    and then; dividing by a tensor is a division.
-    """
-    return x / torch.full((), divisor, dtype=torch.float32, device=x.device)
+def require_range(name: str, value: float, low: float, high: float) -> None:
+    """NaN is outside every range."""
+    if not low <= value <= high:
+        raise OperandValueError(f"{name}: expected a value in [{low!r}, {high!r}], found {value!r}")
 
 
-def as_finite_fp32(x: Tensor) -> Tensor:
-    """``x`` read as fp32, with NaN → +0 and magnitudes above :data:`BF16_MAX` (±inf included) → ±BF16_MAX.
+def require_one_of(name: str, value: int, choices: Sequence[int]) -> None:
+    if value not in choices:
+        raise OperandValueError(f"{name}: expected one of {tuple(choices)}, found {value}")
 
-    This is what every activation and cache quantiser reads, so that no input makes a NaN leave. Finite bf16 is
-    unchanged, the sign of zero included. The order matters to kernels: the NaN is replaced before the clamp.
-    """
-    x = x.float()
-    return torch.where(torch.isnan(x), torch.zeros((), device=x.device), x).clamp(-BF16_MAX, BF16_MAX)
+
+def require_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise OperandValueError(
+            f"{name}: expected a contiguous tensor, found strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+        )
+
+
+def require_rows(name: str, tensor: Tensor, alignment: int = 1) -> None:
+    """The last dimension contiguous, the strides of all others multiples of ``alignment`` bytes."""
+    strides, size = tensor.stride(), tensor.element_size()
+    if strides[-1] != 1:
+        raise OperandValueError(f"{name}: expected the last dimension to be contiguous, found strides {strides}")
+    for dimension, stride in enumerate(strides[:-1]):
+        if stride * size % alignment:
+            raise OperandValueError(
+                f"{name}: expected strides of a multiple of {alignment} bytes, found {stride} elements of {size} bytes"
+                f" in dimension {dimension} of shape {tuple(tensor.shape)}"
+            )
+
+
+def require_aligned(name: str, tensor: Tensor, alignment: int = ALIGNMENT) -> None:
+    """The address; only real tensors have one."""
+    if tensor.data_ptr() % alignment:
+        raise OperandValueError(
+            f"{name}: expected an address that is a multiple of {alignment} bytes, found {tensor.data_ptr():#x}; a"
+            " slice that starts elsewhere must be copied"
+        )
+
+
+def require_pages(name: str, pages: Tensor, page_bytes: int, page_size: int) -> None:
+    """A paged pool, uint8 [pages, at least ``page_bytes``], whose pages begin at multiples of 16 bytes."""
+    require_dimensions(name, pages, 2, "[pages, bytes of a page]")
+    require_dtype(name, pages, torch.uint8)
+    require_rows(name, pages)
+    if page_size <= 0 or pages.shape[1] < page_bytes or pages.stride(0) % ALIGNMENT:
+        raise OperandValueError(
+            f"{name}: expected pages of {page_size} entries, {page_bytes} bytes or more, a multiple of {ALIGNMENT}"
+            f" apart, found shape {tuple(pages.shape)}, strides {pages.stride()}"
+        )
+    require_aligned(name, pages)
+
+
+def require_same_device(reference: str, tensor: Tensor, **others: Tensor | None) -> None:
+    """``None`` stands for an optional argument that was not given."""
+    for name, other in others.items():
+        if other is not None and other.device != tensor.device:
+            raise OperandValueError(
+                f"{name}: expected device {tensor.device}, that of {reference}, found {other.device}"
+            )

@@ -45,7 +45,7 @@ def decode(codes: Tensor) -> Tensor:
 def pack(codes: Tensor) -> Tensor:
     """uint8 codes [..., K] → uint8 [..., K/2]: byte j = code[2j] | code[2j+1] << 4. K must be even."""
     require_dtype("E2M1 codes", codes, torch.uint8)
-    require_multiple("E2M1 codes", codes.shape[-1], 2)
+    require_multiple("E2M1 codes", "K", codes.shape[-1], 2)
     return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
 
 

@@ -12,18 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nvfp4_sgl.formats import ue8m0
-from nvfp4_sgl.formats.checks import (
-    POWER_SCALE_MAX,
-    as_finite_fp32,
-    divide,
-    require_dtype,
-    require_finite,
-    require_matrix,
-    require_multiple,
-    require_rows,
-    require_shape,
-)
+from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_multiple, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
+from nvfp4_sgl.formats.values import POWER_SCALE_MAX, as_finite_fp32, divide, require_finite
 
 BLOCK = 128
 AMAX_FLOOR = 1e-4
@@ -77,7 +68,7 @@ class Fp8Rows:
     def __post_init__(self) -> None:
         require_dtype("FP8 rows", self.values, torch.float8_e4m3fn)
         require_dtype("FP8 rows scale", self.scale, torch.uint8)
-        require_rows("FP8 rows", self.values)
+        require_table("FP8 rows", self.values)
         require_shape("FP8 rows scale", self.scale, (self.values.shape[0], -(-self.values.shape[1] // BLOCK)))
 
     def dequantize(self) -> Tensor:
@@ -108,9 +99,9 @@ def quantize_rows_fp8(x: Tensor) -> Fp8Rows:
 
     In fp32: x = NaN → +0, then clamp to ±1.875·2^127 (:data:`VALUE_MAX`); s and value as in :func:`quantize_weight`.
     """
-    require_rows("activations", x)
+    require_table("activations", x)
     require_dtype("activations", x, torch.float32, torch.bfloat16)
-    require_multiple("activations", x.shape[1], 1)
+    require_multiple("activations", "K", x.shape[1], 1)
     k = x.shape[1]
     blocks = functional.pad(as_finite_fp32(x).clamp(-VALUE_MAX, VALUE_MAX), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
     scale = block_exponent(blocks.abs().amax(dim=-1))

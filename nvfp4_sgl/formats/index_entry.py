@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.formats.checks import FormatError, as_finite_fp32, divide, require_dtype, require_rows, require_shape
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
 from nvfp4_sgl.formats.pages import PageLayout
+from nvfp4_sgl.formats.values import as_finite_fp32, divide
 
 DIM = 128
 SCALE_BYTES = 4
@@ -27,7 +29,7 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     Both divisions are correctly rounded. A key of zeros gets scale fp32(1e-4)/448 and codes 0; SGLang's kernels
     use the same floor, so they agree.
     """
-    require_rows("index keys", rows, DIM)
+    require_table("index keys", rows, DIM)
     require_dtype("index keys", rows, torch.float32, torch.bfloat16)
     x = as_finite_fp32(rows)
     scale = divide(x.abs().amax(dim=-1).clamp_min(AMAX_FLOOR), E4M3_MAX)
@@ -36,7 +38,7 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def unpack(data: Tensor, scale: Tensor) -> Tensor:
     """(data uint8 [n, 128], scale fp32 [n]) → fp32 [n, 128]: e4m3 · scale, one rounding."""
-    require_rows("index key data", data, DIM)
+    require_table("index key data", data, DIM)
     require_dtype("index key data", data, torch.uint8)
     require_dtype("index key scale", scale, torch.float32)
     require_shape("index key scale", scale, (data.shape[0],))
@@ -51,7 +53,7 @@ def page_bytes(page_size: int) -> int:
 def write_rows(pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
     """Pack ``rows`` (fp32 or bf16 [n, 128]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
 
-    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`FormatError`. Slots should be
+    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`OperandValueError`. Slots should be
     distinct: which row wins at a repeated slot is undefined.
     """
     require_shape("slots", slots, (rows.shape[0],))
@@ -73,7 +75,7 @@ def hadamard(x: Tensor) -> Tensor:
     alike, after RoPE and before quantisation; scores do not change, only their quantisation error does.
     """
     if x.shape[-1] != DIM:
-        raise FormatError(f"hadamard: expected a last dimension of {DIM}, found shape {tuple(x.shape)}")
+        raise OperandValueError(f"hadamard: expected a last dimension of {DIM}, found shape {tuple(x.shape)}")
     y = x.float()
     for distance in (1, 2, 4, 8, 16, 32, 64):
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)

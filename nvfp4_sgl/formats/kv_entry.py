@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.formats import fp8_block, ue8m0
-from nvfp4_sgl.formats.checks import as_finite_fp32, require_dtype, require_rows, require_shape
+from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import round_to_e4m3
 from nvfp4_sgl.formats.pages import PageLayout
+from nvfp4_sgl.formats.values import as_finite_fp32
 
 DIM = 512
 ROPE_DIM = 64
@@ -37,7 +38,7 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     the first 448: s = 2^ceil(log2(max(amax, 1e-4) / 448)), then e4m3(x / s), nearest-even, which cannot saturate.
     The tail is rounded to bf16, nearest-even. A row of zeros gets scale 2^-22 and codes 0.
     """
-    require_rows("key-value rows", rows, DIM)
+    require_table("key-value rows", rows, DIM)
     require_dtype("key-value rows", rows, torch.float32, torch.bfloat16)
     x = as_finite_fp32(rows)
     nope = x[:, :NOPE_DIM].clamp(-fp8_block.VALUE_MAX, fp8_block.VALUE_MAX).unflatten(-1, (-1, BLOCK))
@@ -52,7 +53,7 @@ def unpack(data: Tensor, scales: Tensor) -> Tensor:
 
     The eighth scale byte is ignored. Bytes that :func:`pack` never writes (scale 255, e4m3 NaN) come out as NaN.
     """
-    require_rows("key-value data", data, DATA_BYTES)
+    require_table("key-value data", data, DATA_BYTES)
     require_dtype("key-value data", data, torch.uint8)
     require_dtype("key-value scales", scales, torch.uint8)
     require_shape("key-value scales", scales, (data.shape[0], SCALE_BYTES))
@@ -70,7 +71,7 @@ def page_bytes(page_size: int) -> int:
 def write_rows(pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
     """Pack ``rows`` (fp32 or bf16 [n, 512]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
 
-    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`FormatError`. Slots should be
+    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`OperandValueError`. Slots should be
     distinct: which row wins at a repeated slot is undefined. Padding and other slots are left alone.
     """
     require_shape("slots", slots, (rows.shape[0],))

@@ -10,17 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import e2m1, ue8m0
-from nvfp4_sgl.formats.checks import (
-    POWER_SCALE_MAX,
-    FormatError,
-    divide,
-    require_dtype,
-    require_finite,
-    require_matrix,
-    require_shape,
-)
+from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_shape
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.formats.values import POWER_SCALE_MAX, divide, require_finite
 
 BLOCK = 32
 AMAX_FLOOR = 6.0 * 2.0**-126
@@ -94,7 +88,7 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     (the default). With m = max(exponent − 8, −117): global_scale = 2^m, and both halves of a block of exponent k
     get block scale 2^(k − m). Blocks of zeros get block scale 1, as their exponent means nothing.
 
-    :class:`FormatError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the
+    :class:`OperandValueError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the
     exponents of one matrix spread over more than 17: such a tensor has no exact NVFP4 form.
     """
     own = largest_exponent(tensor)
@@ -104,7 +98,7 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     k = torch.where(_is_zero_block(tensor), 0, k)
     low, high = int(k.min()), int(k.max())
     if low < BOTTOM or high > TOP:
-        raise FormatError(
+        raise OperandValueError(
             f"MXFP4 to NVFP4: expected block scales within 2^{BOTTOM}..2^{TOP} under the global scale, found"
             f" 2^{low}..2^{high}; the exponents spread too wide for an exact conversion: requantise from the source"
         )
@@ -120,4 +114,4 @@ def _is_zero_block(tensor: MxFp4Tensor) -> Tensor:
 
 def _require_no_nan(tensor: MxFp4Tensor) -> None:
     if bool((tensor.scale == ue8m0.NAN_BYTE).any()):
-        raise FormatError("MXFP4 scale: expected bytes 0..254, found 255 (NaN); the tensor is damaged")
+        raise OperandValueError("MXFP4 scale: expected bytes 0..254, found 255 (NaN); the tensor is damaged")

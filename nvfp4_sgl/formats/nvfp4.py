@@ -18,20 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import e2m1
-from nvfp4_sgl.formats.checks import (
-    FormatError,
-    as_finite_fp32,
-    divide,
-    require_dtype,
-    require_finite,
-    require_matrix,
-    require_multiple,
-    require_rows,
-    require_shape,
-)
+from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_multiple, require_shape, require_table
 from nvfp4_sgl.formats.e2m1 import E2M1_MAX
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, E4M3_MIN, round_to_e4m3
+from nvfp4_sgl.formats.values import as_finite_fp32, divide, require_finite
 
 BLOCK = 16
 FULL_SCALE = E2M1_MAX * E4M3_MAX
@@ -120,11 +112,11 @@ class QuantizedRows:
     row_scale: Tensor
 
     def __post_init__(self) -> None:
-        require_rows("rows packed", self.packed)
+        require_table("rows packed", self.packed)
         require_dtype("rows packed", self.packed, torch.uint8)
         require_dtype("rows block_scale", self.block_scale, torch.float8_e4m3fn)
         require_dtype("rows row_scale", self.row_scale, torch.float32)
-        require_multiple("rows packed", self.packed.shape[-1], BLOCK // 2)
+        require_multiple("rows packed", "K", self.packed.shape[-1], BLOCK // 2)
         require_shape("rows block_scale", self.block_scale, (self.packed.shape[0], self.packed.shape[1] * 2 // BLOCK))
         require_shape("rows row_scale", self.row_scale, (self.packed.shape[0],))
 
@@ -169,7 +161,7 @@ def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tenso
         require_dtype("global_scale", g, torch.float32)
         _require_broadcast("global_scale", g, w.shape[:-2])
         if not bool(((g >= SCALE_MIN) & (g <= SCALE_MAX)).all()):
-            raise FormatError(f"global_scale: expected every value in [2^-117, 2^116], found {g.tolist()}")
+            raise OperandValueError(f"global_scale: expected every value in [2^-117, 2^116], found {g.tolist()}")
     blocks = w.unflatten(-1, (-1, BLOCK))
     s = blocks.abs().amax(dim=-1) / (E2M1_MAX * g)[..., None, None]
     s = torch.where(s == 0, torch.ones_like(s), s).clamp(E4M3_MIN, E4M3_MAX)
@@ -199,9 +191,9 @@ def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
     A block whose scale underflows (amax_block ≤ 6·2^-10·g, amax_row/458752 with the dynamic scale) gets
     scale 0 and codes 0. No step can make a NaN, and no step whose result matters is subnormal.
     """
-    require_rows("activations", x)
+    require_table("activations", x)
     require_dtype("activations", x, torch.float32, torch.bfloat16)
-    require_multiple("activations", x.shape[1], BLOCK)
+    require_multiple("activations", "K", x.shape[1], BLOCK)
     x = as_finite_fp32(x)
     blocks = x.unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(dim=-1)
@@ -209,7 +201,7 @@ def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
         g = amax.amax(dim=-1).clamp_min(AMAX_FLOOR) * INVERSE_FULL_SCALE
     else:
         if not SCALE_MIN <= row_scale <= SCALE_MAX:
-            raise FormatError(f"row_scale: expected a value in [2^-117, 2^116], found {row_scale!r}")
+            raise OperandValueError(f"row_scale: expected a value in [2^-117, 2^116], found {row_scale!r}")
         g = torch.full((x.shape[0],), row_scale, dtype=torch.float32, device=x.device)
     r = 1.0 / g
     block_scale = round_to_e4m3((amax * r[:, None]) * INVERSE_E2M1_MAX)
@@ -227,10 +219,10 @@ def swiglu_row_scale(limit: float) -> float:
     everywhere; hence limit ≥ 0.2785 is required. No block scale derived with it is cut off at 448.
     """
     if not (math.isfinite(limit) and limit >= -SILU_MIN):
-        raise FormatError(f"swiglu_limit: expected a finite value >= {-SILU_MIN:.4f}, found {limit!r}")
+        raise OperandValueError(f"swiglu_limit: expected a finite value >= {-SILU_MIN:.4f}, found {limit!r}")
     scale = limit * limit / FULL_SCALE
     if scale > SCALE_MAX:
-        raise FormatError(f"swiglu_limit: expected its square over 2688 to be at most 2^116, found {limit!r}")
+        raise OperandValueError(f"swiglu_limit: expected its square over 2688 to be at most 2^116, found {limit!r}")
     return round_to_fp32(scale)
 
 
@@ -245,7 +237,7 @@ def _require_broadcast(name: str, scale: Tensor, leading: torch.Size) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        raise FormatError(
+        raise OperandValueError(
             f"{name}: expected a 0-d tensor or one broadcastable over the leading dimensions {tuple(leading)},"
             f" found shape {tuple(scale.shape)}"
         )

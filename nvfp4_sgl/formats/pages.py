@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.formats.checks import FormatError, require_dtype
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import require_dtype
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class PageLayout:
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of ``page_size`` rows."""
         if page_size <= 0:
-            raise FormatError(f"page_size: expected a positive number of rows, found {page_size}")
+            raise OperandValueError(f"page_size: expected a positive number of rows, found {page_size}")
         raw = page_size * (self.data_bytes + self.scale_bytes)
         return -(-raw // self.align) * self.align
 
@@ -33,7 +34,7 @@ class PageLayout:
         require_dtype("pages", pages, torch.uint8)
         expected = self.page_bytes(page_size)
         if pages.dim() != 2 or pages.shape[1] != expected:
-            raise FormatError(
+            raise OperandValueError(
                 f"pages: expected shape [n_pages, {expected}] for page_size {page_size}, found {tuple(pages.shape)}"
             )
         split = page_size * self.data_bytes
@@ -61,13 +62,13 @@ class PageLayout:
     def _locate(pages: Tensor, page_size: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         require_dtype("slots", slots, torch.int64, torch.int32)
         if slots.dim() != 1:
-            raise FormatError(f"slots: expected shape [n], found {tuple(slots.shape)}")
+            raise OperandValueError(f"slots: expected shape [n], found {tuple(slots.shape)}")
         # Indexing would wrap a negative slot round to the last page without a word.
         total = pages.shape[0] * page_size
         if slots.numel():
             low, high = int(slots.min()), int(slots.max())
             if low < 0 or high >= total:
-                raise FormatError(
+                raise OperandValueError(
                     f"slots: expected values in [0, {total}) ({pages.shape[0]} pages of {page_size}), found"
                     f" {low}..{high}; mask padding before the call"
                 )

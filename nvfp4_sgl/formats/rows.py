@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.formats.checks import FormatError
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.scale_layout import TOKEN_TILES, scale_bytes
 
 
@@ -34,7 +34,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
-            raise FormatError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
+            raise OperandValueError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
 
     @classmethod
     def allocate(

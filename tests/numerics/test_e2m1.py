@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import e2m1
-from nvfp4_sgl.formats.checks import FormatError, as_finite_fp32, require_finite
+from nvfp4_sgl.formats.values import as_finite_fp32, require_finite
 from tests.numerics import oracles
 
 
@@ -65,13 +66,13 @@ def test_packing_keeps_leading_dimensions_and_reads_strided_input() -> None:
 def test_wrong_input_is_named() -> None:
     with pytest.raises(ValueError, match="multiple of 2, found 3"):
         e2m1.pack(torch.zeros(2, 3, dtype=torch.uint8))
-    with pytest.raises(FormatError, match=r"uint8, found torch\.int8"):
+    with pytest.raises(OperandError, match=r"uint8, found torch\.int8"):
         e2m1.unpack(torch.zeros(2, 4, dtype=torch.int8))
 
 
 def test_finite_check_and_sanitising() -> None:
     x = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), -0.0, 3.4e38, -3.4e38])
-    with pytest.raises(FormatError, match="expert weight: expected finite values, found 3 NaN or infinite of 7"):
+    with pytest.raises(OperandError, match="expert weight: expected finite values, found 3 NaN or infinite of 7"):
         require_finite("expert weight", x)
     largest = float(oracles.BF16_MAX)
     assert as_finite_fp32(x).tolist() == [1.0, 0.0, largest, -largest, 0.0, largest, -largest]

@@ -97,9 +97,9 @@ def test_wrong_input_is_named() -> None:
     good = quantize_weight(torch.zeros(130, 128))
     with pytest.raises(ValueError, match=r"FP8 weight scale: expected shape \(2, 1\), found \(1, 1\)"):
         Fp8BlockTensor(good.weight, good.scale[:1])
-    with pytest.raises(ValueError, match=r"FP8 weight scale: expected dtype .* found torch\.float32"):
+    with pytest.raises(TypeError, match=r"FP8 weight scale: expected dtype .* found torch\.float32"):
         Fp8BlockTensor(good.weight, torch.zeros(2, 1))
-    with pytest.raises(ValueError, match=r"FP8 weight: expected dtype torch\.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"FP8 weight: expected dtype torch\.float8_e4m3fn"):
         Fp8BlockTensor(torch.zeros(130, 128), good.scale)
     with pytest.raises(ValueError, match="weight: expected finite values"):
         quantize_weight(torch.full((2, 2), float("inf")))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import index_entry
-from nvfp4_sgl.formats.checks import FormatError
 from tests.numerics import oracles
 from tests.numerics.oracles import nearest_code, round_fp32
 
@@ -103,11 +103,11 @@ def test_no_slots_are_no_error() -> None:
 
 def test_wrong_input_is_named() -> None:
     pages = torch.zeros(2, index_entry.page_bytes(2), dtype=torch.uint8)
-    with pytest.raises(FormatError, match=r"slots: expected values in \[0, 4\)"):
+    with pytest.raises(OperandError, match=r"slots: expected values in \[0, 4\)"):
         index_entry.write_rows(pages, 2, torch.tensor([-1]), torch.zeros(1, 128))
-    with pytest.raises(FormatError, match="index keys"):
+    with pytest.raises(OperandError, match="index keys"):
         index_entry.pack(torch.zeros(1, 64))
-    with pytest.raises(FormatError, match="hadamard: expected a last dimension of 128"):
+    with pytest.raises(OperandError, match="hadamard: expected a last dimension of 128"):
         index_entry.hadamard(torch.zeros(3, 64))
 
 

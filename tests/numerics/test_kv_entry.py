@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import kv_entry
-from nvfp4_sgl.formats.checks import FormatError
 from tests.numerics import oracles
 from tests.numerics.oracles import ceil_log2, nearest_code
 
@@ -179,21 +179,21 @@ def test_wrong_input_is_named() -> None:
     pages = torch.zeros(2, kv_entry.page_bytes(2), dtype=torch.uint8)
     one = torch.zeros(1, 512)
     for slot in (-1, 4):
-        with pytest.raises(FormatError, match=rf"slots: expected values in \[0, 4\) \(2 pages of 2\), found {slot}"):
+        with pytest.raises(OperandError, match=rf"slots: expected values in \[0, 4\) \(2 pages of 2\), found {slot}"):
             kv_entry.write_rows(pages, 2, torch.tensor([slot]), one)
-        with pytest.raises(FormatError, match="mask padding before the call"):
+        with pytest.raises(OperandError, match="mask padding before the call"):
             kv_entry.read_rows(pages, 2, torch.tensor([0, slot]))
     with pytest.raises(
-        FormatError, match=r"pages: expected shape \[n_pages, 37440\] for page_size 64, found \(2, 1728\)"
+        OperandError, match=r"pages: expected shape \[n_pages, 37440\] for page_size 64, found \(2, 1728\)"
     ):
         kv_entry.read_rows(pages, 64, torch.tensor([0]))
-    with pytest.raises(FormatError, match=r"slots: expected shape \(1,\), found \(2,\)"):
+    with pytest.raises(OperandError, match=r"slots: expected shape \(1,\), found \(2,\)"):
         kv_entry.write_rows(pages, 2, torch.tensor([0, 1]), one)
-    with pytest.raises(FormatError, match=r"key-value rows: expected shape \[rows, 512\]"):
+    with pytest.raises(OperandError, match=r"key-value rows: expected shape \[rows, 512\]"):
         kv_entry.pack(torch.zeros(1, 576))
-    with pytest.raises(FormatError, match="key-value scales"):
+    with pytest.raises(OperandError, match="key-value scales"):
         kv_entry.unpack(torch.zeros(1, 576, dtype=torch.uint8), torch.zeros(1, 7, dtype=torch.uint8))
-    with pytest.raises(FormatError, match="slots: expected dtype"):
+    with pytest.raises(OperandError, match="slots: expected dtype"):
         kv_entry.read_rows(pages, 2, torch.tensor([0.0]))
-    with pytest.raises(FormatError, match="page_size"):
+    with pytest.raises(OperandError, match="page_size"):
         kv_entry.page_bytes(0)

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import e2m1, mxfp4
-from nvfp4_sgl.formats.checks import FormatError
 from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor, largest_exponent, to_nvfp4
 from tests.numerics import oracles
 from tests.numerics.oracles import E2M1_GRID, ceil_log2, nearest_code
@@ -76,7 +76,7 @@ def test_conversion_is_bit_exact_up_to_a_spread_of_17(lowest: int, highest: int)
 
 
 def test_the_first_spread_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"within 2\^-9\.\.2\^8 .*found 2\^-10\.\.2\^8"):
+    with pytest.raises(OperandError, match=r"within 2\^-9\.\.2\^8 .*found 2\^-10\.\.2\^8"):
         to_nvfp4(random_tensor(8, 64, lowest=-18, highest=0))
 
 
@@ -104,7 +104,7 @@ def test_gate_and_up_share_a_global_scale_through_their_common_exponent() -> Non
     assert torch.equal(a.global_scale, b.global_scale)
     assert same_bits(a.dequantize(), gate.dequantize())
     assert same_bits(b.dequantize(), up.dequantize())
-    with pytest.raises(FormatError, match="spread too wide"):
+    with pytest.raises(OperandError, match="spread too wide"):
         to_nvfp4(up, largest_exponent(gate))  # too small: scales would exceed 2^8
 
 
@@ -125,14 +125,14 @@ def test_quantised_gaussian_survives_conversion() -> None:
 
 def test_wrong_input_is_named() -> None:
     packed, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.full((4, 2), 127, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"MXFP4 packed: expected dtype torch\.uint8, found torch\.int8"):
+    with pytest.raises(TypeError, match=r"MXFP4 packed: expected dtype torch\.uint8, found torch\.int8"):
         MxFp4Tensor(packed.view(torch.int8), scale)
-    with pytest.raises(ValueError, match="MXFP4 scale: expected dtype"):
+    with pytest.raises(TypeError, match="MXFP4 scale: expected dtype"):
         MxFp4Tensor(packed, scale.view(torch.float8_e8m0fnu))
     with pytest.raises(ValueError, match=r"MXFP4 scale: expected shape \(4, 2\), found \(4, 1\)"):
         MxFp4Tensor(packed, scale[:, :1])
     with pytest.raises(ValueError, match=r"weight: .*multiple of 32, found 48"):
         mxfp4.quantize(torch.zeros(4, 48))
     scale[1, 1] = 255
-    with pytest.raises(FormatError, match=r"MXFP4 scale: expected bytes 0\.\.254, found 255"):
+    with pytest.raises(OperandError, match=r"MXFP4 scale: expected bytes 0\.\.254, found 255"):
         to_nvfp4(MxFp4Tensor(packed, scale))

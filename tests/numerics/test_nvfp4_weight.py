@@ -161,7 +161,7 @@ def test_wrong_input_is_named() -> None:
     good = quantize_weight(torch.ones(3, 4, 32))
     with pytest.raises(ValueError, match=r"NVFP4 block_scale: expected shape \(3, 4, 2\), found \(3, 4, 1\)"):
         NvFp4Tensor(good.packed, good.block_scale[..., :1], good.global_scale)
-    with pytest.raises(ValueError, match=r"NVFP4 block_scale: expected dtype torch\.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"NVFP4 block_scale: expected dtype torch\.float8_e4m3fn"):
         NvFp4Tensor(good.packed, good.block_scale.view(torch.uint8), good.global_scale)
     with pytest.raises(ValueError, match="NVFP4 global_scale"):
         NvFp4Tensor(good.packed, good.block_scale, good.global_scale[:2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.formats.scale_layout import padded_shape, swizzle_128x4, unswizzle_128x4
+from nvfp4_sgl.formats.scale_layout import scale_bytes, scale_offset, scale_rows, swizzle_128x4, unswizzle_128x4
 
 SHAPES = [(1, 1), (128, 4), (129, 4), (128, 5), (31, 3), (33, 7), (300, 13), (256, 16), (512, 2)]
 
@@ -17,10 +17,8 @@ def offset(r: int, c: int, padded_columns: int) -> int:
 @pytest.mark.parametrize(("m", "kb"), SHAPES)
 def test_every_byte_is_where_the_formula_puts_it_and_the_rest_is_zero(m: int, kb: int) -> None:
     scales = torch.randint(1, 256, (m, kb), dtype=torch.uint8, generator=torch.Generator().manual_seed(m + kb))
-    rows, columns = padded_shape(m, kb)
-    assert rows % 128 == columns % 4 == 0
-    assert 0 <= rows - m < 128
-    assert 0 <= columns - kb < 4
+    rows, columns = -(-m // 128) * 128, -(-kb // 4) * 4
+    assert (rows, rows * columns) == (scale_rows(m), scale_bytes(m, 16 * kb))
     expected = [0] * (rows * columns)
     for r in range(m):
         for c in range(kb):
@@ -30,12 +28,32 @@ def test_every_byte_is_where_the_formula_puts_it_and_the_rest_is_zero(m: int, kb
     assert flat.tolist() == expected
 
 
+@pytest.mark.parametrize("token_tile", [8, 32, 128, 256])
+@pytest.mark.parametrize(("rows", "kb"), [(1, 4), (37, 12), (130, 6)])
+def test_narrow_token_tiles_have_atoms_of_their_own(rows: int, kb: int, token_tile: int) -> None:
+    plain = torch.randint(1, 127, (rows, kb), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    flat = swizzle_128x4(plain, token_tile)
+    assert flat.numel() == scale_bytes(rows, 16 * kb, token_tile) == scale_rows(rows, token_tile) * -(-kb // 4) * 4
+    places = {scale_offset(r, b, 16 * kb, token_tile): int(plain[r, b]) for r in range(rows) for b in range(kb)}
+    assert len(places) == plain.numel()
+    assert [places.get(place, 0) for place in range(flat.numel())] == flat.tolist()
+    tile = min(token_tile, 128)
+    assert scale_offset(37, 5, 16 * kb, token_tile) == offset(37 // tile * 128 + 37 % tile, 5, -(-kb // 4) * 4)
+    assert torch.equal(unswizzle_128x4(flat, rows, kb, token_tile), plain)
+
+
+def test_groups_of_a_row_are_columns() -> None:
+    """A row of two groups of 64: the second group's first block is block 4 of 8."""
+    plain = torch.arange(1, 9, dtype=torch.uint8).view(1, 8)
+    assert swizzle_128x4(plain, 8)[scale_offset(0, 4, 128, 8)] == 5
+    assert scale_offset(0, 4, 128, 8) == 512
+
+
 @pytest.mark.parametrize(("m", "kb"), SHAPES)
 def test_unswizzling_restores_and_ignores_the_padding(m: int, kb: int) -> None:
     scales = torch.randint(0, 256, (2, 3, m, kb), dtype=torch.uint8, generator=torch.Generator().manual_seed(m * kb))
     flat = swizzle_128x4(scales)
-    rows, columns = padded_shape(m, kb)
-    assert flat.shape == (2, 3, rows * columns)
+    assert flat.shape == (2, 3, scale_bytes(m, 16 * kb))
     assert torch.equal(flat[1, 2], swizzle_128x4(scales[1, 2]))
     padding = swizzle_128x4(torch.ones(m, kb, dtype=torch.uint8)) == 0
     flat[..., padding] = 0xA5
@@ -60,7 +78,7 @@ def test_strided_scales_are_read_as_they_look() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"block scales: .* found torch\.float32"):
+    with pytest.raises(TypeError, match=r"block scales: .* found torch\.float32"):
         swizzle_128x4(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"block scales: expected shape \[\.\.\., M, Kb\]"):
         swizzle_128x4(torch.zeros(4, dtype=torch.uint8))

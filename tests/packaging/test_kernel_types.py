@@ -40,7 +40,7 @@ def test_the_type_of_no_kernel_is_any(tmp_path: Path) -> None:
     assert not unseen, unseen
 
 
-@pytest.mark.parametrize("module", ["triton_kernels.common.checks", "cutedsl_kernels.checks"])
+@pytest.mark.parametrize("module", ["triton_kernels.common.chip", "cutedsl_kernels.errors"])
 def test_a_second_copy_of_a_kernel_module_is_refused(module: str) -> None:
     folder = module.partition(".")[0]
     done = subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True)

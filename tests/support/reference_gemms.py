@@ -20,7 +20,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
-from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes, swizzle_128x4, unswizzle_128x4
+from nvfp4_sgl.formats.scale_layout import swizzle_128x4, unswizzle_128x4
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 
 E4M3 = torch.float8_e4m3fn
@@ -28,26 +28,6 @@ E4M3 = torch.float8_e4m3fn
 
 def _unscaled(codes: Tensor, scales: Tensor) -> Tensor:
     return NvFp4Tensor(codes, scales.view(E4M3), torch.ones(())).unscaled()
-
-
-def row_scales(flat: Tensor, rows: int, blocks: int, token_tile: int) -> Tensor:
-    """Plain block scales uint8 [rows, blocks] of activations laid out for ``token_tile``."""
-    tile = layout_tile(token_tile)
-    tiles = -(-rows // tile)
-    spread = unswizzle_128x4(flat.view(torch.uint8), tiles * 128, blocks)
-    return spread.view(tiles, 128, blocks)[:, :tile].reshape(-1, blocks)[:rows]
-
-
-def _store_row_scales(flat: Tensor, scales: Tensor, token_tile: int) -> None:
-    rows, blocks = scales.shape
-    tile = layout_tile(token_tile)
-    tiles = -(-rows // tile)
-    padded = torch.zeros(tiles * tile, blocks, dtype=torch.uint8)
-    padded[:rows] = scales
-    spread = torch.zeros(tiles, 128, blocks, dtype=torch.uint8)
-    spread[:, :tile] = padded.view(tiles, tile, blocks)
-    assert flat.numel() == scale_bytes(rows, blocks * 16, token_tile)
-    flat.view(torch.uint8).copy_(swizzle_128x4(spread.view(-1, blocks)))
 
 
 @dataclass
@@ -73,7 +53,7 @@ class ReferenceLauncher:
         blocks = -(-k // 64) * 4
         plain = call.weight_scales.view(torch.uint8).view(matrices, -1)
         groups = call.tokens.shape[1] if call.tokens.dim() == 3 else 1
-        scales = row_scales(call.token_scales, call.rows, blocks * groups, shape.token_tile)
+        scales = unswizzle_128x4(call.token_scales.view(torch.uint8), call.rows, blocks * groups, shape.token_tile)
         tokens = call.tokens.reshape(call.rows, groups, -1)
         values = torch.stack([_unscaled(tokens[:, g], scales[:, g * blocks : (g + 1) * blocks]) for g in range(groups)])
         row_scale = call.row_scale if call.row_scale.dim() == 2 else call.row_scale.expand(call.rows)
@@ -108,7 +88,7 @@ class ReferenceLauncher:
                 target = call.out if call.out.dim() == 2 else call.out[:, group]
                 target[rows] = result.to(call.out.dtype)
         if call.out_scales is not None:
-            _store_row_scales(call.out_scales, quantized, shape.token_tile)
+            call.out_scales.view(torch.uint8).copy_(swizzle_128x4(quantized, shape.token_tile))
 
 
 @contextmanager

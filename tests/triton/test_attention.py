@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
@@ -33,7 +34,6 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     default_tiling,
     most_splits,
 )
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from tests.triton.support.interpreter import run_backwards
 
 SCALE = 512**-0.5
@@ -627,7 +627,7 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"out": torch.empty(2, 8, 1024, dtype=torch.bfloat16)[..., ::2]},
     ]
     for changes in wrong:
-        with pytest.raises(KernelError):
+        with pytest.raises(OperandError):
             run(**changes)
 
 
@@ -637,7 +637,7 @@ def test_more_programs_than_have_a_place_are_refused(device: str) -> None:
     case = problem(64, [64, 64], tokens=2)
     most = most_splits(2, 64, torch.cuda.get_device_properties(device).multi_processor_count, HOPPER)
     check(case, device, tiling=HOPPER, splits=most)
-    with pytest.raises(KernelError, match=rf"splits: .*{most}\], found {most + 1}"):
+    with pytest.raises(OperandError, match=rf"splits: .*{most}\], found {most + 1}"):
         case.run(device, tiling=HOPPER, splits=most + 1)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.norm import rms_norm as reference_norm
 from nvfp4_sgl.ops.rope import inverse_frequencies
@@ -17,7 +18,6 @@ from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS, IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes
 from tests.triton.support.compression import FREQUENCIES, World
@@ -235,10 +235,10 @@ def test_refusals(device: str):
         (replace(weights, out=weights.out.bfloat16()), "index weights: out: expected dtype"),
         (some_index_weights(MAX_TOKENS + 1, 4, 64, device), "index weights: x: expected shape"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             prepare_attention(None, [], batch, FREQUENCIES.to(device), index_weights=given)
     for bad, message in refused:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             prepare_attention(replace(good, **bad), [], batch, FREQUENCIES.to(device))
 
 

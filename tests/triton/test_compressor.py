@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import kv_entry
 from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_inputs
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
 from nvfp4_sgl.triton_kernels.attention_inputs.windows import unit_limit
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from tests.triton.support.compression import FREQUENCIES, POISON, World, bits
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources
@@ -214,13 +214,13 @@ def test_refusals():
         (replace(index, compressor=replace(index.compressor, ratio=128)), "n: expected one of"),
         (hca, "workspace: expected one"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             prepare_attention(None, [call], batch, FREQUENCIES)
-    with pytest.raises(KernelError, match="at least 1 units, found 0"):
+    with pytest.raises(OperandError, match="at least 1 units, found 0"):
         prepare_attention(None, [hca], batch, FREQUENCIES, workspace=new_workspace(0, 0, "cpu"))
-    with pytest.raises(KernelError, match="two of ratio 4, found .4, 128."):
+    with pytest.raises(OperandError, match="two of ratio 4, found .4, 128."):
         prepare_attention(None, [csa, hca], batch, FREQUENCIES)
-    with pytest.raises(KernelError, match="frequencies: expected shape"):
+    with pytest.raises(OperandError, match="frequencies: expected shape"):
         prepare_attention(None, [csa, index], batch, FREQUENCIES[:8])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from tests.triton.support.resources import resources
 
@@ -52,7 +52,7 @@ ROWS, DESTINATION, OUT = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(call) -> None:
-    with pytest.raises(KernelError):
+    with pytest.raises(OperandError):
         call()
 
 

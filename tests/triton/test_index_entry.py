@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import index_entry as reference
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.entries import index_entry
 from nvfp4_sgl.triton_kernels.entries.index_entry import page_bytes, store_index_keys
 from tests.triton.support.resources import resources
@@ -98,7 +98,7 @@ def test_refusals():
         ((rows, slots, pages, 256), "pages of 256 entries"),
         ((rows, slots, pages.int(), 64), "pages: expected dtype"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             store_index_keys(*arguments)
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.rows import PackedIndexRows
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import index_entry
 from nvfp4_sgl.ops.indexer import index_scores as reference_scores
 from nvfp4_sgl.ops.indexer import indexer_query
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer.scores import (
@@ -269,11 +269,11 @@ def test_refusals(device: str):
         (8, scores.T, "scores: expected the last dimension"),
         (8, scores[:4], "q: expected shape"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             index_scores(*cast(Any, (*good[:index], bad, *good[index + 1 :])))
-    with pytest.raises(KernelError, match="H of q"):
+    with pytest.raises(OperandError, match="H of q"):
         index_scores(q.new_zeros(5, 128, 128), q.new_zeros(5, 128), *good[2:])
-    with pytest.raises(KernelError, match="first: expected a value"):
+    with pytest.raises(OperandError, match="first: expected a value"):
         index_scores(*good, first=1)
     queries = torch.zeros(5, 16, 128, device=device).to(torch.float8_e4m3fn)
     for index, bad, message in [
@@ -283,7 +283,7 @@ def test_refusals(device: str):
     ]:
         arguments: list[Any] = [q, weights, turns, 0.1, queries, weights]
         arguments[index] = bad
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             prepare_queries(*arguments)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import kv_entry as reference
 from nvfp4_sgl.ops.rope import inverse_frequencies, rms_norm_rope
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from nvfp4_sgl.triton_kernels.entries import kv_entry
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes, store_kv_entries
@@ -122,11 +122,11 @@ def test_refusals():
         ((rows, slots, pages, 256), "pages of 256 entries"),
         ((rows, slots, pages.int(), 64), "pages: expected dtype"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             store_kv_entries(*arguments)
-    with pytest.raises(KernelError, match="rope_dim of turns"):
+    with pytest.raises(OperandError, match="rope_dim of turns"):
         norm_rope_store_kv(rows, weight, EPS, turns[:, :32].contiguous(), slots, pages, 64)
-    with pytest.raises(KernelError, match="weight: expected shape"):
+    with pytest.raises(OperandError, match="weight: expected shape"):
         norm_rope_store_kv(rows, weight[:64], EPS, turns, slots, pages, 64)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 from tests.triton.support.resources import resources
 
@@ -90,11 +90,11 @@ def test_refusals(device: str):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
     plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, columns=4)
-    with pytest.raises(KernelError, match="positions: expected shape"):
+    with pytest.raises(OperandError, match="positions: expected shape"):
         resolve(plan, zeros[:2])
-    with pytest.raises(KernelError, match="seq_lens: expected shape"):
+    with pytest.raises(OperandError, match="seq_lens: expected shape"):
         resolve(plan, zeros, zeros[:2])
-    with pytest.raises(KernelError, match="slots: expected dtype"):
+    with pytest.raises(OperandError, match="slots: expected dtype"):
         wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, columns=4)
         resolve(wrong, zeros[:2], zeros[:2])
 

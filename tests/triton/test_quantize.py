@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import TOKEN_TILES
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from tests.triton.support.resources import resources
@@ -186,7 +186,7 @@ def test_refusals():
         (x, poisoned_rows(4, 128, "cpu", groups=1), "out.codes: expected shape"),
         (x, poisoned_rows(4, 128, "meta"), "out.codes: expected device"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             quantize(bad, rows)
     for destination, message in [
         (torch.zeros(3, 2, dtype=torch.int32), "destination: expected shape"),
@@ -194,9 +194,9 @@ def test_refusals():
         (torch.zeros(4, dtype=torch.int32), "destination: expected shape"),
         (torch.zeros(2, 4, dtype=torch.int32).t(), "destination: expected a contiguous"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             quantize_scattered(x, destination, out)
-    with pytest.raises(KernelError, match="out.codes: expected shape"):
+    with pytest.raises(OperandError, match="out.codes: expected shape"):
         quantize_scattered(x, torch.zeros(4, 2, dtype=torch.int32), replace(out, codes=out.codes[:, :60]))
 
 

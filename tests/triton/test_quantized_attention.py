@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.rope import inverse_frequencies
@@ -20,7 +21,6 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     default_tiling,
     fuses_quantization,
 )
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.rows import poisoned_rows, require_quantized
 from tests.triton.test_attention import Problem, check, named, problem, turns_of
@@ -167,7 +167,7 @@ def test_refusals(device: str) -> None:
         ({"out_rows": good, "splits": 2, "partials": new_partials(case.q, 2)}, "partials.stats: expected shape"),
     ]
     for changes, message in refused:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             case.launch(device, **changes)
 
 

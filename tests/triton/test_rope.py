@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.ops import rope as reference
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from tests.triton.support.resources import resources
 
@@ -53,7 +53,7 @@ def test_reference_angles_are_these(device: str):
 )
 def test_turns_refuse(change: dict[str, torch.Tensor], message: str):
     arguments = {"positions": torch.zeros(3, dtype=torch.int64), "frequencies": torch.ones(4), "out": torch.ones(3, 8)}
-    with pytest.raises(KernelError, match=message):
+    with pytest.raises(OperandError, match=message):
         rope_turns(**(arguments | change))
 
 

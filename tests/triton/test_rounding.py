@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_sgl.formats import e2m1, e4m3, ue8m0
-from nvfp4_sgl.formats.checks import BF16_MAX, as_finite_fp32
+from nvfp4_sgl.formats.values import BF16_MAX, as_finite_fp32
 from nvfp4_sgl.triton_kernels.common import rounding
 
 BLOCK = 4096

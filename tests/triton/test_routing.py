@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.triton_kernels.experts.permutation import FEW_TOKENS, Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from tests.triton.support.interpreter import run_backwards
@@ -305,7 +305,7 @@ OUT, ARRIVALS = Routes.allocate(2, 2, 8, 8, "cpu"), torch.zeros(1, dtype=torch.i
     ],
 )
 def test_what_no_kernel_takes_is_refused(call, message: str) -> None:
-    with pytest.raises(KernelError, match=message):
+    with pytest.raises(OperandError, match=message):
         call()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from tests.triton.support.resources import resources
 
@@ -52,15 +52,15 @@ def test_scatter(dtype: torch.dtype, device: str):
 
 def test_refusals(device: str):
     x = torch.zeros(2, 6, device=device)
-    with pytest.raises(KernelError, match="out: expected shape"):
+    with pytest.raises(OperandError, match="out: expected shape"):
         swiglu(x, LIMIT, x)
-    with pytest.raises(KernelError, match="columns"):
+    with pytest.raises(OperandError, match="columns"):
         swiglu(x[:, :5], LIMIT, x[:, :2])
-    with pytest.raises(KernelError, match="limit"):
+    with pytest.raises(OperandError, match="limit"):
         swiglu(x, 0.0, x[:, :3])
-    with pytest.raises(KernelError, match="destination: expected dtype"):
+    with pytest.raises(OperandError, match="destination: expected dtype"):
         scatter_rows(x, torch.zeros(2, 3, dtype=torch.int64, device=device), x)
-    with pytest.raises(KernelError, match="destination: expected shape"):
+    with pytest.raises(OperandError, match="destination: expected shape"):
         scatter_rows(x, torch.zeros(3, 3, dtype=torch.int32, device=device), x)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.triton_kernels.common.checks import KernelError
+from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
 from nvfp4_sgl.triton_kernels.indexer.topk import CHUNK, REGISTERS, SMALL, Candidates, new_candidates, select_entries
 from tests.triton.support.interpreter import run_backwards
@@ -248,9 +248,9 @@ def test_refusals(device: str):
         ((scores, made.batch, 4096, slots, lengths), "topk: expected a value"),
         ((scores.new_zeros(5, 17 * CHUNK), made.batch, 1024, slots.new_zeros(5, 1024), lengths), "chunks of scores"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             select_entries(*arguments)
-    with pytest.raises(KernelError, match="first: expected a value"):
+    with pytest.raises(OperandError, match="first: expected a value"):
         select_entries(scores, made.batch, 8, slots, lengths, first=1)
     wide = scores.new_zeros(5, CHUNK + 1)
     for candidates, message in [
@@ -259,7 +259,7 @@ def test_refusals(device: str):
         (new_candidates(5, CHUNK, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
         (new_candidates(5, CHUNK + 1, 9, device), "candidates.nominated: expected shape"),
     ]:
-        with pytest.raises(KernelError, match=message):
+        with pytest.raises(OperandError, match=message):
             select_entries(wide, made.batch, 8, slots, lengths, candidates=candidates)
 
 

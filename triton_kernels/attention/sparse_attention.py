@@ -40,12 +40,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nvfp4_sgl.formats.rows import Rows
-
-from ..common import chip
-from ..common.checks import (
-    OperandTypeError,
-    OperandValueError,
+from nvfp4_sgl.errors import OperandTypeError, OperandValueError
+from nvfp4_sgl.formats.checks import (
     require_aligned,
     require_contiguous,
     require_dimensions,
@@ -57,6 +53,9 @@ from ..common.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.formats.rows import Rows
+
+from ..common import chip
 from ..common.overlap import OVERLAPPED
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments

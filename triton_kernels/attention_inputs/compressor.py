@@ -20,7 +20,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats import checks
+
 from ..entries import index_entry, kv_entry
 from ..plan.batch import Batch
 from .windows import CompressionArguments, unit_limit
@@ -164,7 +166,7 @@ class Workspace(NamedTuple):
         checks.require_shape("compress: workspace.pooled", self.pooled, expected, "[units, 512]")
         checks.require_same_device("kv", kv, pooled=self.pooled, arrivals=self.arrivals)
         if self.arrivals.shape[0] < units:
-            raise checks.OperandValueError(
+            raise OperandValueError(
                 f"compress: workspace: expected at least {units} units, found {self.arrivals.shape[0]}"
             )
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.formats import checks
 
 MAX_TOKENS = 8
 """Tokens of a pass up to which the product is made here; a program holds all of them, so that it reads the weight once.

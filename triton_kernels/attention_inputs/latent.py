@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandTypeError
+from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 
-from ..common import checks
 from ..common.rope import require_norm_weight, require_turns
 from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
@@ -88,7 +89,7 @@ class Latents:
         """Refuse what the kernels cannot read; metadata only."""
         tokens, width = self.tokens, self.q_lora.shape[-1]
         if self.q_out is None and self.q_rows is None:
-            raise checks.OperandTypeError("latents: expected q_out, q_rows or both, found neither")
+            raise OperandTypeError("latents: expected q_out, q_rows or both, found neither")
         for name, tensor, columns in (
             ("q_lora", self.q_lora, width),
             ("q_out", self.q_lora if self.q_out is None else self.q_out, width),

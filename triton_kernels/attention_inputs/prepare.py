@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.errors import OperandTypeError, OperandValueError
+from nvfp4_sgl.formats import checks
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED
 from ..plan.batch import Batch
@@ -124,12 +126,12 @@ def prepare_attention(
         call.check(batch, frequencies)
     ratio = calls[0].compressor.ratio if calls else 0
     if [call.compressor.ratio for call in calls] not in ([], [4], [4, 4], [128]):
-        raise checks.OperandValueError(
+        raise OperandValueError(
             f"{op}: calls: expected none, one, or two of ratio 4, found {[call.compressor.ratio for call in calls]}"
         )
     if ratio == 128:
         if workspace is None:
-            raise checks.OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
+            raise OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
         workspace.check(unit_limit(batch.tokens, batch.requests.shape[0], ratio), calls[0].kv)
     if index_weights is not None:
         index_weights.check(batch.tokens)

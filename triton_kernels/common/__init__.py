@@ -1,1 +1,1 @@
-"""What every family shares: argument checks, rounding, RoPE tables, launch overlap, facts of the chip."""
+"""What every family shares: rounding, RoPE tables, launch overlap, facts of the chip."""

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import checks
+from nvfp4_sgl.formats import checks
+
 from .overlap import OVERLAPPED, after_previous
 from .rounding import UNFUSED, product
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.formats import checks
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.formats import checks
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import load_turns, mean_square_scale, require_norm_weight, require_turns, rotate
 from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16

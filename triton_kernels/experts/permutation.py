@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.checks import require_contiguous, require_dtype, require_range, require_same_device, require_shape
+from nvfp4_sgl.formats.checks import (
+    require_contiguous,
+    require_dtype,
+    require_range,
+    require_same_device,
+    require_shape,
+)
+
 from ..common.overlap import OVERLAPPED, after_previous
 
 MAX_GROUPS = 1024

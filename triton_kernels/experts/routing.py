@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.checks import (
+from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -24,6 +24,7 @@ from ..common.checks import (
     require_same_device,
     require_shape,
 )
+
 from ..common.overlap import OVERLAPPED, after_previous
 from .permutation import MANY_BLOCK, MAX_GROUPS, Routes, count_visits, fill_padding, permute_sorted, place_counted
 

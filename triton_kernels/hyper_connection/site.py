@@ -25,18 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvfp4_sgl.formats.nvfp4 import BLOCK
-from nvfp4_sgl.formats.rows import Rows
-
-from ..common import chip
-from ..common.checks import (
-    OperandValueError,
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.formats.nvfp4 import BLOCK
+from nvfp4_sgl.formats.rows import Rows
+
+from ..common import chip
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
 from ..quantize.rows import check_rows, rows_arguments

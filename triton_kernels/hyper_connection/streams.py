@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.checks import (
-    OperandValueError,
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -20,6 +20,7 @@ from ..common.checks import (
     require_same_device,
     require_shape,
 )
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.formats import checks
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import require_turns, rotate
 from ..common.rounding import UNFUSED, round_to_bf16, widen

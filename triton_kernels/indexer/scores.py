@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks, chip
+from nvfp4_sgl.formats import checks
+
+from ..common import chip
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED, UNFUSED
 from ..entries.index_entry import DIM, page_bytes

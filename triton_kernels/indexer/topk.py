@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import checks
+from nvfp4_sgl.errors import OperandTypeError, OperandValueError
+from nvfp4_sgl.formats import checks
+
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
 from ..plan.batch import Batch
@@ -592,7 +594,7 @@ def select_entries(
 def _checked(candidates: Candidates | None, rows: int, chunks: int, topk: int) -> tuple[Tensor, Tensor]:
     """Both tensors of ``candidates``, which are enough."""
     if candidates is None:
-        raise checks.OperandTypeError(f"candidates: expected those of {chunks} chunks, found None")
+        raise OperandTypeError(f"candidates: expected those of {chunks} chunks, found None")
     nominated, arrivals = candidates.nominated, candidates.arrivals
     for name, tensor in (("nominated", nominated), ("arrivals", arrivals)):
         checks.require_dtype(f"candidates.{name}", tensor, torch.int32)
@@ -601,7 +603,7 @@ def _checked(candidates: Candidates | None, rows: int, chunks: int, topk: int) -
     checks.require_shape("candidates.nominated", nominated, held, "[rows, chunks, 2, topk]")
     checks.require_shape("candidates.arrivals", arrivals, held[:1], "[rows]")
     if held[0] < rows or held[1] < chunks:
-        raise checks.OperandValueError(
+        raise OperandValueError(
             f"candidates: expected at least {rows} rows of {chunks} chunks, found {held[0]} of {held[1]}"
         )
     return nominated, arrivals

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.checks import (
+from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,

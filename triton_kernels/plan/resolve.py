@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.checks import (
+from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -26,6 +26,7 @@ from ..common.checks import (
     require_same_device,
     require_shape,
 )
+
 from ..common.overlap import OVERLAPPED, after_previous
 from .batch import PAGE_TOKENS, Batch
 

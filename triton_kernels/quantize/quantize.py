@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
 
-from ..common import checks
 from ..common.overlap import OVERLAPPED, after_previous
 from .nvfp4 import load_halves
 from .rows import check_rows, rows_arguments, store_quantized_row
@@ -46,7 +47,7 @@ def quantize(x: Tensor, out: Rows) -> None:
     """
     checks.require_dtype("x", x, torch.bfloat16, torch.float32)
     if x.dim() not in (2, 3):
-        raise checks.OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
+        raise OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
     checks.require_rows("x", x)
     k = x.shape[-1]
     check_rows("out", out, tuple(x.shape[:-1]), k, x)

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
 
-from ..common import checks
 from .nvfp4 import quantize_row
 
 K_MULTIPLE = 64
@@ -51,8 +51,8 @@ def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tenso
     codes, scales = f"{name}.codes", f"{name}.block_scales"
     checks.require_dtype(codes, rows.codes, torch.uint8)
     checks.require_shape(codes, rows.codes, (*leading, k // 2), f"{meaning[:-1]}, K/2]")
-    checks.require_rows(codes, rows.codes)
-    checks.require_strides(codes, rows.codes, CODES_ALIGNMENT)
+    checks.require_rows(codes, rows.codes, CODES_ALIGNMENT)
+    checks.require_aligned(codes, rows.codes, CODES_ALIGNMENT)
     checks.require_dtype(scales, rows.block_scales, torch.uint8, torch.float8_e4m3fn)
     expected = scale_bytes(leading[0], k * (leading[1] if len(leading) == 2 else 1), rows.token_tile)
     checks.require_shape(scales, rows.block_scales, (expected,), f"[bytes for token tile {rows.token_tile}]")

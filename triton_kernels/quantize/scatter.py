@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
 
-from ..common import checks
 from ..common.overlap import OVERLAPPED, after_previous
 from .nvfp4 import load_halves, quantize_row
 from .quantize import row_warps

@@ -10,13 +10,13 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels import custom_ops, launcher  # noqa: F401
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError, KernelError, OperandTypeError, OperandValueError
+from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_bytes
-from nvfp4_sgl.formats.checks import FormatError
+from nvfp4_sgl.errors import OperandError, OperandTypeError, OperandValueError
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 E4M3 = torch.float8_e4m3fn
 T, F, K, G, E, TILE = 24, 64, 128, 2, 3, 8
@@ -128,7 +128,7 @@ def strided(tensor: torch.Tensor, padding: int) -> torch.Tensor:
     return wide[..., : tensor.shape[-1]]
 
 
-WRONG: list[tuple[str, str, Callable[[Arguments], Any], type[KernelError], str]] = [
+WRONG: list[tuple[str, str, Callable[[Arguments], Any], type[OperandError], str]] = [
     ("product", "tokens", lambda v: v["tokens"].view(torch.int8), OperandTypeError, "torch.uint8, found torch.int8"),
     ("product", "tokens", lambda v: v["tokens"][0], OperandValueError, r"\[rows, K/2\], found \(64,\)"),
     ("product", "tokens", lambda v: codes(T, 40), OperandValueError, "multiple of 64 .*found 80"),
@@ -194,7 +194,7 @@ def test_a_wrong_argument_is_named(
     op: str,
     name: str,
     change: Callable[[Arguments], Any],
-    error: type[KernelError],
+    error: type[OperandError],
     message: str,
     recorder: Recorder,
 ) -> None:
@@ -295,5 +295,5 @@ class TestWeights:
 
 
 def test_a_token_tile_that_does_not_exist() -> None:
-    with pytest.raises(FormatError, match="token_tile: .*found 12"):
+    with pytest.raises(OperandError, match="token_tile: .*found 12"):
         Rows(codes(T, K // 2), block_scales(0), torch.ones(T), 12)

@@ -15,12 +15,12 @@ import torch
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import build, compiled, launcher, plan, warm_up
 from nvfp4_sgl.cutedsl_kernels.compiled import ARCHITECTURES, KernelCache, KernelKey, compile_kernel
-from nvfp4_sgl.cutedsl_kernels.errors import OperandValueError
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import layout_tile
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape, Output
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
+from nvfp4_sgl.formats.scale_layout import layout_tile
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.released import FLASH, PRO, config_json

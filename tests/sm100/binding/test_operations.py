@@ -9,9 +9,9 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels import operations as ops
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import layout_tile, scale_bytes
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
 from tests.sm100.support.launcher import emulated_operations
 from tests.sm100.support.operands import (
     RandomRows,

@@ -7,10 +7,10 @@ import pytest
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import plan, warm_up
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.errors import OperandValueError
 from nvfp4_sgl.cutedsl_kernels.plan import Pin, pairs_in, pinned, rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.model.products import LayerProduct, layer_products
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from tests.support.released import FLASH, PRO, config_json

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import swizzle_scales
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
+from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from tests.sm100.support.products import Bounded, RandomOperand, product
 
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ class RandomRows:
         else:
             codes, plain = operand.packed.transpose(0, 1).contiguous(), torch.cat(list(operand.scales), dim=1)
             scale = scales(count, groups, seed=seed)
-        return cls(Rows(codes, swizzle_scales(plain.view(E4M3), token_tile), scale, token_tile), operand)
+        return cls(Rows(codes, swizzle_128x4(plain.view(E4M3), token_tile), scale, token_tile), operand)
 
     def values(self, group: int = 0) -> np.ndarray:
         """fp64 [T, K] without row scales."""

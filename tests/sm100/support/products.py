@@ -11,10 +11,9 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.scale_layout import scale_rows
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
-from nvfp4_sgl.formats.scale_layout import swizzle_128x4, unswizzle_128x4
+from nvfp4_sgl.formats.scale_layout import scale_rows, swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, emulated
 from tests.sm100.support.entries import compile_entry
 from tests.support.numpy_nvfp4 import dequantize

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats.nvfp4 import QuantizedRows, quantize_rows
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.formats.scale_layout import layout_tile, unswizzle_128x4
+from nvfp4_sgl.formats.scale_layout import unswizzle_128x4
 
 POISON = 0xA5
 
@@ -24,12 +24,7 @@ def poisoned_rows(rows: int, k: int, device: str, token_tile: int = 128, groups:
 def plain_scales(out: Rows) -> Tensor:
     """uint8 [rows, blocks of all groups]: the block scales, found where a GEMM of that token tile looks for them."""
     rows, blocks = out.codes.shape[0], out.codes.flatten(1).shape[1] // 8
-    if not rows:
-        return torch.empty(0, blocks, dtype=torch.uint8)
-    tile = layout_tile(out.token_tile)
-    # Every tile of rows is a matrix of whole atoms.
-    tiles = out.block_scales.cpu().view(torch.uint8).view(-(-rows // tile), -1)
-    return unswizzle_128x4(tiles, tile, blocks).flatten(0, 1)[:rows]
+    return unswizzle_128x4(out.block_scales.cpu().view(torch.uint8), rows, blocks, out.token_tile)
 
 
 def require_rows(out: Rows, expected: QuantizedRows, rows: Tensor | None = None) -> None:
