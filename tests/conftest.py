@@ -16,7 +16,7 @@ OWN_SERVERS = frozenset(f"tests/serving/test_{name}.py" for name in ("logprobs_v
 """Files of which every test starts a server of its own."""
 
 INDEPENDENT = "tests/triton/"
-"""A folder whose tests share nothing: some take minutes under the interpreter, and so would half a file at the end."""
+"""A folder whose tests share nothing but what is compiled for one function: a file may take minutes to interpret."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +45,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            if file in OWN_SERVERS or file.startswith(INDEPENDENT):
+            if file in OWN_SERVERS:
                 return nodeid
+            if file.startswith(INDEPENDENT):
+                return nodeid.split("[", 1)[0]
             return "default server" if file in DEFAULT_SERVER else file
 
     return ByServer(config, log)

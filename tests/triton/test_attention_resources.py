@@ -13,8 +13,8 @@ from nvfp4_sgl.triton_kernels.attention.tiling import FEW_HEADS, HOPPER
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
-STACK = {90: 32, 100: 560}
-QUANTIZED_STACK = {90: 80, 100: 560}
+STACK = {90: 32, 100: 480}
+QUANTIZED_STACK = {90: 80, 100: 608}
 """Bytes a thread, but of programs of few heads, which have none: addresses and the like, which the main loop on Hopper
 at most reads; accumulators stay. The second where the output is quantised."""
 

@@ -178,7 +178,7 @@ def test_refusals():
         (torch.zeros(4), out, "x: expected shape"),
         (x, replace(out, codes=out.codes[:3]), "out.codes: expected shape"),
         (x, replace(out, codes=out.codes.int()), "out.codes: expected dtype"),
-        (x, replace(out, codes=torch.zeros(4, 66, dtype=torch.uint8)[:, :64]), "multiples of 4 bytes"),
+        (x, replace(out, codes=torch.zeros(4, 66, dtype=torch.uint8)[:, :64]), "strides of a multiple of 4 bytes"),
         (x, replace(out, block_scales=out.block_scales[:-1]), "bytes for token tile 128"),
         (x, replace(out, block_scales=out.block_scales.float()), "out.block_scales: expected dtype"),
         (x, replace(out, scale=out.scale[:3]), "out.scale: expected shape"),

@@ -70,7 +70,9 @@ class Resources:
 @cache
 def resources(module: str) -> list[Resources]:
     """Every kernel that ``launches()`` of the module launches, each specialisation once, for both architectures."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # Triton's own assembler and cache: SGLang, once imported, names others in the environment, and another assembler
+    # gives other registers and stacks.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     command = [sys.executable, "-m", __name__, module]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
