@@ -55,11 +55,11 @@ INVERSE_E2M1_MAX = round_to_fp32(1.0 / E2M1_MAX)
 
 @dataclass(frozen=True)
 class NvFp4Tensor:
-    """A matrix [..., N, K], or a stack of them, in NVFP4, as checkpoints store it.
+    """A matrix [..., N, K], or a stack of them, in NVFP4: weights as checkpoints store them, activations [T, K].
 
     packed: uint8 [..., N, K/2], low nibble = even k. block_scale: float8_e4m3fn [..., N, K/16].
-    global_scale: fp32; one for each matrix, 0-d or broadcastable over the leading dimensions [...]; or, for a matrix
-    merged of several, one for each row, [..., N].
+    global_scale: fp32; one for each matrix, 0-d or broadcastable over the leading dimensions [...]; or one for each
+    row, [..., N], as of activations and of weights merged of several.
     """
 
     packed: Tensor
@@ -100,40 +100,6 @@ class NvFp4Tensor:
         return NvFp4Tensor(*parts)
 
 
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Activations [T, K] in NVFP4, each row with its own fp32 scale.
-
-    packed: uint8 [T, K/2], low nibble = even k. block_scale: float8_e4m3fn [T, K/16]. row_scale: fp32 [T].
-    """
-
-    packed: Tensor
-    block_scale: Tensor
-    row_scale: Tensor
-
-    def __post_init__(self) -> None:
-        require_table("rows packed", self.packed)
-        require_dtype("rows packed", self.packed, torch.uint8)
-        require_dtype("rows block_scale", self.block_scale, torch.float8_e4m3fn)
-        require_dtype("rows row_scale", self.row_scale, torch.float32)
-        require_multiple("rows packed", "K", self.packed.shape[-1], BLOCK // 2)
-        require_shape("rows block_scale", self.block_scale, (self.packed.shape[0], self.packed.shape[1] * 2 // BLOCK))
-        require_shape("rows row_scale", self.row_scale, (self.packed.shape[0],))
-
-    @property
-    def shape(self) -> torch.Size:
-        """Logical shape [T, K]."""
-        return torch.Size((self.packed.shape[0], self.packed.shape[1] * 2))
-
-    def unscaled(self) -> Tensor:
-        """fp32 [T, K]: e2m1 · block_scale, exact."""
-        return _times_block_scale(self.packed, self.block_scale)
-
-    def dequantize(self) -> Tensor:
-        """fp32 [T, K]: (e2m1 · block_scale) · row_scale, one rounding."""
-        return self.unscaled() * self.row_scale[:, None]
-
-
 def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tensor:
     """Quantise a weight matrix (or a stack) as modelopt does.
 
@@ -171,11 +137,12 @@ def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tenso
     return NvFp4Tensor(e2m1.pack(codes), block_scale, g)
 
 
-def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
+def quantize_rows(x: Tensor, row_scale: float | None = None) -> NvFp4Tensor:
     """Quantise activations to NVFP4: the recipe every kernel must equal bit for bit.
 
     x: bf16 or fp32 [T, K], K a multiple of 16, T may be 0. row_scale: one constant for all rows, within
     [2^-117, 2^116]; None takes each row's own maximum, which needs no calibration and never saturates a block.
+    The result's global_scale is g below, fp32 [T].
 
     All in fp32, each line one IEEE round-to-nearest-even operation. In particular the two divisions are
     correctly rounded: a kernel must not use an approximate reciprocal::
@@ -209,7 +176,7 @@ def quantize_rows(x: Tensor, row_scale: float | None = None) -> QuantizedRows:
     codes = e2m1.encode(blocks * (1.0 / d)[..., None])
     # Where s == 0 the line above made infinities and NaN; none of its codes is kept.
     codes = torch.where((block_scale.float() == 0)[..., None], 0, codes).to(torch.uint8).flatten(-2)
-    return QuantizedRows(e2m1.pack(codes), block_scale, g)
+    return NvFp4Tensor(e2m1.pack(codes), block_scale, g)
 
 
 def swiglu_row_scale(limit: float) -> float:

@@ -57,7 +57,7 @@ def activation_operand(
     if mode is ActivationMode.W4A16 or not weight.is_nvfp4:
         return x.float(), None
     rows = quantize_rows(x.reshape(-1, x.shape[-1]), row_scale)
-    return rows.unscaled().view(x.shape), rows.row_scale.view(x.shape[:-1])
+    return rows.unscaled().view(x.shape), rows.global_scale.view(x.shape[:-1])
 
 
 def apply_scales(acc: Tensor, row_scale: Tensor | None, alpha: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.formats import e2m1, nvfp4
-from nvfp4_sgl.formats.nvfp4 import QuantizedRows, quantize_rows, swiglu_row_scale
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows, swiglu_row_scale
 from tests.numerics import oracles
 from tests.numerics.oracles import E2M1_GRID, E4M3_GRID, nearest_code, round_fp32
 
@@ -54,10 +54,10 @@ def exact_rows(x: torch.Tensor, row_scale: float | None) -> tuple[list[list[int]
     return codes, scales, globals_
 
 
-def assert_equals_exact(x: torch.Tensor, row_scale: float | None) -> QuantizedRows:
+def assert_equals_exact(x: torch.Tensor, row_scale: float | None) -> NvFp4Tensor:
     got = quantize_rows(x, row_scale)
     codes, scales, globals_ = exact_rows(x, row_scale)
-    assert [Fraction(g) for g in got.row_scale.tolist()] == globals_
+    assert [Fraction(g) for g in got.global_scale.tolist()] == globals_
     assert got.block_scale.view(torch.uint8).tolist() == scales
     assert e2m1.unpack(got.packed).tolist() == codes
     return got
@@ -94,7 +94,7 @@ def test_dynamic_recipe_on_many_random_rows_against_numpy() -> None:
         scaled = blocks * (np.float32(1) / (s * g[:, None]))[..., None]
     code = np.where((s_code == 0)[..., None], 0, oracles.e2m1_codes(np.nan_to_num(scaled, nan=0.0))).reshape(1500, 704)
     got = quantize_rows(x)
-    assert np.array_equal(got.row_scale.numpy(), g)
+    assert np.array_equal(got.global_scale.numpy(), g)
     assert np.array_equal(got.block_scale.view(torch.uint8).numpy(), s_code)
     assert np.array_equal(e2m1.unpack(got.packed).numpy(), code)
 
@@ -104,7 +104,7 @@ def test_nothing_gives_nan_and_a_zero_or_underflowing_block_has_zero_scale_and_c
     for row_scale in (None, 1e-5, 2.0**-117, 2.0**116):
         got = quantize_rows(x, row_scale)
         assert torch.isfinite(got.dequantize()).all()
-        assert torch.isfinite(got.row_scale).all()
+        assert torch.isfinite(got.global_scale).all()
         empty = got.block_scale.float() == 0
         assert (e2m1.unpack(got.packed).unflatten(-1, (-1, 16))[empty] == 0).all()
         assert not torch.signbit(got.block_scale.float()).any()
@@ -137,7 +137,7 @@ def test_scaling_a_row_by_a_power_of_two_changes_its_row_scale_only() -> None:
     one, two = quantize_rows(x), quantize_rows(x.float() * 1024)
     assert torch.equal(one.packed, two.packed)
     assert torch.equal(one.block_scale.view(torch.uint8), two.block_scale.view(torch.uint8))
-    assert torch.equal(one.row_scale * 1024, two.row_scale)
+    assert torch.equal(one.global_scale * 1024, two.global_scale)
 
 
 def test_rows_do_not_depend_on_each_other_nor_on_strides() -> None:
@@ -146,7 +146,7 @@ def test_rows_do_not_depend_on_each_other_nor_on_strides() -> None:
     for row in (0, 17, 49):
         alone = quantize_rows(x[row : row + 1])
         assert torch.equal(alone.packed[0], whole.packed[row])
-        assert torch.equal(alone.row_scale[0], whole.row_scale[row])
+        assert torch.equal(alone.global_scale[0], whole.global_scale[row])
     strided = torch.empty(64, 50, dtype=torch.bfloat16).copy_(x.T).T
     assert not strided.is_contiguous()
     assert torch.equal(quantize_rows(strided).packed, whole.packed)
@@ -192,10 +192,10 @@ def test_wrong_input_is_named() -> None:
         with pytest.raises(ValueError, match="row_scale"):
             quantize_rows(torch.zeros(2, 16), bad)
     good = quantize_rows(torch.zeros(2, 32))
-    with pytest.raises(ValueError, match=r"rows block_scale: expected shape \(2, 2\), found \(2, 1\)"):
-        QuantizedRows(good.packed, good.block_scale[:, :1], good.row_scale)
-    with pytest.raises(ValueError, match="rows row_scale"):
-        QuantizedRows(good.packed, good.block_scale, good.row_scale[:1])
+    with pytest.raises(ValueError, match=r"NVFP4 block_scale: expected shape \(2, 2\), found \(2, 1\)"):
+        NvFp4Tensor(good.packed, good.block_scale[:, :1], good.global_scale)
+    with pytest.raises(ValueError, match="NVFP4 global_scale"):
+        NvFp4Tensor(good.packed, good.block_scale, good.global_scale[:1])
 
 
 def test_constants() -> None:

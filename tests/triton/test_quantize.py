@@ -74,7 +74,7 @@ def with_unit_scale(x: torch.Tensor) -> torch.Tensor:
     assert float(x.abs().max()) <= 2688
     x = F.pad(x, (0, 64))
     x[:, -64] = 2688.0
-    assert bool((quantize_rows(x).row_scale == 1).all())
+    assert bool((quantize_rows(x).global_scale == 1).all())
     return x
 
 

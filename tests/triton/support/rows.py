@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.formats.nvfp4 import QuantizedRows, quantize_rows
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import unswizzle_128x4
 
@@ -27,7 +27,7 @@ def plain_scales(out: Rows) -> Tensor:
     return unswizzle_128x4(out.block_scales.cpu().view(torch.uint8), rows, blocks, out.token_tile)
 
 
-def require_rows(out: Rows, expected: QuantizedRows, rows: Tensor | None = None) -> None:
+def require_rows(out: Rows, expected: NvFp4Tensor, rows: Tensor | None = None) -> None:
     """``out``, poisoned before, is the expected matrix; if only ``rows`` were to be written, the others are poison yet.
 
     expected: a row for each group of each row.
@@ -44,7 +44,7 @@ def require_rows(out: Rows, expected: QuantizedRows, rows: Tensor | None = None)
     written = flat.numel() - int((flat == POISON).sum())
     assert written == scales.numel() - int((scales == POISON).sum()), "scales of padding were written"
     row_scale = torch.full((count, out.scale[0].numel()), torch.nan)
-    row_scale[rows] = expected.row_scale.view(len(rows), -1)
+    row_scale[rows] = expected.global_scale.view(len(rows), -1)
     assert torch.equal(out.scale.cpu().reshape(count, -1).nan_to_num(-1), row_scale.nan_to_num(-1))
 
 
