@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .fixed import Fixed
-from .fragment import EpilogueWarp, first_value, token_of, values_of
+from .fragment import EpilogueWarp, token_of, values_of
 from .shape import LANES, TEAM_THREADS, WARP_LANES, KernelShape
 from .store import PlainStore, QuantizedStore
 
@@ -112,13 +112,25 @@ class DeviceEpilogue(Fixed):
         warp.synchronise_team()
         return tuple(alphas)
 
+    def factors(self, chunk: Any) -> list[cute.Tensor]:
+        """Row scales, and row weights if any, of this thread's tokens of a chunk: to be read before they are needed."""
+        shape, found = self.shape, []
+        for which in range(1 if self.weights is None else 2):
+            registers = cute.make_rmem_tensor((shape.chunk // 4,), Float32)
+            for group in range(shape.chunk // 8):
+                token = which * shape.token_tile + chunk * shape.chunk + token_of(self.warp.lane, group)
+                source = cute.make_tensor((self.row_factors.iterator + token).align(8), cute.make_layout(2))
+                cute.autovec_copy(source, cute.make_tensor(registers.iterator + 2 * group, cute.make_layout(2)))
+            found.append(registers)
+        return found
+
     def chunk(
-        self, values: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,
-        inside: Any,
+        self, values: Any, factors: Any, alphas: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any,
+        token_group: Any, inside: Any,
     ) -> None:  # fmt: skip
         """Finish one chunk: ``values`` are this thread's of the fragment."""
         shape = self.shape
-        self._multiply_rows(values, 4, chunk, 0)
+        self._multiply_rows(values, 4, factors[0])
         for i in range(4):
             for first in values_of(shape.chunk, i):
                 multiply_pair(values, first, alphas[i], alphas[i])
@@ -127,23 +139,18 @@ class DeviceEpilogue(Fixed):
             for j in range(half):
                 values[j] = clamped_swiglu(values[j], values[half + j], self.epilogue.limit)
         if self.weights is not None:
-            self._multiply_rows(values, 4 // shape.rows_per_feature, chunk, 1)
+            self._multiply_rows(values, 4 // shape.rows_per_feature, factors[1])
         self.store.put(values, slot, chunk, feature_tile, token_tile, token_group, inside)
 
     def finish(self) -> None:
         """After the last tile."""
         self.store.finish()
 
-    def _multiply_rows(self, values: Any, count: int, chunk: Any, which: int) -> None:
+    def _multiply_rows(self, values: Any, count: int, factors: Any) -> None:
         """Multiply the values of the thread's first ``count`` rows by a factor of each token."""
-        shape = self.shape
-        for group in range(shape.chunk // 8):
-            pair = cute.make_rmem_tensor((2,), Float32)
-            token = chunk * shape.chunk + token_of(self.warp.lane, group)
-            pointer = self.row_factors.iterator + (which * shape.token_tile + token)
-            cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), pair)
-            for i in range(count):
-                multiply_pair(values, first_value(shape.chunk, i, group), pair[0], pair[1])
+        for i in range(count):
+            for group, first in enumerate(values_of(self.shape.chunk, i)):
+                multiply_pair(values, first, factors[2 * group], factors[2 * group + 1])
 
 
 def multiply_pair(values: Any, first: int, low: Any, high: Any) -> None:

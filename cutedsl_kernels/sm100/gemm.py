@@ -496,11 +496,12 @@ class NvFp4Gemm:
                 chunk = self._chunk_of(turn * shape.teams + warp.team, buffer)
                 column = buffer * shape.second_accumulator + chunk * shape.chunk
                 read_fragment(tensor_memory, column, warp, values)
+                factors = epilogue.factors(chunk)
                 cute.arch.fence_view_async_tmem_load()
                 # The first chunks of the teams hold all columns that the next tile's accumulator shares.
                 if turn == (0 if shape.overlap else shape.chunks // shape.teams - 1):
                     self._release(accumulators, position, rank - peer)
-                epilogue.chunk(values, alphas, turn % shape.warp_buffers, chunk, *where)
+                epilogue.chunk(values, factors, alphas, turn % shape.warp_buffers, chunk, *where)
             position.advance()
             buffer = buffer ^ 1
             tile += step
@@ -545,8 +546,9 @@ class NvFp4Gemm:
                     if cutlass.const_expr(shape.chunks > 1):
                         read_fragment(tensor_memory, column + chunk * shape.chunk, warp, values)
                         cute.arch.fence_view_async_tmem_load()
+                    factors = epilogue.factors(chunk)
                     reduction.add(values, chunk)
-                    epilogue.chunk(values, alphas, 0, chunk, *where)
+                    epilogue.chunk(values, factors, alphas, 0, chunk, *where)
             self._release(accumulators, position, Int32(0))
             tile += step
             if tile < total:

@@ -11,6 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import cpasync
 
@@ -255,7 +256,7 @@ def quantize_block(values: cute.Tensor, threads: int, row_scale: float) -> tuple
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, step))
         step *= 2
     g = Float32(row_scale)
-    reciprocal = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[g])
+    reciprocal = Float32(float(np.float32(1) / np.float32(row_scale)))
     sixth = cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Uint32(INVERSE_E2M1_MAX)]
     )
