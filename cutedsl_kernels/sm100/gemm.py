@@ -37,8 +37,8 @@ from .schedule import BatchedSchedule, GroupedSchedule, Place
 from .shape import (
     ALIGNMENT,
     BLOCK,
+    EXPERT_TABLE_WORDS,
     LANES,
-    MAX_EXPERTS,
     SCALE_ATOM_BYTES,
     SCALE_ATOM_ROWS,
     TILE_K,
@@ -196,7 +196,7 @@ class NvFp4Gemm:
             partials_full: cute.struct.MemRange[Int64, 4]
             partials_empty: cute.struct.MemRange[Int64, 4]
             tensor_memory: Int32
-            expert_ends: cute.struct.MemRange[Int32, MAX_EXPERTS if shape.grouped else 1]
+            experts: cute.struct.MemRange[Int32, EXPERT_TABLE_WORDS if shape.grouped else 1]
             row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
@@ -285,7 +285,7 @@ class NvFp4Gemm:
                 place,
                 feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
-                storage.expert_ends.get_tensor(cute.make_layout(MAX_EXPERTS)),
+                storage.experts.get_tensor(cute.make_layout(EXPERT_TABLE_WORDS)),
             )  # fmt: skip
             if warp == 0:
                 schedule.prepare(thread)

@@ -17,7 +17,10 @@ from cutlass import Boolean, Int32
 from .fixed import Fixed
 from .shape import MAX_EXPERTS
 
-EXPERTS_PER_LANE = MAX_EXPERTS // 32
+LANES_OF_WARP = 32
+EXPERTS_PER_LANE = MAX_EXPERTS // LANES_OF_WARP
+FIRST_TILES = EXPERTS_PER_LANE * (LANES_OF_WARP + 1)
+"""Words between a table of all experts and the next."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,16 @@ class BatchedSchedule(Fixed):
 class GroupedSchedule(Fixed):
     """Experts whose token counts only the device knows.
 
+    A lane's run is EXPERTS_PER_LANE experts in a row. Two ballots find a block's expert: which run, and which in it.
+
     Attributes:
         feature_tiles: tiles along the features, the same for each expert.
         token_tile: tokens of a tile.
         experts: number of experts, at most MAX_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; zero is fine.
-        ends: int32 shared tensor [MAX_EXPERTS]: blocks of all experts up to and with this one.
+        table: int32 shared tensor [TABLE_WORDS]: blocks before each run and in all; at ``_word``, blocks before each
+            expert, and FIRST_TILES further its first token tile.
     """
 
     place: Place
@@ -76,53 +82,66 @@ class GroupedSchedule(Fixed):
     experts: Any
     offsets: Any
     counts: Any
-    ends: Any
+    table: Any
 
     def total(self) -> Any:
         """Number of blocks; after ``prepare`` and a barrier."""
-        return self.ends[MAX_EXPERTS - 1]
+        return self.table[LANES_OF_WARP]
 
     def _blocks_across(self) -> Any:
         return cute.ceil_div(self.feature_tiles, self.place.features)
 
+    def _word(self, run: Any, index: Any) -> Any:
+        """Of an expert: neither the lanes of a run nor the experts in it share a bank."""
+        return LANES_OF_WARP + 1 + index * (LANES_OF_WARP + 1) + run
+
     @cute.jit
     def prepare(self, lane: Int32):
-        """Fill ``ends``; one whole warp. Every lane sums a run of experts, then the runs are scanned."""
+        """Fill the table; one whole warp. Every lane sums its run, then the runs are scanned."""
         rows = self.token_tile * self.place.tokens
         across = self._blocks_across()
-        mine = cute.make_rmem_tensor((EXPERTS_PER_LANE,), Int32)
+        # All loads first, so that their latencies overlap.
+        experts = [lane * EXPERTS_PER_LANE + i for i in range(EXPERTS_PER_LANE)]
+        known = [cutlass.min(expert, self.experts - 1) for expert in experts]
+        counts = [self.counts[expert] for expert in known]
+        offsets = [self.offsets[expert] for expert in known]
+        befores = []
         running = Int32(0)
-        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-            expert = lane * EXPERTS_PER_LANE + i
-            if expert < self.experts:
-                running += (self.counts[expert] + (rows - 1)) // rows * across
-            mine[i] = running
+        for expert, count in zip(experts, counts, strict=True):
+            befores.append(running)
+            blocks = (count + (rows - 1)) // rows * across
+            running = running + cutlass.select_(expert < self.experts, blocks, Int32(0))
         before = running
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
             if lane >= (1 << step):
                 before += other
+        if lane == LANES_OF_WARP - 1:
+            self.table[LANES_OF_WARP] = before
         before -= running
+        self.table[lane] = before
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-            self.ends[lane * EXPERTS_PER_LANE + i] = before + mine[i]
+            self.table[self._word(lane, i)] = before + befores[i]
+            self.table[self._word(lane, i) + FIRST_TILES] = offsets[i] // self.token_tile
 
     @cute.jit
     def locate(self, block: Int32):
-        """``(feature tile, token tile counted over all rows, expert, 0, whether to store)``: binary search in ``ends``.
+        """``(feature tile, token tile counted over all rows, expert, 0, whether to store)``; by whole warps.
 
-        A block's token tile beyond its expert's rows would hold another expert's: it is computed and not stored.
+        Of experts with equally many blocks before them the last has tokens. A block's token tile beyond its expert's
+        rows would hold another expert's: it is computed and not stored.
         """
-        low = Int32(0)
-        for step in cutlass.range_constexpr(MAX_EXPERTS.bit_length() - 1):
-            half = MAX_EXPERTS >> (step + 1)
-            if self.ends[low + half - 1] <= block:
-                low += half
-        begin = Int32(0)
-        if low > 0:
-            begin = self.ends[low - 1]
-        within = block - begin
+        lane = cute.arch.lane_idx()
+        run = cute.arch.popc(cute.arch.vote_ballot_sync(self.table[lane] <= block)) - 1
+        of_run = self.table[self._word(run, lane % EXPERTS_PER_LANE)] <= block
+        index = cute.arch.popc(cute.arch.vote_ballot_sync(of_run) & ((1 << EXPERTS_PER_LANE) - 1)) - 1
+        word = self._word(run, index)
+        within = block - self.table[word]
         across = self._blocks_across()
         feature_tile = within % across * self.place.features + self.place.feature
         token_tile = within // across * self.place.tokens + self.place.token
-        inside = token_tile * self.token_tile < self.counts[low]
-        return feature_tile, self.offsets[low] // self.token_tile + token_tile, low, Int32(0), inside
+        expert = run * EXPERTS_PER_LANE + index
+        inside = Boolean(True)
+        if cutlass.const_expr(self.place.tokens > 1):
+            inside = token_tile * self.token_tile < self.counts[expert]
+        return feature_tile, self.table[word + FIRST_TILES] + token_tile, expert, Int32(0), inside

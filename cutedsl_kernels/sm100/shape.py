@@ -255,7 +255,7 @@ class KernelShape:
     @property
     def small_bytes(self) -> int:
         """Row factors, expert offsets, barriers (no more than 512 bytes) and alignment; a bound."""
-        experts = MAX_EXPERTS * 4 if self.grouped else 0
+        experts = EXPERT_TABLE_WORDS * 4 if self.grouped else 0
         return self.teams * 2 * self.token_tile * 4 + experts + 512 + 2 * ALIGNMENT
 
     @property
@@ -282,6 +282,8 @@ class KernelShape:
 
 
 MAX_EXPERTS = 512
+EXPERT_TABLE_WORDS = 33 + 2 * MAX_EXPERTS // 32 * 33
+"""Of what a grouped kernel keeps of its experts in shared memory (schedule.py)."""
 TRANSPOSE_PITCH = 20
 """fp32 words between two tokens' 16 features of a warp: 4 more than the features, so that 16-byte reads of eight
 consecutive tokens touch all 32 banks, and so do writes of eight features of every other token of eight."""
