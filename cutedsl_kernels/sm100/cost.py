@@ -29,7 +29,7 @@ HANDOVER_CYCLES = 130.0
 """From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
 SECOND_TEAM = 0.6
 """An epilogue's time with a second team of warps over the time without: they share the load/store unit."""
-EXPERT_COUNTS_CYCLES = 2000.0
+EXPERT_COUNTS_CYCLES = 1400.0
 """Until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From the timed
 mode of the emulator."""
 
@@ -199,11 +199,12 @@ class Cost:
 
 
 def epilogue_cycles(shape: KernelShape) -> float:
-    """From an accumulator that is complete to its last store issued: lines near what the emulator's timed mode has."""
+    """From a last tile's accumulator that is complete until its stores have been read from shared memory: lines near
+    what the emulator's timed mode has."""
     tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
-        return 190.0 + (25.0 if shape.output == "nvfp4" else 19.0) * tokens
-    return 80.0 + (21.0 if shape.output == "fp32" else 14.0) * tokens
+        return 190.0 + 22.0 * tokens if shape.output == "nvfp4" else 130.0 + 16.4 * tokens
+    return 130.0 + (14.4 if shape.output == "fp32" else 8.9) * tokens
 
 
 def exposed_cycles(shape: KernelShape) -> float:

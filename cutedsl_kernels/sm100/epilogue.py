@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .fixed import Fixed
-from .fragment import EpilogueWarp, token_of, values_of
+from .fragment import EpilogueWarp, values_of
 from .shape import LANES, TEAM_THREADS, WARP_LANES, KernelShape
 from .store import PlainStore, QuantizedStore
 
@@ -66,13 +66,13 @@ class Epilogue(Fixed):
         make = PlainStore if shape.output != "nvfp4" else QuantizedStore
         store = make.create(shape, storage, target, warp, self.row_scale_constant)
         start = storage.row_factors.data_ptr() + warp.team * (2 * shape.token_tile)
-        factors = cute.make_tensor(start, cute.make_layout((shape.token_tile, 2)))
+        factors = cute.make_tensor(start, cute.make_layout(2 * shape.token_tile))
         return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, warp)
 
 
 @dataclass(frozen=True)
 class DeviceEpilogue(Fixed):
-    """The chain for one warp; ``begin`` each tile, then ``chunk`` after chunk."""
+    """The chain for one warp; each tile ``fetch``, ``begin``, then ``chunk`` after chunk."""
 
     shape: KernelShape
     epilogue: Epilogue
@@ -80,47 +80,65 @@ class DeviceEpilogue(Fixed):
     weights: Any
     alphas: Any
     row_factors: Any
-    """fp32 shared tensor [token_tile, 2]: row scale, row weight; the team's own."""
+    """fp32 shared tensor [2 * token_tile]: row scales, row weights, in the order of ``_place``; the team's own."""
     store: Any
     warp: EpilogueWarp
 
     @cute.jit
-    def begin(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
-        """Stage the tile's row factors in shared memory; the returned alphas are those of this thread's 4 rows."""
+    def fetch(self, feature_tile: Int32, token_tile: Int32, weight_group: Int32, token_group: Int32):
+        """Begin to load a tile's factors, to be given to ``begin``: a tile before, since their latency is long."""
         shape, warp = self.shape, self.warp
-        # All global loads first, so that their latencies overlap. Beyond the last row any factor will do.
         if cutlass.const_expr(shape.gated):
-            gate, up = self.alphas[0, weight_group], self.alphas[1, weight_group]
-            alphas = [gate, gate, up, up]
+            alphas = [self.alphas[half, weight_group] for half in range(2)]
         else:
             first = feature_tile * LANES + warp.quarter * WARP_LANES + warp.lane // 4
             features = [cutlass.min(first + 8 * i, self.alphas.shape[0] - 1) for i in range(4)]
             alphas = [self.alphas[feature, weight_group] for feature in features]
-        thread = warp.quarter * WARP_LANES + warp.lane
-        turns = range((shape.token_tile + TEAM_THREADS - 1) // TEAM_THREADS)
-        tokens = [thread + turn * TEAM_THREADS for turn in turns]
-        rows = [cutlass.min(token_tile * shape.token_tile + token, self.scales.shape[0] - 1) for token in tokens]
-        factors = [[self.scales[row, token_group] for row in rows]]
+        # Beyond the last row any factor will do.
+        rows = [token_tile * shape.token_tile + token for token in self._own_tokens()]
+        rows = [cutlass.min(row, self.scales.shape[0] - 1) for row in rows]
+        factors = [self.scales[row, token_group] for row in rows]
         if cutlass.const_expr(self.weights is not None):
-            factors.append([self.weights[row] for row in rows])
+            factors += [self.weights[row] for row in rows]
+        return tuple(alphas), tuple(factors)
+
+    @cute.jit
+    def begin(self, fetched: Any):
+        """Stage the tile's row factors in shared memory; the returned alphas are those of this thread's 4 rows."""
+        shape, tokens = self.shape, self._own_tokens()
+        alphas, factors = fetched
         # Other warps of the team may still read the last tile's.
-        warp.synchronise_team()
-        for turn in cutlass.range_constexpr(len(tokens)):
-            if tokens[turn] < shape.token_tile:
-                for which in cutlass.range_constexpr(len(factors)):
-                    self.row_factors[tokens[turn], which] = factors[which][turn]
-        warp.synchronise_team()
-        return tuple(alphas)
+        self.warp.synchronise_team()
+        for i in cutlass.range_constexpr(len(tokens)):
+            if tokens[i] < shape.token_tile:
+                for which in cutlass.range_constexpr(len(factors) // len(tokens)):
+                    place = which * shape.token_tile + self._place(tokens[i])
+                    self.row_factors[place] = factors[which * len(tokens) + i]
+        self.warp.synchronise_team()
+        if cutlass.const_expr(shape.gated):
+            return alphas[0], alphas[0], alphas[1], alphas[1]
+        return alphas
+
+    def _own_tokens(self) -> list[Any]:
+        """Of a tile: those whose row factors this thread brings to the others."""
+        thread = self.warp.quarter * WARP_LANES + self.warp.lane
+        return [thread + first for first in range(0, self.shape.token_tile, TEAM_THREADS)]
+
+    def _place(self, token: Any) -> Any:
+        """Where the factors of a token of the tile are: next to each other those that a thread needs of a chunk."""
+        chunk, groups = self.shape.chunk, self.shape.chunk // 8
+        within = token % chunk
+        return token // chunk * chunk + within % 8 // 2 * (2 * groups) + within // 8 * 2 + within % 2
 
     def factors(self, chunk: Any) -> list[cute.Tensor]:
         """Row scales, and row weights if any, of this thread's tokens of a chunk: to be read before they are needed."""
         shape, found = self.shape, []
+        count = shape.chunk // 4
         for which in range(1 if self.weights is None else 2):
-            registers = cute.make_rmem_tensor((shape.chunk // 4,), Float32)
-            for group in range(shape.chunk // 8):
-                token = which * shape.token_tile + chunk * shape.chunk + token_of(self.warp.lane, group)
-                source = cute.make_tensor((self.row_factors.iterator + token).align(8), cute.make_layout(2))
-                cute.autovec_copy(source, cute.make_tensor(registers.iterator + 2 * group, cute.make_layout(2)))
+            registers = cute.make_rmem_tensor((count,), Float32)
+            place = which * shape.token_tile + chunk * shape.chunk + self.warp.lane % 4 * count
+            source = (self.row_factors.iterator + place).align(min(4 * count, 16))
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), registers)
             found.append(registers)
         return found
 

@@ -483,14 +483,13 @@ class NvFp4Gemm:
         position = accumulators.consumer()
         buffer = Int32(0)
         tile = first
+        following, fetched = self._fetch(schedule, epilogue, total, tile, peer)
         while tile < total:
-            feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
-            if cutlass.const_expr(shape.pair):
-                feature_tile = feature_tile * 2 + peer
-            alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
+            where = following
+            alphas = epilogue.begin(fetched)
+            following, fetched = self._fetch(schedule, epilogue, total, tile + step, peer)
             accumulators.wait_full(position)
             fence_after_wait()
-            where = feature_tile, token_tile, token_group, inside
             values = make_fragment(shape.chunk)
             for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
                 chunk = self._chunk_of(turn * shape.teams + warp.team, buffer)
@@ -505,6 +504,16 @@ class NvFp4Gemm:
             position.advance()
             buffer = buffer ^ 1
             tile += step
+
+    @cute.jit
+    def _fetch(self, schedule, epilogue, total, tile, peer):
+        """Where an epilogue warp's tile is, and its factors under way; beyond the last tile anything that exists."""
+        known = cutlass.select_(tile < total, tile, Int32(0))
+        feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(known)
+        if cutlass.const_expr(self.shape.pair):
+            feature_tile = feature_tile * 2 + peer
+        fetched = epilogue.fetch(feature_tile, token_tile, weight_group, token_group)
+        return (feature_tile, token_tile, token_group, inside), fetched
 
     @cute.jit
     def _release(self, accumulators, position, leader):
@@ -524,12 +533,13 @@ class NvFp4Gemm:
         position = accumulators.consumer()
         buffer, phase = Int32(0), Int32(0)
         tile = first
+        following, fetched = self._fetch(schedule, epilogue, total, tile, Int32(0))
         while tile < total:
-            feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
-            alphas = epilogue.begin(feature_tile, token_tile, weight_group, token_group)
+            where = following
+            alphas = epilogue.begin(fetched)
+            following, fetched = self._fetch(schedule, epilogue, total, tile + step, Int32(0))
             accumulators.wait_full(position)
             fence_after_wait()
-            where = feature_tile, token_tile, token_group, inside
             values = make_fragment(shape.chunk)
             column = buffer * shape.second_accumulator
             if tile != first:

@@ -72,8 +72,8 @@ class GroupedSchedule(Fixed):
         experts: number of experts, at most MAX_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; zero is fine.
-        table: int32 shared tensor [TABLE_WORDS]: blocks before each run and in all; at ``_word``, blocks before each
-            expert, and FIRST_TILES further its first token tile.
+        table: int32 shared tensor [EXPERT_TABLE_WORDS]: blocks before each run and in all; at ``_word``, blocks before
+            each expert, and FIRST_TILES further its first token tile.
     """
 
     place: Place
@@ -140,7 +140,8 @@ class GroupedSchedule(Fixed):
         across = self._blocks_across()
         feature_tile = within % across * self.place.features + self.place.feature
         token_tile = within // across * self.place.tokens + self.place.token
-        expert = run * EXPERTS_PER_LANE + index
+        # Without any tokens there is no expert, and the last of the table is found.
+        expert = cutlass.min(run * EXPERTS_PER_LANE + index, self.experts - 1)
         inside = Boolean(True)
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]

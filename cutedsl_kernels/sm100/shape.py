@@ -219,9 +219,15 @@ class KernelShape:
         return self.weight_bytes + self.token_bytes + self.weight_scale_bytes + self.token_scale_bytes
 
     @property
+    def store_tokens(self) -> int:
+        """Tokens of a staging buffer: those of a chunk; of fp32 half of them, so that there is room for two buffers."""
+        return min(self.chunk, 16) if self.output == "fp32" else self.chunk
+
+    @property
     def warp_buffers(self) -> int:
-        """Output staging buffers of a warp: with two, the store of one chunk overlaps the making of the next."""
-        return 2 if self.split_k == 1 and self.chunks > self.teams and self.output == "bf16" else 1
+        """Output staging buffers of a warp: with two, a store overlaps the making of the next."""
+        more = self.chunks * self.chunk > self.teams * self.store_tokens
+        return 2 if self.split_k == 1 and self.output != "nvfp4" and more else 1
 
     @property
     def warp_row_bytes(self) -> int:
@@ -233,7 +239,7 @@ class KernelShape:
         """Staging buffers of all warps of the epilogue."""
         if self.output == "nvfp4":
             return 0
-        return 4 * self.teams * self.warp_buffers * self.chunk * self.warp_row_bytes
+        return 4 * self.teams * self.warp_buffers * self.store_tokens * self.warp_row_bytes
 
     @property
     def transpose_bytes(self) -> int:
@@ -283,7 +289,7 @@ class KernelShape:
 
 MAX_EXPERTS = 512
 EXPERT_TABLE_WORDS = 33 + 2 * MAX_EXPERTS // 32 * 33
-"""Of what a grouped kernel keeps of its experts in shared memory (schedule.py)."""
+"""What a grouped kernel keeps of its experts in shared memory (schedule.py)."""
 TRANSPOSE_PITCH = 20
 """fp32 words between two tokens' 16 features of a warp: 4 more than the features, so that 16-byte reads of eight
 consecutive tokens touch all 32 banks, and so do writes of eight features of every other token of eight."""

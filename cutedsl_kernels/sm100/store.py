@@ -46,9 +46,9 @@ class PlainStore(Fixed):
     @classmethod
     def create(cls, shape: KernelShape, storage: Any, target: Any, warp: EpilogueWarp, constant: Any) -> PlainStore:
         atom, tensor = target
-        box = (shape.warp_outputs, shape.chunk)
+        box = (shape.warp_outputs, shape.store_tokens)
         count = 4 * shape.teams * shape.warp_buffers
-        layout = cute.make_layout((*box, count), stride=(1, shape.warp_outputs, shape.warp_outputs * shape.chunk))
+        layout = cute.make_layout((*box, count), stride=(1, shape.warp_outputs, shape.warp_outputs * box[1]))
         buffers = storage.output.get_tensor(layout, swizzle=cls._swizzle(shape), dtype=cls._dtype(shape))
         tiles = cute.local_tile(tensor, box, (None, None, None))
         source, destination = cpasync.tma_partition(
@@ -63,7 +63,7 @@ class PlainStore(Fixed):
 
     @staticmethod
     def _buffer_bytes(shape: KernelShape) -> int:
-        return shape.chunk * shape.warp_row_bytes
+        return shape.store_tokens * shape.warp_row_bytes
 
     @staticmethod
     def _dtype(shape: KernelShape) -> Any:
@@ -79,9 +79,9 @@ class PlainStore(Fixed):
         cls, shape: KernelShape, out: Any, out_scales: Any, features: Any, rows: Any, groups: Any, row_stride: Any,
         group_stride: Any, atom_row: Any,
     ) -> Any:  # fmt: skip
-        """The TMA store of a chunk of a warp, and the coordinate tensor of the output."""
+        """The TMA store of a warp's buffer, and the coordinate tensor of the output."""
         tensor = cute.make_tensor(out, cute.make_layout((features, rows, groups), stride=(1, row_stride, group_stride)))
-        box = (shape.warp_outputs, shape.chunk)
+        box = (shape.warp_outputs, shape.store_tokens)
         layout = cute.make_composed_layout(cls._swizzle(shape), 0, cute.make_layout(box))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, box)
 
@@ -92,55 +92,62 @@ class PlainStore(Fixed):
     ):  # fmt: skip
         """Store this thread's fp32 values of a chunk."""
         shape, warp = self.shape, self.warp
-        # Until the buffer is no longer read.
-        cute.arch.cp_async_bulk_wait_group(shape.warp_buffers - 1, read=True)
-        cute.arch.sync_warp()
-        buffer = self.buffers + slot * self._buffer_bytes(shape)
-        if cutlass.const_expr(shape.output == "bf16"):
-            self._write_bf16(values, buffer)
-        else:
-            self._write_fp32(values, buffer)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if inside:
-            column = feature_tile * 4 + warp.quarter
-            row = token_tile * shape.chunks + chunk
-            source = self.source[None, self._first_buffer(shape, warp) + slot]
-            cute.copy(self.atom, source, self.destination[None, column, row, token_group])
-        # An empty group, too: the wait counts one for each buffer.
-        cute.arch.cp_async_bulk_commit_group()
+        parts = shape.chunk // shape.store_tokens
+        for part in cutlass.range_constexpr(parts):
+            if cutlass.const_expr(parts > 1):
+                slot = Int32(part % shape.warp_buffers)
+            # Until the buffer is no longer read.
+            cute.arch.cp_async_bulk_wait_group(shape.warp_buffers - 1, read=True)
+            cute.arch.sync_warp()
+            groups = range(part * shape.store_tokens // 8, (part + 1) * shape.store_tokens // 8)
+            buffer = self.buffers + slot * self._buffer_bytes(shape)
+            if cutlass.const_expr(shape.output == "bf16"):
+                self._write_bf16(values, groups, buffer)
+            else:
+                self._write_fp32(values, groups, buffer)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if inside:
+                column = feature_tile * 4 + warp.quarter
+                row = (token_tile * shape.chunks + chunk) * parts + part
+                source = self.source[None, self._first_buffer(shape, warp) + slot]
+                cute.copy(self.atom, source, self.destination[None, column, row, token_group])
+            # An empty group, too: the wait counts one for each buffer.
+            cute.arch.cp_async_bulk_commit_group()
 
     def _swizzled(self, offset: Any) -> Any:
         """Where a byte of a buffer lies."""
         return offset ^ ((offset >> 3) & (self.shape.warp_row_bytes - 16))
 
-    def _write_bf16(self, values: cute.Tensor, buffer: Any) -> None:
+    def _write_bf16(self, values: cute.Tensor, groups: range, buffer: Any) -> None:
         """A matrix of 8 features by 8 tokens for each register, 8 tokens of all features at a time."""
         shape, lane = self.shape, self.warp.lane
         matrices = shape.warp_outputs // 8
         # Lane 8 i + t gives the address of token t of matrix i.
         place = buffer + self._swizzled(lane % 8 * shape.warp_row_bytes + lane // 8 % matrices * 16)
-        for group in range(shape.chunk // 8):
+        for turn, group in enumerate(groups):
             firsts = [first_value(shape.chunk, i, group) for i in range(matrices)]
             registers = ", ".join(f"{{$r{1 + i}}}" for i in range(matrices))
             cute.arch.inline_ptx(
                 f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16 [{{$r0}}], {{ {registers} }};",
                 read_only_args=[
-                    Uint32(place + group * 8 * shape.warp_row_bytes),
+                    Uint32(place + turn * 8 * shape.warp_row_bytes),
                     *(pack_bf16(values[first], values[first + 1]) for first in firsts),
                 ],
             )
 
-    def _write_fp32(self, values: cute.Tensor, buffer: Any) -> None:
+    def _write_fp32(self, values: cute.Tensor, groups: range, buffer: Any) -> None:
+        """32 lanes write 8 features of 4 tokens, which are all banks once: no wider access would take less time."""
         shape, lane = self.shape, self.warp.lane
-        for group in range(shape.chunk // 8):
-            for i in range(shape.warp_outputs // 8):
-                for second in range(2):
-                    token, feature = token_of(lane, group) + second, lane // 4 + 8 * i
-                    place = buffer + self._swizzled(token * shape.warp_row_bytes + feature * 4)
+        for i in range(shape.warp_outputs // 8):
+            for second in range(2):
+                token, feature = token_of(lane, 0) + second, lane // 4 + 8 * i
+                place = Uint32(buffer + self._swizzled(token * shape.warp_row_bytes + feature * 4))
+                for turn, group in enumerate(groups):
+                    # 8 tokens further the swizzle is the same.
                     cute.arch.inline_ptx(
-                        "st.shared.f32 [{$r0}], {$r1};",
-                        read_only_args=[Uint32(place), values[first_value(shape.chunk, i, group) + second]],
+                        f"st.shared.f32 [{{$r0}} + {turn * 8 * shape.warp_row_bytes}], {{$r1}};",
+                        read_only_args=[place, values[first_value(shape.chunk, i, group) + second]],
                     )
 
     @cute.jit

@@ -69,8 +69,11 @@ def test_equals_the_reference(case: ExpertCase) -> None:
     case.check(STRICT)
 
 
-def test_no_expert_has_a_token() -> None:
-    statistics = ExpertCase(down(8), (0, 0, 0), features=128, k=128).check(STRICT)
+@pytest.mark.parametrize(
+    "shape", [down(8), down(8, split_k=2), replace(down(128, pair=True), shared_weights=2)], ids=str
+)
+def test_no_expert_has_a_token(shape: KernelShape) -> None:
+    statistics = ExpertCase(shape, (0, 0, 0), features=128, k=512).check(STRICT)
     assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0
 
 

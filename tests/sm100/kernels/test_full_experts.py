@@ -29,11 +29,11 @@ def test_no_row_behind_an_expert_is_written(case: str, clusters: int) -> None:
     CASES[case].check(STRICT, clusters)
 
 
-BLOCKS = {"(self.counts[expert] + (rows - 1)) // rows": "(self.counts[expert] + rows) // rows"}
-STORED = {"token_tile * self.token_tile < self.counts[low]": "token_tile * self.token_tile <= self.counts[low]"}
+BLOCKS = {"blocks = (count + (rows - 1)) // rows": "blocks = (count + rows) // rows"}
+STORED = {"token_tile * self.token_tile < self.counts[expert]": "token_tile * self.token_tile <= self.counts[expert]"}
 MISTAKES = {
-    "a tile more for a full expert": ("down", {**BLOCKS, **STORED}),
-    "a tile more for a full expert, re-quantised": ("gate up", {**BLOCKS, **STORED}),
+    "a tile more for a full expert": ("down", BLOCKS),
+    "a tile more for a full expert, re-quantised": ("gate up", BLOCKS),
     "a tile stored that is another expert's": ("pairs that share weights", STORED),
 }
 
