@@ -31,6 +31,7 @@ from sm100_steps import (
     step_row,
     steps,
 )
+from sm100_waves import wave_row
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost
@@ -56,9 +57,17 @@ GOALS = f"""\
 baseline: launch/results/sm100_baseline.json, the same model's times of the design before experts' K was split,
 launches overlapped and the shared expert was merged. Prefill of {PREFILL_TOKENS}: a product should take its floor /
 0.8 or, if the floor is below 25 us, its floor + 6 us; "goal" in the tables below says by how much it misses. What
-misses has few waves of tiles and a last one that is mostly idle. {WHOLE_WAVES} = 37 x 256 tokens fill whole waves of
-74 pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.8 us. One persistent kernel
-for gate/up and down is not built; its gain in a decode step of one token, by this model:"""
+misses has few waves of tiles and, but for Pro's wq_b, a last one that is partly idle. {WHOLE_WAVES} = 37 x 256 tokens
+fill whole waves of 74 pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.5 us."""
+WAVES = """\
+What misses, in waves of tiles of 256 by 256 on 74 pairs of SMs, and by how much it would miss with a last wave done
+otherwise (us; negative: met; empty: no pair would be idle enough). None is built: the first is a bound, of the others
+none meets the goal for more than one product. even: all pairs end together, free of cost. half tiles: the last wave's
+tiles cut in two along the tokens, each limited by L2. K split: pairs share the K of a tile of the last wave and add up
+their sums through L2. 224 tokens: all tiles 256 by 224, so that 8192 tokens are 37 tiles and waves are whole; tiles
+then begin within an atom of block scales, of which each reads three."""
+PERSISTENT = """\
+One persistent kernel for gate/up and down is not built; its gain in a decode step of one token, by this model:"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     baseline = recorded()
     print(table([step_row(step, baseline.get(step.name)) for step in sums]) + "\n")
     print(GOALS + "\n")
+    missed = [(case, prefill_excess(case)) for case in chosen if case.tokens == PREFILL_TOKENS]
+    waves = [wave_row(short(case.product.name), case, excess) for case, excess in missed if excess > 0]
+    if waves:
+        print(WAVES + "\n\n" + table(waves) + "\n")
+    print(PERSISTENT + "\n")
     for name, found in passes(chosen).items():
         if name[2] == 1:
             print(f"* {name[0]}, TP {name[1]}: {persistent_gain(found):.1%}")

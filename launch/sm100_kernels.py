@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
@@ -82,7 +82,9 @@ def _emulate(key: KernelKey, k: int) -> Statistics:
     blocks = 2 if shape.split_k == 1 else 1
     features = shape.tile_outputs * shape.shared_tokens * blocks
     tokens = shape.token_tile * shape.shared_weights
-    options = Options(timing=TimingModel() if shape.token_tile >= 128 else TimingModel.from_memory())
+    model = TimingModel() if shape.token_tile >= 128 else TimingModel.from_memory()
+    # In shuffled turns, so that no warp is always first at what the warps of an epilogue share.
+    options = Options("random", 1, timing=replace(model, warps_sharing=4.0 * shape.teams))
     if shape.gated or shape.grouped:
         case = ExpertCase(shape, (tokens,), features, k)
         return run(case.build()[0], case.epilogue(shape.output), options)

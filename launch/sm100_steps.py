@@ -14,7 +14,7 @@ from typing import Any
 
 from sm100_cases import Case
 
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, cost
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, Problem, cost
 
 BASELINE = Path(__file__).parent / "results" / "sm100_baseline.json"
 """The design before split-K for experts, overlapping launches and the merged shared expert, recorded by
@@ -98,11 +98,15 @@ def step_row(step: Step, baseline: Step | None) -> dict[str, Any]:
     return line
 
 
+def goal_seconds(problem: Problem) -> float:
+    """What a product of a prefill may take."""
+    floor = problem.floor_seconds()
+    return floor / PREFILL_SHARE if floor >= LONG_FLOOR else floor + SHORT_ALLOWANCE
+
+
 def prefill_excess(case: Case) -> float:
     """Seconds by which a product of a prefill misses its goal; negative if it meets it."""
-    floor = case.problem.floor_seconds()
-    limit = floor / PREFILL_SHARE if floor >= LONG_FLOOR else floor + SHORT_ALLOWANCE
-    return cost(case.shape, case.problem).seconds - limit
+    return cost(case.shape, case.problem).seconds - goal_seconds(case.problem)
 
 
 def persistent_gain(cases: Iterable[Case]) -> float:

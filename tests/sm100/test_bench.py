@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import epilogue_cycles
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.products import LayerProduct
@@ -28,6 +30,7 @@ from sm100_steps import (
     DECODE_GOALS,
     PREFILL_TOKENS,
     WHOLE_WAVES,
+    goal_seconds,
     passes,
     persistent_gain,
     prefill_excess,
@@ -35,6 +38,7 @@ from sm100_steps import (
     recorded,
     steps,
 )
+from sm100_waves import LastWave
 
 CPU = torch.device("cpu")
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -170,17 +174,15 @@ def test_the_goal_of_a_decode_step_holds(model: str, ranks: int) -> None:
 
 
 MISSED = {
-    ("flash", 1, "wq_a + wkv"): 1.1,
-    ("flash", 1, "wq_a + 3"): 3.4,
-    ("flash", 1, "wq_a + 5"): 0.5,
-    ("flash", 8, "wq_a + wkv"): 1.1,
-    ("flash", 8, "wq_a + 3"): 3.4,
-    ("flash", 8, "wq_a + 5"): 0.5,
-    ("pro", 1, "wq_a + 3"): 5.7,
-    ("pro", 8, "wo_a"): 1.9,
-    ("pro", 8, "wo_b"): 2.7,
-    ("pro", 8, "wq_a + 3"): 5.7,
-    ("pro", 8, "wq_b"): 1.3,
+    ("flash", 1, "wq_a + wkv"): 0.8,
+    ("flash", 1, "wq_a + 3"): 3.1,
+    ("flash", 8, "wq_a + wkv"): 0.8,
+    ("flash", 8, "wq_a + 3"): 3.1,
+    ("pro", 1, "wq_a + 3"): 5.4,
+    ("pro", 8, "wo_a"): 1.7,
+    ("pro", 8, "wo_b"): 2.3,
+    ("pro", 8, "wq_a + 3"): 5.4,
+    ("pro", 8, "wq_b"): 0.85,
 }
 """µs beyond the goal of a prefill. These have few tiles for each pair of SMs, and most a last wave that is mostly idle:
 384 tiles of 256 by 256 take 74 pairs six waves, the last of 14 tiles."""
@@ -192,12 +194,42 @@ def test_the_goals_of_a_prefill_hold_but_where_waves_are_few(model: str) -> None
         excess = prefill_excess(case) * 1e6
         allowed = MISSED.get((model, case.ranks, bench_sm100.short(case.product.name)), 0.0)
         assert excess <= allowed, (case.product, excess)
-        assert allowed == 0.0 or excess > allowed - 0.2, f"{case.product}: {excess:.2f}, better than recorded"
+        assert allowed == 0.0 or excess > allowed - 0.1, f"{case.product}: {excess:.2f}, better than recorded"
+
+
+def test_no_other_last_wave_meets_the_goal_for_more_than_one_product() -> None:
+    met = Counter[str]()
+    found = [case for case in cases(["flash", "pro"], [1, 8], [PREFILL_TOKENS]) if prefill_excess(case) > 0]
+    for case in found:
+        wave = LastWave(case)
+        others = {"half": wave.half_tiles(), "split": wave.k_split(), "narrower": wave.narrower()}
+        assert all(excess is None or excess > wave.even() for excess in others.values()), case.product
+        met.update(way for way, excess in others.items() if excess is not None and excess <= 0)
+    assert met == {"narrower": 2}  # Flash's wq_a + wkv, on 1 and 8 ranks
+
+
+def test_a_last_wave_by_hand() -> None:
+    (case,) = (case for case in cases(["pro"], [8], [PREFILL_TOKENS]) if case.product.name == "wo_a")
+    wave = LastWave(case)
+    # Two groups of 1024 by 4096: 256 tiles, each 16 stages of 512 cycles of MMAs and 48 of copies, and a hand-over.
+    assert (wave.whole, wave.rest) == (3, 34)
+    exposed = 1.55 + 2000 / 1850 - goal_seconds(case.problem) * 1e6
+    assert wave.even() == pytest.approx((256 / 74 * 9090 + epilogue_cycles(wave.shape)) / 1850 + exposed)
+    # Half tiles wait for L2: 128 rows of weights and 64 of tokens for each CTA, scales of 128 and half of 128.
+    half = 16 * (192 * 128 + 192 * 16) / 68
+    shorter = epilogue_cycles(KernelShape(128, pair=True))
+    assert wave.half_tiles() == pytest.approx((3 * 9090 + half + shorter) / 1850 + exposed)
+    # Two pairs share a tile; each CTA writes half of its sums, 128 by 256 of fp32, and reads as many.
+    shared = 8 * 560 + 128 * 256 * 4 / 68 + epilogue_cycles(wave.shape) / 2
+    assert wave.k_split() == pytest.approx((3 * 9090 + shared) / 1850 + 1.5 + exposed)
+    # 37 tiles of 224 tokens: 296 in all, four waves; a stage waits for L2, half of three atoms of scales included.
+    stage = (128 * 144 + 112 * 128 + 3 * 2048 / 2) / 68
+    assert wave.narrower() == pytest.approx((64 * stage + epilogue_cycles(wave.shape) * 224 / 256) / 1850 + exposed)
 
 
 def test_prefills_of_whole_waves_nearly_meet_the_goal() -> None:
     excess = [prefill_excess(case) * 1e6 for case in cases(["flash", "pro"], [1, 8], [WHOLE_WAVES])]
-    assert max(excess) <= 0.8 and sum(one > 0 for one in excess) == 3
+    assert max(excess) <= 0.5 and sum(one > 0 for one in excess) == 3
 
 
 def test_one_kernel_for_gate_up_and_down_would_win_less_than_a_tenth() -> None:
