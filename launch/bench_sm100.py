@@ -58,7 +58,7 @@ baseline: launch/results/sm100_baseline.json, the same model's times of the desi
 launches overlapped and the shared expert was merged. Prefill of {PREFILL_TOKENS}: a product should take its floor /
 0.8 or, if the floor is below 25 us, its floor + 6 us; "goal" in the tables below says by how much it misses. What
 misses has few waves of tiles and, but for Pro's wq_b, a last one that is partly idle. {WHOLE_WAVES} = 37 x 256 tokens
-fill whole waves of 74 pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.5 us."""
+fill whole waves of 74 pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.2 us."""
 WAVES = """\
 What misses, in waves of tiles of 256 by 256 on 74 pairs of SMs, and by how much it would miss with a last wave done
 otherwise (us; negative: met; empty: no pair would be idle enough). None is built: the first is a bound, of the others

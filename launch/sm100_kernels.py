@@ -13,8 +13,6 @@ from tests.sm100.emulator import Options, Statistics, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.sass import compile_binary
 
-MMA_WARP, LOAD_WARP = 4, 5
-
 
 @dataclass(frozen=True)
 class KernelFacts:
@@ -54,16 +52,17 @@ def kernel_facts(key: KernelKey) -> KernelFacts:
     shape, times = key.shape, long.timelines[0]
     # A stage is issued once for each CTA, or pair, of a cluster.
     issued = k // 2 // TILE_K * _tiles(key)
-    per_warp = {warp: _count(long, warp) - _count(short, warp) for warp in (MMA_WARP, LOAD_WARP)}
-    mmas, copies = (_tensor(per_warp[MMA_WARP], name) / issued for name in ("tcgen05.mma", "tcgen05.cp"))
+    # Behind the teams of the epilogue.
+    multiplying, loading = (_count(long, warp) - _count(short, warp) for warp in (4 * shape.teams, 4 * shape.teams + 1))
+    mmas, copies = (_tensor(multiplying, name) / issued for name in ("tcgen05.mma", "tcgen05.cp"))
     return KernelFacts(
         registers=binary.registers,
         spilled=binary.stack + binary.local,
         shared_bytes=shape.shared_bytes,
         mmas=mmas,
         copies=copies,
-        mma_warp=per_warp[MMA_WARP].total() / issued - mmas - copies,
-        load_warp=per_warp[LOAD_WARP].total() / issued / (2 if shape.pair else 1),
+        mma_warp=multiplying.total() / issued - mmas - copies,
+        load_warp=loading.total() / issued / (2 if shape.pair else 1),
         busy=times.busy,
         in_flight=times.stages_in_flight,
         handover=times.idle.get("accumulators", 0.0),

@@ -25,7 +25,7 @@ from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 
 
-HANDOVER_CYCLES = 130.0
+HANDOVER_CYCLES = 100.0
 """From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
 SECOND_TEAM = 0.6
 """An epilogue's time with a second team of warps over the time without: they share the load/store unit."""

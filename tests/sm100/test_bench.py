@@ -105,6 +105,8 @@ def test_facts_of_a_kernel() -> None:
     assert 0 < facts.busy < 1 and facts.mma_warp > 10 and facts.load_warp > 4
     split = kernel_facts(KernelKey("sm_100a", KernelShape(8, split_k=2)))
     assert (split.mmas, split.copies) == (4, 8)
+    teams = kernel_facts(KernelKey("sm_100a", KernelShape(64)))
+    assert (teams.mmas, teams.copies) == (4, 8) and teams.mma_warp > 10 and teams.load_warp > 4
 
 
 def test_without_a_gpu_the_report_is_modelled_and_says_so(
@@ -178,11 +180,11 @@ MISSED = {
     ("flash", 1, "wq_a + 3"): 3.1,
     ("flash", 8, "wq_a + wkv"): 0.8,
     ("flash", 8, "wq_a + 3"): 3.1,
-    ("pro", 1, "wq_a + 3"): 5.4,
+    ("pro", 1, "wq_a + 3"): 4.8,
     ("pro", 8, "wo_a"): 1.7,
-    ("pro", 8, "wo_b"): 2.3,
-    ("pro", 8, "wq_a + 3"): 5.4,
-    ("pro", 8, "wq_b"): 0.85,
+    ("pro", 8, "wo_b"): 2.1,
+    ("pro", 8, "wq_a + 3"): 4.8,
+    ("pro", 8, "wq_b"): 0.6,
 }
 """µs beyond the goal of a prefill. These have few tiles for each pair of SMs, and most a last wave that is mostly idle:
 384 tiles of 256 by 256 take 74 pairs six waves, the last of 14 tiles."""
@@ -205,7 +207,7 @@ def test_no_other_last_wave_meets_the_goal_for_more_than_one_product() -> None:
         others = {"half": wave.half_tiles(), "split": wave.k_split(), "narrower": wave.narrower()}
         assert all(excess is None or excess > wave.even() for excess in others.values()), case.product
         met.update(way for way, excess in others.items() if excess is not None and excess <= 0)
-    assert met == {"narrower": 2}  # Flash's wq_a + wkv, on 1 and 8 ranks
+    assert met == {"narrower": 2, "half": 1}  # Flash's wq_a + wkv on 1 and 8 ranks; Pro's wo_a on 8
 
 
 def test_a_last_wave_by_hand() -> None:
@@ -214,14 +216,14 @@ def test_a_last_wave_by_hand() -> None:
     # Two groups of 1024 by 4096: 256 tiles, each 16 stages of 512 cycles of MMAs and 48 of copies, and a hand-over.
     assert (wave.whole, wave.rest) == (3, 34)
     exposed = 1.55 + 2000 / 1850 - goal_seconds(case.problem) * 1e6
-    assert wave.even() == pytest.approx((256 / 74 * 9090 + epilogue_cycles(wave.shape)) / 1850 + exposed)
+    assert wave.even() == pytest.approx((256 / 74 * 9060 + epilogue_cycles(wave.shape)) / 1850 + exposed)
     # Half tiles wait for L2: 128 rows of weights and 64 of tokens for each CTA, scales of 128 and half of 128.
     half = 16 * (192 * 128 + 192 * 16) / 68
     shorter = epilogue_cycles(KernelShape(128, pair=True))
-    assert wave.half_tiles() == pytest.approx((3 * 9090 + half + shorter) / 1850 + exposed)
+    assert wave.half_tiles() == pytest.approx((3 * 9060 + half + shorter) / 1850 + exposed)
     # Two pairs share a tile; each CTA writes half of its sums, 128 by 256 of fp32, and reads as many.
     shared = 8 * 560 + 128 * 256 * 4 / 68 + epilogue_cycles(wave.shape) / 2
-    assert wave.k_split() == pytest.approx((3 * 9090 + shared) / 1850 + 1.5 + exposed)
+    assert wave.k_split() == pytest.approx((3 * 9060 + shared) / 1850 + 1.5 + exposed)
     # 37 tiles of 224 tokens: 296 in all, four waves; a stage waits for L2, half of three atoms of scales included.
     stage = (128 * 144 + 112 * 128 + 3 * 2048 / 2) / 68
     assert wave.narrower() == pytest.approx((64 * stage + epilogue_cycles(wave.shape) * 224 / 256) / 1850 + exposed)
@@ -229,7 +231,7 @@ def test_a_last_wave_by_hand() -> None:
 
 def test_prefills_of_whole_waves_nearly_meet_the_goal() -> None:
     excess = [prefill_excess(case) * 1e6 for case in cases(["flash", "pro"], [1, 8], [WHOLE_WAVES])]
-    assert max(excess) <= 0.5 and sum(one > 0 for one in excess) == 3
+    assert max(excess) <= 0.2 and sum(one > 0 for one in excess) == 3
 
 
 def test_one_kernel_for_gate_up_and_down_would_win_less_than_a_tenth() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
-from tests.sm100.emulator import Options
+from tests.sm100.emulator import EmulatorError, Options
+from tests.sm100.support.mutants import compile_changed
 from tests.sm100.support.products import ExpertCase
 
 STRICT = Options(strict_tensor_waits=True)
@@ -94,10 +96,31 @@ def test_only_experts_with_tokens_are_read() -> None:
     assert statistics.engine_bytes["tma_load"] == 2 * (weights + tokens)
 
 
-@pytest.mark.parametrize("clusters", [1, 2, 5])
-def test_most_experts_there_can_be(clusters: int) -> None:
-    """512 experts, tokens at both ends and in the middle: the search for a tile's expert meets every boundary."""
+def all_experts() -> ExpertCase:
+    """512 experts, tokens at both ends and in the middle, around the ends of the runs of 16."""
     counts = [0] * 512
     for expert in (0, 15, 16, 31, 255, 256, 510, 511):
         counts[expert] = 1 + expert % 9
-    ExpertCase(down(8), tuple(counts), features=8, k=64).check(STRICT, clusters)
+    return ExpertCase(down(8), tuple(counts), features=8, k=64)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 5])
+def test_most_experts_there_can_be(clusters: int) -> None:
+    all_experts().check(STRICT, clusters)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vote_ballot_sync(self.table[lane] <= block)": "vote_ballot_sync(self.table[lane] < block)"},
+        {"lane % EXPERTS_PER_LANE)] <= block": "lane % EXPERTS_PER_LANE)] < block"},
+        {"& ((1 << EXPERTS_PER_LANE) - 1)": "& ((1 << (EXPERTS_PER_LANE - 1)) - 1)"},
+        {"befores.append(running)\n": "befores.append(running + 1)\n"},
+    ],
+    ids=["run", "expert", "one expert fewer", "blocks before"],
+)
+def test_another_expert_is_noticed(change: dict[str, str], tmp_path: Path) -> None:
+    case = all_experts()
+    mutant = compile_changed(tmp_path, "schedule.py", change, case.shape, case.epilogue("bf16"))
+    with pytest.raises((AssertionError, EmulatorError)):
+        case.check(compiled=mutant)
