@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -54,3 +55,23 @@ def test_row_factors_are_read_16_bytes_at_a_time(tile: int, reads: list[str]) ->
     """Of eight tokens a thread has two."""
     ptx = compile_entry(KernelShape(tile), Epilogue()).ptx
     assert re.findall(r"ld\.shared\.((?:v\d\.)?b64)", ptx) == reads
+
+
+REQUANTISED = ExpertCase(KernelShape(8, gated=True, grouped=True, output="nvfp4"), (3,), features=64, k=64)
+
+
+def literals(ptx: str) -> set[int]:
+    """Bits of the fp32 constants."""
+    return {int(bits, 16) for bits in re.findall(r"\b0[fF]([0-9A-Fa-f]{8})\b", ptx)}
+
+
+def test_the_reciprocal_of_the_row_scale_is_rounded_as_the_reference_rounds_it(tmp_path: Path) -> None:
+    """It is a constant of the code: an ulp would change few scales, so no output is sure to tell."""
+    epilogue = REQUANTISED.epilogue("nvfp4")
+    assert epilogue.row_scale_constant is not None
+    row_scale = torch.tensor(epilogue.row_scale_constant, dtype=torch.float32)
+    bits = int((1.0 / row_scale).view(torch.int32))
+    assert bits in literals(compile_entry(REQUANTISED.shape, epilogue).ptx)
+    inexact = {"float(np.float32(1) / np.float32(row_scale))": "float(np.nextafter(np.float32(1 / row_scale), 0))"}
+    mutant = compile_changed(tmp_path, "store.py", inexact, REQUANTISED.shape, epilogue)
+    assert bits not in literals(mutant.ptx)
