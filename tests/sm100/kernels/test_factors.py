@@ -21,7 +21,7 @@ SPLIT = ProductCase(KernelShape(16, split_k=2), tokens=20, features=256, k=512)
 EXPERTS = ExpertCase(KernelShape(16, grouped=True), (3, 17), features=136, k=64)
 FP32 = ProductCase(KernelShape(64, output="fp32"), tokens=64, features=256, k=64)
 """Two tiles, in each four stores for a team."""
-MISTAKES = {
+MISTAKES: dict[str, tuple[ProductCase | ExpertCase, str, dict[str, str]]] = {
     "the same tile's again": (PLAIN, "gemm.py", {"total, tile + step, peer)": "total, tile, peer)"}),
     "the same tile's again, split": (SPLIT, "gemm.py", {"total, tile + step, Int32(0))": "total, tile, Int32(0))"}),
     "another token's": (PLAIN, "epilogue.py", {"within // 8 * 2 + within % 2": "within // 8 * 2 + (within + 1) % 2"}),
@@ -41,12 +41,14 @@ def test_factors_of_something_else_are_noticed(mistake: str, tmp_path: Path) -> 
 
 def test_every_wait_for_a_buffer_of_fp32_is_needed() -> None:
     assert FP32.shape.warp_buffers == 2
+    starved = Options("starved", 3, "tma_store")
+    FP32.check(starved)
     compiled = compile_entry(FP32.shape, Epilogue())
     mutants = list(without_each(compiled, r"cp\.async\.bulk\.wait_group\.read"))
     assert len(mutants) == 3, "one for each buffer, and one at the end"
     for left_out, mutant in mutants:
         with pytest.raises((EmulatorError, AssertionError)):
-            FP32.check(Options("starved", 3, "tma_store"), compiled=mutant)
+            FP32.check(starved, compiled=mutant)
             pytest.fail(left_out)
 
 

@@ -42,15 +42,16 @@ def test_an_epilogue_takes_less_than_the_main_loop_that_hides_it() -> None:
     assert max(times.drains[:-1]) < 768 / 64 * 128
 
 
-EPILOGUES = [
-    KernelShape(8, grouped=True),
-    KernelShape(32, output="fp32"),
-    KernelShape(128),
-    PAIR,
-    replace(PAIR, output="fp32"),
-    KernelShape(8, gated=True, grouped=True, output="nvfp4"),
-    GATED,
-]
+EPILOGUES = {
+    KernelShape(8, grouped=True): 0.2,
+    KernelShape(32, output="fp32"): 0.2,
+    KernelShape(128): 0.2,
+    PAIR: 0.05,
+    replace(PAIR, output="fp32"): 0.05,
+    KernelShape(8, gated=True, grouped=True, output="nvfp4"): 0.05,
+    GATED: 0.05,
+}
+"""How near the cost model is: most where an epilogue counts."""
 
 
 @pytest.mark.parametrize("shape", EPILOGUES, ids=str)
@@ -59,7 +60,7 @@ def test_the_cost_model_knows_an_epilogue(shape: KernelShape) -> None:
     tokens = shape.token_tile * shape.shared_weights
     times = timeline(shape, features=shape.tile_outputs, k=256, tokens=tokens, options=Options("random", 1))
     ends = TimingModel().cluster_latency if shape.cluster > 1 else 0.0
-    assert times.drains[-1] - ends == pytest.approx(epilogue_cycles(shape), rel=0.2)
+    assert times.drains[-1] - ends == pytest.approx(epilogue_cycles(shape), rel=EPILOGUES[shape])
 
 
 @pytest.mark.parametrize("shape", [KernelShape(8, grouped=True), KernelShape(128, grouped=True)], ids=str)
