@@ -10,8 +10,8 @@ import pytest
 from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, Import, imports, sources
 
 KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"torch", "triton", "cutlass", "cuda", "numpy"}
-FORMATS = "nvfp4_sgl.formats"
-"""The torch-only floor below the kernel folders."""
+FLOOR = ("nvfp4_sgl.formats", "nvfp4_sgl.errors")
+"""Below the kernel folders; torch is all that it needs."""
 SGLANG_IS_KNOWN_TO = PACKAGE / "serving"
 
 
@@ -25,7 +25,7 @@ def upward_imports(source: str, depth: int) -> list[str]:
 
 
 def _is_below_kernels(found: Import) -> bool:
-    return found.top in KERNELS_MAY_IMPORT or f"{found.module}.".startswith(f"{FORMATS}.")
+    return found.top in KERNELS_MAY_IMPORT or any(f"{found.module}.".startswith(f"{part}.") for part in FLOOR)
 
 
 @pytest.mark.parametrize("folder", KERNEL_FOLDERS)
@@ -84,3 +84,10 @@ def test_every_folder_of_sources_is_a_package() -> None:
     """A folder without ``__init__.py`` would be missing from the wheel."""
     folders: set[Path] = {file.parent for top in ("nvfp4_sgl", *KERNEL_FOLDERS) for file in sources(ROOT / top)}
     assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_the_floor_needs_torch_alone() -> None:
+    for file in [PACKAGE / "errors.py", *sources(PACKAGE / "formats")]:
+        for found in imports(file.read_text()):
+            below = found.top in sys.stdlib_module_names | {"torch"} or found.module.startswith(FLOOR)
+            assert below and not found.level, f"{file.relative_to(ROOT)}, line {found.line}: {found.module}"
