@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
 assert specification is not None and specification.loader is not None
@@ -18,6 +19,16 @@ on_import.offer_tests()
 
 CAPABILITY = (10, 0)
 PACKAGE = "nvfp4_sgl."
+FACTS: dict[str, Any] = {
+    "is_sm90": False,
+    "is_hopper_with_cuda_12_3": False,
+    "is_sm100": True,
+    "is_sm100_or_sm110": True,
+    "is_blackwell": True,
+    "device_sm": 100,
+    "device_capability": CAPABILITY,
+}
+"""Of the machine, as SGLang resolves its arguments on a GPU."""
 
 
 def _answer_the_package(cuda):
@@ -25,11 +36,11 @@ def _answer_the_package(cuda):
     capability, available = cuda.get_device_capability, cuda.is_available
 
     def get_device_capability(device=None):
-        asks = sys._getframe(1).f_globals["__name__"]
+        asks = sys._getframe(1).f_globals.get("__name__", "")
         return CAPABILITY if asks.startswith(PACKAGE) else capability(device)
 
     def is_available():
-        asks = sys._getframe(1).f_globals["__name__"]
+        asks = sys._getframe(1).f_globals.get("__name__", "")
         return asks == "nvfp4_sgl.targets.choose" or available()
 
     cuda.get_device_capability, cuda.is_available = get_device_capability, is_available
@@ -55,9 +66,7 @@ def _resolve_for_sm100(pipeline):
     def run_resolution_pipeline(server_args):
         with contextlib.ExitStack() as stack:
             if torch.cuda.is_available():
-                facts = {"is_sm90": False, "is_sm100": True, "is_sm100_or_sm110": True, "is_blackwell": True}
-                facts |= {"is_hopper_with_cuda_12_3": False, "device_sm": 100, "device_capability": CAPABILITY}
-                stack.enter_context(override_platform(**facts))
+                stack.enter_context(override_platform(**FACTS))
                 truth = torch.cuda.get_device_capability
                 stack.callback(setattr, torch.cuda, "get_device_capability", truth)
                 torch.cuda.get_device_capability = lambda device=None: CAPABILITY
