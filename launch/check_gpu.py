@@ -23,6 +23,8 @@ from first_light.outcome import ROOT, Outcome, run_step
 from first_light.steps import EMULATED, FIRST_LIGHT, Step
 
 HOPPER_STEPS = ("kernels", "decoder", "server")
+SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py")
+"""On Hopper: SGLang with this GPU's model, and with SM100's up to the first launch."""
 SANITIZERS = ("memcheck", "racecheck")
 BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
@@ -64,11 +66,11 @@ def capability() -> tuple[int, int] | None:
 
 def hopper(what: str, rest: Sequence[str]) -> int:
     """Each of the old steps, all to their ends; 1 if any failed."""
-    server = "tests/gpu/test_server.py"
+    left_out = [argument for file in SERVER_TESTS for argument in ("--deselect", file)]
     commands = {
         "kernels": pytest("tests/triton"),
-        "decoder": pytest("tests/gpu", "--deselect", server),
-        "server": pytest(server),
+        "decoder": pytest("tests/gpu", *left_out),
+        "server": pytest(*SERVER_TESTS),
         **{tool: sanitizer(tool) for tool in SANITIZERS},
     }
     if what != "all" and what not in commands:

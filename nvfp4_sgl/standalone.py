@@ -116,13 +116,14 @@ class Standalone:
         counts = {request: len(ids) for request, ids in tokens.items()}
         starts, ends = self.caches.advance(counts)
         positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
-        added = None if set(counts.values()) == {1} else torch.tensor(list(counts.values())).to(self.device)
+        # int32 as in SGLang's batches: Triton compiles apart for another type.
+        added = torch.tensor(list(counts.values()), dtype=torch.int32).to(self.device)
         requests = torch.tensor(list(counts))
         return PassRequest(
             positions.to(self.device),
             requests.to(self.device),
             torch.tensor(ends).to(self.device),
-            added,
+            None if set(counts.values()) == {1} else added,
             longest=max(ends),
         )
 

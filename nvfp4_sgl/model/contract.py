@@ -88,8 +88,8 @@ class PassRequest:
     Tokens are packed request after request; request b adds tokens up to length ``ends[b]``.
 
     Attributes:
-        positions: int64 [T]. requests: int64 [B], request slots. ends: int [B], lengths after the pass.
-        added: int [B], new tokens of each request; ``None`` in decode, where each adds ``tokens_each``.
+        positions: int64 [T]. requests: int64 [B], request slots. ends: int64 [B], lengths after the pass.
+        added: int32 [B], new tokens of each request; ``None`` in decode, where each adds ``tokens_each``.
         tokens_each: tokens that each request adds in decode; sizes of a captured graph follow from it and B.
         longest: length of the longest sequence of this pass as the host knows it; ``None`` leaves it open.
     """

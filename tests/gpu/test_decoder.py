@@ -1,11 +1,11 @@
 """The GPU decoder, run alone, against the CPU reference of the same mode: bf16 activations, packed cache rows.
 
-Both round activations to bf16, in different places. So the yardstick is the reference itself: what bf16 costs the CPU
-reference, against the same model with fp32 activations, is what it may cost the GPU, too. A rounding that flips a
-choice of expert or entry moves a log-probability by much: one checkpoint leaves nothing to choose, and shows smaller
-mistakes; the other chooses. There a flip moves all that follows it, and how many flip is chance: of seven runs of the
-CPU reference that differ in a few roundings the median distance is 0.078 to 0.081, the 90 % quantile 0.24 to 0.35. So
-the yardstick is several such runs.
+Both round activations to bf16, and on SM100 to NVFP4, in different places. So the yardstick is the reference itself:
+what rounding costs the CPU reference, against the same model with fp32 activations that are never quantised, is what it
+may cost the GPU, too. A rounding that flips a choice of expert or entry moves a log-probability by much: one checkpoint
+leaves nothing to choose, and shows smaller mistakes; the other chooses. There a flip moves all that follows it, and how
+many flip is chance: of seven runs of the CPU reference in ``w4a16`` that differ in a few roundings the median distance
+is 0.078 to 0.081, the 90 % quantile 0.24 to 0.35. So the yardstick is several such runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
+from tests.support import native
 from tests.support.interpreted import ON_GPU
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,6 +34,9 @@ DECODED = 12 if ON_GPU else 2
 ROUNDINGS = 5 if ON_GPU else 1
 """Of the reference, whose median of medians and largest 90 % quantile count."""
 
+MEDIAN = {Target.SM90: 1.3, Target.SM100: 1.4}
+"""Bound of the median distance, by the reference's. FP4 amplifies what is rounded in other places."""
+
 DEPTH: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3}
 """The interpreter runs one layer of each kind; ``test_sublayers`` looks at them one by one."""
 
@@ -41,11 +45,15 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(2, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.fixture(scope="module", params=native.targets(), ids=lambda target: target.value)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=[name for name in SHAPES if ON_GPU or name == "nothing to choose"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny(path, "nvfp4-full", seed=11, **DEPTH, **SHAPES[request.param])
-    return path
+def checkpoint(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shapes = {**DEPTH, **SHAPES[request.param]}
+    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, **shapes)
 
 
 def sequences() -> dict[int, list[int]]:
@@ -53,15 +61,10 @@ def sequences() -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Iterator[Standalone]:
-    device = "cuda" if ON_GPU else "cpu"
-    yield Standalone(
-        checkpoint,
-        target=Target.SM90,
-        device=device,
-        requests=len(LENGTHS),
-        capacity=1024 if ON_GPU else 256,
-    )
+def model(target: Target, checkpoint: Path) -> Iterator[Standalone]:
+    device, capacity = ("cuda", 1024) if ON_GPU else ("cpu", 256)
+    with native.gemms(target):
+        yield Standalone(checkpoint, target=target, device=device, requests=len(LENGTHS), capacity=capacity)
 
 
 def run(model: Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
@@ -85,7 +88,7 @@ def run(model: Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
 
 
 References = tuple[list[torch.Tensor], dict[int, torch.Tensor]]
-"""Distances to fp32 activations in each run with bf16; the log-probabilities of fp32 activations."""
+"""Distances to fp32 activations in each rounded run; the log-probabilities of fp32 activations."""
 
 
 def nudged(weight: torch.Tensor, seed: int) -> torch.Tensor:
@@ -96,17 +99,17 @@ def nudged(weight: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def references(checkpoint: Path) -> References:
+def references(target: Target, checkpoint: Path) -> References:
     """The CPU reference on packed rows."""
 
-    def reference(dtype: torch.dtype, rounding: int = 0) -> dict[int, torch.Tensor]:
-        model = Standalone(checkpoint, packed=True, dtype=dtype, requests=len(LENGTHS), capacity=1024)
+    def reference(mode: ActivationMode, dtype: torch.dtype, rounding: int = 0) -> dict[int, torch.Tensor]:
+        model = Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=len(LENGTHS), capacity=1024)
         if rounding:
             model.table = nudged(model.table, rounding)
         return run(model)
 
-    exact = reference(torch.float32)
-    return [distances(reference(torch.bfloat16, rounding), exact) for rounding in range(ROUNDINGS)], exact
+    exact, mode = reference(ActivationMode.W4A16, torch.float32), native.MODES[target]
+    return [distances(reference(mode, torch.bfloat16, rounding), exact) for rounding in range(ROUNDINGS)], exact
 
 
 def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -114,28 +117,28 @@ def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor])
     return torch.cat([(found[r] - expected[r]).square().mean(-1).sqrt() for r in expected])
 
 
-def require_as_good_as_the_reference(found: dict[int, torch.Tensor], references: References) -> None:
+def require_as_good_as_the_reference(target: Target, found: dict[int, torch.Tensor], references: References) -> None:
     rounded, exact = references
     ours = distances(found, exact)
     assert bool(torch.isfinite(ours).all())
     quantiles = torch.tensor([0.5, 0.9])
     theirs = torch.stack([each.quantile(quantiles) for each in rounded])
     print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), "the reference's:", theirs)
-    assert ours.quantile(0.5) <= 1.3 * theirs[:, 0].median()
+    assert ours.quantile(0.5) <= MEDIAN[target] * theirs[:, 0].median()
     if len(ours) > 100:
         # GEMM results, and weights of attention, are bf16 here and fp32 in the reference: choices flip more often.
         # Found on an H200, 2026-11-22: 0.34 here, 0.24 there.
         assert ours.quantile(0.9) <= 1.7 * theirs[:, 1].max()
 
 
-def test_prefill_and_decode(model: Standalone, references):
-    require_as_good_as_the_reference(run(model), references)
+def test_prefill_and_decode(target: Target, model: Standalone, references):
+    require_as_good_as_the_reference(target, run(model), references)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [1, 97, 256])
-def test_chunked_prefill(chunk: int, model: Standalone, references):
-    require_as_good_as_the_reference(run(model, chunk), references)
+def test_chunked_prefill(chunk: int, target: Target, model: Standalone, references):
+    require_as_good_as_the_reference(target, run(model, chunk), references)
 
 
 @pytest.mark.gpu

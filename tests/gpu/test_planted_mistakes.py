@@ -7,7 +7,6 @@ that both share does not hide. Each is looked for in the one layer and sublayer 
 from __future__ import annotations
 
 import importlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.triton_kernels.indexer import topk
+from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import Recording, record, relative_errors, replay
 from tests.support.mutation import mutated
-from tests.support.reference_gemms import reference_gemms
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-TARGETS = ["SM90"] if ON_GPU else ["SM90", "SM100"]
+TARGETS = [target.name for target in native.targets()]
 SWA, CSA, HCA = range(3)
 CACHED = {0: 4003, 1: 700}
 """Behind 4003 tokens HCA layers see 31 entries, more than the columns of a plan for half as many."""
@@ -115,10 +114,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recordings(checkpoint: Path) -> dict[str, Recording]:
-    modes = {"SM90": ActivationMode.W4A16, "SM100": ActivationMode.W4A4}
     tokens = {0: [17], 1: [301]}
     return {
-        target: record(checkpoint, mode=modes[target], cached=CACHED, passes=[tokens], capacity=4096)
+        target: record(checkpoint, mode=native.MODES[Target[target]], cached=CACHED, passes=[tokens], capacity=4096)
         for target in TARGETS
     }
 
@@ -128,7 +126,7 @@ def error_of(target: str, checkpoint: Path, recording: Recording, layer: int, pl
     standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
     choose: Any = importlib.import_module("nvfp4_sgl.targets.choose")
     try:
-        with reference_gemms() if target == "SM100" else nullcontext():
+        with native.gemms(Target[target]):
             model = standalone.Standalone(
                 checkpoint, target=choose.Target[target], device=DEVICE, requests=2, capacity=4096
             )

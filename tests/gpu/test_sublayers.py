@@ -2,13 +2,12 @@
 
 Both sides start from equal bits (``tests.support.lockstep``), so they differ by roundings of intermediate results
 alone: to bf16 on Hopper, where that is below a percent of the output's size; on SM100 also to FP4, where a bf16 that
-rounds to the other side may move a code by a quarter of its value. SM100's GEMMs are computed in torch here.
+rounds to the other side may move a code by a quarter of its value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,16 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.contract import Operand
-from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused import step as step_module
 from nvfp4_sgl.targets.fused.step import Scratch
 from nvfp4_sgl.triton_kernels.indexer import topk
+from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import Contents, Recording, activations, record, relative_errors, replay
-from tests.support.reference_gemms import reference_gemms
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-TARGETS = [Target.SM90] if ON_GPU else [Target.SM90, Target.SM100]
 LAYERS = range(3)
 """Window-only, CSA and HCA; the first two route by a hash of the token, the last by scores."""
 
@@ -70,9 +67,9 @@ BOUNDS = {
 """Found on SM100, interpreted: 0.02 to 0.12 a row, median 0.07; experts 0.003."""
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.value)
+@pytest.fixture(scope="module", params=native.targets(), ids=lambda target: target.value)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    with reference_gemms() if request.param is Target.SM100 else nullcontext():
+    with native.gemms(request.param):
         yield request.param
 
 
@@ -85,13 +82,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recording(target: Target, checkpoint: Path) -> Recording:
-    mode = ActivationMode.W4A4 if target is Target.SM100 else ActivationMode.W4A16
     generator = torch.Generator().manual_seed(1)
     passes = [
         {r: torch.randint(2, 500, (count,), generator=generator).tolist() for r, count in counts.items()}
         for counts in PASSES
     ]
-    return record(checkpoint, mode=mode, cached=CACHED, passes=passes, capacity=768)
+    return record(checkpoint, mode=native.MODES[target], cached=CACHED, passes=passes, capacity=768)
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.ranks import RANKS, Exchange
 
@@ -26,30 +28,42 @@ PASSES = ({0: [5, 61, 7]}, {0: [300]})
 """Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
 
 
+ATTENTION = {Target.SM90: 0.01, Target.SM100: 0.2}
+"""Bound of a row's relative error in attention. On SM100 each rank quantises its part of wo_b's input by a scale of its
+own, so that codes fall differently; found, interpreted: 0.08 to 0.09."""
+EXPERTS = 0.01
+"""The same of the experts, whose input is whole on each rank, and what lies between quantised by a constant."""
+
+
+@pytest.fixture(scope="module", params=native.targets(), ids=lambda target: target.value)
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with native.gemms(request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny(path, "nvfp4-full", seed=11, num_hidden_layers=len(LAYERS), n_routed_experts=6)
-    return path
+def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shapes = {"num_hidden_layers": len(LAYERS), "n_routed_experts": 6}
+    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, **shapes)
 
 
-def load(checkpoint: Path, parallel: TensorParallel) -> Standalone:
-    return Standalone(checkpoint, target=Target.SM90, device=DEVICE, requests=1, capacity=256, parallel=parallel)
+def load(target: Target, checkpoint: Path, parallel: TensorParallel) -> Standalone:
+    return Standalone(checkpoint, target=target, device=DEVICE, requests=1, capacity=256, parallel=parallel)
 
 
 @pytest.fixture(scope="module")
-def exchange() -> Exchange:
+def exchange(target: Target) -> Exchange:
     return Exchange()
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: Path) -> Standalone:
-    return load(checkpoint, TensorParallel())
+def whole(target: Target, checkpoint: Path) -> Standalone:
+    return load(target, checkpoint, TensorParallel())
 
 
 @pytest.fixture(scope="module")
-def ranks(checkpoint: Path, exchange: Exchange) -> list[Standalone]:
-    return [load(checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
+def ranks(target: Target, checkpoint: Path, exchange: Exchange) -> list[Standalone]:
+    return [load(target, checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
 
 
 @pytest.fixture(autouse=True)
@@ -65,20 +79,25 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_parts_of_sublayers_add_up(layer: int, whole: Standalone, ranks: list[Standalone]):
-    """But for the rounding of each part and their sum to bf16."""
+def test_parts_of_sublayers_add_up(layer: int, target: Target, whole: Standalone, ranks: list[Standalone]):
+    """But for the rounding of each part and their sum to bf16, and of wo_b's input to NVFP4."""
     ids = torch.tensor([5, 61, 7, 300, 12, 95], device=DEVICE)
     x = torch.randn(len(ids), whole.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
 
     def sublayers(model: Standalone) -> tuple[Tensor, Tensor]:
         model.reset()
         work = model.begin({0: ids.tolist()})
-        block, given = model.decoder.layers[layer], Operand(x.to(DEVICE))
-        attended = block.attn(given, work.step, model.caches.layers[layer])
-        return attended.float(), block.ffn(given, ids, work.step).float()
+        block: Any = model.decoder.layers[layer]
+        attended = block.attn(in_form(x.to(DEVICE), block.attn.takes), work.step, model.caches.layers[layer])
+        return attended.float(), block.ffn(in_form(x.to(DEVICE), block.ffn.takes), ids, work.step).float()
 
-    for expected, *parts in zip(sublayers(whole), *map(sublayers, ranks), strict=True):
-        assert relative_error(torch.stack(parts).sum(0), expected) < 0.01
+    (attention, experts), *parts = map(sublayers, (whole, *ranks))
+    errors = [
+        relative_error(torch.stack(added).sum(0), expected)
+        for added, expected in zip(zip(*parts, strict=True), (attention, experts), strict=True)
+    ]
+    print("relative errors of the sums in attention and experts:", errors)
+    assert errors[0] < ATTENTION[target] and errors[1] < EXPERTS
 
 
 def log_probabilities(model: Standalone) -> Tensor:
@@ -91,22 +110,24 @@ def median_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).square().mean(-1).sqrt().median())
 
 
-def test_log_probabilities(whole: Standalone, ranks: list[Standalone], exchange: Exchange, checkpoint: Path):
-    """Each number of ranks may be as far from fp32 activations as rounding to bf16 takes the CPU reference, so twice
-    that from the other."""
+def test_log_probabilities(
+    target: Target, whole: Standalone, ranks: list[Standalone], exchange: Exchange, checkpoint: Path
+):
+    """Each number of ranks may be as far from fp32 activations as rounding, in ``w4a4`` to NVFP4, takes the CPU
+    reference, so twice that from the other."""
     rounded, exact = (
-        log_probabilities(Standalone(checkpoint, packed=True, dtype=dtype, requests=1, capacity=256))
-        for dtype in (torch.bfloat16, torch.float32)
+        log_probabilities(Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=1, capacity=256))
+        for mode, dtype in ((native.MODES[target], torch.bfloat16), (ActivationMode.W4A16, torch.float32))
     )
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert torch.equal(*found)
     collectives = 2 * len(LAYERS) * len(PASSES)
     assert [len(given) for given in exchange.given] == [collectives] * len(RANKS)
     distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
-    print("median distance of two ranks from one, of bf16 from fp32:", distance, yardstick)
+    print("median distance of two ranks from one, of rounded activations from fp32:", distance, yardstick)
     assert distance <= 2 * yardstick
 
 
-def test_a_model_that_cannot_be_split_is_refused(checkpoint: Path):
+def test_a_model_that_cannot_be_split_is_refused(target: Target, checkpoint: Path):
     with pytest.raises(ConfigError, match="o_groups is 2, expected a multiple of 4"):
-        load(checkpoint, TensorParallel(0, 4))
+        load(target, checkpoint, TensorParallel(0, 4))

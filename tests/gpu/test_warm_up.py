@@ -10,10 +10,12 @@ import torch
 import triton
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.warm_up import sizes
+from tests.support import native
 from tests.support.interpreted import ON_GPU
 
 CAPACITY = 2048
@@ -23,6 +25,11 @@ def test_sizes():
     assert sizes(1) == [1]
     assert sizes(6) == [1, 2, 3, 4, 5, 6]
     assert sizes(100) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 96, 100]
+
+
+def test_sizes_of_each_kind():
+    """On either side of a threshold anywhere, a multiple of 16 and another, as long as there is one."""
+    assert [size for size in sizes(256, lambda size: size < 190) if size > 128] == [129, 176, 189, 255, 256]
 
 
 @pytest.fixture
@@ -39,11 +46,20 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_cache_hook = before
 
 
+@pytest.fixture
+def own_launcher() -> Iterator[None]:
+    """The warm-up freezes the launcher of SM100's GEMMs; tests that come later compile further ones."""
+    with launcher.use(launcher.CudaLauncher()):
+        yield
+
+
 @pytest.mark.gpu
-def test_nothing_compiles_afterwards(tmp_path: Any, compiled: list[str]):
+@pytest.mark.parametrize("target", native.targets(), ids=lambda target: target.value)
+def test_nothing_compiles_afterwards(target: Target, tmp_path: Any, compiled: list[str], own_launcher: None):
+    """Nor does the launcher, which is frozen by then, meet a GEMM that it would have to compile."""
     assert ON_GPU
     write_tiny(tmp_path, "nvfp4-full", seed=11)
-    model = Standalone(tmp_path, target=Target.SM90, device="cuda", requests=12, capacity=CAPACITY)
+    model = Standalone(tmp_path, target=target, device="cuda", requests=12, capacity=CAPACITY)
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
     context = model.decoder.context
     known = Slots(slots, model.caches.full_to_swa.cuda(), requests=12, longest=CAPACITY)

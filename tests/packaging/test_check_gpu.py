@@ -180,7 +180,9 @@ def test_steps_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
     assert list(found) == ["kernels", "decoder", "server", "memcheck", "racecheck"]
-    assert found["decoder"][-3:] == ["tests/gpu", "--deselect", "tests/gpu/test_server.py"]
+    servers = ["tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py"]
+    assert found["decoder"][-5:] == ["tests/gpu", "--deselect", servers[0], "--deselect", servers[1]]
+    assert found["server"][-2:] == servers and all((ROOT / server).exists() for server in servers)
     assert "--durations" in found["kernels"]
     assert found["memcheck"][:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     assert sum(argument.startswith("tests/triton/test_") for argument in found["racecheck"]) > 10
@@ -201,6 +203,14 @@ def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.Mon
 def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, None) == 2
     assert "--emulated" in capsys.readouterr().err
+
+
+def test_the_page_for_those_who_have_one_names_each_step_and_its_limit():
+    text = (ROOT / "docs" / "first_light.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    limits = {row[0]: row[-1] for row in rows if row[-1].endswith(" min")}
+    assert limits == {step.name: f"{step.seconds / 60:.0f} min" for step in steps.FIRST_LIGHT}
+    assert "docs/first_light.md" in (ROOT / "README.md").read_text()
 
 
 def test_every_step_runs_files_that_exist():

@@ -1,4 +1,7 @@
-"""Log-probabilities that a server answered with, where activations are bf16, and what bf16 costs the CPU reference."""
+"""Log-probabilities that a server answered with, where activations are bf16, and what rounding costs the CPU reference.
+
+Rounding to bf16, and in mode ``w4a4`` to NVFP4 before each GEMM, against fp32 activations that are never quantised.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.server import Server
 
 Rounded = tuple[torch.Tensor, torch.Tensor]
-"""Log-probabilities of every position: with bf16 and with fp32 activations."""
+"""Log-probabilities of every position: with bf16 activations, quantised in w4a4, and with fp32 ones."""
 
 TOKENS = 16
 """Tokens generated unless a test needs another number."""
@@ -52,10 +56,10 @@ _models: list[Standalone] = []
 """Of a process of :func:`references`."""
 
 
-def _load(checkpoint: Path, capacity: int) -> None:
+def _load(checkpoint: Path, capacity: int, mode: ActivationMode) -> None:
     torch.set_num_threads(1)
-    for dtype in (torch.bfloat16, torch.float32):
-        _models.append(Standalone(checkpoint, packed=True, dtype=dtype, requests=1, capacity=capacity))
+    for dtype, entering in ((torch.bfloat16, mode), (torch.float32, ActivationMode.W4A16)):
+        _models.append(Standalone(checkpoint, packed=True, dtype=dtype, mode=entering, requests=1, capacity=capacity))
 
 
 def _compute(ids: Sequence[int]) -> Rounded:
@@ -67,11 +71,11 @@ def _compute(ids: Sequence[int]) -> Rounded:
 
 
 @contextmanager
-def references(checkpoint: Path, capacity: int) -> Iterator[References]:
-    """Of sequences of up to ``capacity`` tokens."""
+def references(checkpoint: Path, capacity: int, mode: ActivationMode = ActivationMode.W4A16) -> Iterator[References]:
+    """Of sequences of up to ``capacity`` tokens; ``mode`` is that of the rounded ones."""
     processes = max(1, (os.cpu_count() or 1) // 2)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_load, initargs=(checkpoint, capacity)) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_load, initargs=(checkpoint, capacity, mode)) as pool:
         yield References(pool)
 
 
@@ -86,6 +90,30 @@ def errors(
         rounded, exact = future.result()
         ours.append((values - exact[rows, columns]).abs())
         theirs.append((rounded[rows, columns] - exact[rows, columns]).abs())
+    return torch.cat(ours), torch.cat(theirs)
+
+
+def whole_vocabulary(size: int) -> dict[str, Any]:
+    """For the body of a request: have the log-probabilities of all tokens at all positions in the answer."""
+    return {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(size))}
+
+
+def distances(
+    answers: Sequence[dict[str, Any]], prompts: Sequence[Sequence[int]], references: References
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Root mean square distances of positions to fp32 activations, of the server's answers to requests for
+    :func:`whole_vocabulary` and of the rounded reference."""
+    awaited = [references.begin([*ids, *answer["output_ids"]]) for answer, ids in zip(answers, prompts, strict=True)]
+    ours, theirs = [], []
+    for answer, future in zip(answers, awaited, strict=True):
+        meta = answer["meta_info"]
+        # The first token of a prompt has nothing before it; the last one generated is fed to nothing.
+        rows = [*meta["input_token_ids_logprobs"][1:], *meta["output_token_ids_logprobs"]]
+        given = torch.tensor([[value for value, _, _ in sorted(row, key=lambda entry: entry[1])] for row in rows])
+        rounded, exact = (known[: len(given)] for known in future.result())
+        assert given.shape == exact.shape and bool(torch.isfinite(given).all())
+        ours.append((given - exact).square().mean(-1).sqrt())
+        theirs.append((rounded - exact).square().mean(-1).sqrt())
     return torch.cat(ours), torch.cat(theirs)
 
 

@@ -1,13 +1,13 @@
 """Which kernels a pass launches and what Triton would compile for them, found without running any.
 
-Under Triton's interpreter a launch is recorded in place of being executed, so a whole pass takes milliseconds on a CPU.
-Grids and variants are chosen from shapes alone, so nothing depends on the results that are missing.
+A launch is recorded in place of being executed, so a whole pass takes milliseconds on a CPU. Grids and variants are
+chosen from shapes alone, so nothing depends on the results that are missing.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +17,7 @@ from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from nvfp4_sgl.targets.fused.products_bf16 import Bf16ExpertProjection
 
@@ -28,13 +29,35 @@ class Launch(NamedTuple):
     variant: tuple[Any, ...]
 
 
+def explained(launch: Launch, known: set[Launch]) -> str:
+    """How the nearest known variant differs."""
+    others = [set(map(str, other.variant)) for other in known if other.name == launch.name]
+    variant = set(map(str, launch.variant))
+    nearest = min(others, key=lambda other: len(variant ^ other), default=set())
+    return f"{launch.name}: {sorted(variant - nearest)}, known {sorted(nearest - variant)}"
+
+
 def _is_constant(parameter: inspect.Parameter) -> bool:
     return parameter.annotation is tl.constexpr or "constexpr" in str(parameter.annotation)
 
 
-def _variant(kernel: InterpretedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _exempt(kernel: InterpretedFunction | JITFunction) -> Collection[str]:
+    """Parameters on whose values Triton does not specialise."""
+    if isinstance(kernel, JITFunction):
+        return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    return kernel.kwargs.get("do_not_specialize") or ()
+
+
+def launch_of(kernel: InterpretedFunction | JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """What a call of a kernel launches; :class:`TypeError` if the arguments are not the kernel's."""
+    return Launch(kernel.fn.__name__, _variant(kernel, args, kwargs))
+
+
+def _variant(
+    kernel: InterpretedFunction | JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     parameters = inspect.signature(kernel.fn).parameters
-    exempt = kernel.kwargs.get("do_not_specialize") or []
+    exempt = _exempt(kernel)
     options = {name: value for name, value in kwargs.items() if name not in parameters}
     given = {name: value for name, value in kwargs.items() if name in parameters}
     bound = inspect.signature(kernel.fn).bind(*args, **given).arguments
@@ -49,11 +72,11 @@ def _variant(kernel: InterpretedFunction, args: tuple[Any, ...], kwargs: dict[st
 
 @contextmanager
 def dry_launches() -> Iterator[list[Launch]]:
-    """Launches inside the block, in order, none executed; experts' products give memory as it comes."""
+    """Interpreted launches inside the block, in order, none executed; experts' products give memory as it comes."""
     seen: list[Launch] = []
 
     def record(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        seen.append(Launch(self.fn.__name__, _variant(self, args, kwargs)))
+        seen.append(launch_of(self, args, kwargs))
 
     def unknown(self: Bf16ExpertProjection, rows: Tensor, ends: Tensor) -> Tensor:
         return rows.new_empty(rows.shape[0], self.weight.shape[1])  # where experts end was not computed

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
@@ -32,10 +34,14 @@ def _unscaled(codes: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass
 class ReferenceLauncher:
-    """Computes each call at once; ``keys`` are the kernels that would have run, in order."""
+    """Computes each call at once; ``keys`` are the kernels that would have run, in order.
+
+    Once frozen, it refuses a kernel that has not run before, as the launcher on CUDA does.
+    """
 
     programmatic_launch: bool = True
     keys: list[KernelKey] = field(default_factory=list)
+    ready: frozenset[KernelKey] | None = None
 
     def architecture(self, device: torch.device) -> str:
         return "sm_100a"
@@ -44,10 +50,18 @@ class ReferenceLauncher:
         return B200_CLUSTERS
 
     def freeze(self) -> None:
-        """Nothing is compiled."""
+        self.ready = frozenset(self.keys)
+
+    def note(self, key: KernelKey) -> None:
+        """Add to ``keys``; :class:`LibraryError` for a kernel that would have to be compiled after the warm-up."""
+        if self.ready is not None and key not in self.ready:
+            raise LibraryError(
+                f"{key}: not among the {len(self.ready)} kernels that ran before the launcher was frozen"
+            )
+        self.keys.append(key)
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
-        self.keys.append(key)
+        self.note(key)
         shape, k = call.shape, call.k
         matrices, features = call.weights.shape[:2]
         blocks = -(-k // 64) * 4
@@ -100,10 +114,11 @@ def reference_gemms() -> Iterator[ReferenceLauncher]:
 
 
 class DryLauncher(ReferenceLauncher):
-    """Records what would run; results are memory as it comes."""
+    """Records what would run, its arguments packed as for a launch; results are memory as it comes."""
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
-        self.keys.append(key)
+        self.note(key)
+        arguments_of(call, clusters)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,9 +75,13 @@ class FusedPlanner:
             self._added[key] = torch.full((key[0],), key[1], dtype=torch.int32, device=self.context.device)
         return self._added[key]
 
+    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
+        """Passes that compile every variant of a kernel that passes of up to ``tokens`` tokens ask for."""
+        return warm_up_passes(self.slots, tokens)
+
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
-        for request in warm_up_passes(self.slots, tokens):
+        for request in self.warm_up_passes(tokens):
             step, ids = self.plan(request), torch.zeros_like(request.positions)
             decoder.expand(table[:1].expand(len(ids), -1).contiguous())  # ranks of a split vocabulary begin so
             decoder(decoder.embed(ids, table), ids, step, self.caches)

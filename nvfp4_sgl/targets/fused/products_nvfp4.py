@@ -7,7 +7,7 @@ re-laid there once, global scales become the epilogue's alphas. Router, index we
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +23,18 @@ from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.rows import ExpertRows
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, PassRequest, Unmultiplied
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
 from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
-from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix, merge
@@ -184,6 +185,18 @@ class NvFp4Planner(FusedPlanner):
     ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``); what it lacks is compiled,
     about a second a kernel. Afterwards nothing is compiled any more: a GEMM that was overlooked is an error.
     """
+
+    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
+        """Kernels that quantise are compiled for the token tile of the GEMMs, those that route for that of the experts'
+        and for whether the rows that it pads to are a multiple of 16."""
+        config = self.context.config
+        visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
+
+        def kind(count: int) -> tuple[int, int, bool]:
+            tile = operations.expert_token_tile_for(count * visits, groups)
+            return operations.token_tile_for(count), tile, padded_rows(count * visits, groups, tile) % 16 == 0
+
+        return warm_up_passes(self.slots, tokens, kind, operations.token_tile_for)
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:

@@ -1,51 +1,48 @@
 """Put on PYTHONPATH, with TRITON_INTERPRET=1, to serve as on a GPU, but with the kernels interpreted on the CPU.
 
-Nothing else of a server changes: SGLang and this package take the machine for one without a GPU, so pools and batches
-are those of ``--device cpu``, and the model and its backend are the GPU's.
+``INTERPRETED_TARGET`` is the target, ``sm_90a`` or ``sm_100a``, whose GEMMs are computed in torch. Nothing else of a
+server changes: SGLang takes the machine for one without a GPU, so pools and batches are those of ``--device cpu``, and
+the model and its backend are the GPU's.
 """
 
-import dataclasses
-import importlib.machinery
-import sys
-from typing import Any
+import importlib.util
+import os
+from pathlib import Path
+
+specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
+assert specification is not None and specification.loader is not None
+on_import = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(on_import)
+on_import.offer_tests()
 
 
-def _choose_hopper(choose):
-    """The CPU's options with Hopper's boundaries."""
-    cpu, hopper = choose._cpu, choose._sm90
-
-    def interpreted():
-        return dataclasses.replace(cpu(), boundaries=hopper().boundaries)
-
-    choose._CHOICES[choose.Target.CPU] = interpreted
+def _detect_the_target(choose):
+    """The package takes this machine for one with that GPU."""
+    target = choose.Target(os.environ["INTERPRETED_TARGET"])
+    choose.detect_target = lambda: target
 
 
 def _warm_up_with_one_size(warm_up):
     """Nothing is compiled, so more sizes would show nothing more, and each takes seconds."""
-    warm_up.sizes = lambda limit: [min(limit, 2)]
+    warm_up.sizes = lambda limit, kind=None: [min(limit, 2)]
+    warm_up.last_of_each = lambda limit, kind: []
 
 
-PATCHES = {
-    "nvfp4_sgl.targets.choose": _choose_hopper,
-    "nvfp4_sgl.targets.fused.warm_up": _warm_up_with_one_size,
-}
-"""What is done to a module as soon as it has been imported."""
+def _compute_gemms_in_torch(model):
+    """Those of SM100, the only ones that go through a launcher."""
+    from nvfp4_sgl.cutedsl_kernels import launcher
+    from tests.support.reference_gemms import ReferenceLauncher
+    from tests.support.server_events import tell_freeze
+
+    runner = ReferenceLauncher()
+    tell_freeze(runner)
+    launcher.install(runner)
 
 
-class _Patcher:
-    def find_spec(self, name, path=None, target=None):
-        if name not in PATCHES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def execute_and_patch(module):
-            execute(module)
-            PATCHES[name](module)
-
-        loader.exec_module = execute_and_patch
-        return spec
-
-
-sys.meta_path.insert(0, _Patcher())
+on_import.patch_on_import(
+    {
+        "nvfp4_sgl.targets.choose": _detect_the_target,
+        "nvfp4_sgl.targets.fused.warm_up": _warm_up_with_one_size,
+        "nvfp4_sgl.serving.model": _compute_gemms_in_torch,
+    }
+)

@@ -1,0 +1,50 @@
+"""Which targets the tests of the GPU decoder take on which GPU, and that nothing stands in for SM100's GEMMs there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.targets.choose import Target, choose
+from tests.support import native
+from tests.support.reference_gemms import ReferenceLauncher
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """A GPU of that capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"), [((9, 0), Target.SM90), ((10, 0), Target.SM100), ((10, 3), Target.SM100)]
+)
+def test_on_a_gpu_its_own_target_with_the_launcher_on_cuda(
+    capability: tuple[int, int], target: Target, monkeypatch: pytest.MonkeyPatch
+):
+    put_in(monkeypatch, capability)
+    assert native.targets(on_gpu=True) == (target,)
+    with native.gemms(target, on_gpu=True):
+        assert type(launcher.current()) is launcher.CudaLauncher
+
+
+def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch):
+    put_in(monkeypatch, (12, 0))
+    with pytest.raises(UnsupportedError, match=r"capability 12\.0; expected 9\.0"):
+        native.targets(on_gpu=True)
+
+
+def test_without_a_gpu_both_with_gemms_in_torch():
+    assert native.targets(on_gpu=False) == (Target.SM90, Target.SM100)
+    with native.gemms(Target.SM100, on_gpu=False):
+        assert type(launcher.current()) is ReferenceLauncher
+    with native.gemms(Target.SM90, on_gpu=False):
+        assert type(launcher.current()) is launcher.CudaLauncher
+
+
+@pytest.mark.parametrize("target", native.GPU_TARGETS)
+def test_the_reference_runs_in_the_mode_of_the_target(target: Target):
+    assert choose(target).modes == (native.MODES[target],)

@@ -1,0 +1,53 @@
+"""Which targets the GPU decoder's tests run on, and what runs their GEMMs there.
+
+On a GPU it is the GPU's own target with nothing replaced. Without one every GPU target is run, its Triton kernels
+interpreted and SM100's GEMMs computed in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.targets.choose import Target, detect_target
+from tests.support.calm import write_calm
+from tests.support.interpreted import ON_GPU
+from tests.support.reference_gemms import reference_gemms
+
+GPU_TARGETS = (Target.SM90, Target.SM100)
+MODES = {Target.SM90: ActivationMode.W4A16, Target.SM100: ActivationMode.W4A4}
+"""In which the CPU reference is a target's yardstick."""
+
+
+def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
+    """This GPU's, or without one both.
+
+    Raises:
+        UnsupportedError: this GPU is neither Hopper nor Blackwell.
+    """
+    return (detect_target(),) if on_gpu else GPU_TARGETS
+
+
+@contextmanager
+def gemms(target: Target, on_gpu: bool = ON_GPU) -> Iterator[None]:
+    """GEMMs inside the block are the target's own on its GPU; elsewhere those of SM100 are computed in torch."""
+    if target is Target.SM100 and not on_gpu:
+        with reference_gemms():
+            yield
+    else:
+        yield
+
+
+def write_checkpoint(target: Target, path: Path, *, seed: int, **shapes: Any) -> Path:
+    """A full-NVFP4 checkpoint on which whole models can be compared; returns ``path``.
+
+    FP4 activations amplify every rounding, so that in ``w4a4`` a mistake shows in a calm model only.
+    """
+    if target is Target.SM100:
+        return write_calm(path, seed=seed, **shapes)
+    write_tiny(path, "nvfp4-full", seed=seed, **shapes)
+    return path
