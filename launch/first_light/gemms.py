@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from sm100_cases import MODELS, Case, cases
-from sm100_measure import Workload
+from benchmarks.sm100.cases import MODELS, Case, cases
+from benchmarks.sm100.measure import Workload
 
 from first_light.journal import Journal
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config

@@ -67,7 +67,7 @@ FIRST_LIGHT = (
     Step(
         "timings",
         "every GEMM beside cuBLAS and FlashInfer",
-        ("launch/bench_sm100.py", "--no-facts"),
+        ("-m", "benchmarks.sm100.bench", "--no-facts"),
         5400,
     ),
 )

@@ -16,9 +16,9 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-import bench
-from bench import Case, Peer, relative_error
-from bench_report import Chip, Row, judge, measure, summary
+from benchmarks import families
+from benchmarks.families import Case, Peer, relative_error
+from benchmarks.kernel_report import Chip, Row, judge, measure, summary
 
 CHIP = Chip("a chip", bandwidth=1e12, rate=1e15, empty_us=1.5)
 
@@ -142,10 +142,10 @@ def test_summary_names_what_misses_a_goal():
     assert sections["peers without a time"] == ["family"] and "gone: RuntimeError" in text
 
 
-@pytest.mark.parametrize("family", sorted(module.name for module in pkgutil.iter_modules(bench.__path__)))
+@pytest.mark.parametrize("family", sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 def test_families_import_without_a_gpu(family: str):
     """And without any peer's package: those are looked for when cases are built."""
     before = set(sys.modules)
-    assert callable(importlib.import_module(f"bench.{family}").cases)
+    assert callable(importlib.import_module(f"benchmarks.families.{family}").cases)
     peers = {"sglang", "deep_gemm", "flash_mla", "sgl_kernel", "tilelang"}
     assert not peers & {name.split(".")[0] for name in set(sys.modules) - before}

@@ -12,8 +12,8 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-from profile_decoder import our_kernels
-from profile_report import Section, device_events, kind_of, median_launches
+from benchmarks.profile_decoder import our_kernels
+from benchmarks.profile_report import Section, device_events, kind_of, median_launches
 
 
 def event(name: str, begin: float, us: float, category: str = "kernel") -> dict[str, Any]:

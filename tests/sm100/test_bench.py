@@ -21,12 +21,12 @@ from tests.sm100.support.launcher import emulated_operations
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-import bench_sm100
-import sm100_measure
-from sm100_cases import Case, cases
-from sm100_kernels import kernel_facts
-from sm100_measure import Measured, Workload, values
-from sm100_steps import (
+from benchmarks.sm100 import bench as bench_sm100
+from benchmarks.sm100 import measure as sm100_measure
+from benchmarks.sm100.cases import Case, cases
+from benchmarks.sm100.facts import kernel_facts
+from benchmarks.sm100.measure import Measured, Workload, values
+from benchmarks.sm100.steps import (
     DECODE_GOALS,
     PREFILL_TOKENS,
     WHOLE_WAVES,
@@ -38,7 +38,7 @@ from sm100_steps import (
     recorded,
     steps,
 )
-from sm100_waves import LastWave
+from benchmarks.sm100.waves import LastWave
 
 CPU = torch.device("cpu")
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bench_peers import compared, foreign, installed
 
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.triton_kernels.hyper_connection import streams
 
 from . import Case, Peer

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from mhc_peers import head_peers, next_peers, post_peers, pre_peers
 
+from benchmarks.peers.mhc import head_peers, next_peers, post_peers, pre_peers
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sm100_cases import Case
-
+from benchmarks.sm100.cases import Case
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, Problem, cost
 
-BASELINE = Path(__file__).parent / "results" / "sm100_baseline.json"
+BASELINE = Path(__file__).parents[2] / "results" / "sm100_baseline.json"
 """The design before split-K for experts, overlapping launches and the merged shared expert, recorded by
 ``launch/bench_sm100 --modelled --ranks 1 4 8 --record`` when the model was calibrated."""
 DECODE_GOALS = {("flash", 1): 0.75, ("flash", 8): 0.6, ("pro", 8): 0.6}

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from bench_peers import foreign, installed
 from torch import Tensor
 
+from benchmarks.peers import foreign, installed
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize

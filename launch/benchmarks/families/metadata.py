@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_peers import foreign, installed
 
+from benchmarks.peers import foreign, installed
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 

@@ -1,4 +1,4 @@
-"""Peers of the indexer in ``launch/bench``: DeepGEMM's products and SGLang's CUDA kernels, as its server calls them."""
+"""Peers of the indexer in bench_kernels: DeepGEMM's products and SGLang's CUDA kernels, as its server calls them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench import Peer, relative_error
-from bench_peers import foreign, installed
 from torch import Tensor
 
+from benchmarks.families import Peer, relative_error
+from benchmarks.peers import foreign, installed
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 DSV4 = "sglang.kernels.ops.attention.dsv4"

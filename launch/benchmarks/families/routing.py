@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_peers import compared, foreign, installed
 
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk

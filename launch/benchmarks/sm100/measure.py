@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from sm100_cases import Case
 from torch import Tensor
 
+from benchmarks.sm100.cases import Case
 from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of

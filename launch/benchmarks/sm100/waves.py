@@ -16,9 +16,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sm100_cases import Case
-from sm100_steps import HANDOFF_SECONDS, goal_seconds
-
+from benchmarks.sm100.cases import Case
+from benchmarks.sm100.steps import HANDOFF_SECONDS, goal_seconds
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, epilogue_cycles, exposed_cycles, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import MMA_K, SCALE_ATOM_BYTES, TILE_K, KernelShape
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import Case, Peer
+from benchmarks.families import Case, Peer
 
 GOAL = 0.85
 """Share of the floor that a case of ``GOAL_TOKENS`` or more must reach."""

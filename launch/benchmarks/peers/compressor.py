@@ -1,4 +1,4 @@
-"""Peers of the compressors in ``launch/bench``: SGLang's CUDA kernels, two launches a compressor after a plan that all
+"""Peers of the compressors in bench_kernels: SGLang's CUDA kernels, two launches a compressor after a plan that all
 layers share."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench import Peer, relative_error
-from bench_peers import foreign, installed
 from torch import Tensor
 
+from benchmarks.families import Peer, relative_error
+from benchmarks.peers import foreign, installed
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch

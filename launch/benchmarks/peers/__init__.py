@@ -1,4 +1,4 @@
-"""How ``launch/bench`` calls other people's kernels: imported when they first run, so that what one of them lacks is
+"""How bench_kernels calls other people's kernels: imported when they first run, so that what one of them lacks is
 its own failure and no case's. Names of those that nvcc compiles at their first call say so."""
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from bench import Peer, relative_error
 from torch import Tensor
+
+from benchmarks.families import Peer, relative_error
 
 
 def installed(*packages: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from indexer_peers import query_peers, score_peers, selection_peers
 from torch import Tensor
 
+from benchmarks.peers.indexer import query_peers, score_peers, selection_peers
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from nvfp4_sgl.triton_kernels.entries.index_entry import ENTRY_BYTES, page_bytes

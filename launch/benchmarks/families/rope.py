@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_peers import compared, foreign, installed
 
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.common.rope import rope_turns
 from nvfp4_sgl.triton_kernels.entries.kv_entry import ENTRY_BYTES, norm_rope_store_kv, page_bytes

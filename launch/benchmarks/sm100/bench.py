@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sm100_cases import MODELS, Case, cases
-from sm100_kernels import KernelFacts, kernel_facts
-from sm100_measure import CudaTimer, Measured, measure
-from sm100_steps import (
+
+from benchmarks.sm100.cases import MODELS, Case, cases
+from benchmarks.sm100.facts import KernelFacts, kernel_facts
+from benchmarks.sm100.measure import CudaTimer, Measured, measure
+from benchmarks.sm100.steps import (
     PREFILL_TOKENS,
     WHOLE_WAVES,
     passes,
@@ -31,8 +32,7 @@ from sm100_steps import (
     step_row,
     steps,
 )
-from sm100_waves import wave_row
-
+from benchmarks.sm100.waves import wave_row
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape

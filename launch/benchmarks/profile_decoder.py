@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from profile_report import Section, device_events, median_launches
 from triton.runtime.jit import KernelInterface
 
+from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.captured import CapturedDecode, capture

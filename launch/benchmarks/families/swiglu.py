@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_peers import compared, foreign, installed
 
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 
 from . import Case

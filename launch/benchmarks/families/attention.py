@@ -12,9 +12,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from bench_peers import compared, foreign, installed
 from torch import Tensor
 
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_arrivals, new_partials, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling

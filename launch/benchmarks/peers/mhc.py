@@ -1,4 +1,4 @@
-"""Peers of the hyper-connections in ``launch/bench``: SGLang's kernels, composed as its DeepSeek-V4 calls them."""
+"""Peers of the hyper-connections in bench_kernels: SGLang's kernels, composed as its DeepSeek-V4 calls them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench import Peer, relative_error
-from bench_peers import compared, foreign, installed
 from torch import Tensor
 
+from benchmarks.families import Peer, relative_error
+from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 
 MHC = "sglang.kernels.ops.layernorm.mhc"

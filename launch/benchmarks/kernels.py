@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_report import HEADER, Chip, measure, summary
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.kernel_report import HEADER, Chip, measure, summary
+
+ROOT = Path(__file__).resolve().parents[2]
 RUNS, REPLAYS = 20, 15
 GRAPH_US = 20_000
 """Runs longer than a ``RUNS``-th of it share a graph with fewer."""
@@ -83,13 +84,13 @@ def measured_chip() -> Chip:
 
 
 def families(names: list[str]) -> Iterator[tuple[str, Any]]:
-    import bench
+    from benchmarks import families
 
-    known = sorted(module.name for module in pkgutil.iter_modules(bench.__path__))
+    known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     for name in names or known:
         if name not in known:
             raise SystemExit(f"bench_kernels: family {name!r}: expected one of {', '.join(known)}")
-        yield name, importlib.import_module(f"bench.{name}")
+        yield name, importlib.import_module(f"benchmarks.families.{name}")
 
 
 def main() -> int:

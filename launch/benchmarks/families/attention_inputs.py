@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_peers import compared, foreign, installed
-from compressor_peers import compress_peers
 from torch import Tensor
 
+from benchmarks.peers import compared, foreign, installed
+from benchmarks.peers.compressor import compress_peers
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
