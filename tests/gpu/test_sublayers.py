@@ -136,7 +136,7 @@ def test_sublayers(
             chooses = layer == CSA and CACHED.get(request, 0) // 4 > topk_entries
             assert bool((rows < (bounds.choosing if chooses else bounds.attention)).all()), rows
         assert float(errors.median()) < bounds.median
-        assert not found.step.candidates.arrivals.any()
+        assert not found.step.candidates.semaphores.any()
         experts = relative_errors(found.experts, expected.experts[1])
         assert bool((experts < bounds.experts).all()), experts
         check_writes(found.after, expected.after, expected.before, bounds.written)

@@ -19,8 +19,8 @@ from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
     Entries,
     Partials,
-    new_arrivals,
     new_partials,
+    new_semaphores,
     sparse_attention,
 )
 from nvfp4_sgl.triton_kernels.attention.tiling import (
@@ -178,19 +178,19 @@ def test_the_reference_agrees(device: str) -> None:
     assert ((check(case, device) - whole).abs() <= 1.02 * BOUND * size).all()
 
 
-def turns_of(positions: Tensor, frequencies: Tensor) -> Tensor:
+def cos_sin_of(positions: Tensor, frequencies: Tensor) -> Tensor:
     """(cos, sin) by pair, fp32 [T, 64]."""
     angles = positions.float()[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
 
 
-def turned_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Both of :meth:`Problem.exact`, of outputs that are turned back."""
-    cos, sin = turns_of(positions, frequencies).abs()[:, None].unflatten(-1, (32, 2)).unbind(-1)
+def rotated_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Both of :meth:`Problem.exact`, of outputs that are rotated back."""
+    cos, sin = cos_sin_of(positions, frequencies).abs()[:, None].unflatten(-1, (32, 2)).unbind(-1)
     even, odd = size[..., 448:].unflatten(-1, (32, 2)).unbind(-1)
     tail = torch.stack((even * cos + odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    turned = apply_rope(exact.float(), positions, frequencies, inverse=True)
-    return turned, torch.cat((size[..., :448], tail), dim=-1)
+    rotated = apply_rope(exact.float(), positions, frequencies, inverse=True)
+    return rotated, torch.cat((size[..., :448], tail), dim=-1)
 
 
 @pytest.mark.parametrize(
@@ -202,24 +202,24 @@ def turned_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Ten
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
-def test_the_output_is_turned_back(tiling: Tiling, splits: int, device: str) -> None:
-    """Whichever kernel rounds it, in every width of its blocks: the reference in fp32, turned, is rounded once."""
+def test_the_output_is_rotated_back(tiling: Tiling, splits: int, device: str) -> None:
+    """Whichever kernel rounds it, in every width of its blocks: the reference in fp32, rotated, is rounded once."""
     if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
     case = problem(3, [70, 30], tokens=2, seed=splits)
     positions, frequencies = torch.tensor([70_001, 3]), inverse_frequencies(64, 10000.0)
-    turns = turns_of(positions, frequencies)
-    plain, turned = (case.run(device, tiling=tiling, splits=splits, turns=table) for table in (None, turns))
-    expected, size = turned_back(*case.exact(), positions, frequencies)
-    assert ((turned - expected).abs() <= 1.01 * BOUND * size).all()
-    assert torch.equal(turned[..., :448], plain[..., :448])
-    assert not torch.equal(turned[..., 448:], plain[..., 448:])
-    still = turns_of(torch.zeros(2), frequencies)
-    assert torch.equal(case.run(device, tiling=tiling, splits=splits, turns=still), plain)
+    cos_sin = cos_sin_of(positions, frequencies)
+    plain, rotated = (case.run(device, tiling=tiling, splits=splits, cos_sin=table) for table in (None, cos_sin))
+    expected, size = rotated_back(*case.exact(), positions, frequencies)
+    assert ((rotated - expected).abs() <= 1.01 * BOUND * size).all()
+    assert torch.equal(rotated[..., :448], plain[..., :448])
+    assert not torch.equal(rotated[..., 448:], plain[..., 448:])
+    still = cos_sin_of(torch.zeros(2), frequencies)
+    assert torch.equal(case.run(device, tiling=tiling, splits=splits, cos_sin=still), plain)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_turning_rounds_once(splits: int, device: str) -> None:
+def test_rotating_rounds_once(splits: int, device: str) -> None:
     """The output is a third of one key, so that it does not fit bf16: rounded before the turn, too, it would differ."""
     case = problem(8, [1], tokens=4, holes=0.0)
     case.q.zero_()
@@ -227,20 +227,20 @@ def test_turning_rounds_once(splits: int, device: str) -> None:
     positions, frequencies = torch.tensor([1, 5, 999, 123_456]), inverse_frequencies(64, 160000.0)
     third = case.stores[0].read(case.slots[0].long()).expand(4, 8, 512) / 3
     expected = apply_rope(third, positions, frequencies, inverse=True).bfloat16()
-    turned = case.run(device, splits=splits, turns=turns_of(positions, frequencies))
+    rotated = case.run(device, splits=splits, cos_sin=cos_sin_of(positions, frequencies))
     # The last bit of fp32 may decide a tie; a second rounding changes a tenth of all.
-    assert (turned != expected)[..., 448:].float().mean() < 2e-3
+    assert (rotated != expected)[..., 448:].float().mean() < 2e-3
 
 
 def divided(raw: Tensor, eps: float, positions: Tensor, frequencies: Tensor, *, rounded: bool = True) -> Tensor:
-    """fp64: what raw queries count as, over their root mean square, the tail turned and, if ``rounded``, rounded once.
+    """fp64: what raw queries count as, over their root mean square, the tail rotated and, if ``rounded``, rounded once.
 
     Where squares overflow fp32, 0.
     """
-    turned = apply_rope(raw if rounded else raw.float(), positions, frequencies).double()
+    rotated = apply_rope(raw if rounded else raw.float(), positions, frequencies).double()
     fits = raw.float().square().sum(-1, keepdim=True).isfinite()
     scale = (raw.double().square().mean(-1, keepdim=True) + eps).rsqrt()
-    return torch.where(fits, turned * scale, 0.0)
+    return torch.where(fits, rotated * scale, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_raw_queries(tiling: Tiling, splits: int, device: str) -> None:
     raw[2] *= 2**40
     eps = 1e-6
     positions, frequencies = torch.tensor([70_001, 3, 1_048_575]), inverse_frequencies(64, 160000.0)
-    turns = turns_of(positions, frequencies)
+    cos_sin = cos_sin_of(positions, frequencies)
     case.q = raw
-    found = case.run(device, tiling=tiling, splits=splits, turns=turns, query_eps=eps)
+    found = case.run(device, tiling=tiling, splits=splits, cos_sin=cos_sin, query_eps=eps)
     case.q = divided(raw, eps, positions, frequencies)
-    expected, size = turned_back(*case.exact(), positions, frequencies)
+    expected, size = rotated_back(*case.exact(), positions, frequencies)
     assert ((found - expected).abs() <= 1.01 * BOUND * size).all()
 
 
@@ -277,16 +277,16 @@ def test_raw_queries_of_any_size(seed: int, device: str) -> None:
     raw = (case.q.float() * torch.exp2(torch.linspace(-40, 50, 20))[:, None]).bfloat16()
     raw[:, 7] = 0
     positions, frequencies = torch.tensor([12, 99_999]), inverse_frequencies(64, 10000.0)
-    turns = turns_of(positions, frequencies)
+    cos_sin = cos_sin_of(positions, frequencies)
     case.q = rms_norm_rope(raw, None, 1e-6, positions, frequencies)
-    ready = case.run(device, turns=turns)
+    ready = case.run(device, cos_sin=cos_sin)
     case.q = raw
-    found = case.run(device, turns=turns, query_eps=1e-6)
+    found = case.run(device, cos_sin=cos_sin, query_eps=1e-6)
     case.q = divided(raw, 1e-6, positions, frequencies)
-    expected, size = turned_back(*case.exact(), positions, frequencies)
+    expected, size = rotated_back(*case.exact(), positions, frequencies)
     assert ((found - expected).abs() <= 1.01 * BOUND * size).all()
     case.q = divided(raw, 1e-6, positions, frequencies, rounded=False)
-    exact, size = turned_back(*case.exact(), positions, frequencies)
+    exact, size = rotated_back(*case.exact(), positions, frequencies)
     near, far = (((out - exact) / size.amax(-1, keepdim=True)).norm() for out in (found, ready))
     assert near <= far
 
@@ -301,7 +301,7 @@ def test_raw_queries_whose_squares_overflow(tiling: Tiling, splits: int, device:
     """They count as 0; keys whose product with one overflows, too, do not count for it; no other head is touched."""
     case = problem(20, [40, 30], tokens=2)
     positions, frequencies = torch.tensor([12, 99_999]), inverse_frequencies(64, 10000.0)
-    options = {"tiling": tiling, "splits": splits, "turns": turns_of(positions, frequencies), "query_eps": 1e-6}
+    options = {"tiling": tiling, "splits": splits, "cos_sin": cos_sin_of(positions, frequencies), "query_eps": 1e-6}
     calm = case.run(device, **options)
     raw = case.q.clone()
     raw[0, 3] *= 2.0**70
@@ -316,7 +316,7 @@ def test_raw_queries_whose_squares_overflow(tiling: Tiling, splits: int, device:
     assert touched.sum() == 6 and found.isfinite().all()
     assert torch.equal(found[~touched], calm[~touched])
     case.q = divided(raw, 1e-6, positions, frequencies)
-    expected, size = turned_back(*case.exact(), positions, frequencies)
+    expected, size = rotated_back(*case.exact(), positions, frequencies)
     for row in ((0, 3), (1, 4)):
         assert ((found - expected).abs() <= 1.01 * BOUND * size)[row].all()
     assert (found[1, 10] == 0).all()
@@ -457,13 +457,13 @@ def test_parts_of_any_number(tiling: Tiling, heads: int, tiles: int, numbers: tu
     Heads end within a block. The counters serve again.
     """
     case = problem(heads, [tiling.keys + 3, (tiles - 3) * tiling.keys + 5], tokens=1, seed=2)
-    turns = turns_of(torch.tensor([70_001]), inverse_frequencies(64, 10000.0))
+    cos_sin = cos_sin_of(torch.tensor([70_001]), inverse_frequencies(64, 10000.0))
     counters = torch.zeros(heads + 7, dtype=torch.int32, device=device)
-    whole = case.run(device, tiling=tiling, splits=1, turns=turns)
+    whole = case.run(device, tiling=tiling, splits=1, cos_sin=cos_sin)
     _, size = case.exact()
     size[..., 448:] = size[..., 448:].unflatten(-1, (32, 2)).sum(-1, keepdim=True).expand(1, heads, 32, 2).flatten(-2)
     for splits in numbers:
-        found = case.run(device, tiling=tiling, splits=splits, turns=turns, arrivals=counters)
+        found = case.run(device, tiling=tiling, splits=splits, cos_sin=cos_sin, semaphores=counters)
         assert ((found.double() - whole.double()).abs() <= 2 * BOUND * size).all(), splits
         # Weights are rounded under another maximum, and little else differs.
         assert torch.allclose(found.float(), whole.float(), rtol=2**-6, atol=float(size.max()) * 2**-8), splits
@@ -490,7 +490,7 @@ def test_parts_of_lists_of_any_length(device: str) -> None:
 def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(20, [70, 130], tokens=2)
     counters = torch.zeros(2 * 20, dtype=torch.int32, device=device)
-    options = {"tiling": FEW_HEADS, "splits": 5, "arrivals": counters}
+    options = {"tiling": FEW_HEADS, "splits": 5, "semaphores": counters}
     forwards = case.run(device, **options)
     run_backwards(monkeypatch)
     assert torch.equal(case.run(device, **options), forwards)
@@ -614,14 +614,14 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
         {"extra_slots": slots[1][:1]},
         {"window_lengths": torch.ones(3, dtype=torch.int32)},
         {"query_eps": 1e-6},
-        {"query_eps": float("nan"), "turns": torch.zeros(2, 64)},
+        {"query_eps": float("nan"), "cos_sin": torch.zeros(2, 64)},
         {"splits": 0},
-        {"turns": torch.zeros(2, 32)},
-        {"turns": torch.zeros(2, 64, dtype=torch.float64)},
-        {"turns": torch.zeros(2, 128)[:, ::2]},
+        {"cos_sin": torch.zeros(2, 32)},
+        {"cos_sin": torch.zeros(2, 64, dtype=torch.float64)},
+        {"cos_sin": torch.zeros(2, 128)[:, ::2]},
         {"splits": 2, "partials": new_partials(case.q, 3)},
-        {"splits": 2, "arrivals": new_arrivals(2, 7, "cpu")},
-        {"splits": 2, "arrivals": new_arrivals(2, 8, "cpu").long()},
+        {"splits": 2, "semaphores": new_semaphores(2, 7, "cpu")},
+        {"splits": 2, "semaphores": new_semaphores(2, 8, "cpu").long()},
         {"splits": 1, "partials": Partials(torch.empty(0), torch.empty(0))},
         {"out": torch.empty(2, 8, 512)},
         {"out": torch.empty(2, 8, 1024, dtype=torch.bfloat16)[..., ::2]},
@@ -669,7 +669,7 @@ def test_a_captured_launch_follows_its_inputs(tiling: Tiling, device: str) -> No
     window, extra = (Entries(e.pages.to(device), e.page_size) for e in case.entries)
     lists = [slots.to(device) for slots in case.slots]
     lengths = torch.full((4,), 512, dtype=torch.int32, device=device)
-    out, partials, arrivals = torch.empty_like(q), new_partials(q, 4), new_arrivals(4, 64, device)
+    out, partials, semaphores = torch.empty_like(q), new_partials(q, 4), new_semaphores(4, 64, device)
 
     def run() -> None:
         sparse_attention(
@@ -683,7 +683,7 @@ def test_a_captured_launch_follows_its_inputs(tiling: Tiling, device: str) -> No
             extra_lengths=lengths,
             splits=4,
             partials=partials,
-            arrivals=arrivals,
+            semaphores=semaphores,
             out=out,
             tiling=tiling,
         )

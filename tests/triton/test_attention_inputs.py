@@ -18,7 +18,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS, IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes
 from tests.triton.support.compression import FREQUENCIES, World
 from tests.triton.support.interpreter import run_backwards
@@ -38,7 +38,7 @@ def some_latents(tokens: int, width: int, dtype: torch.dtype, device: str) -> La
     q_lora, kv, _ = wide.to(dtype).to(device).split([width, 512, 64], dim=1)
     q_norm, kv_norm = (torch.rand(n, generator=generator).add(0.5).bfloat16().to(device) for n in (width, 512))
     positions = torch.randint(1 << 20, (tokens,), generator=generator).to(device)
-    turns = rope_turns(positions, inverse_frequencies(64, 1e4).to(device), torch.empty(tokens, 64, device=device))
+    cos_sin = rope_cos_sin(positions, inverse_frequencies(64, 1e4).to(device), torch.empty(tokens, 64, device=device))
     slots = torch.randperm(max(512, tokens), generator=generator)[:tokens].int()
     slots[2:3], slots[3:4] = -1, 512
     return Latents(
@@ -48,7 +48,7 @@ def some_latents(tokens: int, width: int, dtype: torch.dtype, device: str) -> La
         kv=kv,
         kv_norm=kv_norm,
         eps=EPS,
-        turns=turns,
+        cos_sin=cos_sin,
         slots=slots.to(device),
         pages=torch.full((2, page_bytes(256)), 0xA5, dtype=torch.uint8, device=device),
         page_size=256,
@@ -57,7 +57,7 @@ def some_latents(tokens: int, width: int, dtype: torch.dtype, device: str) -> La
 
 def check_latents(latents: Latents) -> None:
     expected = torch.full_like(latents.pages, 0xA5)
-    norm_rope_store_kv(latents.kv, latents.kv_norm, EPS, latents.turns, latents.slots, expected, 256)
+    norm_rope_store_kv(latents.kv, latents.kv_norm, EPS, latents.cos_sin, latents.slots, expected, 256)
     # The sum of squares is of another order in either launch: a code next to a tie may differ by one.
     different = (latents.pages.int() - expected.int())[latents.pages != expected]
     assert different.numel() <= 4 and bool((different.abs() == 1).all())
@@ -223,10 +223,10 @@ def test_refusals(device: str):
         ({"q_rows": Rows.allocate(5, 128, 8, device)}, "q_rows.codes: expected shape"),
         ({"kv": good.kv[:5]}, "kv of latents: expected shape .6, 512."),
         ({"kv": good.kv[:, :256]}, "kv: expected shape"),
-        ({"turns": good.turns[:, :32].contiguous()}, "rope_dim of turns"),
+        ({"cos_sin": good.cos_sin[:, :32].contiguous()}, "rope_dim of cos_sin"),
         ({"slots": good.slots.float()}, "slots: expected dtype"),
         ({"page_size": 512}, "pages of 512 entries"),
-        ({"turns": good.turns.to("meta")}, f"turns: expected device {device}"),
+        ({"cos_sin": good.cos_sin.to("meta")}, f"cos_sin: expected device {device}"),
     ]
     weights = some_index_weights(6, 4, 64, device)
     for given, message in [
@@ -270,7 +270,7 @@ def test_kernels_fit(architecture: int):
     # and decode by one token and eight. Two compressors and one without latents, in a large prefill. Two compressors
     # beside index weights, of one token and of as many as are made here.
     kernels = Counter(usage.kernel for usage in found)
-    assert kernels == {"_attention_inputs": 2 * 6 + 2 + 2, "_turns_kernel": 3}
+    assert kernels == {"_attention_inputs": 2 * 6 + 2 + 2, "_cos_sin_kernel": 3}
     for usage in found:
         # sin and cos of large angles keep their reduction in a small array.
         assert usage.local == 0 and usage.stack <= 48

@@ -31,7 +31,11 @@ def launches() -> None:
     for tokens, heads, splits in ((4, 64, 4), (4, 8, 4), (128, 64, 1)):
         q = torch.empty(tokens, heads, 512, dtype=torch.bfloat16)
         slots, lengths = torch.zeros(tokens, 128, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-        given: dict[str, Any] = {"window_lengths": lengths, "extra_lengths": lengths, "turns": torch.empty(tokens, 64)}
+        given: dict[str, Any] = {
+            "window_lengths": lengths,
+            "extra_lengths": lengths,
+            "cos_sin": torch.empty(tokens, 64),
+        }
         given |= {"splits": splits, "query_eps": 1e-6}
         sparse_attention(q, window, slots, sink[:heads], 1.0, extra, slots, **given, out=torch.empty_like(q))
         out_rows = Rows.allocate(tokens, 4096, 8, "cpu", groups=heads // 8)

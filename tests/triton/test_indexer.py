@@ -16,7 +16,7 @@ from nvfp4_sgl.formats import index_entry
 from nvfp4_sgl.ops.indexer import index_scores as reference_scores
 from nvfp4_sgl.ops.indexer import indexer_query
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer.scores import (
     DECODE,
@@ -52,10 +52,10 @@ def queried(
     q: Tensor, weights: Tensor, positions: Tensor, factor: float, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
-    turns = rope_turns(positions.to(device), FREQUENCIES.to(device), torch.empty(tokens, 64, device=device))
+    cos_sin = rope_cos_sin(positions.to(device), FREQUENCIES.to(device), torch.empty(tokens, 64, device=device))
     queries = torch.full((tokens, heads, 128), 0x7B, dtype=torch.uint8, device=device).to(dtype)
     scaled = torch.full((tokens, heads), torch.nan, device=device)
-    prepare_queries(q, weights, turns, factor, queries, scaled)
+    prepare_queries(q, weights, cos_sin, factor, queries, scaled)
     return queries.cpu(), scaled.cpu()
 
 
@@ -138,8 +138,8 @@ class Layer:
     def queries(self, device: str, part: slice) -> tuple[Tensor, Tensor, Tensor, float]:
         """What ``index_scores`` is told of them."""
         positions = self.made.batch.positions[part]
-        turns = rope_turns(positions, FREQUENCIES.to(device), torch.empty(len(positions), 64, device=device))
-        return self.raw[part].to(device), self.raw_weights[part].to(device), turns, self.factor
+        cos_sin = rope_cos_sin(positions, FREQUENCIES.to(device), torch.empty(len(positions), 64, device=device))
+        return self.raw[part].to(device), self.raw_weights[part].to(device), cos_sin, self.factor
 
     def check(self, found: Tensor, topk: int, *, first: int = 0) -> None:
         columns = found.shape[1]
@@ -251,17 +251,17 @@ def test_splits_fill_the_chip_and_no_more():
 def test_refusals(device: str):
     made = new_pass([(0, 5)], device)
     q, weights = torch.zeros(5, 16, 128, device=device), torch.zeros(5, 16, device=device)
-    turns = torch.zeros(5, 64, device=device)
+    cos_sin = torch.zeros(5, 64, device=device)
     pages = torch.zeros(2, 64 * 132, dtype=torch.uint8, device=device)
     scores = torch.zeros(5, 64, device=device)
-    good = (q, weights, turns, 0.1, pages, 64, made.batch, 8, scores)
+    good = (q, weights, cos_sin, 0.1, pages, 64, made.batch, 8, scores)
     for index, bad, message in [
         (0, q[:4], "weights: expected shape"),
         (0, q[..., :64], "q: expected shape"),
         (0, q.half(), "q: expected dtype"),
         (1, weights[:, :8], "weights: expected shape"),
         (1, weights.half(), "weights: expected dtype"),
-        (2, turns[:, :32].contiguous(), "rope_dim of turns"),
+        (2, cos_sin[:, :32].contiguous(), "rope_dim of cos_sin"),
         (4, pages[:, :-4], "pages: expected pages of 64"),
         (4, pages.float(), "pages: expected dtype"),
         (5, 128, "page_size: expected one of"),
@@ -281,7 +281,7 @@ def test_refusals(device: str):
         (4, queries[:, :8], "queries: expected shape"),
         (5, weights.half(), "scaled: expected dtype"),
     ]:
-        arguments: list[Any] = [q, weights, turns, 0.1, queries, weights]
+        arguments: list[Any] = [q, weights, cos_sin, 0.1, queries, weights]
         arguments[index] = bad
         with pytest.raises(OperandError, match=message):
             prepare_queries(*arguments)

@@ -8,7 +8,7 @@ import torch
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import kv_entry as reference
 from nvfp4_sgl.ops.rope import inverse_frequencies, rms_norm_rope
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries import kv_entry
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes, store_kv_entries
 from tests.triton.support.resources import resources
@@ -77,9 +77,9 @@ def test_norm_rotation_and_store(device: str):
     rows = rms_norm_rope(x, weight, EPS, positions, frequencies, out_dtype=torch.float32)
     reference.write_rows(expected, 256, slots, rows)
 
-    turns = rope_turns(positions.to(device), frequencies.to(device), torch.full((9, 64), torch.nan, device=device))
+    cos_sin = rope_cos_sin(positions.to(device), frequencies.to(device), torch.full((9, 64), torch.nan, device=device))
     found = pool(2, 256).to(device)
-    norm_rope_store_kv(wide.to(device)[:, 1024:], weight.to(device), EPS, turns, slots.to(device), found, 256)
+    norm_rope_store_kv(wide.to(device)[:, 1024:], weight.to(device), EPS, cos_sin, slots.to(device), found, 256)
     found = found.cpu()
 
     data, scales = reference.LAYOUT.read(found, 256, slots)
@@ -113,7 +113,7 @@ def test_page_bytes_are_the_layouts():
 
 def test_refusals():
     rows, slots, pages = torch.zeros(2, 512), torch.zeros(2, dtype=torch.int64), pool(1, 64)
-    turns, weight = torch.zeros(2, 64), torch.ones(512)
+    cos_sin, weight = torch.zeros(2, 64), torch.ones(512)
     for arguments, message in [
         ((rows[:, :256], slots, pages, 64), "rows: expected shape"),
         ((rows.half(), slots, pages, 64), "rows: expected dtype"),
@@ -124,10 +124,10 @@ def test_refusals():
     ]:
         with pytest.raises(OperandError, match=message):
             store_kv_entries(*arguments)
-    with pytest.raises(OperandError, match="rope_dim of turns"):
-        norm_rope_store_kv(rows, weight, EPS, turns[:, :32].contiguous(), slots, pages, 64)
+    with pytest.raises(OperandError, match="rope_dim of cos_sin"):
+        norm_rope_store_kv(rows, weight, EPS, cos_sin[:, :32].contiguous(), slots, pages, 64)
     with pytest.raises(OperandError, match="weight: expected shape"):
-        norm_rope_store_kv(rows, weight[:64], EPS, turns, slots, pages, 64)
+        norm_rope_store_kv(rows, weight[:64], EPS, cos_sin, slots, pages, 64)
 
 
 @pytest.mark.gpu
@@ -145,8 +145,8 @@ def test_a_pool_beyond_2_gib(device: str):
 
 def launches() -> None:
     rows = torch.zeros(16, 512, dtype=torch.bfloat16)
-    slots, turns = torch.zeros(16, dtype=torch.int64), torch.zeros(16, 64)
-    norm_rope_store_kv(rows, rows[0], EPS, turns, slots, pool(8, 256), 256)
+    slots, cos_sin = torch.zeros(16, dtype=torch.int64), torch.zeros(16, 64)
+    norm_rope_store_kv(rows, rows[0], EPS, cos_sin, slots, pool(8, 256), 256)
     store_kv_entries(rows.float(), slots.int(), pool(8, 2), 2)
 
 

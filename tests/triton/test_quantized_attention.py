@@ -23,7 +23,7 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
 )
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.rows import poisoned_rows, require_quantized
-from tests.triton.test_attention import Problem, check, named, problem, turns_of
+from tests.triton.test_attention import Problem, check, cos_sin_of, named, problem
 
 FREQUENCIES = inverse_frequencies(64, 160000.0)
 
@@ -41,8 +41,8 @@ def check_quantized(case: Problem, groups: int, device: str, *, token_tile: int 
     return plain
 
 
-def turns(tokens: int) -> Tensor:
-    return turns_of(torch.arange(tokens) * 70_001 % 1_048_576, FREQUENCIES)
+def cos_sin(tokens: int) -> Tensor:
+    return cos_sin_of(torch.arange(tokens) * 70_001 % 1_048_576, FREQUENCIES)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_heads_and_groups(tiling: Tiling, heads: int, groups: int, device: str) 
     if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
     case = problem(heads, [40, 30], tokens=2, seed=heads)
-    check_quantized(case, groups, device, tiling=tiling, splits=1, turns=turns(2))
+    check_quantized(case, groups, device, tiling=tiling, splits=1, cos_sin=cos_sin(2))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_split_keys(tiling: Tiling, heads: int, splits: int, device: str) -> Non
     case = problem(heads, [tiling.keys + 3, (tiles - 2) * tiling.keys + 5], tokens=1, seed=splits)
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     check_quantized(
-        case, heads // 8, device, tiling=tiling, splits=splits, turns=turns(1), query_eps=1e-6, arrivals=counters
+        case, heads // 8, device, tiling=tiling, splits=splits, cos_sin=cos_sin(1), query_eps=1e-6, semaphores=counters
     )
     assert not counters.any()
 
@@ -105,7 +105,7 @@ def test_lists_of_any_length(device: str) -> None:
         "window_lengths": torch.tensor([0, 1, 33, 70, 32]).int(),
         "extra_lengths": torch.tensor([0, 0, 64, 130, 0]).int(),
     }
-    plain = check_quantized(case, 2, device, tiling=FEW_HEADS, splits=6, turns=turns(5), **ends)
+    plain = check_quantized(case, 2, device, tiling=FEW_HEADS, splits=6, cos_sin=cos_sin(5), **ends)
     assert (plain[0] == 0).all() and (plain[1:] != 0).any(-1).all()
 
 
@@ -140,7 +140,7 @@ def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch
     run_backwards(monkeypatch)
     counters = torch.zeros(32, dtype=torch.int32, device=device)
     case = problem(16, [70, 130], tokens=2)
-    check_quantized(case, 2, device, tiling=FEW_HEADS, splits=5, arrivals=counters)
+    check_quantized(case, 2, device, tiling=FEW_HEADS, splits=5, semaphores=counters)
     assert not counters.any()
 
 
@@ -180,9 +180,9 @@ def test_serving_sizes(heads: int, tokens: int, extra: int, device: str) -> None
     counters = torch.zeros(tokens * heads, dtype=torch.int32, device=device)
     lengths = torch.arange(tokens, dtype=torch.int32) * 37 % 129
     options: dict[str, Any] = {
-        "turns": turns(tokens),
+        "cos_sin": cos_sin(tokens),
         "query_eps": 1e-6,
-        "arrivals": counters,
+        "semaphores": counters,
         "window_lengths": lengths,
     }
     for _ in range(3):

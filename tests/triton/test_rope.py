@@ -1,4 +1,4 @@
-"""The table of turns against the reference, up to the longest context."""
+"""The table of cos and sin against the reference, up to the longest context."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.ops import rope as reference
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from tests.triton.support.resources import resources
 
 POISON = float("nan")
@@ -17,19 +17,19 @@ def frequencies(pairs: int = 32, base: float = 160000.0) -> torch.Tensor:
     return reference.inverse_frequencies(2 * pairs, base)
 
 
-def turns_at(positions: torch.Tensor, device: str, pairs: int = 32) -> torch.Tensor:
+def cos_sin_at(positions: torch.Tensor, device: str, pairs: int = 32) -> torch.Tensor:
     out = torch.full((positions.numel(), 2 * pairs), POISON, device=device)
-    return rope_turns(positions.to(device), frequencies(pairs).to(device), out)
+    return rope_cos_sin(positions.to(device), frequencies(pairs).to(device), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("base", [10000.0, 160000.0])
-def test_turns_are_those_of_fp32_angles_up_to_the_longest_context(dtype: torch.dtype, base: float, device: str):
+def test_cos_sin_are_those_of_fp32_angles_up_to_the_longest_context(dtype: torch.dtype, base: float, device: str):
     edges = [0, 1, 2, 127, 128, 4095, 65535, 65536, 300001, 1048574, 1048575]
     positions = torch.cat((torch.tensor(edges), torch.arange(7, 1048576, 11003))).to(dtype)
     table = frequencies(base=base)
     out = torch.full((positions.numel(), 64), POISON, device=device)
-    rope_turns(positions.to(device), table.to(device), out)
+    rope_cos_sin(positions.to(device), table.to(device), out)
     angles = (positions.float()[:, None] * table).double()  # the fp32 product is the angle
     expected = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
     assert float((out.cpu().double() - expected).abs().max()) <= 2 * 2.0**-24
@@ -40,7 +40,7 @@ def test_reference_angles_are_these(device: str):
     x = torch.zeros(4, 1, 64)
     x[..., 0::2] = 1.0
     expected = reference.apply_rope(x, positions, frequencies())[:, 0]
-    assert torch.allclose(turns_at(positions, device).cpu(), expected, atol=3e-7, rtol=0)
+    assert torch.allclose(cos_sin_at(positions, device).cpu(), expected, atol=3e-7, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,18 @@ def test_reference_angles_are_these(device: str):
         ({"out": torch.zeros(3, 7)}, "out: expected shape"),
     ],
 )
-def test_turns_refuse(change: dict[str, torch.Tensor], message: str):
+def test_cos_sin_refuse(change: dict[str, torch.Tensor], message: str):
     arguments = {"positions": torch.zeros(3, dtype=torch.int64), "frequencies": torch.ones(4), "out": torch.ones(3, 8)}
     with pytest.raises(OperandError, match=message):
-        rope_turns(**(arguments | change))
+        rope_cos_sin(**(arguments | change))
 
 
 def test_no_tokens(device: str):
-    assert turns_at(torch.zeros(0, dtype=torch.int64), device).shape == (0, 64)
+    assert cos_sin_at(torch.zeros(0, dtype=torch.int64), device).shape == (0, 64)
 
 
 def launches() -> None:
-    rope_turns(torch.zeros(16, dtype=torch.int64), torch.ones(32), torch.zeros(16, 64))
+    rope_cos_sin(torch.zeros(16, dtype=torch.int64), torch.ones(32), torch.zeros(16, 64))
 
 
 @pytest.mark.parametrize("architecture", [90, 100])

@@ -32,10 +32,10 @@ def poisoned(tokens: int, topk: int, groups: int, tile: int, device: str) -> Rou
 def by_scores(logits: Tensor, bias: Tensor, topk: int, *, shared: bool = False, scaling: float = SCALING) -> Routes:
     """Routed and permuted, with a group to spare."""
     out = poisoned(len(logits), topk + shared, len(bias) + shared + 1, 1, str(logits.device))
-    arrivals = torch.zeros(1, dtype=torch.int32, device=logits.device)
-    route_topk(logits, bias, scaling, out, arrivals, shared_expert=shared)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    route_topk(logits, bias, scaling, out, semaphore, shared_expert=shared)
     check_rows(out)
-    assert arrivals.item() == 0
+    assert semaphore.item() == 0
     return out
 
 
@@ -44,10 +44,10 @@ def by_table(
 ) -> Routes:
     tokens, count = logits.shape
     out = poisoned(tokens, table.shape[1] + shared, groups or count + shared, tile, str(logits.device))
-    arrivals = torch.zeros(1, dtype=torch.int32, device=logits.device)
-    route_hash(logits, table, ids, SCALING, out, arrivals, shared_expert=shared)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=shared)
     check_rows(out)
-    assert arrivals.item() == 0
+    assert semaphore.item() == 0
     return out
 
 
@@ -241,12 +241,12 @@ def test_programs_may_run_in_any_order(tokens: int, device: str, monkeypatch: py
 
 
 def test_the_counter_serves_launch_after_launch(device: str) -> None:
-    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=device)
     for tokens in (9, 30, 1, 17):
         out = poisoned(tokens, 2, 6, 4, device)
-        route_topk(torch.randn(tokens, 6).to(device), torch.zeros(6, device=device), SCALING, out, arrivals)
+        route_topk(torch.randn(tokens, 6).to(device), torch.zeros(6, device=device), SCALING, out, semaphore)
         check_rows(out)
-    assert arrivals.item() == 0
+    assert semaphore.item() == 0
 
 
 @pytest.mark.gpu
@@ -254,17 +254,17 @@ def test_the_counter_serves_launch_after_launch(device: str) -> None:
 def test_in_a_cuda_graph(tokens: int, device: str) -> None:
     """Replayed over experts of very different popularity: nothing about them is fixed at capture."""
     logits, bias = torch.zeros(tokens, 384, device=device), torch.linspace(0, 3, 384, device=device)
-    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=device)
     out = Routes.allocate(tokens, 7, 386, 1, device)
-    route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)  # compiles
+    route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)
+        route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
     for _ in range(20):
         logits.copy_(torch.randn_like(logits) * 2)
         graph.replay()
         check_rows(out)
-    assert arrivals.item() == 0
+    assert semaphore.item() == 0
 
 
 @pytest.mark.parametrize(("pairs", "groups", "tile"), [(1, 256, 128), (6, 4, 8), (300, 256, 128), (7, 7, 1)])
@@ -292,8 +292,8 @@ OUT, ARRIVALS = Routes.allocate(2, 2, 8, 8, "cpu"), torch.zeros(1, dtype=torch.i
         (lambda: route_topk(LOGITS.half(), BIAS, 1.0, OUT, ARRIVALS), "logits: expected dtype"),
         (lambda: route_topk(LOGITS[:1], BIAS, 1.0, OUT, ARRIVALS), "experts: expected shape"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, ARRIVALS, shared_expert=True), "number of groups: expected"),
-        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, torch.zeros(1)), "arrivals: expected dtype"),
-        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, ARRIVALS[:0]), "arrivals: expected shape"),
+        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, torch.zeros(1)), "semaphore: expected dtype"),
+        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, ARRIVALS[:0]), "semaphore: expected shape"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, tile=16), ARRIVALS), "source_row: expected shape"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, tile=0), ARRIVALS), "tile: expected a value"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, counts=OUT.counts[1:]), ARRIVALS), "counts: expected"),
@@ -311,14 +311,14 @@ def test_what_no_kernel_takes_is_refused(call, message: str) -> None:
 
 def launches() -> None:
     count, topk = 384, 6
-    arrivals, bias = (torch.empty(n, device="meta", dtype=d) for n, d in ((1, torch.int32), (count, torch.float32)))
+    semaphore, bias = (torch.empty(n, device="meta", dtype=d) for n, d in ((1, torch.int32), (count, torch.float32)))
     table = torch.empty(100, topk, dtype=torch.int32, device="meta")
     for tokens in (1, 64, 256, 512):
         logits = torch.empty(tokens, count, device="meta")
         out = Routes.allocate(tokens, topk + 1, count + 2, 1 if tokens < 256 else 128, "meta")
-        route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)
+        route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-        route_hash(logits, table, ids, SCALING, out, arrivals, shared_expert=True)
+        route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True)
 
 
 def test_nothing_spills() -> None:

@@ -41,7 +41,7 @@ def choose(
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
     candidates.nominated.fill_(-77)
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
-    assert not candidates.arrivals.any()
+    assert not candidates.semaphores.any()
     assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
     return slots.cpu(), lengths.cpu()
 
@@ -111,7 +111,7 @@ def test_rows_at_the_borders_of_small_chunks(order: str, monkeypatch: pytest.Mon
         if seed:
             scores = scores.mul(3).round()
         check(made, scores, topk, candidates=candidates)
-    assert not candidates.arrivals.any()
+    assert not candidates.semaphores.any()
 
 
 def test_ties_go_to_the_lower_entry(device: str):

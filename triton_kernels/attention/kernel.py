@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..common.overlap import after_previous
-from ..common.rope import load_turns, mean_square_scale, rotate
+from ..common.rope import load_cos_sin, mean_square_scale, rotate
 from ..common.rounding import INTERPRETED, product, round_for, round_to_bf16
 from .parts import LOG2_E, add_parts
 from .quantized_output import store_whole
@@ -86,8 +86,8 @@ def _inverse_rms(q_low, q_mid, q_high, q_tail, eps):
 
 
 @triton.jit
-def _turned(q_tail, cos, sin, HEADS: tl.constexpr):
-    """The last 64 columns of raw queries turned by cos and sin, fp32 [32], and rounded to bf16 once."""
+def _rotated(q_tail, cos, sin, HEADS: tl.constexpr):
+    """The last 64 columns of raw queries rotated by cos and sin, fp32 [32], and rounded to bf16 once."""
     even, odd = tl.split(tl.reshape(q_tail.to(tl.float32), (HEADS, 32, 2)))
     even, odd = rotate(even, odd, cos[None, :], sin[None, :])
     return _rounded(tl.reshape(tl.join(even, odd), (HEADS, 64)))
@@ -212,12 +212,12 @@ def attend(
     extra_columns,
     sink,
     scale_log2,
-    turns,
+    cos_sin,
     out,
     partial_stats,
     heads,
     eps,
-    arrivals,
+    semaphores,
     finished,
     rows,
     RAW: tl.constexpr,
@@ -265,7 +265,7 @@ def attend(
     q_high = _query(q_row, known, 384, 64)
     q_tail = _query(q_row, known, 448, 64)
     if RAW:
-        cos, sin = load_turns(turns + token * 64, 32)
+        cos, sin = load_cos_sin(cos_sin + token * 64, 32)
     sink_logit = tl.load(sink + head, mask=known, other=0.0)
 
     window_length = tl.minimum(window_length, window_columns)
@@ -290,7 +290,7 @@ def attend(
         # Logits are scaled rather than queries: tensor cores read from shared memory only what was loaded. Queries that
         # were computed would be asked for as fragments with each tile: 43 ldmatrix on sm_90 rather than 15.
         query_scale = _inverse_rms(q_low, q_mid, q_high, q_tail, eps) * scale_log2
-        q_tail = _turned(q_tail, cos, sin, HEADS)
+        q_tail = _rotated(q_tail, cos, sin, HEADS)
 
     # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
     sink_top = product(sink_logit, LOG2_E)
@@ -339,7 +339,7 @@ def attend(
             weights = tl.zeros((HEADS, KEYS), OPERAND)
             if tile < end:  # always
                 # Scaled one by one: the compiler would make one chain of products of a bare sum. The tail first: it
-                # comes through registers if it was turned, which are fewer before there is a sum.
+                # comes through registers if it was rotated, which are fewer before there is a sum.
                 logits = tl.dot(q_tail, tl.trans(k_tail)) * logit_scale
                 logits += tl.dot(q_low, tl.trans(k_low)) * logit_scale
                 logits += tl.dot(q_mid, tl.trans(k_mid)) * logit_scale
@@ -386,7 +386,7 @@ def attend(
     _store(row, high, known, 384, 64)
     rotated = _scaled(tail, factor, TRANSPOSED)
     if HAS_TURNS and not SPLIT:
-        cos, sin = load_turns(turns + token * 64, 32)
+        cos, sin = load_cos_sin(cos_sin + token * 64, 32)
         even, odd = tl.split(tl.reshape(rotated, (HEADS, 32, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
@@ -394,7 +394,7 @@ def attend(
 
     if SPLIT:
         add_parts(
-            *(out, partial_stats, sink, turns, finished, rows, arrivals + block, token, first, heads, split, live),
+            *(out, partial_stats, sink, cos_sin, finished, rows, semaphores + block, token, first, heads, split, live),
             *(splits, HAS_TURNS, HEADS, WARPS, GROUP),
         )
     elif len(rows) > 0:

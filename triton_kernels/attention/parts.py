@@ -43,10 +43,10 @@ def add_parts(
     values,
     stats,
     sink,
-    turns,
+    cos_sin,
     out,
     rows,
-    arrivals,
+    semaphores,
     token,
     first,
     heads,
@@ -61,12 +61,12 @@ def add_parts(
     """This program's share of the output of HEADS heads from ``first`` on, once all ``live`` parts have been stored.
 
     values, stats: ``attention.Partials``. out: bf16, or ``None``. rows: ``quantize.rows.RowsArguments`` of groups of
-    GROUP heads, or nothing. arrivals: this block's counter. Called by the programs ``split < live`` that have stored
+    GROUP heads, or nothing. semaphores: this block's counter. Called by the programs ``split < live`` that have stored
     their parts. The columns are halved as often as leaves no more shares than parts.
     """
     # All of the program's part lies in memory before it is counted in.
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
+    arrived = tl.atomic_add(semaphores, 1, sem="acq_rel", scope="gpu") + 1
     shares = 2
     for halvings in tl.static_range(2, HALVINGS + 1):
         shares = tl.where(live >= (1 << halvings), 1 << halvings, shares)
@@ -74,35 +74,50 @@ def add_parts(
         # One program runs after another: the last adds everything.
         if arrived < live:
             return
-        tl.store(arrivals, 0)
+        tl.store(semaphores, 0)
         share, step = 0, 1
     else:
         # A few have no share: more parts than a power of two.
         if split >= shares:
             return
         while arrived < live:
-            arrived = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
+            arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
         if len(rows) == 0:
-            _leave(arrivals, live + tl.minimum(live, shares) - 1)
+            _leave(semaphores, live + tl.minimum(live, shares) - 1)
         share, step = split, live
     for halvings in tl.static_range(1, HALVINGS + 1):
         if shares == (1 << halvings):
             if len(rows) > 0:
                 _quantize_shares(
-                    *(values, stats, sink, turns, out, rows, arrivals, token, first, heads, share, step, live, splits),
+                    *(
+                        values,
+                        stats,
+                        sink,
+                        cos_sin,
+                        out,
+                        rows,
+                        semaphores,
+                        token,
+                        first,
+                        heads,
+                        share,
+                        step,
+                        live,
+                        splits,
+                    ),
                     *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), GROUP),
                 )
             else:
                 for begin in range(share * (512 >> halvings), 512, step * (512 >> halvings)):
                     total = _add_share(
-                        *(values, stats, sink, turns, token, first, heads, begin, live, splits),
+                        *(values, stats, sink, cos_sin, token, first, heads, begin, live, splits),
                         *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
                     )
                     _store(total, out, token, first, heads, begin)
 
 
 @triton.jit
-def _leave(arrivals, last):
+def _leave(semaphores, last):
     """Count a program in that waits no longer; who finds ``last`` leaves zero.
 
     One thread asks for it and none waits: ``inc`` wraps around by itself.
@@ -119,7 +134,7 @@ def _leave(arrivals, last):
         }
         """,
         "=r,l,r",
-        [arrivals, last],
+        [semaphores, last],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -131,10 +146,10 @@ def _quantize_shares(
     values,
     stats,
     sink,
-    turns,
+    cos_sin,
     out,
     rows,
-    arrivals,
+    semaphores,
     token,
     first,
     heads,
@@ -155,7 +170,7 @@ def _quantize_shares(
     """
     SHARES: tl.constexpr = 512 // COLUMNS
     total = _add_share(
-        *(values, stats, sink, turns, token, first, heads, share * COLUMNS, live, splits),
+        *(values, stats, sink, cos_sin, token, first, heads, share * COLUMNS, live, splits),
         *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
     )
     _store(total, out, token, first, heads, share * COLUMNS)
@@ -164,7 +179,7 @@ def _quantize_shares(
     if INTERPRETED:
         for other in range(share + step, SHARES, step):
             others = _add_share(
-                *(values, stats, sink, turns, token, first, heads, other * COLUMNS, live, splits),
+                *(values, stats, sink, cos_sin, token, first, heads, other * COLUMNS, live, splits),
                 *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
             )
             _store(others, out, token, first, heads, other * COLUMNS)
@@ -175,10 +190,10 @@ def _quantize_shares(
     # All of the program's maxima lie in memory before it is counted in, or reads them.
     tl.debug_barrier()
     if not INTERPRETED:
-        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
+        arrived = tl.atomic_add(semaphores, 1, sem="acq_rel", scope="gpu") + 1
         while arrived < live + SHARES:
-            arrived = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
-        _leave(arrivals, live + 2 * SHARES - 1)
+            arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
+        _leave(semaphores, live + 2 * SHARES - 1)
     # Past L1: other programs stored them.
     sharer = at[:, None] + tl.arange(0, 1 if INTERPRETED else SHARES)[None, :] * 3
     maxima = tl.load(sharer, mask=(head < heads)[:, None], other=0.0, cache_modifier=".cg")
@@ -189,7 +204,7 @@ def _quantize_shares(
     if INTERPRETED:
         for other in range(share + step, SHARES, step):
             others = _add_share(
-                *(values, stats, sink, turns, token, first, heads, other * COLUMNS, live, splits),
+                *(values, stats, sink, cos_sin, token, first, heads, other * COLUMNS, live, splits),
                 *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
             )
             store_quantized(rounded(others), scales, rows, token, first, heads, other * COLUMNS, GROUP)
@@ -210,7 +225,7 @@ def _add_share(
     values,
     stats,
     sink,
-    turns,
+    cos_sin,
     token,
     first,
     heads,
@@ -231,9 +246,9 @@ def _add_share(
     # Rounded as in the parts, whose maximum it may be: fused, the rest of the product was NaN for a sink of 1e30.
     sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
     if HAS_TURNS:
-        # Ahead of the parts, so that they come with them. Pairs before the last 32 are turned by nothing.
+        # Ahead of the parts, so that they come with them. Pairs before the last 32 are rotated by nothing.
         pair = begin // 2 + tl.arange(0, COLUMNS // 2) - 224
-        turn = turns + token * 64 + pair * 2
+        turn = cos_sin + token * 64 + pair * 2
         cos = tl.load(turn, mask=pair >= 0, other=1.0)
         sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
     top = sink_top

@@ -12,19 +12,19 @@ the chip, the keys are split; then the programs wait for one another and add the
 (``attention_parts``). Nothing depends on the batch but what is chosen from its size: with the same ``tiling`` and
 ``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
 
-The last 64 columns of ``o`` are still rotated by the keys' positions. Given the *turns* of the queries' positions
-(``rope.rope_turns``) they are turned back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
+The last 64 columns of ``o`` are still rotated by the keys' positions. Given ``cos_sin`` of the queries' positions
+(``rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
 
 Precision:
 
 * a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
-* raw queries (``query_eps``) are not rounded but for their last 64 columns, which are turned in fp32 and rounded to
+* raw queries (``query_eps``) are not rounded but for their last 64 columns, which are rotated in fp32 and rounded to
   bf16 once; the logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32
   it counts as 0, and keys whose product with it overflows, too, do not count for it;
 * logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
   divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
-  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; turned back,
+  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; rotated back,
   an element of a pair has its own such bound times |cos| plus the other's times |sin|.
 
 Floor: 584 bytes per entry and query (1024 for bf16 rows) plus q and o; 2·(512 + 512) operations per head and entry.
@@ -78,7 +78,7 @@ class Entries(NamedTuple):
 class Partials(NamedTuple):
     """What the programs of one query leave for the sum of their parts; of programs without a part, nothing.
 
-    values: fp32 [T, H, S, 512], each part over its own sum of weights, not turned back.
+    values: fp32 [T, H, S, 512], each part over its own sum of weights, not rotated back.
     stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
         Where the output is quantised, [T, H, S, 3]: with them the largest magnitude of what the program adds.
     """
@@ -95,7 +95,7 @@ def new_partials(q: Tensor, splits: int, *, quantized: bool = False) -> Partials
     return Partials(*(torch.empty(*rows, width, dtype=torch.float32, device=q.device) for width in widths))
 
 
-def new_arrivals(tokens: int, heads: int, device: torch.device | str) -> Tensor:
+def new_semaphores(tokens: int, heads: int, device: torch.device | str) -> Tensor:
     """Counters for launches of up to so many queries of so many heads, one launch at a time."""
     return torch.zeros(tokens * heads, dtype=torch.int32, device=device)
 
@@ -111,11 +111,11 @@ def sparse_attention(
     *,
     window_lengths: Tensor | None = None,
     extra_lengths: Tensor | None = None,
-    turns: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     query_eps: float | None = None,
     splits: int | None = None,
     partials: Partials | None = None,
-    arrivals: Tensor | None = None,
+    semaphores: Tensor | None = None,
     out: Tensor | None = None,
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
@@ -131,15 +131,15 @@ def sparse_attention(
         extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
             ``window_slots``; both ``None`` in window-only layers.
         window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
-        turns: fp32 [T, 64] from ``rope.rope_turns`` of the queries' positions: the last 64 columns are turned back by
-            them, in fp32; not at all by default.
+        cos_sin: fp32 [T, 64] from ``rope.rope_cos_sin`` of the queries' positions: the output's last 64 columns are
+            rotated back by them, in fp32. ``None``: no inverse RoPE.
         query_eps: divide each row of ``q`` (its logits, rather) by its root mean square, with this added to the mean
-            square, and turn its last 64 columns by ``turns``, which it needs. By default ``q`` is ready.
+            square, and turn its last 64 columns by ``cos_sin``, which it needs. By default ``q`` is ready.
         splits: programs per query and block of heads, up to :func:`most_splits` of this device; by default what
             :func:`choose_splits` says of it.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
-        arrivals: from :func:`new_arrivals`, zero before and after; where keys are split only. Allocated unless given,
-            which is a launch.
+        semaphores: from :func:`new_semaphores`, zero before and after the launch; read where keys are split. ``None``:
+            allocated here, which is one more launch.
         out: bf16 [T, H, 512], contiguous, written. A query that sees nothing gives 0.
         out_rows: [T, G, H/G · 512], written: each group's heads as one row, what :func:`quantize.quantize` makes of
             ``out``, bit for bit. For the groups that :func:`fuses_quantization` says. At least one of the two outputs.
@@ -171,14 +171,16 @@ def sparse_attention(
         splits = choose_splits(tokens, heads, columns, processors, tiling)
     most = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
     require_range("splits", splits, 1, most)
-    if turns is not None:
-        require_shape("turns", turns, (tokens, ROPE_DIM), "[T, 64]")
-        require_dtype("turns", turns, torch.float32)
-        require_contiguous("turns", turns)
+    if cos_sin is not None:
+        require_shape("cos_sin", cos_sin, (tokens, ROPE_DIM), "[T, 64]")
+        require_dtype("cos_sin", cos_sin, torch.float32)
+        require_contiguous("cos_sin", cos_sin)
     if query_eps is not None:
         require_range("query_eps", query_eps, 0.0, 1.0)
-        if turns is None:
-            raise OperandTypeError("turns: expected them with query_eps, by which raw queries are rotated, found None")
+        if cos_sin is None:
+            raise OperandTypeError(
+                "cos_sin: expected them with query_eps, by which raw queries are rotated, found None"
+            )
     group = _check_outputs(q, out, out_rows)
     quantized = out_rows is not None
     if partials is None:
@@ -188,12 +190,12 @@ def sparse_attention(
             require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2 or 3]")
             require_dtype(f"partials.{name}", part, torch.float32)
             require_contiguous(f"partials.{name}", part)
-    if partials is not None and arrivals is None:
-        arrivals = new_arrivals(tokens, heads, q.device)
-    if arrivals is not None:
-        require_dtype("arrivals", arrivals, torch.int32)
-        require_contiguous("arrivals", arrivals)
-        require_range("counters of arrivals", arrivals.numel(), tokens * heads, math.inf)
+    if partials is not None and semaphores is None:
+        semaphores = new_semaphores(tokens, heads, q.device)
+    if semaphores is not None:
+        require_dtype("semaphores", semaphores, torch.int32)
+        require_contiguous("semaphores", semaphores)
+        require_range("number of semaphores", semaphores.numel(), tokens * heads, math.inf)
     require_same_device(
         "q",
         q,
@@ -204,8 +206,8 @@ def sparse_attention(
         extra_slots=extra_slots,
         extra_lengths=extra_lengths,
         sink=sink,
-        turns=turns,
-        arrivals=arrivals,
+        cos_sin=cos_sin,
+        semaphores=semaphores,
         out=out,
         **({} if partials is None else partials._asdict()),
     )
@@ -213,8 +215,8 @@ def sparse_attention(
         return
 
     target, stats = (out, q) if partials is None else partials
-    has_turns = turns is not None
-    turns = sink if turns is None else turns
+    has_cos_sin = cos_sin is not None
+    cos_sin = sink if cos_sin is None else cos_sin
     head_blocks = triton.cdiv(heads, tiling.heads)
     attend[(tokens * head_blocks, splits)](
         q,
@@ -230,12 +232,12 @@ def sparse_attention(
         columns[1],
         sink,
         scale * LOG2_E.value,
-        turns,
+        cos_sin,
         target,
         stats,
         heads,
         0.0 if query_eps is None else query_eps,
-        stats if arrivals is None else arrivals,
+        stats if semaphores is None else semaphores,
         out,
         () if out_rows is None else rows_arguments(out_rows),
         RAW=query_eps is not None,
@@ -245,7 +247,7 @@ def sparse_attention(
         HAS_EXTRA=has_extra,
         HAS_WINDOW_LENGTHS=window_lengths is not None,
         HAS_EXTRA_LENGTHS=extra_lengths is not None,
-        HAS_TURNS=has_turns,
+        HAS_TURNS=has_cos_sin,
         SPLIT=partials is not None,
         HEAD_BLOCKS=head_blocks,
         HEADS=tiling.heads,

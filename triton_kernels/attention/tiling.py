@@ -93,7 +93,7 @@ def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: 
     and 14.2.
 
     Few programs of one tile or two have nothing to ask for two tiles ahead, and begin sooner in three stages: 13.5
-    against 14.2 for 64 heads of 64 queries with 128 keys; for 256, where programs take turns, 32.7 against 32.2. The
+    against 14.2 for 64 heads of 64 queries with 128 keys; for 256, where programs take cos_sin, 32.7 against 32.2. The
     bits are the same.
     """
     queries = triton.next_power_of_2(queries)

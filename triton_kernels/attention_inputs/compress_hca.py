@@ -56,8 +56,8 @@ def _compress(unit, channels, owner, window, is_head, batch, call, workspace):
         tl.store(workspace.pooled + unit * 512 + column, pool(values, scores))
         # All of the program's channels lie in memory before it is counted in.
         tl.debug_barrier()
-        if tl.atomic_add(workspace.arrivals + unit, 1, sem="acq_rel", scope="gpu") == BLOCKS - 1:
-            tl.store(workspace.arrivals + unit, 0)
+        if tl.atomic_add(workspace.semaphores + unit, 1, sem="acq_rel", scope="gpu") == BLOCKS - 1:
+            tl.store(workspace.semaphores + unit, 0)
             whole = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
             pooled = tl.load(workspace.pooled + unit * 512 + whole, cache_modifier=".cg")
             slot = tl.load(batch.slots + request * batch.slots_row + window * 128).to(tl.int64) // 128

@@ -150,24 +150,24 @@ class Workspace(NamedTuple):
     """Where the programs of a ratio-128 window meet; one serves all layers of a stream, one after another.
 
     Attributes:
-        pooled: fp32 [units, 512]. arrivals: int32 [units], zero between launches.
+        pooled: fp32 [units, 512]. semaphores: int32 [units], zero between launches.
     """
 
     pooled: Tensor
-    arrivals: Tensor
+    semaphores: Tensor
 
     def check(self, units: int, kv: Tensor) -> None:
         """Refuse what is not enough for ``units`` units; metadata only."""
         checks.require_dtype("compress: workspace.pooled", self.pooled, torch.float32)
-        checks.require_dtype("compress: workspace.arrivals", self.arrivals, torch.int32)
+        checks.require_dtype("compress: workspace.semaphores", self.semaphores, torch.int32)
         for name, tensor in self._asdict().items():
             checks.require_contiguous(f"compress: workspace.{name}", tensor)
-        expected = (self.arrivals.shape[0], kv_entry.DIM)
+        expected = (self.semaphores.shape[0], kv_entry.DIM)
         checks.require_shape("compress: workspace.pooled", self.pooled, expected, "[units, 512]")
-        checks.require_same_device("kv", kv, pooled=self.pooled, arrivals=self.arrivals)
-        if self.arrivals.shape[0] < units:
+        checks.require_same_device("kv", kv, pooled=self.pooled, semaphores=self.semaphores)
+        if self.semaphores.shape[0] < units:
             raise OperandValueError(
-                f"compress: workspace: expected at least {units} units, found {self.arrivals.shape[0]}"
+                f"compress: workspace: expected at least {units} units, found {self.semaphores.shape[0]}"
             )
 
 

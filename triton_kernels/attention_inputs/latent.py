@@ -19,7 +19,7 @@ from nvfp4_sgl.errors import OperandTypeError
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 
-from ..common.rope import require_norm_weight, require_turns
+from ..common.rope import require_cos_sin, require_norm_weight
 from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
 from ..hyper_connection.streams import MAX_ROW, normalized
@@ -39,7 +39,7 @@ class LatentArguments(NamedTuple):
     q_rows: RowsArguments | tuple[()]
     kv: Tensor
     kv_norm: Tensor
-    turns: Tensor
+    cos_sin: Tensor
     slots: Tensor
     pages: Tensor
     eps: float
@@ -64,7 +64,7 @@ class Latents:
             multiple of 64. Of the two outputs either may be ``None``, but not both.
         kv: bf16 or fp32 [T, 512], the last dimension contiguous. kv_norm: bf16 or fp32 [512].
         eps: added to both mean squares.
-        turns: fp32 [T, 64].
+        cos_sin: fp32 [T, 64].
         slots: int32 or int64 [T]; a slot outside the pool is left out.
         pages, page_size: SGLang's pages of 584-byte entries, in place, as of :func:`kv_entry.norm_rope_store_kv`.
     """
@@ -75,7 +75,7 @@ class Latents:
     kv: Tensor
     kv_norm: Tensor
     eps: float
-    turns: Tensor
+    cos_sin: Tensor
     slots: Tensor
     pages: Tensor
     page_size: int
@@ -101,8 +101,8 @@ class Latents:
         checks.require_range("latents: columns of q_lora", width, 1, MAX_ROW)
         require_norm_weight(self.q_norm, width)
         require_norm_weight(self.kv_norm, DIM)
-        rope = require_turns("latents: turns", self.turns, tokens, DIM)
-        checks.require_one_of("latents: rope_dim of turns", rope, (ROPE_DIM,))
+        rope = require_cos_sin("latents: cos_sin", self.cos_sin, tokens, DIM)
+        checks.require_one_of("latents: rope_dim of cos_sin", rope, (ROPE_DIM,))
         checks.require_shape("latents: slots", self.slots, (tokens,), "[T]")
         checks.require_dtype("latents: slots", self.slots, torch.int32, torch.int64)
         checks.require_contiguous("latents: slots", self.slots)
@@ -121,7 +121,7 @@ class Latents:
             q_rows=() if self.q_rows is None else rows_arguments(self.q_rows),
             kv=self.kv,
             kv_norm=self.kv_norm,
-            turns=self.turns,
+            cos_sin=self.cos_sin,
             slots=self.slots,
             pages=self.pages,
             eps=self.eps,
@@ -141,7 +141,7 @@ def store_latent(row, which, of):
     """The key (``which`` 0) or q_lora (1) of token ``row`` (int64)."""
     if which == 0:
         slot = tl.load(of.slots + row).to(tl.int64)
-        at, turn = of.kv + row * of.kv_row, of.turns + row * 64
+        at, turn = of.kv + row * of.kv_row, of.cos_sin + row * 64
         store_row(at, of.kv_norm, turn, slot, of.pages, of.eps, of.page_stride, of.capacity, True, of.PAGE_SIZE)
     else:
         BLOCK: tl.constexpr = of.BLOCK

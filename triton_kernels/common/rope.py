@@ -1,7 +1,7 @@
 """Rotary position embedding on the last dimensions of a head, in interleaved pairs (DEEPSEEK_V4.md §3.1, §3.2).
 
-Pair i, elements (2i, 2i+1) of the tail, is turned by the angle ``fp32(position) * frequencies[i]``. Every layer of a
-pass asks for the same angles, so they are evaluated once: :func:`rope_turns` fills a table *turns*, fp32
+Pair i, elements (2i, 2i+1) of the tail, is rotated by the angle ``fp32(position) * frequencies[i]``. Every layer of a
+pass asks for the same angles, so they are evaluated once: :func:`rope_cos_sin` fills a table ``cos_sin``, fp32
 [T, rope_dim], of (cos, sin) by pair, one row for each token of the pass (or each entry of a compressor), and every
 kernel that rotates reads its token's row. No table of all positions is kept.
 
@@ -22,14 +22,14 @@ from .rounding import UNFUSED, product
 
 
 @triton.jit
-def load_turns(turns_ptr, PAIRS: tl.constexpr):
-    """(cos, sin), fp32 [PAIRS] each, of the row of turns at ``turns_ptr``."""
-    return tl.split(tl.reshape(tl.load(turns_ptr + tl.arange(0, 2 * PAIRS)), (PAIRS, 2)))
+def load_cos_sin(cos_sin_ptr, PAIRS: tl.constexpr):
+    """(cos, sin), fp32 [PAIRS] each, of the row of cos_sin at ``cos_sin_ptr``."""
+    return tl.split(tl.reshape(tl.load(cos_sin_ptr + tl.arange(0, 2 * PAIRS)), (PAIRS, 2)))
 
 
 @triton.jit
 def rotate(even, odd, cos, sin):
-    """The pairs (even, odd) turned forward, without fusion; give −sin to turn back."""
+    """The pairs (even, odd) rotated forward, without fusion; give −sin to rotate back."""
     return product(even, cos) - product(odd, sin), product(even, sin) + product(odd, cos)
 
 
@@ -40,19 +40,19 @@ def mean_square_scale(square_sum, count, eps):
 
 
 @triton.jit
-def _turns_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
+def _cos_sin_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
     after_previous()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < tokens)[:, None]
     position = tl.load(positions + token, mask=token < tokens, other=0).to(tl.float32)
     pair = tl.arange(0, PAIRS)
     angle = position[:, None] * tl.load(frequencies + pair)[None, :]
-    turns = tl.reshape(tl.join(tl.cos(angle), tl.sin(angle)), (TOKENS, 2 * PAIRS))
+    cos_sin = tl.reshape(tl.join(tl.cos(angle), tl.sin(angle)), (TOKENS, 2 * PAIRS))
     offset = token.to(tl.int64)[:, None] * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
-    tl.store(out + offset, turns, mask=inside)
+    tl.store(out + offset, cos_sin, mask=inside)
 
 
-def rope_turns(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
+def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     """Fill the table that the rotations of a pass read.
 
     Args:
@@ -73,11 +73,11 @@ def rope_turns(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     checks.require_contiguous("frequencies", frequencies)
     tokens, pairs = positions.shape[0], frequencies.numel()
     checks.require_shape("out", out, (tokens, 2 * pairs), "[T, rope_dim]")
-    require_turns("out", out, tokens, 2 * pairs)
+    require_cos_sin("out", out, tokens, 2 * pairs)
     checks.require_same_device("positions", positions, frequencies=frequencies, out=out)
     if tokens:
         block = 16
-        _turns_kernel[(triton.cdiv(tokens, block),)](
+        _cos_sin_kernel[(triton.cdiv(tokens, block),)](
             positions, frequencies, out, tokens, pairs, block, **UNFUSED, **OVERLAPPED
         )
     return out
@@ -89,13 +89,13 @@ def require_norm_weight(weight: Tensor, width: int) -> None:
     checks.require_contiguous("weight", weight)
 
 
-def require_turns(name: str, turns: Tensor, tokens: int, width: int) -> int:
-    """rope_dim of a table of turns that fits ``tokens`` heads of ``width``."""
-    checks.require_dimensions(name, turns, 2, "[T, rope_dim]")
-    rope = turns.shape[1]
-    checks.require_shape(name, turns, (tokens, rope), "[T, rope_dim]")
-    checks.require_dtype(name, turns, torch.float32)
-    checks.require_contiguous(name, turns)
+def require_cos_sin(name: str, cos_sin: Tensor, tokens: int, width: int) -> int:
+    """rope_dim of a table of cos and sin that fits ``tokens`` heads of ``width``."""
+    checks.require_dimensions(name, cos_sin, 2, "[T, rope_dim]")
+    rope = cos_sin.shape[1]
+    checks.require_shape(name, cos_sin, (tokens, rope), "[T, rope_dim]")
+    checks.require_dtype(name, cos_sin, torch.float32)
+    checks.require_contiguous(name, cos_sin)
     checks.require_power_of_two(name, "rope_dim", rope)
     checks.require_range(f"rope_dim of {name}", rope, 2, width)
     return rope

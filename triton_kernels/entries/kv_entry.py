@@ -20,7 +20,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 
 from ..common.overlap import OVERLAPPED, after_previous
-from ..common.rope import load_turns, mean_square_scale, require_norm_weight, require_turns, rotate
+from ..common.rope import load_cos_sin, mean_square_scale, require_cos_sin, require_norm_weight, rotate
 from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
 
 DIM = 512
@@ -66,7 +66,7 @@ def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: t
 
 @triton.jit
 def store_row(
-    x, weight, turns, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
+    x, weight, cos_sin, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
     """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if so; nothing for a slot outside."""
     # All is asked for at once, and before the slot is known: a row is short, and most of its time is waiting.
@@ -75,7 +75,7 @@ def store_row(
     row, last = tl.load(x + column), tl.load(x + tail)
     if NORM_ROPE:
         weights, last_weights = tl.load(weight + column), tl.load(weight + tail)
-        cos, sin = load_turns(turns, 32)
+        cos, sin = load_cos_sin(cos_sin, 32)
     values = row.to(tl.float32)
     even, odd = tl.split(tl.reshape(last.to(tl.float32), (32, 2)))
     if NORM_ROPE:
@@ -92,7 +92,7 @@ def store_row(
 def _store_kernel(
     x,
     weight,
-    turns,
+    cos_sin,
     slots,
     pages,
     eps,
@@ -105,7 +105,9 @@ def _store_kernel(
     after_previous()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    store_row(x + row * x_row, weight, turns + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE)
+    store_row(
+        x + row * x_row, weight, cos_sin + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE
+    )
 
 
 def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
@@ -123,31 +125,31 @@ def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
 
 
 def norm_rope_store_kv(
-    x: Tensor, weight: Tensor, eps: float, turns: Tensor, slots: Tensor, pages: Tensor, page_size: int
+    x: Tensor, weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pages: Tensor, page_size: int
 ) -> None:
     """Root-mean-square normalisation, rotation, packing and store of new keys.
 
     Args:
         x: bf16 or fp32 [T, 512], the last dimension contiguous: the key projection.
         weight: bf16 or fp32 [512], ``kv_norm``. eps: added to the mean square.
-        turns: fp32 [T, 64] from ``rope.rope_turns``.
+        cos_sin: fp32 [T, 64] from ``rope.rope_cos_sin``.
         slots, pages, page_size: as in :func:`store_kv_entries`.
 
     Rounding: fp32 up to the format's own. The sum of squares has an order of its own, so a normalised value may differ
     from the reference's by 2 units in the last place of fp32, and with it, next to a tie, a code by one.
-    Floor: T·(2·512 + 584) bytes for bf16 keys, weight and turns aside.
+    Floor: T·(2·512 + 584) bytes for bf16 keys, weight and cos_sin aside.
     """
     require_norm_weight(weight, DIM)
-    rope = require_turns("turns", turns, x.shape[0], DIM)
-    checks.require_one_of("rope_dim of turns", rope, (ROPE_DIM,))
-    _launch(x, weight, eps, turns, slots, pages, page_size)
+    rope = require_cos_sin("cos_sin", cos_sin, x.shape[0], DIM)
+    checks.require_one_of("rope_dim of cos_sin", rope, (ROPE_DIM,))
+    _launch(x, weight, eps, cos_sin, slots, pages, page_size)
 
 
 def _launch(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
-    turns: Tensor | None,
+    cos_sin: Tensor | None,
     slots: Tensor,
     pages: Tensor,
     page_size: int,
@@ -160,12 +162,12 @@ def _launch(
     checks.require_dtype("slots", slots, torch.int32, torch.int64)
     checks.require_contiguous("slots", slots)
     checks.require_pages("pages", pages, page_bytes(page_size), page_size)
-    checks.require_same_device("rows", x, weight=weight, turns=turns, slots=slots, pages=pages)
+    checks.require_same_device("rows", x, weight=weight, cos_sin=cos_sin, slots=slots, pages=pages)
     if rows:
         _store_kernel[(rows,)](
             x,
             x if weight is None else weight,
-            x if turns is None else turns,
+            x if cos_sin is None else cos_sin,
             slots,
             pages,
             eps,

@@ -81,7 +81,7 @@ def _store_choice(
 
 @triton.jit
 def _finish(
-    out, arrivals, tokens, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, SORTED: tl.constexpr, LENGTH: tl.constexpr
+    out, semaphore, tokens, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, SORTED: tl.constexpr, LENGTH: tl.constexpr
 ):
     """After the choices of BLOCK_T tokens are stored: the permutation, or this program's part of it.
 
@@ -94,9 +94,9 @@ def _finish(
         programs = tl.num_programs(0)
         before = programs - 1
         if programs > 1:
-            before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+            before = tl.atomic_add(semaphore, 1, sem="acq_rel", scope="gpu")
         if before == programs - 1:
-            tl.store(arrivals, 0)
+            tl.store(semaphore, 0)
             permute_sorted(out, tokens * TOPK, TOPK, LENGTH)
     else:
         count_visits(out, tokens * TOPK, BLOCK_T * TOPK, LENGTH)
@@ -107,7 +107,7 @@ def _route_topk(
     logits,
     bias,
     out,
-    arrivals,
+    semaphore,
     tokens,
     row,
     scaling,
@@ -132,7 +132,7 @@ def _route_topk(
         here = token < tokens
         mask = here[None, :, None] & is_expert
         logit = tl.load(logits + token[None, :, None] * row + expert, mask=mask, other=0.0).to(tl.float32)
-        # One number orders by biased score, then by lowest expert: the bits of a float, negative ones turned round,
+        # One number orders by biased score, then by lowest expert: the bits of a float, negative ones rotated round,
         # compare like integers.
         bits = (_score(logit) + biases).to(tl.int32, bitcast=True)
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -146,7 +146,7 @@ def _route_topk(
             chosen = tl.where(place == k, best_expert[:, None], chosen)
         known = here[:, None] & (place < TOPK)
         _store_choice(logits, out, chosen, known, token, here, row, scaling, count, TOPK, SHARED, BLOCK_K)
-    _finish(out, arrivals, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _route_hash(
     table,
     token_ids,
     out,
-    arrivals,
+    semaphore,
     tokens,
     row,
     scaling,
@@ -177,11 +177,11 @@ def _route_hash(
     chosen = tl.load(table + token_id[:, None] * TOPK + place, mask=known, other=-1).to(tl.int32)
     known = known & (chosen >= 0) & (chosen < count)
     _store_choice(logits, out, chosen, known, token, here, row, scaling, count, TOPK, SHARED, BLOCK_K)
-    _finish(out, arrivals, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
 
 def route_topk(
-    logits: Tensor, bias: Tensor, scaling: float, out: Routes, arrivals: Tensor, *, shared_expert: bool = False
+    logits: Tensor, bias: Tensor, scaling: float, out: Routes, semaphore: Tensor, *, shared_expert: bool = False
 ) -> None:
     """Choose experts by ``sqrt(softplus(logit)) + bias``, weigh them by their scores alone, and group the pairs.
 
@@ -191,14 +191,14 @@ def route_topk(
         scaling: ``routed_scaling_factor``.
         out: written in whole. ``experts``: best first, of equals the lowest; ``weights`` of the routed experts sum to
             ``scaling``. It may have more groups than there are experts.
-        arrivals: int32 [1], zero between launches.
+        semaphore: int32 [1], zero between launches.
         shared_expert: the last of a token's pairs is expert E with weight 1.
 
     Scores are within 2e-6 of exact ones, relatively, down to 1e-18 (softplus itself leaves fp32's normal numbers
     there); experts whose biased scores differ by less may change places with the reference's.
     """
     op = "route_topk"
-    tokens, count = _check(op, logits, out, arrivals, shared_expert)
+    tokens, count = _check(op, logits, out, semaphore, shared_expert)
     require_shape(f"{op}: bias", bias, (count,), "[experts]")
     require_dtype(f"{op}: bias", bias, torch.float32)
     require_contiguous(f"{op}: bias", bias)
@@ -208,7 +208,7 @@ def route_topk(
         logits,
         bias,
         out.arguments(),
-        arrivals,
+        semaphore,
         tokens,
         logits.stride(0),
         scaling,
@@ -227,7 +227,7 @@ def route_hash(
     token_ids: Tensor,
     scaling: float,
     out: Routes,
-    arrivals: Tensor,
+    semaphore: Tensor,
     *,
     shared_expert: bool = False,
 ) -> None:
@@ -238,10 +238,10 @@ def route_hash(
         table: int32 or int64 [vocabulary, topk].
         token_ids: int32 or int64 [T]; those outside the table, like experts outside 0..E-1, are not routed: expert
             −1, weight 0, no row.
-        scaling, out, arrivals, shared_expert: as in :func:`route_topk`.
+        scaling, out, semaphore, shared_expert: as in :func:`route_topk`.
     """
     op = "route_hash"
-    tokens, count = _check(op, logits, out, arrivals, shared_expert)
+    tokens, count = _check(op, logits, out, semaphore, shared_expert)
     require_shape(f"{op}: table", table, (table.shape[0], out.topk - shared_expert), "[vocabulary, topk]")
     require_shape(f"{op}: token_ids", token_ids, (tokens,), "[tokens]")
     for name, tensor in {f"{op}: table": table, f"{op}: token_ids": token_ids}.items():
@@ -253,7 +253,7 @@ def route_hash(
         table,
         token_ids,
         out.arguments(),
-        arrivals,
+        semaphore,
         tokens,
         logits.stride(0),
         scaling,
@@ -294,7 +294,7 @@ def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
     }
 
 
-def _check(op: str, logits: Tensor, out: Routes, arrivals: Tensor, shared_expert: bool) -> tuple[int, int]:
+def _check(op: str, logits: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool) -> tuple[int, int]:
     """Tokens and experts."""
     require_dimensions(f"{op}: logits", logits, 2, "[tokens, experts]")
     require_dtype(f"{op}: logits", logits, torch.bfloat16, torch.float32)
@@ -305,7 +305,7 @@ def _check(op: str, logits: Tensor, out: Routes, arrivals: Tensor, shared_expert
     require_shape(f"{op}: experts", out.experts, (tokens, out.topk), "[tokens, topk]")
     out.check(op)
     require_range(f"{op}: number of groups", out.groups, count + shared_expert, MAX_GROUPS)
-    require_shape(f"{op}: arrivals", arrivals, (1,), "[1]")
-    require_dtype(f"{op}: arrivals", arrivals, torch.int32)
-    require_same_device("logits", logits, **{f"{op}: experts": out.experts, f"{op}: arrivals": arrivals})
+    require_shape(f"{op}: semaphore", semaphore, (1,), "[1]")
+    require_dtype(f"{op}: semaphore", semaphore, torch.int32)
+    require_same_device("logits", logits, **{f"{op}: experts": out.experts, f"{op}: semaphore": semaphore})
     return tokens, count

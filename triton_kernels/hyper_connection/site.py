@@ -108,7 +108,7 @@ def split_fn(fn: Tensor) -> Tensor:
     return torch.stack([first, second, (rest - second.float()).bfloat16()])
 
 
-def new_counters(tokens: int, device: torch.device | str) -> Tensor:
+def new_site_semaphores(tokens: int, device: torch.device | str) -> Tensor:
     """Counters of a :class:`SiteState` of up to ``tokens`` tokens."""
     return torch.zeros(counters_size(tokens), dtype=torch.int32, device=device)
 
@@ -143,7 +143,7 @@ class SiteState:
             torch.empty(tokens, STREAMS, dtype=torch.float32, device=device),
             torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device),
             torch.empty(workspace_size(tokens, d), dtype=torch.float32, device=device),
-            new_counters(tokens, device) if counters is None else counters,
+            new_site_semaphores(tokens, device) if counters is None else counters,
         )
 
     def first(self, tokens: int) -> SiteState:

@@ -104,17 +104,17 @@ def _task(counters, blocks, splits, followers, lag, TICKETS: tl.constexpr):
 
 
 @triton.jit
-def _wait(arrivals, splits):
+def _wait(semaphores, splits):
     """Until all mixers of a block are counted in: from here on their stores are seen by loads that bypass L1."""
-    while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < splits:
+    while tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu") < splits:
         pass
 
 
 @triton.jit
-def _leave(arrivals, programs):
+def _leave(semaphores, programs):
     """Count a program in that waits no longer; the last of the block's ``programs`` leaves zero."""
-    if tl.atomic_add(arrivals, 1, sem="relaxed", scope="gpu") == programs - 1:
-        tl.store(arrivals, 0)
+    if tl.atomic_add(semaphores, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(semaphores, 0)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def _finish_row(
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, rows, arrivals, programs, first, count, tokens, d, splits, mean_of,
+    streams, parts, base, scale, weight, out, rows, semaphores, programs, first, count, tokens, d, splits, mean_of,
     hc_eps, norm_eps,
     ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +261,7 @@ def _collapse(
         # Ahead of the coefficients, so that they are computed while these arrive.
         x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
     sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
-    _leave(arrivals, programs)
+    _leave(semaphores, programs)
     s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
     inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
     p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
@@ -326,7 +326,7 @@ def site_kernel(
     collapsers = tl.cdiv(largest, COLLAPSED)
     balancers = 0 if HEAD else tl.cdiv(largest, BALANCED)
     block, task = _task(counters, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
-    arrivals = counters + 1 + block
+    semaphores = counters + 1 + block
     if task < splits:
         _mix(
             streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, ROWS,
@@ -334,7 +334,7 @@ def site_kernel(
         )  # fmt: skip
         # All that the program stored lies in memory before it is counted in.
         tl.debug_barrier()
-        tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+        tl.atomic_add(semaphores, 1, sem="release", scope="gpu")
     else:
         # The last block may have fewer tokens, and so fewer programs that do anything.
         first = block.to(tl.int64) * BLOCK_T
@@ -347,17 +347,17 @@ def site_kernel(
         if task < collapsers:
             begin = task * COLLAPSED
             if begin < count:
-                _wait(arrivals, splits)
+                _wait(semaphores, splits)
                 _collapse(
-                    next_streams, parts, base, scale, weight, out, rows, arrivals, programs, first + begin,
+                    next_streams, parts, base, scale, weight, out, rows, semaphores, programs, first + begin,
                     min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps, norm_eps,
                     ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED
             if begin < count:
-                _wait(arrivals, splits)
-                _leave(arrivals, programs)
+                _wait(semaphores, splits)
+                _leave(semaphores, programs)
                 _balance(
                     parts, sums, base, scale, post, comb, first + begin, tokens, splits, mean_of, hc_eps, norm_eps,
                     ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,

@@ -1,6 +1,6 @@
 """Queries of the lightning indexer as they meet the cached keys (DEEPSEEK_V4.md §5).
 
-Raw projections become what scores are made of: the last 64 of a head's 128 are turned, the head is rotated by the
+Raw projections become what scores are made of: the last 64 of a head's 128 are rotated, the head is rotated by the
 Hadamard matrix and packed as E4M3 with one scale (``index_entry``); the scale is positive, so it goes into the head's
 weight. The kernel of the scores does so itself where a query has few programs; else it is a launch of its own.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 
 from ..common.overlap import OVERLAPPED, after_previous
-from ..common.rope import require_turns, rotate
+from ..common.rope import require_cos_sin, rotate
 from ..common.rounding import UNFUSED, round_to_bf16, widen
 from ..entries.index_entry import DIM, hadamard128, pack_index_row
 
@@ -40,10 +40,10 @@ def _rounded(x):
 
 
 @triton.jit
-def prepare_heads(q, q_head, weights, turns, factor, head, heads, PACKED: tl.constexpr, RUN: tl.constexpr):
+def prepare_heads(q, q_head, weights, cos_sin, factor, head, heads, PACKED: tl.constexpr, RUN: tl.constexpr):
     """(query [R, 128], weight fp32 [R]) of heads (int [R]) of one token; what lies beyond ``heads`` is zero.
 
-    q, weights, turns: at the token. PACKED: the query is E4M3, its scale in the weight; else bf16, turned only. R is a
+    q, weights, cos_sin: at the token. PACKED: the query is E4M3, its scale in the weight; else bf16, rotated only. R: a
     power of two. RUN: neighbouring dimensions that go to neighbouring threads, 16 or 32: with ``8 · threads / R`` a
     thread holds one head at the same few of every RUN dimensions, and all but one or two of the Hadamard matrix's
     butterflies stay inside it. Launch with ``UNFUSED``.
@@ -54,9 +54,9 @@ def prepare_heads(q, q_head, weights, turns, factor, head, heads, PACKED: tl.con
     # Without it the compiler asks for one half when it is done with the other.
     tl.debug_barrier()
     even, odd = tl.split(tl.reshape(_rounded(rotary), (RUNS, HEADS, RUN // 2, 2)))
-    # For each head again, so that a thread has its turns beside its values; else all values would go to the turns.
+    # Loaded for each head again: a thread then holds cos and sin beside its values, and no value has to move.
     dim = tl.arange(0, RUNS)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    turn = tl.load(turns + dim + tl.zeros((RUNS, HEADS, RUN), tl.int32))
+    turn = tl.load(cos_sin + dim + tl.zeros((RUNS, HEADS, RUN), tl.int32))
     cos, sin = tl.split(tl.reshape(turn, (RUNS, HEADS, RUN // 2, 2)))
     even, odd = rotate(even, odd, cos, sin)
     rotary = tl.reshape(tl.join(_rounded(even), _rounded(odd)), (RUNS, HEADS, RUN))
@@ -82,7 +82,7 @@ def _query_kernel(
     q_head,
     weights,
     weights_token,
-    turns,
+    cos_sin,
     factor,
     queries,
     scaled,
@@ -95,14 +95,14 @@ def _query_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = head < heads
-    at_token = (q + token * q_token, q_head, weights + token * weights_token, turns + token * 64)
+    at_token = (q + token * q_token, q_head, weights + token * weights_token, cos_sin + token * 64)
     query, weight = prepare_heads(*at_token, factor, head, heads, PACKED, RUN)
     out = queries + (token * heads + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(out, query, mask=inside[:, None])
     tl.store(scaled + token * heads + head, weight, mask=inside)
 
 
-def check_queries(q: Tensor, weights: Tensor, turns: Tensor) -> None:
+def check_queries(q: Tensor, weights: Tensor, cos_sin: Tensor) -> None:
     """Refuse what :func:`prepare_heads` cannot read; metadata only."""
     checks.require_dimensions("q", q, 3, "[T, H, 128]")
     tokens, heads = q.shape[:2]
@@ -112,17 +112,19 @@ def check_queries(q: Tensor, weights: Tensor, turns: Tensor) -> None:
     checks.require_shape("weights", weights, (tokens, heads), "[T, H]")
     checks.require_dtype("weights", weights, torch.bfloat16, torch.float32)
     checks.require_rows("weights", weights)
-    checks.require_one_of("rope_dim of turns", require_turns("turns", turns, tokens, DIM), (ROPE_DIM,))
-    checks.require_same_device("q", q, weights=weights, turns=turns)
+    checks.require_one_of("rope_dim of cos_sin", require_cos_sin("cos_sin", cos_sin, tokens, DIM), (ROPE_DIM,))
+    checks.require_same_device("q", q, weights=weights, cos_sin=cos_sin)
 
 
-def prepare_queries(q: Tensor, weights: Tensor, turns: Tensor, factor: float, queries: Tensor, scaled: Tensor) -> None:
+def prepare_queries(
+    q: Tensor, weights: Tensor, cos_sin: Tensor, factor: float, queries: Tensor, scaled: Tensor
+) -> None:
     """Queries as they meet the cached keys, and the weights of their heads.
 
     Args:
         q: bf16 or fp32 [T, H, 128], the projection, the last dimension contiguous.
         weights: bf16 or fp32 [T, H], the projection, the last dimension contiguous.
-        turns: fp32 [T, 64] from ``rope.rope_turns``.
+        cos_sin: fp32 [T, 64] from ``rope.rope_cos_sin``.
         factor: ``128**-0.5 * H**-0.5``.
         queries: float8_e4m3fn [T, H, 128], contiguous, for keys in the form of ``index_entry``; or bf16, for exact
             keys.
@@ -130,9 +132,9 @@ def prepare_queries(q: Tensor, weights: Tensor, turns: Tensor, factor: float, qu
 
     Rounding: q to bf16; its last 64 rotated in fp32 and rounded to bf16; Hadamard in fp32 and the codes, bit-equal to
     ``index_entry``. ``scaled`` is fp32(fp32(weights · factor) · the query's scale). Exact queries are rotated
-    only, and their weights only multiplied by ``factor``. Floor: q, weights, turns, queries and scaled once.
+    only, and their weights only multiplied by ``factor``. Floor: q, weights, cos_sin, queries and scaled once.
     """
-    check_queries(q, weights, turns)
+    check_queries(q, weights, cos_sin)
     tokens, heads = q.shape[:2]
     checks.require_shape("queries", queries, (tokens, heads, DIM), "[T, H, 128]")
     checks.require_dtype("queries", queries, torch.float8_e4m3fn, torch.bfloat16)
@@ -149,7 +151,7 @@ def prepare_queries(q: Tensor, weights: Tensor, turns: Tensor, factor: float, qu
             q.stride(1),
             weights,
             weights.stride(0),
-            turns,
+            cos_sin,
             factor,
             queries,
             scaled,

@@ -187,7 +187,7 @@ def _scores_kernel(
     q_head,
     weights,
     weights_token,
-    turns,
+    cos_sin,
     factor,
     keys,
     page_stride,
@@ -227,7 +227,7 @@ def _scores_kernel(
             pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES)
             page_slots = table + tl.load(requests + tl.max(owner, axis=0)) * table_stride
             following, after = _look_up(page_slots, split, pages, PAGES)
-            at_token = (q + begin * q_token, q_head, weights + begin * weights_token, turns + begin * 64)
+            at_token = (q + begin * q_token, q_head, weights + begin * weights_token, cos_sin + begin * 64)
             query, weight = prepare_heads(*at_token, factor, tl.arange(0, HEADS), heads, PACKED, RUN)
             query = tl.trans(_operand(query))
             of_request = (following, after, page_slots, pages)
@@ -252,7 +252,7 @@ def _scores_kernel(
 def index_scores(
     q: Tensor,
     weights: Tensor,
-    turns: Tensor,
+    cos_sin: Tensor,
     factor: float,
     pages: Tensor,
     page_size: int,
@@ -269,7 +269,7 @@ def index_scores(
         q: bf16 or fp32 [rows, H, 128], the projection of tokens ``first`` to ``first + rows - 1``, the last dimension
             contiguous. At most 64 heads.
         weights: bf16 or fp32 [rows, H], the projection, the last dimension contiguous.
-        turns: fp32 [rows, 64] from ``rope.rope_turns``.
+        cos_sin: fp32 [rows, 64] from ``rope.rope_cos_sin``.
         factor: of the weights, ``128**-0.5 * H**-0.5``.
         pages: uint8 [pages, >= 64 · 132], the layer's keys in the form of ``index_entry``, this pass's included; or
             bf16 [pages, >= 64 · 128], exact keys. Pages begin at multiples of 16 bytes.
@@ -283,7 +283,7 @@ def index_scores(
 
     Rounding: queries and weights are those of ``index_query.prepare_queries`` bit for bit. One launch in decode; else
     the queries are prepared by one of their own. The grid depends on shapes alone: columns that no query sees cost
-    nothing. Floor: 132 bytes per key that a request's queries see, 4 per score, q, weights and turns once;
+    nothing. Floor: 132 bytes per key that a request's queries see, 4 per score, q, weights and cos_sin once;
     2 · 128 · H operations per score.
     """
     batch.check("index_scores")
@@ -293,7 +293,7 @@ def index_scores(
     checks.require_rows("scores", scores)
     rows, columns = scores.shape
     checks.require_range("first", first, 0, batch.tokens - rows)
-    check_queries(q, weights, turns)
+    check_queries(q, weights, cos_sin)
     heads = q.shape[1]
     checks.require_shape("q", q, (rows, heads, DIM), "[rows, H, 128]")
     checks.require_range("H of q", heads, 1, MAX_HEADS)
@@ -311,7 +311,7 @@ def index_scores(
     if not tiling.prepares:
         queries = q.new_empty(q.shape, dtype=torch.float8_e4m3fn if packed else torch.bfloat16)
         scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
-        prepare_queries(q, weights, turns, factor, queries, scaled)
+        prepare_queries(q, weights, cos_sin, factor, queries, scaled)
         q, weights = queries, scaled
     tiles = triton.cdiv(rows, tiling.queries)
     steps = triton.cdiv(columns, page_size * tiling.pages)
@@ -326,7 +326,7 @@ def index_scores(
         q.stride(1),
         weights,
         weights.stride(0),
-        turns,
+        cos_sin,
         factor,
         keys,
         keys.stride(0),

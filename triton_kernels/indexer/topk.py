@@ -64,7 +64,7 @@ SPREAD = tl.constexpr(0.35)
 def _ordered(scores):
     """int32 keys of the same order as the fp32 scores, all above ABSENT_KEY.
 
-    Their order is turned round by ~ and not by a negation: ptxas (12.9, 13.0, 13.3) loses one that a maximum of three
+    Their order is rotated round by ~ and not by a negation: ptxas (12.9, 13.0, 13.3) loses one that a maximum of three
     keys takes in, triton-lang/triton PR 11032. With it rows of 4100 scores got no slots on an H200.
     """
     # The difference makes one zero of both, and of every NaN the same one: a GPU's has these bits.
@@ -449,7 +449,7 @@ def _select_kernel(
     first,
     candidates,
     candidates_row,
-    arrivals,
+    semaphores,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     SMALL: tl.constexpr,
@@ -482,8 +482,8 @@ def _select_kernel(
                 chunks = tl.cdiv(visible, BLOCK)
                 # All that the program nominates lies in memory before it is counted in.
                 tl.debug_barrier()
-                if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
-                    tl.store(arrivals + row, 0)
+                if tl.atomic_add(semaphores + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+                    tl.store(semaphores + row, 0)
                     _elect(candidates, visible, table, slots, TOPK, 2 * PADDED, SMALL, BLOCK, ELECTORS, LANES)
 
 
@@ -492,11 +492,11 @@ class Candidates:
     """Where the chunks of rows meet; one serves all layers of a stream, one after another.
 
     Attributes:
-        nominated: int32 [rows, chunks, 2, topk]: keys and entries. arrivals: int32 [rows], zero between launches.
+        nominated: int32 [rows, chunks, 2, topk]: keys and entries. semaphores: int32 [rows], zero between launches.
     """
 
     nominated: Tensor
-    arrivals: Tensor
+    semaphores: Tensor
 
 
 def new_candidates(rows: int, columns: int, topk: int, device: torch.device | str) -> Candidates:
@@ -546,17 +546,17 @@ def select_entries(
     checks.require_shape("lengths", lengths, (rows,), "[rows]")
     checks.require_contiguous("lengths", lengths)
     chunks = max(1, triton.cdiv(columns, CHUNK))
-    nominated, arrivals = lengths, lengths  # unused
+    nominated, semaphores = lengths, lengths  # unused
     if chunks > 1:
         checks.require_range("topk times chunks of scores", topk * chunks, 1, CANDIDATES)
-        nominated, arrivals = _checked(candidates, rows, chunks, topk)
+        nominated, semaphores = _checked(candidates, rows, chunks, topk)
     checks.require_same_device(
         "scores",
         scores,
         slots=slots,
         lengths=lengths,
         candidates=nominated,
-        arrivals=arrivals,
+        semaphores=semaphores,
         positions=batch.positions,
     )
     if not rows:
@@ -578,7 +578,7 @@ def select_entries(
         first,
         nominated,
         nominated.stride(0),
-        arrivals,
+        semaphores,
         topk,
         padded,
         min(max(4 * padded, SMALL // 2), SMALL, block),
@@ -595,15 +595,15 @@ def _checked(candidates: Candidates | None, rows: int, chunks: int, topk: int) -
     """Both tensors of ``candidates``, which are enough."""
     if candidates is None:
         raise OperandTypeError(f"candidates: expected those of {chunks} chunks, found None")
-    nominated, arrivals = candidates.nominated, candidates.arrivals
-    for name, tensor in (("nominated", nominated), ("arrivals", arrivals)):
+    nominated, semaphores = candidates.nominated, candidates.semaphores
+    for name, tensor in (("nominated", nominated), ("semaphores", semaphores)):
         checks.require_dtype(f"candidates.{name}", tensor, torch.int32)
         checks.require_contiguous(f"candidates.{name}", tensor)
     held = (*nominated.shape[:2], 2, topk)
     checks.require_shape("candidates.nominated", nominated, held, "[rows, chunks, 2, topk]")
-    checks.require_shape("candidates.arrivals", arrivals, held[:1], "[rows]")
+    checks.require_shape("candidates.semaphores", semaphores, held[:1], "[rows]")
     if held[0] < rows or held[1] < chunks:
         raise OperandValueError(
             f"candidates: expected at least {rows} rows of {chunks} chunks, found {held[0]} of {held[1]}"
         )
-    return nominated, arrivals
+    return nominated, semaphores

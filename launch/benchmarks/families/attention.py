@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_arrivals, new_partials, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_partials, new_semaphores, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entries
 
@@ -154,7 +154,7 @@ def cases() -> Iterator[Case]:
                 extra_slots = _lists(queries, width, in_extra) if width else None
                 lengths = _all_of(queries, WINDOW), _all_of(queries, width)
                 q = torch.randn(queries, heads, 512, device="cuda", dtype=torch.bfloat16)
-                turns = torch.tensor([1.0, 0.0], device="cuda").repeat(queries, 32)  # by nothing
+                cos_sin = torch.tensor([1.0, 0.0], device="cuda").repeat(queries, 32)  # by nothing
                 ready = torch.nn.functional.rms_norm(q.float(), (512,), eps=EPS).bfloat16()
                 sink, out = torch.randn(heads, device="cuda"), torch.empty_like(q)
                 tiling = choose_tiling(queries, heads, (WINDOW, width), processors, packed=True)
@@ -172,23 +172,23 @@ def cases() -> Iterator[Case]:
                     extra_slots,
                     window_lengths=lengths[0],
                     extra_lengths=lengths[1] if width else None,
-                    turns=turns,
+                    cos_sin=cos_sin,
                     query_eps=EPS,
                     splits=splits,
-                    arrivals=new_arrivals(queries, heads, "cuda"),
+                    semaphores=new_semaphores(queries, heads, "cuda"),
                     tiling=tiling,
                 )
                 rows = Rows.allocate(queries, GROUP_HEADS * 512, 128, "cuda", groups=heads // GROUP_HEADS)
                 yield Case(
                     f"sparse_attention, quantised/{shape}",
                     partial(run, partials=new_partials(q, splits, quantized=True), out_rows=rows),
-                    bytes=keys * 584 + q.nbytes + q.nbytes * 9 // 32 + turns.nbytes,
+                    bytes=keys * 584 + q.nbytes + q.nbytes * 9 // 32 + cos_sin.nbytes,
                     flops=keys * heads * 2 * (512 + 512),
                 )
                 yield Case(
                     f"sparse_attention/{shape}",
                     partial(run, partials=new_partials(q, splits), out=out),
-                    bytes=keys * 584 + q.nbytes + out.nbytes + turns.nbytes,
+                    bytes=keys * 584 + q.nbytes + out.nbytes + cos_sin.nbytes,
                     flops=keys * heads * 2 * (512 + 512),
                     peers=_paged(ready, window, window_slots, sink, extra, extra_slots, lengths, out),
                 )

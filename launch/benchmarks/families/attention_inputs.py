@@ -19,7 +19,7 @@ from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries import index_entry, kv_entry
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
@@ -91,7 +91,7 @@ def _latents(batch: Batch, frequencies: Tensor, rank: int) -> Latents:
         kv=kv,
         kv_norm=torch.ones(512, device="cuda", dtype=torch.bfloat16),
         eps=EPS,
-        turns=rope_turns(batch.positions, frequencies, torch.empty(tokens, 64, device="cuda")),
+        cos_sin=rope_cos_sin(batch.positions, frequencies, torch.empty(tokens, 64, device="cuda")),
         slots=torch.randperm(64 * PAGE_SIZE, device="cuda")[:tokens],
         pages=torch.zeros(64, kv_entry.page_bytes(PAGE_SIZE), device="cuda", dtype=torch.uint8),
         page_size=PAGE_SIZE,
@@ -100,7 +100,7 @@ def _latents(batch: Batch, frequencies: Tensor, rank: int) -> Latents:
 
 def _latent_bytes(latents: Latents) -> int:
     product = latents.q_lora.nbytes + latents.kv.nbytes
-    passed = latents.turns.nbytes + latents.slots.nbytes
+    passed = latents.cos_sin.nbytes + latents.slots.nbytes
     normed = 2 * latents.q_lora.numel()
     return product + normed + passed + latents.tokens * kv_entry.ENTRY_BYTES
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers.indexer import query_peers, score_peers, selection_peers
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.index_entry import ENTRY_BYTES, page_bytes
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
@@ -67,13 +67,13 @@ class _Queries:
         self.q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         self.weights = torch.randn(tokens, HEADS, device="cuda").bfloat16().float()
         self.frequencies = inverse_frequencies(64, 160000.0).cuda()
-        self.turns = rope_turns(positions, self.frequencies, torch.empty(tokens, 64, device="cuda"))
+        self.cos_sin = rope_cos_sin(positions, self.frequencies, torch.empty(tokens, 64, device="cuda"))
         self.codes = torch.empty(tokens, HEADS, DIM, device="cuda", dtype=torch.float8_e4m3fn)
         self.scaled = torch.empty_like(self.weights)
         self.prepare()
 
     def prepare(self) -> None:
-        prepare_queries(self.q, self.weights, self.turns, FACTOR, self.codes, self.scaled)
+        prepare_queries(self.q, self.weights, self.cos_sin, FACTOR, self.codes, self.scaled)
 
     def peers(self) -> dict[str, Peer]:
         return query_peers(
@@ -82,14 +82,14 @@ class _Queries:
 
     @property
     def bytes(self) -> int:
-        return self.q.nbytes + self.weights.nbytes + self.turns.nbytes
+        return self.q.nbytes + self.weights.nbytes + self.cos_sin.nbytes
 
 
 def _all_scores(queries: _Queries, pages: Tensor, batch: Batch, scores: Tensor) -> None:
     """Of all tokens, as many at once as there is room for."""
     for first in range(0, batch.tokens, len(scores)):
         part = slice(first, min(first + len(scores), batch.tokens))
-        query = (queries.q[part], queries.weights[part], queries.turns[part], FACTOR)
+        query = (queries.q[part], queries.weights[part], queries.cos_sin[part], FACTOR)
         index_scores(*query, pages, PAGE, batch, 0, scores[: part.stop - first], first=first)
 
 

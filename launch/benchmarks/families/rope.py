@@ -1,7 +1,7 @@
-"""The table of turns, and the store of key-value entries, at the shapes of Flash and Pro.
+"""The table of cos and sin, and the store of key-value entries, at the shapes of Flash and Pro.
 
-Peers: SGLang's CUDA kernels for the same places, which nvcc compiles at their first call. They look turns up in a table
-of all positions; ours are computed once a pass (``rope_turns``) and read by every layer.
+Peers: SGLang's CUDA kernels for the same places, which nvcc compiles at their first call. They look cos and sin up in a
+table of all positions; ours are computed once a pass (``rope_cos_sin``) and read by every layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.kv_entry import ENTRY_BYTES, norm_rope_store_kv, page_bytes
 
 from . import Case, Peer
@@ -28,10 +28,10 @@ def cases() -> Iterator[Case]:
     table = _table(frequencies)
     for tokens in TOKENS:
         positions = torch.randint(0, CONTEXT, (tokens,), device="cuda")
-        turns = torch.empty(tokens, 64, device="cuda")
-        fill = partial(rope_turns, positions, frequencies, turns)
+        cos_sin = torch.empty(tokens, 64, device="cuda")
+        fill = partial(rope_cos_sin, positions, frequencies, cos_sin)
         fill()
-        yield Case(f"rope_turns/{tokens}", fill, positions.nbytes + turns.nbytes)
+        yield Case(f"rope_cos_sin/{tokens}", fill, positions.nbytes + cos_sin.nbytes)
 
         keys = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
         weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
@@ -39,8 +39,8 @@ def cases() -> Iterator[Case]:
         slots = torch.randperm(64 * PAGE_SIZE, device="cuda")[:tokens]
         yield Case(
             f"norm_rope_store_kv/{tokens}x512",
-            partial(norm_rope_store_kv, keys, weight, EPS, turns, slots, pages, PAGE_SIZE),
-            keys.nbytes + turns.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
+            partial(norm_rope_store_kv, keys, weight, EPS, cos_sin, slots, pages, PAGE_SIZE),
+            keys.nbytes + cos_sin.nbytes + slots.nbytes + tokens * ENTRY_BYTES,
             peers=_store_peers(keys, weight, table, positions, slots, pages),
         )
 

@@ -30,9 +30,9 @@ def cases() -> Iterator[Case]:
             shape = f"{model}/{tokens}x{count}"
             logits = torch.randn(tokens, count, device="cuda")
             bias = torch.randn(count, device="cuda")
-            arrivals = torch.zeros(1, dtype=torch.int32, device="cuda")
+            semaphore = torch.zeros(1, dtype=torch.int32, device="cuda")
             out = Routes.allocate(tokens, TOPK + 1, count + 1, 8 if tokens <= 64 else 128, "cuda")
-            route = partial(route_topk, logits, bias, SCALE, out, arrivals, shared_expert=True)
+            route = partial(route_topk, logits, bias, SCALE, out, semaphore, shared_expert=True)
             route()
             written = sum(tensor.nbytes for tensor in vars(out).values() if isinstance(tensor, torch.Tensor))
             written -= out.starts.nbytes
@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
             hashed = Routes.allocate(tokens, TOPK + 1, count + 1, out.tile, "cuda")
             yield Case(
                 f"route_hash/{shape}",
-                partial(route_hash, logits, table, ids, SCALE, hashed, arrivals, shared_expert=True),
+                partial(route_hash, logits, table, ids, SCALE, hashed, semaphore, shared_expert=True),
                 bytes=tokens * TOPK * 8 + ids.nbytes + written,
                 peers=one_after_the_other(_hash(logits, ids, table, hashed.weights), _align(hashed)),
             )

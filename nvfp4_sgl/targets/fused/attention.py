@@ -77,7 +77,7 @@ class FusedAttentionInputs(nn.Module):
             kv=columns.kv,
             kv_norm=self.kv_norm,
             eps=self._eps,
-            turns=step.turns[self._table],
+            cos_sin=step.cos_sin[self._table],
             slots=step.plan.window_write,
             pages=packed(cache.swa).pages,
             page_size=packed(cache.swa).page_size,
@@ -111,14 +111,14 @@ class FusedSelection(nn.Module):
         config, batch, keys = self._config, step.plan.batch, packed(cache.index)
         heads, dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
         tokens, factor = index_q.shape[0], dim**-0.5 * heads**-0.5
-        q, turns = index_q.view(tokens, heads, dim), step.turns[self._table]
+        q, cos_sin = index_q.view(tokens, heads, dim), step.cos_sin[self._table]
         slots = weights.new_empty(tokens, topk, dtype=batch.owners.dtype)
         lengths = weights.new_empty(tokens, dtype=batch.owners.dtype)
         rows = step.scores.shape[0]
         for first in range(0, tokens, rows):
             part = slice(first, min(first + rows, tokens))
             scores = step.scores[: part.stop - first]
-            query = (q[part], weights[part], turns[part], factor)
+            query = (q[part], weights[part], cos_sin[part], factor)
             index_scores(*query, *keys, batch, topk, scores, first=first)
             chosen = (slots[part], lengths[part])
             select_entries(scores, batch, topk, *chosen, first=first, candidates=step.candidates)
@@ -161,9 +161,9 @@ class FusedAttentionCore(nn.Module):
             slots,
             window_lengths=plan.window_lengths,
             extra_lengths=lengths,
-            turns=step.turns[self._table],
+            cos_sin=step.cos_sin[self._table],
             query_eps=config.rms_norm_eps,
-            arrivals=step.arrivals,
+            semaphores=step.attention_semaphores,
             out=out,
             out_rows=rows,
         )

@@ -39,7 +39,7 @@ class FusedRouter(nn.Module):
         logits = multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
-        places = (self._config.routed_scaling_factor, routes, step.route_arrivals)
+        places = (self._config.routed_scaling_factor, routes, step.route_semaphore)
         if self._is_hash:
             route_hash(logits, self.tid2eid, token_ids, *places, shared_expert=True)
         else:

@@ -10,10 +10,10 @@ from torch import Tensor
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.contract import RopeTable
 from nvfp4_sgl.model.rope_tables import frequencies
-from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
-from nvfp4_sgl.triton_kernels.hyper_connection.site import new_counters
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
+from nvfp4_sgl.triton_kernels.hyper_connection.site import new_site_semaphores
 from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
@@ -37,15 +37,15 @@ class Scratch:
     What was handed out stays allocated: a captured graph may hold it.
 
     Attributes:
-        arrivals: int32 [1], where the programs of routing count themselves in; zero between launches.
+        route_semaphore: int32 [1], counts the programs of routing that are done; zero between launches.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+        self.route_semaphore = torch.zeros(1, dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
-        self._counters: list[Tensor] = []
-        self._site_counters: list[tuple[int, Tensor]] = []
+        self._attention_semaphores: list[Tensor] = []
+        self._site_semaphores: list[tuple[int, Tensor]] = []
         self._candidates: list[tuple[int, int, Candidates]] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
@@ -56,17 +56,17 @@ class Scratch:
         self._workspaces.insert(0, (tokens, requests, new_workspace(tokens, requests, self._device)))
         return self._workspaces[0][2]
 
-    def attention_arrivals(self, tokens: int, heads: int) -> Tensor:
-        """Counters of sparse attention, enough for so many queries of so many heads."""
-        if not self._counters or self._counters[-1].numel() < tokens * heads:
-            self._counters.append(new_arrivals(tokens, heads, self._device))
-        return self._counters[-1]
+    def attention_semaphores(self, tokens: int, heads: int) -> Tensor:
+        """Semaphores of sparse attention, enough for so many queries of so many heads."""
+        if not self._attention_semaphores or self._attention_semaphores[-1].numel() < tokens * heads:
+            self._attention_semaphores.append(new_semaphores(tokens, heads, self._device))
+        return self._attention_semaphores[-1]
 
-    def site_counters(self, tokens: int) -> Tensor:
-        """Counters of hyper-connections, enough for so many tokens."""
-        if not self._site_counters or self._site_counters[-1][0] < tokens:
-            self._site_counters.append((tokens, new_counters(tokens, self._device)))
-        return self._site_counters[-1][1]
+    def site_semaphores(self, tokens: int) -> Tensor:
+        """Semaphores of hyper-connections, enough for so many tokens."""
+        if not self._site_semaphores or self._site_semaphores[-1][0] < tokens:
+            self._site_semaphores.append((tokens, new_site_semaphores(tokens, self._device)))
+        return self._site_semaphores[-1][1]
 
     def candidates(self, rows: int, columns: int, topk: int) -> Candidates:
         """Room for the choice of the decoder's ``topk`` among so many scores of so many queries."""
@@ -85,20 +85,20 @@ class Step:
 
     Attributes:
         plan: slots.
-        turns: fp32 [T, rope_dim], cos and sin of each position by either table.
+        cos_sin: fp32 [T, rope_dim], cos and sin of each position by either table.
         scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
         workspace: of the ratio-128 compressors.
-        arrivals: counters of sparse attention. site_counters: of hyper-connections. route_arrivals: of routing.
+        attention_semaphores, site_semaphores, route_semaphore: of sparse attention, hyper-connections and routing.
         candidates: of the choice of entries.
     """
 
     plan: Plan
-    turns: dict[RopeTable, Tensor]
+    cos_sin: dict[RopeTable, Tensor]
     scores: Tensor
     workspace: Workspace
-    arrivals: Tensor
-    site_counters: Tensor
-    route_arrivals: Tensor
+    attention_semaphores: Tensor
+    site_semaphores: Tensor
+    route_semaphore: Tensor
     candidates: Candidates
 
     @classmethod
@@ -131,18 +131,18 @@ class Step:
         plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
         rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
-        turns = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
-        arrivals = scratch.attention_arrivals(tokens, config.num_attention_heads)
+        cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
+        semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)
         workspace = scratch.workspace(tokens, requests.shape[0])
         candidates = scratch.candidates(scores.shape[0], scores.shape[1], config.index_topk)
         return cls(
             plan,
-            dict(zip(RopeTable, turns, strict=True)),
+            dict(zip(RopeTable, cos_sin, strict=True)),
             scores,
             workspace,
-            arrivals,
-            scratch.site_counters(tokens),
-            scratch.arrivals,
+            semaphores,
+            scratch.site_semaphores(tokens),
+            scratch.route_semaphore,
             candidates,
         )
 
@@ -159,5 +159,5 @@ class Step:
             seq_lens: int [B], lengths after this pass. new_tokens: int [B]; ``None`` if each request adds one.
         """
         resolve(self.plan, seq_lens, new_tokens)
-        for table, turns in self.turns.items():
-            rope_turns(self.plan.batch.positions, frequencies[table], turns)
+        for table, cos_sin in self.cos_sin.items():
+            rope_cos_sin(self.plan.batch.positions, frequencies[table], cos_sin)

@@ -37,7 +37,7 @@ class Resources:
         registers: per thread. stack, local: bytes per thread, where registers are spilled. shared: bytes per block.
         ptx: how often each PTX instruction occurs, by its full name: which roundings the compiler chose.
         group_waits: machine instructions that wait for products of warp groups. One after each says that the assembler
-            could not run them together, and they take turns with their latency.
+            could not run them together, and they take cos_sin with their latency.
         fused_shuffles: sums of another lane's number with a product that was not rounded. Two lanes that exchange their
             numbers so have different sums of the same two.
     """

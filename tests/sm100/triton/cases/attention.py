@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_arrivals
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, FEW_HEADS, Tiling
 from tests.sm100.triton.cases.case import Outputs, case, next_codes
 from tests.sm100.triton.cases.rows import BF16, outputs_of
 from tests.triton.support.rows import poisoned_rows
-from tests.triton.test_attention import problem, turns_of
+from tests.triton.test_attention import cos_sin_of, problem
 
 
 def attend(
@@ -25,22 +25,29 @@ def attend(
     raw: bool = True,
     groups: int | None = None,
 ) -> Outputs:
-    """Raw queries are normalised and turned by the kernel, and the output is turned back.
+    """Raw queries are normalised and rotated by the kernel, and the output is rotated back.
 
     groups: the output is quantised, too, in so many groups.
     """
     made = problem(heads, widths, tokens=2, packed=packed, seed=heads)
-    arrivals = new_arrivals(2, heads, "cpu")
+    semaphores = new_semaphores(2, heads, "cpu")
     given = {}
     if raw:
-        given = {"turns": turns_of(torch.tensor([70_001, 3]), inverse_frequencies(64, 1e4)), "query_eps": 1e-6}
+        given = {"cos_sin": cos_sin_of(torch.tensor([70_001, 3]), inverse_frequencies(64, 1e4)), "query_eps": 1e-6}
     lengths = torch.tensor([widths[0], widths[0] // 2])
     out = torch.full_like(made.q, torch.nan)
     rows = None if groups is None else poisoned_rows(2, heads // groups * 512, "cpu", token_tile=8, groups=groups)
     made.launch(
-        "cpu", tiling=tiling, splits=splits, arrivals=arrivals, window_lengths=lengths, out=out, out_rows=rows, **given
+        "cpu",
+        tiling=tiling,
+        splits=splits,
+        semaphores=semaphores,
+        window_lengths=lengths,
+        out=out,
+        out_rows=rows,
+        **given,
     )
-    found = {"out": out, "arrivals": arrivals}
+    found = {"out": out, "semaphores": semaphores}
     return found if rows is None else {**found, **outputs_of(rows)}
 
 

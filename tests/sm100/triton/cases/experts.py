@@ -19,18 +19,18 @@ ROUTED = close(2.0**-21)
 """Of weights: softplus, a root and a sum of six."""
 
 
-def routes_of(out: Routes, arrivals: torch.Tensor) -> Outputs:
+def routes_of(out: Routes, semaphore: torch.Tensor) -> Outputs:
     found = {name: getattr(out, name) for name in ("experts", "weights", "source_row", "destination", "offsets")}
-    return {**found, "counts": out.counts, "arrivals": arrivals}
+    return {**found, "counts": out.counts, "semaphore": semaphore}
 
 
 def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -> Outputs:
     generator = torch.Generator().manual_seed(experts)
     logits = (torch.randn(tokens, experts, generator=generator) * 3).bfloat16()
-    bias, arrivals = torch.randn(experts, generator=generator), torch.zeros(1, dtype=torch.int32)
+    bias, semaphore = torch.randn(experts, generator=generator), torch.zeros(1, dtype=torch.int32)
     out = poisoned(tokens, topk + 1, groups or experts + 1, tile, "cpu")
-    route_topk(logits, bias, SCALING, out, arrivals, shared_expert=True)
-    return routes_of(out, arrivals)
+    route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
+    return routes_of(out, semaphore)
 
 
 @case("_route_topk", bounds={"weights": ROUTED})
@@ -47,12 +47,12 @@ def many_routed_tokens() -> Outputs:
 @case("_route_hash", bounds={"weights": ROUTED})
 def tokens_routed_by_table() -> Outputs:
     generator = torch.Generator().manual_seed(3)
-    logits, arrivals = torch.randn(4, 12, generator=generator) * 3, torch.zeros(1, dtype=torch.int32)
+    logits, semaphore = torch.randn(4, 12, generator=generator) * 3, torch.zeros(1, dtype=torch.int32)
     table = torch.stack([torch.randperm(12, generator=generator)[:3] for _ in range(50)]).int()
     out = poisoned(4, 4, 13, 8, "cpu")
     ids = torch.tensor([49, 0, 50, 7])  # 50 is unknown
-    route_hash(logits, table, ids, SCALING, out, arrivals, shared_expert=True)
-    return routes_of(out, arrivals)
+    route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True)
+    return routes_of(out, semaphore)
 
 
 @case("_finalize", bounds={"out": BF16})

@@ -18,34 +18,34 @@ SCORES = close(2.0**-19, 2.0**-20)
 """Sums of 128 products and of the heads, in another order; some cancel."""
 
 
-def turns_of(positions: torch.Tensor) -> torch.Tensor:
+def cos_sin_of(positions: torch.Tensor) -> torch.Tensor:
     angles = torch.outer(positions.float(), torch.logspace(0, -4, 32))
     return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
 
 
 @case("_query_kernel")
 def index_queries() -> Outputs:
-    q, turns = adversarial_queries(16), turns_of(torch.tensor([0, 1, 127, 65535, 300001, 1048574, 9]))
+    q, cos_sin = adversarial_queries(16), cos_sin_of(torch.tensor([0, 1, 127, 65535, 300001, 1048574, 9]))
     weights = torch.randn(7, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     codes = torch.full((7, 16, 128), 0x7B, dtype=torch.uint8)
     scaled = torch.full((7, 16), torch.nan)
-    prepare_queries(q, weights, turns, 0.022, codes.view(torch.float8_e4m3fn), scaled)
+    prepare_queries(q, weights, cos_sin, 0.022, codes.view(torch.float8_e4m3fn), scaled)
     return {"codes": codes, "scaled": scaled}
 
 
-@case("_turns_kernel", "_scores_kernel", bounds={"scores": SCORES})
+@case("_cos_sin_kernel", "_scores_kernel", bounds={"scores": SCORES})
 def index_scores_of_a_decode_step() -> Outputs:
     made = new_pass([(4 * n, 4 * n + 1) for n in (3, 4, 65, 130)], "cpu")
     return {"scores": Layer(made, 5).scores(192, 4, "cpu", tiling=SINGLE)}
 
 
-@case("_turns_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
+@case("_cos_sin_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
 def index_scores_of_prompts() -> Outputs:
     made = new_pass([(300, 304), (0, 7), (30, 31)], "cpu")
     return {"scores": Layer(made, 16).scores(128, 2, "cpu", tiling=replace(PREFILL, warps=4))}
 
 
-@case("_turns_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
+@case("_cos_sin_kernel", "_query_kernel", "_scores_kernel", bounds={"scores": SCORES}, full=True)
 def exact_index_scores() -> Outputs:
     made = new_pass([(300, 302), (7, 8)], "cpu")
     return {"scores": Layer(made, 16, exact=True).scores(80, 1, "cpu", tiling=None)}
@@ -58,7 +58,7 @@ def choose(visible: list[int], columns: int, topk: int) -> Outputs:
     lengths = torch.full((len(visible),), -77, dtype=torch.int32)
     candidates = new_candidates(len(visible), columns, topk, "cpu")
     select_entries(scores, made.batch, topk, slots, lengths, candidates=candidates)
-    return {"slots": slots, "lengths": lengths, "arrivals": candidates.arrivals}
+    return {"slots": slots, "lengths": lengths, "semaphores": candidates.semaphores}
 
 
 @case("_select_kernel")

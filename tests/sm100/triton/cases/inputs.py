@@ -54,10 +54,10 @@ def passes(
             found["index_weights"] = given.out
     for number, side in enumerate(world.sides):
         found |= {f"state{number}": side.state, f"pages{number}": side.pages}
-    return {**found, "arrivals": world.workspace.arrivals}
+    return {**found, "semaphores": world.workspace.semaphores}
 
 
-@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+@case("_cos_sin_kernel", "_attention_inputs", bounds=NEAR)
 def latents_alone() -> Outputs:
     world = World([], "cpu")
     latents = some_latents(5, 128, torch.bfloat16, "cpu")
@@ -65,7 +65,7 @@ def latents_alone() -> Outputs:
     return latents_of(latents)
 
 
-@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+@case("_cos_sin_kernel", "_attention_inputs", bounds=NEAR)
 def latents_quantised() -> Outputs:
     world = World([], "cpu")
     latents = replace(some_latents(3, 192, torch.float32, "cpu"), q_rows=poisoned_rows(3, 192, "cpu", token_tile=8))
@@ -73,17 +73,17 @@ def latents_quantised() -> Outputs:
     return latents_of(latents)
 
 
-@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+@case("_cos_sin_kernel", "_attention_inputs", bounds=NEAR)
 def compression_by_four() -> Outputs:
     """Ragged requests, one of which closes windows; then a decode step with padding."""
     return passes("CSA", {1: 125, 2: 2}, {1: 4, 2: 1, 3: 2}, {1: 1, 2: 1, 3: 1}, padding=1)
 
 
-@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+@case("_cos_sin_kernel", "_attention_inputs", bounds=NEAR)
 def a_decode_step_with_index_weights() -> Outputs:
     return passes("CSA", {1: 127, 2: 2}, {1: 1, 2: 1}, weigh=True)
 
 
-@case("_turns_kernel", "_attention_inputs", bounds=NEAR)
+@case("_cos_sin_kernel", "_attention_inputs", bounds=NEAR)
 def compression_by_128() -> Outputs:
     return passes("HCA", {1: 126, 2: 3}, {1: 1, 2: 2}, {1: 1, 2: 1, 3: 1})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.common.rope import rope_turns
+from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.index_entry import store_index_keys
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, store_kv_entries
 from nvfp4_sgl.triton_kernels.hyper_connection import streams
@@ -57,10 +57,10 @@ def norm_of_wide_rows() -> Outputs:
     return {"normed": streams.rms_norm(x, None, EPS, out=torch.full_like(x, torch.nan))}
 
 
-@case("_turns_kernel", bounds={"turns": close(0.0, 2.0**-23)})
+@case("_cos_sin_kernel", bounds={"cos_sin": close(0.0, 2.0**-23)})
 def rope_tables() -> Outputs:
     positions = torch.tensor([0, 1, 127, 65535, 300001, 1048574])
-    return {"turns": rope_turns(positions, inverse_frequencies(64, 1e4), torch.full((6, 64), torch.nan))}
+    return {"cos_sin": rope_cos_sin(positions, inverse_frequencies(64, 1e4), torch.full((6, 64), torch.nan))}
 
 
 @case("_quantize_kernel")
@@ -106,10 +106,10 @@ def kv_entries() -> Outputs:
 
 
 @case("_store_kernel", bounds={"pages": next_codes(1e-3)})
-def kv_entries_normed_and_turned() -> Outputs:
+def kv_entries_normed_and_rotated() -> Outputs:
     rows, pages = some_rows(5, 512).bfloat16(), kv_pool(1, 64)
     angles = torch.outer(torch.tensor([0.0, 1.0, 77.0, 4095.0, 300001.0]), inverse_frequencies(64, 160000.0))
-    turns = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
     weight = torch.rand(512, generator=torch.Generator().manual_seed(2)).add(0.5).bfloat16()
-    norm_rope_store_kv(rows, weight, EPS, turns, torch.tensor([3, 63, -1, 0, 17]), pages, 64)
+    norm_rope_store_kv(rows, weight, EPS, cos_sin, torch.tensor([3, 63, -1, 0, 17]), pages, 64)
     return {"pages": pages}
