@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.files import escaped
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         namespace = build_parser(chosen=arguments[0] if arguments else None).parse_args(arguments)
         return namespace.run(namespace) or 0
     except Nvfp4SglError as error:
-        print(f"nvfp4-sgl: error: {error}", file=sys.stderr)
+        print(escaped(f"nvfp4-sgl: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing is left to say, at interpreter shutdown neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(escaped(f"nvfp4-sgl: error: {where}{error.strerror}"), file=sys.stderr)
+        return 2
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:

@@ -8,15 +8,21 @@ looks at a raw dictionary. Only DeepSeek's original layout of config.json is rea
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, shown
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+MAX_DIMENSION = 2**31 - 1
+MAX_NUMBER = 3.0e38
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+"""Beyond these config.json is damaged; Pro has 61 layers of 384 experts. They bound what is built before files are
+looked at."""
 
 
 class LayerKind(enum.Enum):
@@ -93,15 +99,15 @@ class ModelConfig:
         return _Parser(raw, source).parse()
 
 
+def names_architecture(value: object) -> bool:
+    """Whether ``architectures`` of a config.json, whatever it is, names ours."""
+    return isinstance(value, list) and ARCHITECTURE in value
+
+
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The dictionary in ``path/config.json``."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{file}: not found; --model-path must name a directory that holds config.json")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from error
+    file = require_directory(path, ConfigError) / "config.json"
+    raw = read_json(file, ConfigError, MAX_CONFIG_BYTES, "--model-path must name a directory that holds config.json")
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}")
     return raw
@@ -114,19 +120,19 @@ class _Parser:
         self.raw, self.source = raw, source
 
     def fail(self, field: str, expected: str) -> ConfigError:
-        found = repr(self.raw[field]) if field in self.raw else "nothing"
+        found = shown(self.raw[field]) if field in self.raw else "nothing"
         return ConfigError(f"{self.source}: field '{field}': expected {expected}, found {found}")
 
-    def integer(self, field: str, minimum: int = 1) -> int:
+    def integer(self, field: str, minimum: int = 1, maximum: int = MAX_DIMENSION) -> int:
         value = self.raw.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.fail(field, f"an integer >= {minimum}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.fail(field, f"an integer from {minimum} to {maximum}")
         return value
 
     def number(self, field: str) -> float:
         value = self.raw.get(field)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(field, "a finite number > 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+            raise self.fail(field, "a number > 0 that fp32 can hold")
         return float(value)
 
     def require(self, field: str, expected: object) -> None:
@@ -149,13 +155,19 @@ class _Parser:
         known = {kind.value: kind for kind in LayerKind}
         if not isinstance(ratios, list) or any(type(r) is not int or r not in known for r in ratios):
             raise self.fail("compress_ratios", "a list of 0, 4 and 128")
-        mtp = self.raw.get("num_nextn_predict_layers", 0)
-        if len(ratios) not in (layers, layers + mtp):
+        # Releases have one entry for their draft layer, or none, whatever num_nextn_predict_layers says.
+        most = layers + max(self.draft_layers(), 1)
+        if not layers <= len(ratios) <= most:
             raise ConfigError(
-                f"{self.source}: field 'compress_ratios': expected {layers} entries (one a layer) or"
-                f" {layers + mtp} (with MTP layers), found {len(ratios)}"
+                f"{self.source}: field 'compress_ratios': expected {layers} entries (one a layer) to {most} (with"
+                f" draft layers), found {len(ratios)}"
             )
         return tuple(known[r] for r in ratios[:layers])
+
+    def draft_layers(self) -> int:
+        """``num_nextn_predict_layers``, which may be absent."""
+        present = "num_nextn_predict_layers" in self.raw
+        return self.integer("num_nextn_predict_layers", 0, MAX_LAYERS) if present else 0
 
     def yarn(self) -> YarnConfig:
         scaling = self.raw.get("rope_scaling")
@@ -171,8 +183,8 @@ class _Parser:
 
     def parse(self) -> ModelConfig:
         architectures = self.raw.get("architectures")
-        if architectures is not None and architectures != [ARCHITECTURE]:
-            raise self.fail("architectures", f"['{ARCHITECTURE}']")
+        if architectures is not None and not names_architecture(architectures):
+            raise self.fail("architectures", f"a list with '{ARCHITECTURE}'")
         for field, expected in (
             ("num_key_value_heads", 1),
             ("n_shared_experts", 1),
@@ -184,7 +196,7 @@ class _Parser:
             ("attention_bias", False),
         ):
             self.require(field, expected)
-        layers = self.integer("num_hidden_layers")
+        layers = self.integer("num_hidden_layers", maximum=MAX_LAYERS)
         kinds = self.layer_kinds(layers)  # first: what transformers' save_pretrained loses beside it needs no mention
         config = ModelConfig(
             vocab_size=self.integer("vocab_size"),
@@ -198,7 +210,7 @@ class _Parser:
             o_lora_rank=self.integer("o_lora_rank"),
             sliding_window=self.integer("sliding_window"),
             moe_intermediate_size=self.integer("moe_intermediate_size"),
-            n_routed_experts=self.integer("n_routed_experts"),
+            n_routed_experts=self.integer("n_routed_experts", maximum=MAX_EXPERTS),
             num_experts_per_tok=self.integer("num_experts_per_tok"),
             routed_scaling_factor=self.number("routed_scaling_factor"),
             swiglu_limit=self.number("swiglu_limit"),
@@ -214,7 +226,7 @@ class _Parser:
             compress_rope_theta=self.number("compress_rope_theta"),
             yarn=self.yarn(),
             max_position_embeddings=self.integer("max_position_embeddings"),
-            num_nextn_predict_layers=self.raw.get("num_nextn_predict_layers", 0),
+            num_nextn_predict_layers=self.draft_layers(),
             layer_kinds=kinds,
         )
         self.check_relations(config)

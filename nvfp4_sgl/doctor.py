@@ -186,14 +186,10 @@ def device_name(index: int) -> str:
 
 def examine_checkpoint(report: Report, directory: Path) -> None:
     """Verify the checkpoint in ``directory`` and fill in its summary."""
-    from nvfp4_sgl.checkpoint.inventory import Inventory
-    from nvfp4_sgl.checkpoint.quantization import check_quantization_config
-    from nvfp4_sgl.config import ModelConfig, read_config_json
+    from nvfp4_sgl.checkpoint.verified import verify
 
     try:
-        raw = read_config_json(directory)
-        summary = Inventory.open(directory).verify(ModelConfig.from_dict(raw, source=str(directory / "config.json")))
-        check_quantization_config(raw, summary)
+        summary = verify(directory).summary
     except Nvfp4SglError as error:
         report.problems.append(f"checkpoint: {error}")
         return

@@ -76,7 +76,9 @@ def describe(error: BaseException) -> str:
         from nvfp4_sgl.errors import Nvfp4SglError
 
         if isinstance(error, Nvfp4SglError):
-            return f"nvfp4-sgl: error: {error}"
+            from nvfp4_sgl.files import escaped
+
+            return escaped(f"nvfp4-sgl: error: {error}")
     except Exception:  # the package itself is broken; say what we know
         pass
     frames = traceback.extract_tb(error.__traceback__)

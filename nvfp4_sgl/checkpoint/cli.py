@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.config import ModelConfig, read_config_json
+from nvfp4_sgl.checkpoint.verified import verify
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +48,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Check names, shapes, dtypes and quantization_config from the headers; print what is stored."""
-    config = ModelConfig.from_dir(args.directory)
-    summary = Inventory.open(args.directory).verify(config)
-    check_quantization_config(read_config_json(args.directory), summary)
-    print(f"{args.directory}: complete\n{summary.table()}")
+    print(f"{args.directory}: complete\n{verify(args.directory).summary.table()}")
     return 0
 
 

@@ -7,8 +7,8 @@ shape and dtype of one of the storages that its role allows. Nothing is ignored 
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +18,7 @@ from nvfp4_sgl.checkpoint.safetensors_header import Entry, read_header
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.files import MAX_INDEX_BYTES, read_json, require_directory, shown
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,9 @@ class Inventory:
             CheckpointError: a file is absent, damaged or not in the index; a tensor is in two files, in the index
                 but not in its file or the other way round; or the names are of a layout that is not supported.
         """
-        directory = Path(directory)
-        if not directory.is_dir():
-            raise CheckpointError(
-                f"{directory}: not a directory; name one that holds config.json and safetensors files"
-            )
+        directory = require_directory(directory, CheckpointError)
         present = sorted(directory.glob("*.safetensors"))
-        weight_map = _read_index(directory / INDEX) if (directory / INDEX).exists() else None
+        weight_map = _read_index(directory / INDEX) if os.path.lexists(directory / INDEX) else None
         if weight_map is not None:
             _check_files(directory, set(weight_map.values()), {file.name for file in present})
         if not present:
@@ -97,6 +94,13 @@ class Inventory:
             CheckpointError: lists missing and superfluous tensors, wrong shapes and wrong dtypes, each with its
                 file, what was expected and what was found.
         """
+        layers, experts = config.num_hidden_layers, config.n_routed_experts
+        if 3 * layers * experts > len(self.entries):
+            raise CheckpointError(
+                f"{self.directory}: the tensors do not match config.json, which asks for {layers} layers of {experts}"
+                f" experts, {3 * layers * experts} matrices; the files hold {len(self.entries)} tensors: use the"
+                " config.json that belongs to them"
+            )
         audit = _Audit(self)
         summary = CheckpointSummary(self.directory)
         for spec in tensor_specs(config).values():
@@ -121,10 +125,7 @@ class Inventory:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    index = read_json(file, CheckpointError, MAX_INDEX_BYTES, "fetch it again")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: expected a non-empty object 'weight_map', found {type(weight_map).__name__}")
@@ -134,7 +135,9 @@ def _read_index(file: Path) -> dict[str, str]:
         if isinstance(target, str) and target in good:
             continue
         if not isinstance(target, str) or Path(target).name != target or not target.endswith(".safetensors"):
-            raise CheckpointError(f"{file}: tensor '{name}': expected the name of a safetensors file, found {target!r}")
+            raise CheckpointError(
+                f"{file}: tensor '{name}': expected the name of a safetensors file, found {shown(target)}"
+            )
         good.add(target)
     return weight_map
 

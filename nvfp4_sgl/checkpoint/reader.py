@@ -185,10 +185,14 @@ class CheckpointReader:
     def _invalid(self, entry: Entry, name: str, part: Tensor) -> tuple[Tensor | None, str]:
         """Where ``part`` holds what it must not, and what was expected."""
         if name.endswith((".weight_scale_2", ".input_scale")):
-            return ~(part.isfinite() & (part > 0)), "a finite scale > 0"
+            # Beyond these the largest value or a reciprocal is not a normal fp32 number.
+            low, high = nvfp4.SCALE_MIN, nvfp4.SCALE_MAX
+            return ~((part >= low) & (part <= high)), "a scale > 0 from 2^-117 to 2^116"
         if entry.dtype == "F8_E4M3":
             bits = part.view(torch.uint8)
             if name.endswith(".weight_scale"):
+                if part.numel() and not bool(bits.any()):
+                    return bits == 0, "block scales of which one at least is > 0"
                 return bits >= 0x7F, "block scales that are numbers >= +0"
             return (bits & 0x7F) == 0x7F, "no NaN"
         if entry.dtype == "F8_E8M0":

@@ -6,12 +6,12 @@ file obeys is checked here: a truncated download must be found before anything i
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
 
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.files import foreign_kind, parse_json, require_file, shown
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -38,9 +38,12 @@ class Entry(NamedTuple):
 
 def read_header(file: Path) -> list[Entry]:
     """Entries of ``file`` in the order of their data; CheckpointError if the file breaks a rule of the format."""
+    size = require_file(file, CheckpointError, "fetch it again")
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
+            if kind := foreign_kind(stream.read(256)):
+                raise CheckpointError(f"{file}: not a safetensors file: {kind}")
+            stream.seek(0)
             prefix = stream.read(LENGTH_BYTES)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < LENGTH_BYTES or length > size - LENGTH_BYTES:
@@ -57,10 +60,7 @@ def read_header(file: Path) -> list[Entry]:
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
-    try:
-        header = json.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file}: the safetensors header is not valid JSON ({error})") from error
+    header = parse_json(text, f"{file}: safetensors header", CheckpointError)
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: safetensors header: expected a JSON object, found {type(header).__name__}")
     header.pop("__metadata__", None)
@@ -79,19 +79,21 @@ def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
         well_formed = False
     if not well_formed:
         raise CheckpointError(
-            f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {fields!r}"
+            f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {shown(fields)}"
         )
     if dtype not in ITEM_BYTES:
         raise CheckpointError(
-            f"{file}: tensor '{name}': unknown dtype '{dtype}'; expected one of {', '.join(ITEM_BYTES)}"
+            f"{file}: tensor '{name}': unknown dtype {shown(dtype)}; expected one of {', '.join(ITEM_BYTES)}"
         )
     if shape and (set(map(type, shape)) != {int} or min(shape) < 0):
-        raise CheckpointError(f"{file}: tensor '{name}': expected a shape of non-negative integers, found {shape}")
+        raise CheckpointError(
+            f"{file}: tensor '{name}': expected a shape of non-negative integers, found {shown(shape)}"
+        )
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if begin < 0 or end - begin != nbytes:
         raise CheckpointError(
-            f"{file}: tensor '{name}': {dtype} {shape} takes {nbytes} bytes, but data_offsets [{begin}, {end}]"
-            f" hold {end - begin}"
+            f"{file}: tensor '{name}': {dtype} {shown(shape)} takes {shown(nbytes)} bytes, but data_offsets"
+            f" [{shown(begin)}, {shown(end)}] hold {shown(end - begin)}"
         )
     return Entry(name, file, dtype, tuple(shape), start + begin, nbytes)
 

@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, mtp_specs, tensor_specs
-from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, generation_config, tiny_config
 from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
+from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats import fp8_block, mxfp4, nvfp4
@@ -64,9 +63,7 @@ def write_tiny(
     _write_json(directory / "generation_config.json", generation_config())
     write_tokenizer(directory, config.vocab_size, config.max_position_embeddings)
     _write_shards(directory, dict(_tensors(config, format, seed)), shards)
-    summary = Inventory.open(directory).verify(config)
-    check_quantization_config(raw, summary)
-    return summary
+    return verify(directory).summary
 
 
 def _prepare(directory: Path, force: bool) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.quantization import check_quantization_config
-from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
@@ -130,7 +130,7 @@ def is_our_checkpoint(path: str | Path | None) -> bool:
     if path is None or not (Path(path) / "config.json").is_file():
         return False
     try:
-        return ARCHITECTURE in (read_config_json(path).get("architectures") or ())
+        return names_architecture(read_config_json(path).get("architectures"))
     except ConfigError:
         return False  # SGLang reports what it cannot parse
 
@@ -145,9 +145,8 @@ def preflight(server_args: Any) -> None:
     raw = read_config_json(path)
     check_arguments(given)
     check_activation_mode(raw, overrides)
-    config = ModelConfig.from_dir(path)
-    inventory = check_checkpoint(path, config, raw)
-    check_target(given, {**raw, **overrides}, config, inventory)
+    checkpoint = verify(path)
+    check_target(given, {**raw, **overrides}, checkpoint.config, checkpoint.inventory)
     bind_threads(given["tp_size"])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
@@ -204,13 +203,6 @@ def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) 
     if mode is not None and mode not in known:
         where = "--json-model-override-args" if "activation_mode" in overrides else "config.json"
         raise ConfigError(f"{where}: activation_mode {mode!r}: expected one of {', '.join(known)}")
-
-
-def check_checkpoint(path: Path, config: ModelConfig, raw: Mapping[str, Any]) -> Inventory:
-    """Refuse a checkpoint whose files, names, shapes or dtypes are not what ``config`` says; headers only."""
-    inventory = Inventory.open(path)
-    check_quantization_config(raw, inventory.verify(config))
-    return inventory
 
 
 def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: ModelConfig, inventory: Inventory) -> None:

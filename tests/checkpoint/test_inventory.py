@@ -208,7 +208,7 @@ def test_files_that_are_not_safetensors(tmp_path: Path, data: bytes) -> None:
 def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         Inventory.open(tmp_path)
-    with pytest.raises(CheckpointError, match="not a directory"):
+    with pytest.raises(CheckpointError, match="expected a directory"):
         Inventory.open(tmp_path / "absent")
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"'a'.*name of a safetensors file"):

@@ -223,12 +223,22 @@ DAMAGES: dict[str, Damage] = {
     ),
     "infinite global scale": Damage(
         _change(f"{_Q}.weight_scale_2", set_float(0, float("inf"))),
-        (f"{_Q}.weight_scale_2", "finite scale > 0", "found inf"),
+        (f"{_Q}.weight_scale_2", "scale > 0", "found inf"),
         needs_values=True,
     ),
     "NaN global scale": Damage(
         _change(f"{_GATE}.weight_scale_2", set_float(0, float("nan"))),
         (f"{_GATE}.weight_scale_2", "found nan"),
+        needs_values=True,
+    ),
+    "huge global scale": Damage(
+        _change(f"{_Q}.weight_scale_2", set_float(0, 1e38)),
+        (f"{_Q}.weight_scale_2", "2^116", "found 9.99", ".safetensors"),
+        needs_values=True,
+    ),
+    "block scales that are all zero": Damage(
+        _change(f"{_GATE}.weight_scale", lambda dtype, shape, data: (dtype, shape, bytes(len(data)))),
+        (f"{_GATE}.weight_scale", "one at least is > 0"),
         needs_values=True,
     ),
     "zero global scale": Damage(

@@ -1,0 +1,111 @@
+"""Files as strangers give them: looked at before they are read, and named for what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from nvfp4_sgl.errors import CheckpointError, ConfigError
+
+MAX_CONFIG_BYTES = 16 * 2**20
+MAX_INDEX_BYTES = 256 * 2**20
+"""An index of 290,000 tensors, the largest released, takes 27 MB."""
+SHOWN_CHARACTERS = 120
+"""Of a value that an error quotes."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FOREIGN = (
+    (re.compile(rb"version https://git-lfs"), "a git-lfs pointer, not the file itself", "run 'git lfs pull'"),
+    (re.compile(rb"\s*<(!doctype|html|\?xml)", re.I), "a web page", "the download went wrong: fetch the file again"),
+    (re.compile(rb"\x80[\x02-\x05]|PK\x03\x04"), "a pickle (a PyTorch file)", "only safetensors files are read"),
+    (re.compile(rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd"), "a compressed file", "unpack it"),
+    (re.compile(rb"GGUF"), "a GGUF file", "only safetensors files are read"),
+)
+
+
+def escaped(text: str) -> str:
+    """``text`` with control characters, but newlines and tabs, spelt out: names come from files."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object) -> str:
+    """``repr`` of what a file holds, cut where it gets long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}… ({len(text)} characters)"
+
+
+def foreign_kind(head: bytes) -> str | None:
+    """What a file that begins with ``head`` is and what to do, if it is one of the things often found in its place."""
+    for pattern, what, remedy in _FOREIGN:
+        if pattern.match(head):
+            return f"this is {what}; {remedy}"
+    return None
+
+
+def require_directory(path: str | Path, error: type[ConfigError] | type[CheckpointError]) -> Path:
+    """``path``, which must be a directory that can be looked into; ``error`` says what else it is."""
+    path = Path(path)
+    kind = _kind(path)
+    if kind == "directory":
+        return path
+    if kind == "regular file":
+        raise error(f"{path}: expected a directory, found a file; name the directory that holds it, {path.parent}")
+    if kind == "nothing" and _HUB_ID.fullmatch(str(path)):
+        raise error(
+            f"{path}: expected a directory, found nothing of that name. If it is a model of the Hugging Face hub,"
+            f" fetch it first: hf download {path} --local-dir DIR"
+        )
+    raise error(f"{path}: expected a directory that holds config.json and safetensors files, found {kind}")
+
+
+def require_file(path: Path, error: type[ConfigError] | type[CheckpointError], remedy: str) -> int:
+    """Size of ``path``, which must be a regular file: a pipe would wait for ever, a loop of links leads nowhere."""
+    kind = _kind(path)
+    if kind != "regular file":
+        raise error(f"{path}: expected a file, found {kind}; {remedy}")
+    return path.stat().st_size
+
+
+def _kind(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere" if path.is_symlink() else "nothing"
+    except OSError as problem:
+        return f"what cannot be read ({os.strerror(problem.errno or 0)})"
+    except ValueError:  # a null character in the name
+        return "a name that no file can have"
+    known = ((stat.S_ISREG, "regular file"), (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "a named pipe"))
+    return next((name for check, name in known if check(mode)), "neither a file nor a directory")
+
+
+def read_json(path: Path, error: type[ConfigError] | type[CheckpointError], limit: int, remedy: str) -> Any:
+    """The value in ``path``, at most ``limit`` bytes of JSON; ``remedy`` is what to do if there is no such file."""
+    size = require_file(path, error, remedy)
+    if size > limit:
+        raise error(f"{path}: expected at most {limit} bytes, found {size}; this is not the file that it should be")
+    try:
+        raw = path.read_bytes()
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({os.strerror(problem.errno or 0)})") from problem
+    return parse_json(raw, str(path), error)
+
+
+def parse_json(raw: bytes, where: str, error: type[ConfigError] | type[CheckpointError]) -> Any:
+    """The value of a JSON text; ``error`` names ``where`` it came from."""
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise error(f"{where}: not valid JSON (nested too deeply)") from None
+    except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError, too; numbers of thousands of digits
+        if kind := foreign_kind(raw[:256]):
+            raise error(f"{where}: not valid JSON: {kind}") from None
+        raise error(f"{where}: not valid JSON ({str(problem)[:SHOWN_CHARACTERS]})") from problem
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")

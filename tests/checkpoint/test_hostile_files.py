@@ -1,0 +1,209 @@
+"""Files that are no checkpoint, or a trap: each ends in one clear error, soon, and without much memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError
+from nvfp4_sgl.files import escaped, foreign_kind, parse_json
+from tests.support.damage import INDEX, change_json, copy_checkpoint, replace_bytes
+
+SECONDS = 20
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.fixture
+def damaged(tiny: dict[str, Path], tmp_path: Path) -> Path:
+    return copy_checkpoint(tiny["nvfp4-full"], tmp_path / "damaged")
+
+
+def refused(directory: Path, *mentions: str) -> str:
+    """The message of the error that :func:`verify` raises, soon, and which is one of ours."""
+    started = time.monotonic()
+    with pytest.raises(Nvfp4SglError) as caught:
+        verify(directory)
+    assert time.monotonic() - started < SECONDS
+    message = str(caught.value)
+    for mention in mentions:
+        assert mention in message, message
+    assert len(message) < 3000, len(message)
+    return message
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "null draft layers": ({"num_nextn_predict_layers": None}, ("num_nextn_predict_layers", "integer", "None")),
+    "string of draft layers": ({"num_nextn_predict_layers": "1"}, ("num_nextn_predict_layers", "'1'")),
+    "huge number of draft layers": ({"num_nextn_predict_layers": 10**400}, ("num_nextn_predict_layers", "401 char")),
+    "negative draft layers": ({"num_nextn_predict_layers": -1}, ("num_nextn_predict_layers", "-1")),
+    "architectures is a number": ({"architectures": 5}, ("architectures", "found 5")),
+    "another architecture": ({"architectures": ["LlamaForCausalLM"]}, ("architectures", "LlamaForCausalLM")),
+    "a hundred million experts": ({"n_routed_experts": 10**8}, ("n_routed_experts", "4096")),
+    "four thousand experts": ({"n_routed_experts": 4000}, ("4000 experts", "tensors")),
+    "huge dimension": ({"hidden_size": 10**400}, ("hidden_size", "an integer from 1 to")),
+    "huge number": ({"swiglu_limit": 10**400}, ("swiglu_limit", "fp32")),
+    "number beyond fp32": ({"rope_theta": 1e300}, ("rope_theta", "fp32", "1e+300")),
+    "dimension is a string": ({"head_dim": "512"}, ("head_dim", "'512'")),
+    "ratios are strings": ({"compress_ratios": ["4", "4"]}, ("compress_ratios",)),
+    "million layers": ({"num_hidden_layers": 10**6}, ("num_hidden_layers", "1024")),
+    "quantization_config is a list": ({"quantization_config": []}, ("quantization_config", "object")),
+    "unknown word": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True}},
+        ("quantization_config.pre_quant_scale", "one of the fields"),
+    ),
+    "algorithm is a list": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": ["NVFP4"]}},
+        ("quant_algo", "['NVFP4']"),
+    ),
+    "cache in NVFP4": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}},
+        ("kv_cache_quant_algo", "FP8"),
+    ),
+    "quantized_layers of nothing": (
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"layers.99": {"quant_algo": "NVFP4"}},
+            }
+        },
+        ("quantized_layers.layers.99", "name of a matrix"),
+    ),
+    "quantized_layers that contradict the tensors": (
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"layers.1.attn.wq_b": {"quant_algo": "FP8"}},
+            }
+        },
+        ("quantized_layers.layers.1.attn.wq_b", "NVFP4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config(damaged: Path, name: str) -> None:
+    changes, mentions = CONFIGS[name]
+    change_json(damaged / "config.json", lambda config: config.update(changes))
+    refused(damaged, "config.json", *mentions)
+
+
+TEXTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "deep": (b"[" * 200_000, ("nested too deeply",)),
+    "deep in an object": (b'{"a":' * 100_000, ("nested too deeply",)),
+    "number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", ("not valid JSON",)),
+    "NaN": (b'{"swiglu_limit": NaN}', ("NaN",)),
+    "no UTF-8": (b'{"a": "\xff"}', ("not valid JSON",)),
+    "empty": (b"", ("not valid JSON",)),
+    "git-lfs pointer": (LFS, ("git-lfs pointer", "git lfs pull")),
+    "web page": (b"<!DOCTYPE html><html>404</html>", ("web page", "fetch")),
+    "list": (b"[1, 2]", ("object",)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+def test_json(damaged: Path, name: str, file: str) -> None:
+    text, mentions = TEXTS[name]
+    if file == INDEX and name == "NaN":
+        text = b'{"weight_map": NaN}'
+    if file == INDEX and name in ("list", "number of 5000 digits"):
+        mentions = ("weight_map",) if name == "list" else mentions
+    replace_bytes(damaged / file, text)
+    refused(damaged, file, *mentions)
+
+
+HEADERS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "git-lfs pointer": (LFS, ("git-lfs pointer", "git lfs pull")),
+    "web page": (b"\n<html><body>Access denied</body></html>" * 20, ("web page",)),
+    "pickle": (b"\x80\x02}q\x00(X\x05\x00\x00\x00model" * 10, ("pickle", "only safetensors")),
+    "zipped pickle": (b"PK\x03\x04" + bytes(100), ("pickle",)),
+    "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(100), ("GGUF",)),
+    "gzip": (b"\x1f\x8b\x08" + bytes(100), ("compressed",)),
+    "deep header": ((100_000).to_bytes(8, "little") + b"[" * 100_000, ("header", "nested too deeply")),
+    "huge shape": (
+        b"",
+        ("takes", "characters"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_weights(damaged: Path, name: str) -> None:
+    data, mentions = HEADERS[name]
+    if not data:
+        shape = [10**300, 10**300]
+        text = json.dumps({"x": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 4]}}).encode()
+        data = len(text).to_bytes(8, "little") + text + bytes(4)
+    file = sorted(damaged.glob("*.safetensors"))[1]
+    replace_bytes(file, data)
+    refused(damaged, file.name, *mentions)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00002-of-00003.safetensors"])
+@pytest.mark.parametrize("what", ["named pipe", "loop of links", "broken link", "directory"])
+def test_what_is_no_file(damaged: Path, name: str, what: str) -> None:
+    """A pipe nobody writes to would be waited for."""
+    file = damaged / name
+    file.unlink()
+    make: dict[str, Callable[[], object]] = {
+        "named pipe": lambda: os.mkfifo(file),
+        "loop of links": lambda: file.symlink_to(file.name),
+        "broken link": lambda: file.symlink_to("nowhere"),
+        "directory": file.mkdir,
+    }
+    make[what]()
+    expected = {"named pipe": "named pipe", "loop of links": "links", "broken link": "leads nowhere"}
+    refused(damaged, name, expected.get(what, "directory"))
+
+
+def test_a_file_and_a_hub_id_say_what_to_do(tiny: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    directory = tiny["nvfp4-full"]
+    refused(directory / "config.json", "found a file", f"name the directory that holds it, {directory}")
+    refused(tmp_path / "absent", "found nothing")
+    monkeypatch.chdir(tmp_path)
+    refused(Path("deepseek-ai/DeepSeek-V4-Flash"), "hf download deepseek-ai/DeepSeek-V4-Flash --local-dir")
+
+
+def test_control_characters_are_spelt_out(damaged: Path) -> None:
+    change_json(damaged / "config.json", lambda config: config.update(scoring_func="\x1b[2J\u202egone"))
+    message = escaped(refused(damaged, "scoring_func"))
+    assert "\x1b" not in message and "\u202e" not in message
+    assert escaped("a\x1b[31m\x00\n\tü") == "a\\x1b[31m\\x00\n\tü"
+    command = [sys.executable, "-m", "nvfp4_sgl.cli", "inspect", str(damaged / "no\x1b[2Jsuch")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "\x1b" not in done.stderr and "\\x1b" in done.stderr
+
+
+VARIANTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "one ratio more and no number of draft layers": lambda c: c.pop("num_nextn_predict_layers"),
+    "three draft layers and one ratio for them": lambda c: c.update(num_nextn_predict_layers=3),
+    "no ratio for draft layers": lambda c: c.update(compress_ratios=c["compress_ratios"][:-1]),
+    "a second architecture": lambda c: c["architectures"].append("DeepseekV4ForCausalLMNextN"),
+    "producer": lambda c: c["quantization_config"].update(producer={"name": "modelopt", "version": "0.47.0"}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_that_load(damaged: Path, name: str) -> None:
+    plain = verify(damaged)
+    assert len(plain.raw["compress_ratios"]) == plain.config.num_hidden_layers + 1
+    change_json(damaged / "config.json", VARIANTS[name])
+    assert verify(damaged).config.layer_kinds == plain.config.layer_kinds
+
+
+def test_json_of_a_file_is_what_it_says() -> None:
+    assert parse_json(b'{"a": [1, 2.5, null]}', "x", ConfigError) == {"a": [1, 2.5, None]}
+    assert foreign_kind(b"\x10\x00\x00\x00\x00\x00\x00\x00{}") is None
+    with pytest.raises(CheckpointError, match="x: not valid JSON"):
+        parse_json(b"{", "x", CheckpointError)
