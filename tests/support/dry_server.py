@@ -34,7 +34,7 @@ from nvfp4_sgl.targets.fused.warm_up import sizes
 from tests.support.dry_launches import Launch, explained, launch_of
 from tests.support.reference_gemms import DryLauncher
 from tests.support.server import Server
-from tests.support.server_events import tell, tell_freeze, told
+from tests.support.server_events import tell, tell_freeze, told, told_once
 
 PATCHES = Path(__file__).parent / "sm100_on_hopper"
 WIDE = ("torch.bfloat16", "torch.float32")
@@ -144,8 +144,7 @@ def check_target(server: Server) -> None:
 
 def check_weights(server: Server, checkpoint: Path) -> None:
     """Every NVFP4 matrix lies there once, packed; codes and swizzled scales of one are the checkpoint's."""
-    (loaded,) = told(server.text(), "loaded")
-    parameters = loaded["parameters"]
+    parameters = told_once(server.text(), "loaded")["parameters"]
     specs = tensor_specs(ModelConfig.from_dir(checkpoint))
     matrices = [spec.shape for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
     packed = sum(rows * k // 2 for rows, k in matrices)
@@ -177,7 +176,7 @@ def check_warm_up(server: Server, checkpoint: Path, largest: int) -> None:
     """Every GEMM of up to ``largest`` tokens ran, and passes of each size, before anything was served."""
     config = ModelConfig.from_dir(checkpoint)
     keys = keys_for(layer_products(config), largest, config.swiglu_limit, "sm_100a", B200_CLUSTERS)
-    (frozen,), (warmed,) = (told(server.text(), event) for event in ("frozen", "warmed up"))
+    frozen, warmed = (told_once(server.text(), event) for event in ("frozen", "warmed up"))
     assert {key.name for key in keys} == set(frozen["gemms"])
     assert set(sizes(largest)) <= set(warmed["passes"])
     assert warmed["variants"] > 50
@@ -199,7 +198,9 @@ def check_first_launches(server: Server, checkpoint: Path, prompts: Sequence[int
         body = {"input_ids": [7 + n for n in range(length)], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
         answer = server.post("/generate", body)
         assert answer["meta_info"]["completion_tokens"] == 2
-        (launch,) = (each for each in told(server.text(), "first launch")[seen:] if each["tokens"] == length)
+        launches = [each for each in told(server.text(), "first launch")[seen:] if each["tokens"] == length]
+        assert len(launches) == 1, f"expected one pass of {length} tokens, found {launches}"
+        (launch,) = launches
         assert launch["rows"] == length and launch["key"] == first_key(checkpoint, length)
         assert launch["kernels_before"], "no kernel of ours before the first GEMM"
     compiled_late = told(server.text(), "not warmed up")

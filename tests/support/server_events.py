@@ -22,6 +22,13 @@ def told(log: str, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
+def told_once(log: str, event: str) -> dict[str, Any]:
+    """The one event of that name."""
+    found = told(log, event)
+    assert len(found) == 1, f"expected one event '{event}' in the server's log, found {len(found)}"
+    return found[0]
+
+
 def tell_freeze(runner: ReferenceLauncher) -> None:
     """Have a launcher tell which GEMMs had run when it was frozen, as the event ``frozen``."""
     freeze = runner.freeze
