@@ -24,7 +24,7 @@ from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused import experts, products_nvfp4
-from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
 from tests.support import native
 from tests.support.dry_launches import Launch, dry_launches, explained
@@ -113,14 +113,14 @@ def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
                 assert names.total() <= MOST_SM100[kind], f"{kind.name}: {names}"
 
 
-@pytest.mark.parametrize("tokens", [APART - 1, APART])
+@pytest.mark.parametrize("tokens", [TWO_LAUNCH_MIN_TOKENS - 1, TWO_LAUNCH_MIN_TOKENS])
 def test_latents_of_a_large_prefill_are_launched_apart(tokens: int, model: Standalone):
     model.reset()
     with dry_launches() as launches:
         model.extend({0: [7] * tokens})
     compressing = sum(model.config.kind(layer) is not LayerKind.SWA for layer in LAYERS)
     assert compressing
-    expected = len(LAYERS) + (compressing if tokens >= APART else 0)
+    expected = len(LAYERS) + (compressing if tokens >= TWO_LAUNCH_MIN_TOKENS else 0)
     assert Counter(launch.name for launch in launches)["_attention_inputs"] == expected
 
 

@@ -25,9 +25,9 @@ from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
 )
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     BLACKWELL,
-    FEW_HEADS,
     HOPPER,
-    HOPPER_SHORT,
+    HOPPER_TWO_TILES,
+    SIXTEEN_HEADS,
     Tiling,
     choose_splits,
     choose_tiling,
@@ -147,7 +147,7 @@ def check(case: Problem, device: str, **options: object) -> Tensor:
 
 @pytest.mark.parametrize(
     "tiling",
-    [HOPPER, BLACKWELL, FEW_HEADS],
+    [HOPPER, BLACKWELL, SIXTEEN_HEADS],
     ids=["heads x 512", "512 x heads", "few heads"],
 )
 @pytest.mark.parametrize("heads", [8, 24, 64, 128])
@@ -196,8 +196,8 @@ def rotated_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Te
 @pytest.mark.parametrize(
     ("tiling", "splits"),
     [
-        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
-        *((FEW_HEADS, splits) for splits in (2, 9)),
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS)),
+        *((SIXTEEN_HEADS, splits) for splits in (2, 9)),
         (HOPPER, 2),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -246,8 +246,8 @@ def divided(raw: Tensor, eps: float, positions: Tensor, frequencies: Tensor, *, 
 @pytest.mark.parametrize(
     ("tiling", "splits"),
     [
-        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, FEW_HEADS)),
-        (FEW_HEADS, 3),
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS)),
+        (SIXTEEN_HEADS, 3),
         pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -294,7 +294,7 @@ def test_raw_queries_of_any_size(seed: int, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
     ("tiling", "splits"),
-    [(HOPPER, 1), (FEW_HEADS, 1), (FEW_HEADS, 3), pytest.param(HOPPER, 3, marks=pytest.mark.gpu)],
+    [(HOPPER, 1), (SIXTEEN_HEADS, 1), (SIXTEEN_HEADS, 3), pytest.param(HOPPER, 3, marks=pytest.mark.gpu)],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
 def test_raw_queries_whose_squares_overflow(tiling: Tiling, splits: int, device: str) -> None:
@@ -448,7 +448,7 @@ def test_given_partials_are_used(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("tiling", "heads", "tiles", "numbers"),
-    [(FEW_HEADS, 8, 33, (3, 6, 20, 40)), (HOPPER, 20, 9, (3, 9))],
+    [(SIXTEEN_HEADS, 8, 33, (3, 6, 20, 40)), (HOPPER, 20, 9, (3, 9))],
     ids=["few heads", "many heads"],
 )
 def test_parts_of_any_number(tiling: Tiling, heads: int, tiles: int, numbers: tuple[int, ...], device: str) -> None:
@@ -474,23 +474,23 @@ def test_parts_of_lists_of_any_length(device: str) -> None:
     """Queries that see no tile, one, fewer than there are parts, and more; each as if it were alone."""
     case = problem(8, [70, 130], tokens=4)
     ends = {"window_lengths": torch.tensor([0, 1, 33, 70]).int(), "extra_lengths": torch.tensor([0, 0, 64, 130]).int()}
-    together = case.run(device, tiling=FEW_HEADS, splits=6, **ends)
+    together = case.run(device, tiling=SIXTEEN_HEADS, splits=6, **ends)
     assert (together[0] == 0).all()
     for slots, length in zip(case.slots, ends.values(), strict=True):
         slots[torch.arange(slots.shape[1]) >= length[:, None]] = -1
-    check(case, device, tiling=FEW_HEADS, splits=6)
+    check(case, device, tiling=SIXTEEN_HEADS, splits=6)
     for token in range(4):
         alone = Problem(
             case.q[token : token + 1], case.sink, case.entries, case.stores, [s[token : token + 1] for s in case.slots]
         )
         own = {name: length[token : token + 1] for name, length in ends.items()}
-        assert torch.equal(alone.run(device, tiling=FEW_HEADS, splits=6, **own), together[token : token + 1])
+        assert torch.equal(alone.run(device, tiling=SIXTEEN_HEADS, splits=6, **own), together[token : token + 1])
 
 
 def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(20, [70, 130], tokens=2)
     counters = torch.zeros(2 * 20, dtype=torch.int32, device=device)
-    options = {"tiling": FEW_HEADS, "splits": 5, "semaphores": counters}
+    options = {"tiling": SIXTEEN_HEADS, "splits": 5, "semaphores": counters}
     forwards = case.run(device, **options)
     run_backwards(monkeypatch)
     assert torch.equal(case.run(device, **options), forwards)
@@ -516,11 +516,11 @@ def test_splits_fill_the_chip() -> None:
     assert splits(1, 8, 0) == 1
     for queries in (1, 3, 8, 64, 100, 256):
         assert 1 <= splits(queries, 128, 128, 1024) <= 18
-    assert choose_splits(1, 8, (128, 512), 132, FEW_HEADS) == 20
-    assert choose_splits(1, 64, (128, 8192), 132, FEW_HEADS) <= 66
+    assert choose_splits(1, 8, (128, 512), 132, SIXTEEN_HEADS) == 20
+    assert choose_splits(1, 64, (128, 8192), 132, SIXTEEN_HEADS) <= 66
 
 
-@pytest.mark.parametrize("tiling", [HOPPER, FEW_HEADS], ids=named)
+@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS], ids=named)
 @pytest.mark.parametrize("queries", [1, 3, 8, 33, 64, 100, 8192])
 def test_programs_of_split_keys_all_have_a_place(queries: int, tiling: Tiling) -> None:
     """They wait for one another."""
@@ -530,38 +530,38 @@ def test_programs_of_split_keys_all_have_a_place(queries: int, tiling: Tiling) -
         assert splits == 1 or programs <= 132 * tiling.resident
         assert splits <= most_splits(queries, heads, 132, tiling)
     assert most_splits(2, 64, 132, HOPPER) == 66
-    assert most_splits(2, 65, 132, FEW_HEADS) == 26
+    assert most_splits(2, 65, 132, SIXTEEN_HEADS) == 26
 
 
 def test_the_measured_tilings() -> None:
     """What was fastest on an H200."""
     for queries, heads, columns, expected, splits in [
-        (1, 64, (128,), FEW_HEADS, 4),
-        (1, 64, (128, 512), FEW_HEADS, 20),
-        (1, 64, (128, 1024), FEW_HEADS, 36),
-        (1, 64, (128, 8192), FEW_HEADS, 65),
+        (1, 64, (128,), SIXTEEN_HEADS, 4),
+        (1, 64, (128, 512), SIXTEEN_HEADS, 20),
+        (1, 64, (128, 1024), SIXTEEN_HEADS, 36),
+        (1, 64, (128, 8192), SIXTEEN_HEADS, 65),
         (2, 64, (128, 8192), HOPPER, 65),
-        (4, 64, (128, 512), FEW_HEADS, 16),
-        (8, 64, (128,), FEW_HEADS, 4),
+        (4, 64, (128, 512), SIXTEEN_HEADS, 16),
+        (8, 64, (128,), SIXTEEN_HEADS, 4),
         (8, 64, (128, 512), HOPPER, 10),
         (8, 64, (128, 8192), HOPPER, 16),
-        (16, 64, (128,), FEW_HEADS, 4),
+        (16, 64, (128,), SIXTEEN_HEADS, 4),
         (16, 64, (128, 512), HOPPER, 8),
-        (32, 64, (128,), FEW_HEADS, 1),
-        (64, 64, (128,), HOPPER_SHORT, 1),
+        (32, 64, (128,), SIXTEEN_HEADS, 1),
+        (64, 64, (128,), HOPPER_TWO_TILES, 1),
         (64, 64, (128, 512), HOPPER, 2),
         (256, 64, (128,), HOPPER, 1),
         (256, 64, (128, 512), HOPPER, 1),
         (8192, 64, (128, 512), HOPPER, 1),
-        (1, 128, (128,), FEW_HEADS, 4),
-        (1, 128, (128, 1024), FEW_HEADS, 18),
-        (8, 128, (128,), FEW_HEADS, 4),
+        (1, 128, (128,), SIXTEEN_HEADS, 4),
+        (1, 128, (128, 1024), SIXTEEN_HEADS, 18),
+        (8, 128, (128,), SIXTEEN_HEADS, 4),
         (8, 128, (128, 1024), HOPPER, 8),
-        (64, 128, (128,), HOPPER_SHORT, 1),
-        (8192, 8, (128, 512), FEW_HEADS, 1),
+        (64, 128, (128,), HOPPER_TWO_TILES, 1),
+        (8192, 8, (128, 512), SIXTEEN_HEADS, 1),
     ]:
         tiling = choose_tiling(queries, heads, columns, 132, packed=True)
-        if default_tiling(64, packed=True) != HOPPER and expected != FEW_HEADS:
+        if default_tiling(64, packed=True) != HOPPER and expected != SIXTEEN_HEADS:
             continue
         assert tiling == expected, (queries, heads, columns)
         assert choose_splits(queries, heads, columns, 132, tiling) == splits, (queries, heads, columns)
@@ -662,7 +662,7 @@ def test_a_pool_beyond_two_to_the_31_bytes(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiling", [HOPPER, FEW_HEADS], ids=named)
+@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS], ids=named)
 def test_a_captured_launch_follows_its_inputs(tiling: Tiling, device: str) -> None:
     case = problem(64, [128, 512], tokens=4)
     q, sink = case.q.to(device), case.sink.to(device)

@@ -17,7 +17,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs import prepare as attention_input
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS, IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
-from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS, prepare_attention
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, page_bytes
 from tests.triton.support.compression import FREQUENCIES, World
@@ -153,7 +153,7 @@ def test_layers(layer: str, order: str, each: int, device: str, monkeypatch: pyt
     """Ragged, then decode of windows that close and do not, with padding; programs of one and of several tokens."""
     if order == "backwards":
         run_backwards(monkeypatch)
-    monkeypatch.setattr(attention_inputs, "PROGRAMS", each)
+    monkeypatch.setattr(attention_inputs, "HCA_DECODE_PROGRAMS", each)
     world = World(LAYERS[layer], device, requests=4)
     world.suppose({1: 120, 2: 125, 3: 3})
     check_pass(world, {1: 7, 2: 2, 4: 5}, 128)
@@ -166,7 +166,7 @@ def test_layers(layer: str, order: str, each: int, device: str, monkeypatch: pyt
 @pytest.mark.parametrize("layer", ["CSA", "HCA"])
 def test_apart_and_together(layer: str, device: str, monkeypatch: pytest.MonkeyPatch):
     """One pass whose latents and compressors are launched apart leaves the entries that passes of both sizes leave."""
-    monkeypatch.setattr(attention_inputs, "APART", 16)
+    monkeypatch.setattr(attention_inputs, "TWO_LAUNCH_MIN_TOKENS", 16)
     whole, chunked = World(LAYERS[layer], device), World(LAYERS[layer], device)
     for world in (whole, chunked):
         world.suppose({1: 95})
@@ -182,7 +182,7 @@ def test_apart_and_together(layer: str, device: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("layer", ["CSA", "HCA"])
 def test_chunks_of_a_long_prefill(layer: str, device: str):
     whole, chunked = World(LAYERS[layer], device, capacity=8192), World(LAYERS[layer], device, capacity=8192)
-    chunks = (1100, APART - 1, APART, 1, 352, 1)
+    chunks = (1100, TWO_LAUNCH_MIN_TOKENS - 1, TWO_LAUNCH_MIN_TOKENS, 1, 352, 1)
     for world, counts in ((whole, (sum(chunks) - 1, 1)), (chunked, chunks)):
         for count in counts:
             batch, wide = world.prepare({1: count})
@@ -247,7 +247,7 @@ def launches() -> None:
         world = World(cases, "cpu")
         world.workspace = new_workspace(256, 256, "cpu")
         decode = [world.batch([1] * tokens, [0] * tokens, [1] * tokens) for tokens in (16, 256)]
-        for batch in (world.batch([1], [0], [64]), world.batch([1], [0], [APART]), *decode):
+        for batch in (world.batch([1], [0], [64]), world.batch([1], [0], [TWO_LAUNCH_MIN_TOKENS]), *decode):
             wide = torch.zeros(batch.tokens, world.rows.shape[2])
             latents = some_latents(batch.tokens, 1536, torch.float32, "cpu")
             quantized = replace(latents, q_out=None, q_rows=Rows.allocate(batch.tokens, 1536, 128, "cpu"))

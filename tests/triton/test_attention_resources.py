@@ -9,7 +9,7 @@ import torch
 
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.attention.tiling import FEW_HEADS, HOPPER
+from nvfp4_sgl.triton_kernels.attention.tiling import HOPPER, SIXTEEN_HEADS
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
@@ -50,13 +50,13 @@ def test_resources(architecture: int) -> None:
     assert sorted(usage.kernel for usage in found) == ["attend"] * (2 * 3 + 1)
     for usage in found:
         # Programs of split keys wait for one another: those that a multiprocessor is said to hold, it must.
-        resident = {tiling.warps: tiling.resident for tiling in (HOPPER, FEW_HEADS)}[usage.warps]
+        resident = {tiling.warps: tiling.resident for tiling in (HOPPER, SIXTEEN_HEADS)}[usage.warps]
         assert resident * (usage.shared + RESERVED) <= SHARED and resident * usage.warps * 32 * 256 <= REGISTERS, usage
         assert usage.fused_shuffles == 0, usage
         quantizes = usage.count("cvt.rn.satfinite.e2m1x2" if architecture >= 100 else "lop3.b32") > 0
-        stack = 0 if usage.warps == FEW_HEADS.warps else (QUANTIZED_STACK if quantizes else STACK)[architecture]
+        stack = 0 if usage.warps == SIXTEEN_HEADS.warps else (QUANTIZED_STACK if quantizes else STACK)[architecture]
         assert usage.shared <= SHARED_LIMIT and usage.stack <= stack, usage
         tensor_core = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
         assert (usage.count(tensor_core) > 0) == (usage.warps == HOPPER.warps), usage
         assert usage.group_waits <= usage.count("wgmma.mma_async") // 4, usage
-        assert (usage.count("mma.sync") > 0) == (usage.warps == FEW_HEADS.warps), usage
+        assert (usage.count("mma.sync") > 0) == (usage.warps == SIXTEEN_HEADS.warps), usage

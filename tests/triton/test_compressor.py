@@ -124,7 +124,7 @@ def test_padding_harms_nothing(case: tuple[int, int], device: str):
 
 def test_programs_of_several_tokens(device: str, monkeypatch: pytest.MonkeyPatch):
     """At ratio 128 large decode batches share programs: of four tokens here, of which some close, or none, or all."""
-    monkeypatch.setattr(attention_inputs, "PROGRAMS", 2)
+    monkeypatch.setattr(attention_inputs, "HCA_DECODE_PROGRAMS", 2)
     world = World([(128, 512)], device, requests=5)
     world.suppose({1: 127, 2: 127, 3: 5, 4: 126, 5: 255})
     for padding in (0, 3):

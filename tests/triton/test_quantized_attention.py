@@ -15,8 +15,8 @@ from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_partials
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     BLACKWELL,
-    FEW_HEADS,
     HOPPER,
+    SIXTEEN_HEADS,
     Tiling,
     default_tiling,
     fuses_quantization,
@@ -48,10 +48,10 @@ def cos_sin(tokens: int) -> Tensor:
 @pytest.mark.parametrize(
     ("tiling", "heads", "groups"),
     [
-        (FEW_HEADS, 8, 1),
-        (FEW_HEADS, 4, 2),
-        (FEW_HEADS, 24, 3),
-        (FEW_HEADS, 32, 2),
+        (SIXTEEN_HEADS, 8, 1),
+        (SIXTEEN_HEADS, 4, 2),
+        (SIXTEEN_HEADS, 24, 3),
+        (SIXTEEN_HEADS, 32, 2),
         (HOPPER, 16, 16),
         (HOPPER, 72, 9),
         (BLACKWELL, 128, 16),
@@ -68,10 +68,10 @@ def test_heads_and_groups(tiling: Tiling, heads: int, groups: int, device: str) 
 @pytest.mark.parametrize(
     ("tiling", "heads", "splits"),
     [
-        (FEW_HEADS, 8, 2),
-        (FEW_HEADS, 24, 3),
-        (FEW_HEADS, 16, 9),
-        (FEW_HEADS, 8, 40),
+        (SIXTEEN_HEADS, 8, 2),
+        (SIXTEEN_HEADS, 24, 3),
+        (SIXTEEN_HEADS, 16, 9),
+        (SIXTEEN_HEADS, 8, 40),
         (HOPPER, 64, 2),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -105,7 +105,7 @@ def test_lists_of_any_length(device: str) -> None:
         "window_lengths": torch.tensor([0, 1, 33, 70, 32]).int(),
         "extra_lengths": torch.tensor([0, 0, 64, 130, 0]).int(),
     }
-    plain = check_quantized(case, 2, device, tiling=FEW_HEADS, splits=6, cos_sin=cos_sin(5), **ends)
+    plain = check_quantized(case, 2, device, tiling=SIXTEEN_HEADS, splits=6, cos_sin=cos_sin(5), **ends)
     assert (plain[0] == 0).all() and (plain[1:] != 0).any(-1).all()
 
 
@@ -115,7 +115,7 @@ def test_outliers_and_groups_apart(device: str) -> None:
     case.q[:, :8] = 0
     case.sink[:8] = 60.0
     for splits in (1, 2):
-        plain = check_quantized(case, 2, device, tiling=FEW_HEADS, splits=splits)
+        plain = check_quantized(case, 2, device, tiling=SIXTEEN_HEADS, splits=splits)
         scales = quantize_rows(plain.view(2, -1)).global_scale
         assert float(scales[1] / scales[0]) > 1e10
     check(case, device, splits=1)
@@ -131,7 +131,7 @@ def test_what_is_not_finite(device: str) -> None:
     for splits in (1, 2):
         out = torch.zeros_like(case.q, device=device)
         found = poisoned_rows(1, 4096, device, 8, groups=1)
-        case.launch(device, out=out, out_rows=found, tiling=FEW_HEADS, splits=splits)
+        case.launch(device, out=out, out_rows=found, tiling=SIXTEEN_HEADS, splits=splits)
         assert not out.isfinite().all()
         require_quantized(found, out.view(1, 1, -1))
 
@@ -140,7 +140,7 @@ def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch
     run_backwards(monkeypatch)
     counters = torch.zeros(32, dtype=torch.int32, device=device)
     case = problem(16, [70, 130], tokens=2)
-    check_quantized(case, 2, device, tiling=FEW_HEADS, splits=5, semaphores=counters)
+    check_quantized(case, 2, device, tiling=SIXTEEN_HEADS, splits=5, semaphores=counters)
     assert not counters.any()
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
-from nvfp4_sgl.triton_kernels.indexer.topk import CHUNK, REGISTERS, SMALL, Candidates, new_candidates, select_entries
+from nvfp4_sgl.triton_kernels.indexer.topk import (
+    CHUNK,
+    MAX_REGISTERS,
+    SINGLE_PASS_MAX_SCORES,
+    Candidates,
+    new_candidates,
+    select_entries,
+)
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources
@@ -88,7 +95,7 @@ def test_rows_of_several_chunks(topk: int, device: str):
 
 def test_blocks_of_every_size(device: str):
     """Rows at the edges of blocks and more candidates than a small block holds; the last entries are among the best."""
-    visible = [4 * CHUNK + 500, CHUNK + 300, SMALL + 1, SMALL, CHUNK, 2 * CHUNK]
+    visible = [4 * CHUNK + 500, CHUNK + 300, SINGLE_PASS_MAX_SCORES + 1, SINGLE_PASS_MAX_SCORES, CHUNK, 2 * CHUNK]
     made, scores = new_pass(at_sight(visible), device), random_scores(6, 4 * CHUNK + 500)
     scores[0, ::7] = scores[0, 3]
     for row, count in zip(scores, visible, strict=True):
@@ -180,14 +187,21 @@ KEPT = {
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_is_kept_first(kind: str, device: str):
     """However many reach the first bound, of rows that fill a block and of rows that do not."""
-    visible = [SMALL // 2, SMALL // 2 + 1, SMALL, SMALL + 1, 2 * SMALL + 70, CHUNK]
+    visible = [
+        SINGLE_PASS_MAX_SCORES // 2,
+        SINGLE_PASS_MAX_SCORES // 2 + 1,
+        SINGLE_PASS_MAX_SCORES,
+        SINGLE_PASS_MAX_SCORES + 1,
+        2 * SINGLE_PASS_MAX_SCORES + 70,
+        CHUNK,
+    ]
     made = new_pass(at_sight(visible), device)
     check(made, KEPT[kind](random_scores(6, CHUNK, 5)), 512 if len(kind) % 2 else 1024)
 
 
 def test_more_chosen_than_groups_hold_any(device: str):
-    """Just above SMALL a block's last warps hold nothing."""
-    made, scores = new_pass(at_sight([SMALL + 1] * 3), device), random_scores(3, CHUNK, 7)
+    """Just above SINGLE_PASS_MAX_SCORES a block's last warps hold nothing."""
+    made, scores = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 1] * 3), device), random_scores(3, CHUNK, 7)
     scores[1] = -3.0
     scores[2] = scores[2].masked_fill(torch.arange(CHUNK) % 5 > 0, torch.nan)
     check(made, scores, 2048)
@@ -202,8 +216,8 @@ def test_one_kept_entry_a_thread(device: str):
 
 def test_kept_entries_of_a_row_are_not_those_of_the_next(device: str):
     """What waits among the slots ends with its row, also where no row of slots has the alignment of the next."""
-    made = new_pass(at_sight([SMALL + 700] * 3), device)
-    scores = random_scores(3, SMALL + 700, 6)
+    made = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 700] * 3), device)
+    scores = random_scores(3, SINGLE_PASS_MAX_SCORES + 700, 6)
     scores[1] = scores[1].round()
     check(made, scores, 333)
 
@@ -304,5 +318,5 @@ def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     assert len(found) == len(SERVED) + 1
     for usage in found[: len(SERVED)]:
-        assert usage.registers <= REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
+        assert usage.registers <= MAX_REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
         assert usage.shared <= 2048, f"more than counts moves between threads: {usage}"

@@ -1,4 +1,9 @@
-"""The kernel of ``attention``: a program's tiles of keys, decoded, multiplied twice and weighed on the way."""
+"""The kernel of ``sparse_attention``: decode tiles of keys, and add them up under an online softmax.
+
+A program takes one block of heads of one query and one split of its keys. For each tile of keys it computes the logits,
+updates the running maximum and the denominator, and accumulates the weighted keys, which are the values, too. What is
+supported, the precision and the floor stand in ``sparse_attention``.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,16 @@ from ..common.rounding import INTERPRETED, product, round_for, round_to_bf16
 from .parts import LOG2_E, add_parts
 from .quantized_output import store_whole
 
-OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
-"""Of the products. The interpreter multiplies fp32 matrices only; they then hold values that bf16 holds exactly."""
+OPERAND_DTYPE = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
+"""Dtype of MMA operands. The interpreter multiplies fp32 matrices only; theirs hold values that bf16 holds exactly."""
 
 
 @triton.jit
-def _times_power(values, exponent):
-    """values · 2^(exponent - 127), exact, for values that bf16 holds; 0 for an exponent of 0.
+def _times_power_of_two(values, exponent):
+    """Compute values · 2^(exponent - 127), exactly, for values that bf16 holds; 0 for an exponent of 0.
 
-    By way of fp32, from which alone the compiler converts fast, but scaled in pairs of bf16.
+    The caller converts E4M3 to bf16 by way of fp32, the only conversions that the compiler makes fast; the scaling
+    multiplies pairs of bf16.
     """
     if INTERPRETED:
         return values * (exponent << 23).to(tl.float32, bitcast=True)
@@ -31,38 +37,38 @@ def _times_power(values, exponent):
 
 
 @triton.jit
-def _decoded(entry, scales, visible, BEGIN: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr):
-    """Columns BEGIN .. BEGIN + 64·BLOCKS of packed entries, [KEYS, 64·BLOCKS]; 0 where not visible.
+def _load_decoded(entry, scales, visible, BEGIN: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr):
+    """Load and decode columns BEGIN .. BEGIN + 64·BLOCKS of packed entries, [KEYS, 64·BLOCKS]; 0 where not visible.
 
-    entry: address of the data, [KEYS]. scales: int64 [KEYS], the eight scale bytes.
+    entry: addresses of the entries' data, [KEYS]. scales: int64 [KEYS], the eight scale bytes of each entry.
     """
-    # Block by block, so that a thread has the same entries in all of them: their addresses are computed once.
+    # Block by block, so that a thread holds the same entries in all blocks and computes their addresses once.
     if BLOCKS == 1:
         exponent = (scales >> (BEGIN // 8)).to(tl.int32) & 0xFF
         address = entry[:, None] + (BEGIN + tl.arange(0, 64)[None, :])
         code = tl.load(address, mask=visible[:, None], other=0).to(tl.float8e4nv, bitcast=True)
-        return _times_power(code.to(tl.float32).to(OPERAND), exponent[:, None])
+        return _times_power_of_two(code.to(tl.float32).to(OPERAND_DTYPE), exponent[:, None])
     else:
-        left = _decoded(entry, scales, visible, BEGIN, BLOCKS // 2, KEYS)
-        right = _decoded(entry, scales, visible, BEGIN + BLOCKS * 32, BLOCKS // 2, KEYS)
+        left = _load_decoded(entry, scales, visible, BEGIN, BLOCKS // 2, KEYS)
+        right = _load_decoded(entry, scales, visible, BEGIN + BLOCKS * 32, BLOCKS // 2, KEYS)
         return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (KEYS, BLOCKS * 64))
 
 
 @triton.jit
-def _plain(row, visible, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns BEGIN .. BEGIN + WIDTH of bf16 rows, [KEYS, WIDTH]; 0 where not visible. row: byte address, [KEYS]."""
+def _load_bf16(row, visible, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    """Load columns BEGIN .. BEGIN + WIDTH of bf16 rows at byte addresses ``row``: [KEYS, WIDTH], 0 if not visible."""
     address = row.to(tl.pointer_type(tl.bfloat16), bitcast=True)[:, None] + (BEGIN + tl.arange(0, WIDTH)[None, :])
-    return tl.load(address, mask=visible[:, None], other=0.0).to(OPERAND)
+    return tl.load(address, mask=visible[:, None], other=0.0).to(OPERAND_DTYPE)
 
 
 @triton.jit
-def _query(row, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
-    return tl.load(row + (BEGIN + tl.arange(0, WIDTH)[None, :]), mask=known[:, None], other=0.0).to(OPERAND)
+def _load_query(row, head_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.load(row + (BEGIN + tl.arange(0, WIDTH)[None, :]), mask=head_mask[:, None], other=0.0).to(OPERAND_DTYPE)
 
 
 @triton.jit
-def _rounded(values):
-    """fp32 to what a product takes."""
+def _round_to_operand(values):
+    """Round fp32 to bf16, as an MMA operand."""
     if INTERPRETED:
         return round_to_bf16(values)
     else:
@@ -77,27 +83,27 @@ def _square_sum(values):
 
 @triton.jit
 def _inverse_rms(q_low, q_mid, q_high, q_tail, eps):
-    """Over the root mean square of raw queries in their four pieces, fp32 [HEADS]: 0 where squares overflow.
+    """Compute 1 / rms of raw queries, given in four pieces: fp32 [HEADS], 0 where squares overflow.
 
-    Squares of bf16 are exact in fp32, so fused or not, a sum of squares has the same bits.
+    Squares of bf16 are exact in fp32, so a sum of squares has the same bits whether or not the compiler fuses it.
     """
     square_sum = _square_sum(q_low) + _square_sum(q_mid) + (_square_sum(q_high) + _square_sum(q_tail))
     return mean_square_scale(square_sum, 512.0, eps)
 
 
 @triton.jit
-def _rotated(q_tail, cos, sin, HEADS: tl.constexpr):
-    """The last 64 columns of raw queries rotated by cos and sin, fp32 [32], and rounded to bf16 once."""
+def _rotate_tail(q_tail, cos, sin, HEADS: tl.constexpr):
+    """Rotate the last 64 columns of raw queries by cos and sin, fp32 [32] each, and round once to bf16."""
     even, odd = tl.split(tl.reshape(q_tail.to(tl.float32), (HEADS, 32, 2)))
     even, odd = rotate(even, odd, cos[None, :], sin[None, :])
-    return _rounded(tl.reshape(tl.join(even, odd), (HEADS, 64)))
+    return _round_to_operand(tl.reshape(tl.join(even, odd), (HEADS, 64)))
 
 
 @triton.jit
-def _beside(values, others):
-    """``values`` as they are, laid out over the threads as ``others``, which have their shape.
+def _in_layout_of(values, others):
+    """Return ``values``, unchanged, in the thread layout of ``others``, which has the same shape.
 
-    In a loop, ``values`` from before it come into that layout before it, too.
+    Used inside a loop, it makes the compiler convert values from before the loop to that layout before the loop, too.
     """
     if INTERPRETED:
         return values
@@ -108,8 +114,8 @@ def _beside(values, others):
 
 
 @triton.jit
-def _weight(logits):
-    """2^logits of fp32 that is not above 0, and 0 of what is not a number."""
+def _exp2_or_zero(logits):
+    """Compute 2^logits of fp32 logits that are at most 0; NaN gives 0."""
     if INTERPRETED:
         return tl.where(logits == logits, tl.exp2(logits), 0.0)
     else:
@@ -124,13 +130,17 @@ def _weight(logits):
 
 
 @triton.jit
-def _weigh(logits, visible, top, denominator):
-    """The greater maximum, the sum relative to it, and the rounded weights of a tile, [HEADS, KEYS]."""
+def _update_softmax(logits, visible, running_max, denominator):
+    """Update the online softmax by the logits of a tile, fp32 [HEADS, KEYS].
+
+    Returns the new running maximum, the denominator relative to it, and the tile's weights rounded to bf16,
+    [HEADS, KEYS].
+    """
     logits = tl.where(visible[None, :], logits, float("-inf"))
-    greater = tl.maximum(top, tl.max(logits, axis=1))
-    weights = _weight(logits - greater[:, None])
-    denominator = denominator * tl.exp2(top - greater) + tl.sum(weights, axis=1)
-    return greater, denominator, _rounded(weights)
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    weights = _exp2_or_zero(logits - new_max[:, None])
+    denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+    return new_max, denominator, _round_to_operand(weights)
 
 
 @triton.jit
@@ -142,13 +152,13 @@ def _zeros(HEADS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _decayed(total, decay, TRANSPOSED: tl.constexpr):
+def _rescale(total, decay, TRANSPOSED: tl.constexpr):
     return total * (decay[None, :] if TRANSPOSED else decay[:, None])
 
 
 @triton.jit
 def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
-    """total + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
+    """Compute total + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
     if TRANSPOSED:
         return tl.dot(tl.trans(keys), tl.trans(weights), total)
     else:
@@ -157,7 +167,7 @@ def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail):
-    """fp32 [HEADS, KEYS], not yet scaled."""
+    """Multiply queries and keys, both in four pieces: fp32 logits [HEADS, KEYS], not yet scaled."""
     logits = tl.dot(q_low, tl.trans(k_low))
     logits += tl.dot(q_mid, tl.trans(k_mid))
     logits += tl.dot(q_high, tl.trans(k_high))
@@ -167,10 +177,10 @@ def _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail):
 
 @triton.jit
 def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail, TRANSPOSED: tl.constexpr):
-    """The four parts of the accumulator after a tile."""
-    # All before the first product: the assembler runs products one by one when accumulators change among them.
-    low, mid = _decayed(low, decay, TRANSPOSED), _decayed(mid, decay, TRANSPOSED)
-    high, tail = _decayed(high, decay, TRANSPOSED), _decayed(tail, decay, TRANSPOSED)
+    """Add a tile's weighted keys to the accumulator, which has four pieces of columns."""
+    # Rescale all pieces before the first MMA: the assembler serialises MMAs if accumulators change between them.
+    low, mid = _rescale(low, decay, TRANSPOSED), _rescale(mid, decay, TRANSPOSED)
+    high, tail = _rescale(high, decay, TRANSPOSED), _rescale(tail, decay, TRANSPOSED)
     low = _accumulate(low, weights, k_low, TRANSPOSED)
     mid = _accumulate(mid, weights, k_mid, TRANSPOSED)
     high = _accumulate(high, weights, k_high, TRANSPOSED)
@@ -179,8 +189,8 @@ def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail
 
 
 @triton.jit
-def _scaled(total, factor, TRANSPOSED: tl.constexpr):
-    """total · factor, [HEADS, WIDTH]."""
+def _scale_heads(total, factor, TRANSPOSED: tl.constexpr):
+    """Compute total · factor by head: [HEADS, WIDTH], whichever way the total is stored."""
     if TRANSPOSED:
         return tl.trans(total * factor[None, :])
     else:
@@ -188,11 +198,14 @@ def _scaled(total, factor, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _store(row, values, known, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32, if there are rows."""
+def _store_columns(row, values, head_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    """Store fp32 [HEADS, WIDTH] to columns BEGIN .. BEGIN + WIDTH of each head's row, bf16 or fp32.
+
+    row: addresses [HEADS, 1]; ``None`` where no rows are wanted.
+    """
     if row is not None:
         address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
-        tl.store(address, round_for(values, row), mask=known[:, None])
+        tl.store(address, round_for(values, row), mask=head_mask[:, None])
 
 
 @triton.jit
@@ -227,28 +240,37 @@ def attend(
     HAS_EXTRA: tl.constexpr,
     HAS_WINDOW_LENGTHS: tl.constexpr,
     HAS_EXTRA_LENGTHS: tl.constexpr,
-    HAS_TURNS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr,
     SPLIT: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    APART: tl.constexpr,
+    LOGITS_IN_BRANCH: tl.constexpr,
     WARPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Program (query · HEAD_BLOCKS + head block, split).
+    """Attend to one split of a query's keys for one block of its heads.
 
-    ``out`` is the output or, if SPLIT, ``attention.Partials``' values; then ``finished`` is the output, which may be
-    ``None``. rows: ``quantize.rows.RowsArguments`` of groups of GROUP heads, or nothing.
+    Grid: (query · HEAD_BLOCKS + head block, split). Arguments and constants that are not those of
+    ``sparse_attention.sparse_attention`` by another name:
+
+        out: the output or, if SPLIT, the values of ``sparse_attention.Partials``.
+        finished: the output if SPLIT; may be ``None``.
+        partial_stats: the stats of ``sparse_attention.Partials``; read and written if SPLIT.
+        rows: ``quantize.rows.RowsArguments`` of groups of GROUP heads; empty where the output is not quantised.
+        RAW: queries are raw projections, to be normalised and rotated.
+        PACKED: entries of 584 bytes; else bf16 rows.
+        WINDOW_SHIFT, EXTRA_SHIFT: log2 of the entries of a page.
+        HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH, WARPS: the ``tiling.Tiling``.
     """
     after_previous()
     block, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = (block // HEAD_BLOCKS).to(tl.int64)
-    first = block % HEAD_BLOCKS * HEADS
-    head = first + tl.arange(0, HEADS)
-    known = head < heads
+    first_head = block % HEAD_BLOCKS * HEADS
+    head = first_head + tl.arange(0, HEADS)
+    head_mask = head < heads
 
     window_length = window_columns
     if HAS_WINDOW_LENGTHS:
@@ -258,43 +280,45 @@ def attend(
         extra_length = extra_columns
         if HAS_EXTRA_LENGTHS:
             extra_length = tl.load(extra_lengths + token).to(tl.int32)
-    # On their way with the lengths, even if these then say that there is no part: mostly there is.
+    # Load the queries together with the lengths, which may say that this program has no part: mostly it has one.
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
-    q_low = _query(q_row, known, 0, 256)
-    q_mid = _query(q_row, known, 256, 128)
-    q_high = _query(q_row, known, 384, 64)
-    q_tail = _query(q_row, known, 448, 64)
+    q_low = _load_query(q_row, head_mask, 0, 256)
+    q_mid = _load_query(q_row, head_mask, 256, 128)
+    q_high = _load_query(q_row, head_mask, 384, 64)
+    q_tail = _load_query(q_row, head_mask, 448, 64)
     if RAW:
         cos, sin = load_cos_sin(cos_sin + token * 64, 32)
-    sink_logit = tl.load(sink + head, mask=known, other=0.0)
+    sink_logit = tl.load(sink + head, mask=head_mask, other=0.0)
 
     window_length = tl.minimum(window_length, window_columns)
     extra_length = tl.minimum(extra_length, extra_columns)
     window_tiles = tl.cdiv(window_length, KEYS)
     tiles = window_tiles + tl.cdiv(extra_length, KEYS)
-    # Quantised, a share is one program's, and there are two shares at least: one of two parts may be empty.
-    live = tl.maximum(tl.minimum(tiles, splits), 2 if SPLIT and len(rows) > 0 else 1)
-    begin = split * tiles // live
-    end = (split + 1) * tiles // live
+    # With a quantised output a program holds one share of columns, and there are at least two shares; so there are
+    # at least two parts, of which one may be empty.
+    part_count = tl.maximum(tl.minimum(tiles, splits), 2 if SPLIT and len(rows) > 0 else 1)
+    begin = split * tiles // part_count
+    end = (split + 1) * tiles // part_count
 
     out_row = token * heads + head
     if SPLIT:
         if HEADS < 64 and len(rows) == 0:
             out_row = out_row * splits + split
-        if split >= live:
-            # Where a list is long and few of its columns count, most programs have no part.
+        if split >= part_count:
+            # Where the slot list is wide and few of its columns count, most programs have no part.
             return
 
     query_scale = scale_log2
     if RAW:
-        # Logits are scaled rather than queries: tensor cores read from shared memory only what was loaded. Queries that
-        # were computed would be asked for as fragments with each tile: 43 ldmatrix on sm_90 rather than 15.
+        # Scale the logits rather than the queries: tensor cores read an operand from shared memory only if it was
+        # loaded there. Computed queries would be fetched as fragments with each tile: 43 ldmatrix on sm_90, not 15.
         query_scale = _inverse_rms(q_low, q_mid, q_high, q_tail, eps) * scale_log2
-        q_tail = _rotated(q_tail, cos, sin, HEADS)
+        q_tail = _rotate_tail(q_tail, cos, sin, HEADS)
 
-    # Logits and maximum are kept times log2(e). A maximum that begins at the sink is finite whatever is visible.
-    sink_top = product(sink_logit, LOG2_E)
-    top = sink_top
+    # Logits and running maximum are kept multiplied by log2(e). The maximum begins at the sink, so it is finite even if
+    # no key is visible.
+    sink_log2 = product(sink_logit, LOG2_E)
+    running_max = sink_log2
     denominator = tl.zeros((HEADS,), tl.float32)
     low = _zeros(HEADS, 256, TRANSPOSED)
     mid = _zeros(HEADS, 128, TRANSPOSED)
@@ -302,7 +326,7 @@ def attend(
     tail = _zeros(HEADS, 64, TRANSPOSED)
 
     for tile in tl.range(begin, end, num_stages=STAGES):
-        # One loop over both sets, so that the loads of the next tile run ahead across their border.
+        # One loop over both sets of entries, so that loads of the next tile run ahead across the border between them.
         in_window = tile < window_tiles
         column = tl.where(in_window, tile, tile - window_tiles) * KEYS + tl.arange(0, KEYS)
         slots = tl.where(in_window, window_slots + token * window_columns, extra_slots + token * extra_columns)
@@ -319,83 +343,97 @@ def attend(
             entry = page + row * 576
             scales = page + ((576 << shift) + row * 8)
             scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
-            k_low = _decoded(entry, scales, visible, 0, 4, KEYS)
-            k_mid = _decoded(entry, scales, visible, 256, 2, KEYS)
-            k_high = _decoded(entry, scales, visible, 384, 1, KEYS)
-            k_tail = _plain(entry + 448, visible, 0, 64)
+            k_low = _load_decoded(entry, scales, visible, 0, 4, KEYS)
+            k_mid = _load_decoded(entry, scales, visible, 256, 2, KEYS)
+            k_high = _load_decoded(entry, scales, visible, 384, 1, KEYS)
+            k_tail = _load_bf16(entry + 448, visible, 0, 64)
         else:
             entry = pool + slot.to(tl.int64) * pitch
-            k_low = _plain(entry, visible, 0, 256)
-            k_mid = _plain(entry, visible, 256, 128)
-            k_high = _plain(entry, visible, 384, 64)
-            k_tail = _plain(entry, visible, 448, 64)
+            k_low = _load_bf16(entry, visible, 0, 256)
+            k_mid = _load_bf16(entry, visible, 256, 128)
+            k_high = _load_bf16(entry, visible, 384, 64)
+            k_tail = _load_bf16(entry, visible, 448, 64)
 
         logit_scale = query_scale
         if RAW:
-            # Else, where logits are APART, it would pass through shared memory to them with each tile.
-            logit_scale = _beside(query_scale, denominator)[:, None]
-        previous = top
-        if APART:
-            weights = tl.zeros((HEADS, KEYS), OPERAND)
+            # Without this, with LOGITS_IN_BRANCH, each tile would pass the scale through shared memory to the logits.
+            logit_scale = _in_layout_of(query_scale, denominator)[:, None]
+        previous_max = running_max
+        if LOGITS_IN_BRANCH:
+            weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
             if tile < end:  # always
-                # Scaled one by one: the compiler would make one chain of products of a bare sum. The tail first: it
-                # comes through registers if it was rotated, which are fewer before there is a sum.
+                # Scale each product on its own: of a bare sum the compiler would make one chain of MMAs. The tail goes
+                # first: rotated, it is an operand in registers, and fewer are taken before there is a sum.
                 logits = tl.dot(q_tail, tl.trans(k_tail)) * logit_scale
                 logits += tl.dot(q_low, tl.trans(k_low)) * logit_scale
                 logits += tl.dot(q_mid, tl.trans(k_mid)) * logit_scale
                 logits += tl.dot(q_high, tl.trans(k_high)) * logit_scale
-                top, denominator, weights = _weigh(logits, visible, top, denominator)
+                running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
         elif TRANSPOSED and STAGES > 1:
-            # In a branch, where the compiler waits for each product. Beside the loop's loads it would pipeline the
-            # products, too, and then (3.8) lets warps store a tile's keys while tcgen05 may still read those of the
-            # tile before from the same place: found in the emulator, which orders accesses whatever their timing.
+            # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
+            # and then (Triton 3.8) let warps store a tile's keys while tcgen05 may still read the previous tile's
+            # from the same place: found in the emulator, which checks the order of accesses whatever their timing.
             if tile < end:  # always
                 logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
-                top, denominator, weights = _weigh(logits, visible, top, denominator)
+                running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
                 low, mid, high, tail = _add_tile(
-                    *(low, mid, high, tail, tl.exp2(previous - top), weights, k_low, k_mid, k_high, k_tail),
+                    *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
                     TRANSPOSED,
                 )
         else:
             logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
-            top, denominator, weights = _weigh(logits, visible, top, denominator)
-        if APART or not TRANSPOSED or STAGES == 1:
+            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
+        if LOGITS_IN_BRANCH or not TRANSPOSED or STAGES == 1:
             low, mid, high, tail = _add_tile(
-                *(low, mid, high, tail, tl.exp2(previous - top), weights, k_low, k_mid, k_high, k_tail), TRANSPOSED
+                *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
+                TRANSPOSED,
             )
 
     if SPLIT:
         STATS: tl.constexpr = 3 if len(rows) > 0 else 2
         if HEADS >= 64 or len(rows) > 0:
-            # Where accumulators crowd the registers, not before the loop: the compiler would keep it through that.
+            # Where accumulators crowd the registers, not before the loop: the value would hold a register throughout.
             out_row = out_row * splits + split
-        tl.store(partial_stats + out_row * STATS, top, mask=known)
-        tl.store(partial_stats + out_row * STATS + 1, denominator, mask=known)
-        # Over its own sum, a part is no larger than a key.
+        tl.store(partial_stats + out_row * STATS, running_max, mask=head_mask)
+        tl.store(partial_stats + out_row * STATS + 1, denominator, mask=head_mask)
+        # A part is divided by its own sum, so it is no larger than a key.
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
-        factor = 1.0 / (denominator + tl.exp2(sink_top - top))
+        factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
     row = None
     if out is not None:
         row = out + out_row[:, None] * 512
-    low = _scaled(low, factor, TRANSPOSED)
-    _store(row, low, known, 0, 256)
-    mid = _scaled(mid, factor, TRANSPOSED)
-    _store(row, mid, known, 256, 128)
-    high = _scaled(high, factor, TRANSPOSED)
-    _store(row, high, known, 384, 64)
-    rotated = _scaled(tail, factor, TRANSPOSED)
-    if HAS_TURNS and not SPLIT:
+    low = _scale_heads(low, factor, TRANSPOSED)
+    _store_columns(row, low, head_mask, 0, 256)
+    mid = _scale_heads(mid, factor, TRANSPOSED)
+    _store_columns(row, mid, head_mask, 256, 128)
+    high = _scale_heads(high, factor, TRANSPOSED)
+    _store_columns(row, high, head_mask, 384, 64)
+    rotated = _scale_heads(tail, factor, TRANSPOSED)
+    if HAS_COS_SIN and not SPLIT:
         cos, sin = load_cos_sin(cos_sin + token * 64, 32)
         even, odd = tl.split(tl.reshape(rotated, (HEADS, 32, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
-    _store(row, rotated, known, 448, 64)
+    _store_columns(row, rotated, head_mask, 448, 64)
 
     if SPLIT:
         add_parts(
-            *(out, partial_stats, sink, cos_sin, finished, rows, semaphores + block, token, first, heads, split, live),
-            *(splits, HAS_TURNS, HEADS, WARPS, GROUP),
+            *(
+                out,
+                partial_stats,
+                sink,
+                cos_sin,
+                finished,
+                rows,
+                semaphores + block,
+                token,
+                first_head,
+                heads,
+                split,
+                part_count,
+            ),
+            *(splits, HAS_COS_SIN, HEADS, WARPS, GROUP),
         )
     elif len(rows) > 0:
-        store_whole(low, mid, high, rotated, rows, token, first, heads, GROUP)
+        store_whole(low, mid, high, rotated, rows, token, first_head, heads, GROUP)

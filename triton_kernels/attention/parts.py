@@ -1,19 +1,21 @@
-"""The sum of a query's parts by the programs that made them, within the launch of ``attention``.
+"""Split attention: the programs that made a query's parts add them up, within the launch of ``kernel.attend``.
 
-Where keys are split, each program of a query's block of heads stores its part, counts itself in, waits until all are
-there, and adds its share: some columns of all parts, in a fixed order. No result depends on the order of programs.
+Where keys are split, each program of a query's block of heads stores its part, increments a semaphore, waits until all
+parts are stored, and adds its share: some columns of all parts, in a fixed order. No result depends on the order in
+which programs run.
 
-Where the output is quantised, a row scale spans all columns of a group of heads. So each program leaves the largest
-magnitudes of its share beside the parts' statistics, counts itself in once more and waits until all with a share have.
-Then each quantises the share that it holds: only these few numbers pass between programs, and no program has the work
-of a whole group, as the last to come would have if it read what the others stored.
+Where the output is quantised, a row scale spans all columns of a group of heads. So each program stores the largest
+magnitudes of its share beside the parts' statistics, increments the semaphore once more and waits until all programs
+with a share have done so. Then each quantises the share that it holds. Only these few numbers pass between programs,
+and no program has the work of a whole group, as the last to finish would have if it read what the others stored.
 
-Waiting cannot block the device as long as all programs of the launch have a place on the chip at once, which
-``attention_tiling.most_splits`` bounds; no other launch that waits may run beside it. Programs without a part have
-left.
+Waiting cannot block the device as long as all programs of the launch have a place on the chip at once:
+``tiling.most_splits`` bounds the splits accordingly. No other launch that waits may run beside it. Programs without a
+part have exited.
 
-Counters: int32, one a query and block of heads, up to the number of parts, from there up by the programs whose maxima
-are there, if any are wanted, and from there up by the programs that wait no longer. The last leaves zero.
+Semaphores: int32, one for each query and block of heads. A semaphore first counts the parts that are stored, then, if
+the output is quantised, the programs whose maxima are stored, then the programs that have finished waiting. The last of
+those resets it to zero.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from ..common.rounding import INTERPRETED, product, round_for
 from .quantized_output import group_scales, head_maxima, rounded, store_group_scales, store_quantized
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-VALUES = tl.constexpr(64)
-"""fp32 values of parts that a thread asks for at once: as many as hide the way to L2 and still fit its registers."""
-HALVINGS = tl.constexpr(5)
-"""Of the columns at most: shares of 16 columns fill half of a line in each row."""
+PART_VALUES_PER_THREAD = tl.constexpr(64)
+"""fp32 values of parts that a thread loads at once: as many as hide the latency of L2 and still fit its registers."""
+MAX_HALVINGS = tl.constexpr(5)
+"""The 512 columns are halved at most this often: shares of 16 columns fill half of a cache line in each row."""
 
 
 @triton.constexpr_function
 def _parts_at_once(heads, warps, columns):
-    """Parts that a program asks for at once."""
-    return max(1, VALUES.value * warps * 32 // heads // columns)
+    """Number of parts that a program loads at once."""
+    return max(1, PART_VALUES_PER_THREAD.value * warps * 32 // heads // columns)
 
 
 @triton.jit
@@ -48,44 +50,53 @@ def add_parts(
     rows,
     semaphores,
     token,
-    first,
+    first_head,
     heads,
     split,
-    live,
+    part_count,
     splits,
-    HAS_TURNS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr,
     HEADS: tl.constexpr,
     WARPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """This program's share of the output of HEADS heads from ``first`` on, once all ``live`` parts have been stored.
+    """Wait until all parts are stored; then add, and store, this program's share of the output of HEADS heads.
 
-    values, stats: ``attention.Partials``. out: bf16, or ``None``. rows: ``quantize.rows.RowsArguments`` of groups of
-    GROUP heads, or nothing. semaphores: this block's counter. Called by the programs ``split < live`` that have stored
-    their parts. The columns are halved as often as leaves no more shares than parts.
+    Programs ``split < part_count`` call it, after storing their parts. The columns are halved into as many shares as
+    possible, 2 to 2^MAX_HALVINGS, without there being more shares than parts.
+
+    Args:
+        values, stats: ``sparse_attention.Partials``.
+        sink: fp32 [heads].
+        cos_sin: fp32 [T, 64]; read if HAS_COS_SIN: rotate the last 64 columns back.
+        out: bf16 [T, heads, 512], or ``None``.
+        rows: ``quantize.rows.RowsArguments`` of groups of GROUP heads; empty where the output is not quantised.
+        semaphores: address of this block's semaphore.
+        token: int64, the query. first_head: the block's first head. heads: of a query.
+        split: this program's number. part_count: number of parts. splits: number of programs.
     """
-    # All of the program's part lies in memory before it is counted in.
+    # Every thread has stored its piece of the part before the semaphore is incremented.
     tl.debug_barrier()
     arrived = tl.atomic_add(semaphores, 1, sem="acq_rel", scope="gpu") + 1
     shares = 2
-    for halvings in tl.static_range(2, HALVINGS + 1):
-        shares = tl.where(live >= (1 << halvings), 1 << halvings, shares)
+    for halvings in tl.static_range(2, MAX_HALVINGS + 1):
+        shares = tl.where(part_count >= (1 << halvings), 1 << halvings, shares)
     if INTERPRETED:
-        # One program runs after another: the last adds everything.
-        if arrived < live:
+        # The interpreter runs one program after another: the last one adds all shares.
+        if arrived < part_count:
             return
         tl.store(semaphores, 0)
-        share, step = 0, 1
+        share, share_step = 0, 1
     else:
-        # A few have no share: more parts than a power of two.
+        # Some programs have no share: shares are a power of two, parts may be more.
         if split >= shares:
             return
-        while arrived < live:
+        while arrived < part_count:
             arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
         if len(rows) == 0:
-            _leave(semaphores, live + tl.minimum(live, shares) - 1)
-        share, step = split, live
-    for halvings in tl.static_range(1, HALVINGS + 1):
+            _count_out(semaphores, part_count + tl.minimum(part_count, shares) - 1)
+        share, share_step = split, part_count
+    for halvings in tl.static_range(1, MAX_HALVINGS + 1):
         if shares == (1 << halvings):
             if len(rows) > 0:
                 _quantize_shares(
@@ -98,29 +109,29 @@ def add_parts(
                         rows,
                         semaphores,
                         token,
-                        first,
+                        first_head,
                         heads,
                         share,
-                        step,
-                        live,
+                        share_step,
+                        part_count,
                         splits,
                     ),
-                    *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), GROUP),
+                    *(HAS_COS_SIN, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), GROUP),
                 )
             else:
-                for begin in range(share * (512 >> halvings), 512, step * (512 >> halvings)):
+                for begin in range(share * (512 >> halvings), 512, share_step * (512 >> halvings)):
                     total = _add_share(
-                        *(values, stats, sink, cos_sin, token, first, heads, begin, live, splits),
-                        *(HAS_TURNS, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
+                        *(values, stats, sink, cos_sin, token, first_head, heads, begin, part_count, splits),
+                        *(HAS_COS_SIN, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
                     )
-                    _store(total, out, token, first, heads, begin)
+                    _store_columns(total, out, token, first_head, heads, begin)
 
 
 @triton.jit
-def _leave(semaphores, last):
-    """Count a program in that waits no longer; who finds ``last`` leaves zero.
+def _count_out(semaphores, last):
+    """Count this program out: it waits no longer. The program that finds the semaphore at ``last`` resets it to zero.
 
-    One thread asks for it and none waits: ``inc`` wraps around by itself.
+    One thread increments and none waits for the result: ``inc`` wraps around to zero by itself.
     """
     tl.inline_asm_elementwise(
         """
@@ -151,70 +162,71 @@ def _quantize_shares(
     rows,
     semaphores,
     token,
-    first,
+    first_head,
     heads,
     share,
-    step,
-    live,
+    share_step,
+    part_count,
     splits,
-    HAS_TURNS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Add and quantise share number ``share`` of COLUMNS columns; in the interpreter every ``step``-th after it, too.
+    """Add, quantise and store share number ``share`` of COLUMNS columns; in the interpreter all others, too.
 
-    A program holds its share while it waits. It has one only, as there are no fewer parts than shares; the last of the
-    interpreter's programs adds the others up again.
+    A program holds its share in registers while it waits for the maxima of the others. It has one share only, as there
+    are at least as many parts as shares. In the interpreter the last program has all shares, every ``share_step``-th
+    from ``share`` on, and adds each up twice. PARTS: parts loaded at once.
     """
     SHARES: tl.constexpr = 512 // COLUMNS
     total = _add_share(
-        *(values, stats, sink, cos_sin, token, first, heads, share * COLUMNS, live, splits),
-        *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+        *(values, stats, sink, cos_sin, token, first_head, heads, share * COLUMNS, part_count, splits),
+        *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
     )
-    _store(total, out, token, first, heads, share * COLUMNS)
+    _store_columns(total, out, token, first_head, heads, share * COLUMNS)
     total = rounded(total)
     maxima = head_maxima(total)
     if INTERPRETED:
-        for other in range(share + step, SHARES, step):
+        for other in range(share + share_step, SHARES, share_step):
             others = _add_share(
-                *(values, stats, sink, cos_sin, token, first, heads, other * COLUMNS, live, splits),
-                *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+                *(values, stats, sink, cos_sin, token, first_head, heads, other * COLUMNS, part_count, splits),
+                *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
             )
-            _store(others, out, token, first, heads, other * COLUMNS)
+            _store_columns(others, out, token, first_head, heads, other * COLUMNS)
             maxima = tl.maximum(maxima, head_maxima(rounded(others)))
-    head = first + tl.arange(0, HEADS)
-    at = stats + (token * heads + head) * (splits * 3) + 2
-    tl.store(at + share * 3, maxima, mask=head < heads)
-    # All of the program's maxima lie in memory before it is counted in, or reads them.
+    head = first_head + tl.arange(0, HEADS)
+    maxima_row = stats + (token * heads + head) * (splits * 3) + 2
+    tl.store(maxima_row + share * 3, maxima, mask=head < heads)
+    # Every thread has stored its maxima before the semaphore is incremented, or before the program reads them.
     tl.debug_barrier()
     if not INTERPRETED:
         arrived = tl.atomic_add(semaphores, 1, sem="acq_rel", scope="gpu") + 1
-        while arrived < live + SHARES:
+        while arrived < part_count + SHARES:
             arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
-        _leave(semaphores, live + 2 * SHARES - 1)
-    # Past L1: other programs stored them.
-    sharer = at[:, None] + tl.arange(0, 1 if INTERPRETED else SHARES)[None, :] * 3
-    maxima = tl.load(sharer, mask=(head < heads)[:, None], other=0.0, cache_modifier=".cg")
+        _count_out(semaphores, part_count + 2 * SHARES - 1)
+    # Bypass L1: other programs stored these during this launch.
+    maxima_address = maxima_row[:, None] + tl.arange(0, 1 if INTERPRETED else SHARES)[None, :] * 3
+    maxima = tl.load(maxima_address, mask=(head < heads)[:, None], other=0.0, cache_modifier=".cg")
     scales = group_scales(tl.max(maxima, axis=1), GROUP)
     if share == 0:
-        store_group_scales(scales, rows, token, first, heads, GROUP)
-    store_quantized(total, scales, rows, token, first, heads, share * COLUMNS, GROUP)
+        store_group_scales(scales, rows, token, first_head, heads, GROUP)
+    store_quantized(total, scales, rows, token, first_head, heads, share * COLUMNS, GROUP)
     if INTERPRETED:
-        for other in range(share + step, SHARES, step):
+        for other in range(share + share_step, SHARES, share_step):
             others = _add_share(
-                *(values, stats, sink, cos_sin, token, first, heads, other * COLUMNS, live, splits),
-                *(HAS_TURNS, HEADS, COLUMNS, PARTS, 3),
+                *(values, stats, sink, cos_sin, token, first_head, heads, other * COLUMNS, part_count, splits),
+                *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
             )
-            store_quantized(rounded(others), scales, rows, token, first, heads, other * COLUMNS, GROUP)
+            store_quantized(rounded(others), scales, rows, token, first_head, heads, other * COLUMNS, GROUP)
 
 
 @triton.jit
-def _store(total, out, token, first, heads, begin):
-    """Columns from ``begin`` of bf16 rows, if any are wanted."""
+def _store_columns(total, out, token, first_head, heads, begin):
+    """Store columns from ``begin`` on to bf16 rows ``out``; ``None`` where none are wanted."""
     if out is not None:
-        head = first + tl.arange(0, total.shape[0])
+        head = first_head + tl.arange(0, total.shape[0])
         column = begin + tl.arange(0, total.shape[1])
         row = token * heads + head
         tl.store(out + row[:, None] * 512 + column[None, :], round_for(total, out), mask=(head < heads)[:, None])
@@ -227,51 +239,56 @@ def _add_share(
     sink,
     cos_sin,
     token,
-    first,
+    first_head,
     heads,
     begin,
-    live,
+    part_count,
     splits,
-    HAS_TURNS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     STATS: tl.constexpr,
 ):
-    """fp32 [HEADS, COLUMNS]: columns of the output from ``begin`` on, PARTS parts at a time; STATS of each."""
-    head = first + tl.arange(0, HEADS)
-    known = head < heads
+    """Add COLUMNS columns of the output from ``begin`` on, over all parts: fp32 [HEADS, COLUMNS].
+
+    PARTS parts are loaded at a time. STATS: numbers of a part's stats.
+    """
+    head = first_head + tl.arange(0, HEADS)
+    head_mask = head < heads
     row = token * heads + head
     column = begin + tl.arange(0, COLUMNS)
-    # Rounded as in the parts, whose maximum it may be: fused, the rest of the product was NaN for a sink of 1e30.
-    sink_top = product(tl.load(sink + head, mask=known, other=0.0), LOG2_E)
-    if HAS_TURNS:
-        # Ahead of the parts, so that they come with them. Pairs before the last 32 are rotated by nothing.
+    # Rounded as in the parts, whose maximum it may be: when this product was fused with the subtraction of that
+    # maximum, the rounding error was left over, and gave NaN for a sink of 1e30.
+    sink_log2 = product(tl.load(sink + head, mask=head_mask, other=0.0), LOG2_E)
+    if HAS_COS_SIN:
+        # Loaded ahead of the parts, so that both arrive together. Pairs before the last 32 get cos 1 and sin 0.
         pair = begin // 2 + tl.arange(0, COLUMNS // 2) - 224
-        turn = cos_sin + token * 64 + pair * 2
-        cos = tl.load(turn, mask=pair >= 0, other=1.0)
-        sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)
-    top = sink_top
+        cos_sin_address = cos_sin + token * 64 + pair * 2
+        cos = tl.load(cos_sin_address, mask=pair >= 0, other=1.0)
+        sin = tl.load(cos_sin_address + 1, mask=pair >= 0, other=0.0)
+    running_max = sink_log2
     denominator = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, COLUMNS), tl.float32)
-    for start in tl.range(0, live, PARTS, num_stages=1):
+    for start in tl.range(0, part_count, PARTS, num_stages=1):
         part = start + tl.arange(0, PARTS)
-        found = (part < live)[:, None] & known[None, :]
-        at = row[None, :] * splits + part[:, None]
-        # Past L1: other programs wrote them during this launch.
-        tops = tl.load(stats + at * STATS, mask=found, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + at * STATS + 1, mask=found, other=0.0, cache_modifier=".cg")
-        address = values + at[:, :, None] * 512 + column[None, None, :]
-        parts = tl.load(address, mask=found[:, :, None], other=0.0, cache_modifier=".cg")
-        greater = tl.maximum(top, tl.max(tops, axis=0))
-        decay = tl.exp2(top - greater)
-        # Rounded before lanes exchange them: fused with the addition of another lane's, lanes had different sums.
-        weights = product(sums, tl.exp2(tops - greater[None, :]))
+        part_mask = (part < part_count)[:, None] & head_mask[None, :]
+        part_row = row[None, :] * splits + part[:, None]
+        # Bypass L1: other programs stored these during this launch.
+        part_maxima = tl.load(stats + part_row * STATS, mask=part_mask, other=float("-inf"), cache_modifier=".cg")
+        part_sums = tl.load(stats + part_row * STATS + 1, mask=part_mask, other=0.0, cache_modifier=".cg")
+        address = values + part_row[:, :, None] * 512 + column[None, None, :]
+        parts = tl.load(address, mask=part_mask[:, :, None], other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(running_max, tl.max(part_maxima, axis=0))
+        decay = tl.exp2(running_max - new_max)
+        # Rounded before lanes exchange them: when the product was fused with the addition of another lane's value,
+        # lanes had different sums.
+        weights = product(part_sums, tl.exp2(part_maxima - new_max[None, :]))
         denominator = denominator * decay + tl.sum(weights, axis=0)
         total = total * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
-        top = greater
-    total /= (denominator + tl.exp2(sink_top - top))[:, None]
-    if HAS_TURNS:
+        running_max = new_max
+    total /= (denominator + tl.exp2(sink_log2 - running_max))[:, None]
+    if HAS_COS_SIN:
         even, odd = tl.split(tl.reshape(total, (HEADS, COLUMNS // 2, 2)))
         even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
         total = tl.reshape(tl.join(even, odd), (HEADS, COLUMNS))

@@ -1,8 +1,8 @@
-"""The output of attention in NVFP4, where the GEMM after it (o_a, grouped) takes its activations so.
+"""Quantise the output of attention to NVFP4, where the next GEMM (o_a, grouped) takes NVFP4 activations.
 
 A group's heads are one row of that GEMM and share a row scale; the heads of a program are whole groups
-(``tiling.fuses_quantization``). Values are rounded to bf16 first: the rows are those of the bf16 output, bit for bit
-(``quantize.nvfp4``).
+(``tiling.fuses_quantization``). Values are rounded to bf16 first, so the rows are those of the quantised bf16 output,
+bit for bit (``quantize.nvfp4``).
 """
 
 from __future__ import annotations
@@ -14,73 +14,77 @@ from ..common.rounding import finite, round_to_bf16
 from ..quantize.nvfp4 import block_maxima, halves, quantize_blocks, row_scale
 from ..quantize.rows import block_scale_offset
 
-HEAD_BLOCKS = tl.constexpr(512 // 16)
-"""Blocks of a head's output."""
+BLOCKS_PER_HEAD = tl.constexpr(512 // 16)
+"""Blocks of 16 values in a head's output."""
 
 
 @triton.jit
 def rounded(values):
-    """fp32 → the bf16 that is quantised: nearest; NaN is 0, and nothing is infinite."""
+    """Round fp32 to the bf16 that is quantised: nearest even; NaN gives 0, infinities the largest finite value."""
     return finite(round_to_bf16(values)).to(tl.bfloat16)
 
 
 @triton.jit
 def head_maxima(values):
-    """bf16 [HEADS, n] → fp32 [HEADS]: largest magnitudes."""
+    """Find the largest magnitude of each head: bf16 [HEADS, n] → fp32 [HEADS]."""
     return tl.max(tl.abs(values.to(tl.float32)), axis=1)
 
 
 @triton.jit
 def group_scales(maxima, GROUP: tl.constexpr):
-    """fp32 [HEADS]: of each head the row scale of its group, from the heads' maxima."""
+    """Compute each head's row scale, that of its group of GROUP heads, from the heads' maxima: fp32 [HEADS]."""
     HEADS: tl.constexpr = maxima.shape[0]
     largest = tl.max(tl.reshape(maxima, (HEADS // GROUP, GROUP)), axis=1)
     return tl.reshape(tl.broadcast_to(row_scale(largest)[:, None], (HEADS // GROUP, GROUP)), (HEADS,))
 
 
 @triton.jit
-def store_group_scales(scales, rows, token, first, heads, GROUP: tl.constexpr):
-    """Store what :func:`group_scales` gave for the heads from ``first`` on."""
+def store_group_scales(scales, rows, token, first_head, heads, GROUP: tl.constexpr):
+    """Store the row scales from :func:`group_scales` of the heads from ``first_head`` on, one for each group."""
     HEADS: tl.constexpr = scales.shape[0]
-    head = first + tl.arange(0, HEADS)
+    head = first_head + tl.arange(0, HEADS)
     tl.store(rows.scale + token * rows.groups + head // GROUP, scales, mask=(head < heads) & (head % GROUP == 0))
 
 
 @triton.jit
-def store_quantized(values, scales, rows, token, first, heads, begin, GROUP: tl.constexpr):
-    """Quantise and store columns from ``begin``, a multiple of 16, of the heads from ``first`` on.
+def store_quantized(values, scales, rows, token, first_head, heads, begin, GROUP: tl.constexpr):
+    """Quantise and store a slice of columns of the heads from ``first_head`` on.
 
-    values: bf16 [HEADS, n], what :func:`rounded` gave. scales: of :func:`group_scales`. rows:
-    ``quantize.rows.RowsArguments``. token: int64.
+    Args:
+        values: bf16 [HEADS, n] from :func:`rounded`.
+        scales: fp32 [HEADS] from :func:`group_scales`.
+        rows: ``quantize.rows.RowsArguments``.
+        token: int64.
+        begin: the first column, a multiple of 16.
     """
     HEADS: tl.constexpr = values.shape[0]
-    EACH: tl.constexpr = values.shape[1] // 16
-    BLOCKS: tl.constexpr = HEADS * EACH
+    BLOCKS_PER_SLICE: tl.constexpr = values.shape[1] // 16
+    BLOCKS: tl.constexpr = HEADS * BLOCKS_PER_SLICE
     low, high = halves(values, BLOCKS)
     low, high = low.to(tl.float32), high.to(tl.float32)
-    g = tl.reshape(tl.broadcast_to(scales[:, None], (HEADS, EACH)), (BLOCKS,))
+    g = tl.reshape(tl.broadcast_to(scales[:, None], (HEADS, BLOCKS_PER_SLICE)), (BLOCKS,))
     words, scale = quantize_blocks(low, high, block_maxima(low, high, BLOCKS), g, BLOCKS)
     block = tl.arange(0, BLOCKS)
-    head = first + block // EACH
-    known = head < heads
-    group, within = head // GROUP, head % GROUP * HEAD_BLOCKS + begin // 16 + block % EACH
+    head = first_head + block // BLOCKS_PER_SLICE
+    head_mask = head < heads
+    group, within = head // GROUP, head % GROUP * BLOCKS_PER_HEAD + begin // 16 + block % BLOCKS_PER_SLICE
     codes = rows.codes + token * rows.codes_row + group.to(tl.int64) * rows.codes_group + within * 8
     word = codes.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(word, words, mask=known[:, None])
-    column = group * (GROUP * HEAD_BLOCKS) + within
-    offset = block_scale_offset(token, column, rows.groups * (GROUP * HEAD_BLOCKS), rows.TILE)
-    tl.store(rows.block_scales + offset, scale.to(tl.uint8), mask=known)
+    tl.store(word, words, mask=head_mask[:, None])
+    column = group * (GROUP * BLOCKS_PER_HEAD) + within
+    offset = block_scale_offset(token, column, rows.groups * (GROUP * BLOCKS_PER_HEAD), rows.TILE)
+    tl.store(rows.block_scales + offset, scale.to(tl.uint8), mask=head_mask)
 
 
 @triton.jit
-def store_whole(low, mid, high, tail, rows, token, first, heads, GROUP: tl.constexpr):
-    """Quantise and store whole heads from ``first`` on, fp32 [HEADS, ...] in four pieces of their 512 columns."""
+def store_whole(low, mid, high, tail, rows, token, first_head, heads, GROUP: tl.constexpr):
+    """Quantise and store whole heads from ``first_head`` on: fp32 [HEADS, ...], their 512 columns in four pieces."""
     low, mid, high, tail = rounded(low), rounded(mid), rounded(high), rounded(tail)
     maxima = tl.maximum(head_maxima(low), head_maxima(mid))
     maxima = tl.maximum(maxima, tl.maximum(head_maxima(high), head_maxima(tail)))
     scales = group_scales(maxima, GROUP)
-    store_group_scales(scales, rows, token, first, heads, GROUP)
-    store_quantized(low, scales, rows, token, first, heads, 0, GROUP)
-    store_quantized(mid, scales, rows, token, first, heads, 256, GROUP)
-    store_quantized(high, scales, rows, token, first, heads, 384, GROUP)
-    store_quantized(tail, scales, rows, token, first, heads, 448, GROUP)
+    store_group_scales(scales, rows, token, first_head, heads, GROUP)
+    store_quantized(low, scales, rows, token, first_head, heads, 0, GROUP)
+    store_quantized(mid, scales, rows, token, first_head, heads, 256, GROUP)
+    store_quantized(high, scales, rows, token, first_head, heads, 384, GROUP)
+    store_quantized(tail, scales, rows, token, first_head, heads, 448, GROUP)

@@ -6,29 +6,33 @@ pages of 584-byte entries (``nvfp4_sgl.formats.kv_entry``) or from rows of bf16:
     s_j = (q · k_j) · scale
     o   = Σ_j exp(s_j − m) k_j / (Σ_j exp(s_j − m) + exp(sink − m)),  m = max(s_j, sink)
 
-A program serves up to 64 heads (``attention_tiling``) of one query and one stretch of its keys: each entry is read once
-for them and decoded to bf16 on the way to the tensor cores (``attention_kernel``). Where the queries alone do not fill
-the chip, the keys are split; then the programs wait for one another and add the parts in a fixed order
-(``attention_parts``). Nothing depends on the batch but what is chosen from its size: with the same ``tiling`` and
-``splits`` a query's result has the same bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
+A program serves up to 64 heads of one query and one split of its keys (``tiling``): it reads each entry once for all of
+these heads and decodes it to bf16 on the way to the tensor cores (``kernel``). Where the queries alone do not fill the
+chip, the keys are split; then the programs wait for one another and add the parts in a fixed order (``parts``). Where
+the next GEMM takes NVFP4 activations, the output is quantised in the same launch (``quantized_output``). Only
+``tiling`` and ``splits`` depend on the batch, and on its size alone: with the same two, a query's result has the same
+bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given ``cos_sin`` of the queries' positions
-(``rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 has it.
+(``common.rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 requires.
+
+Supports keys of 512 values of which the last 64 are rotated, any number of heads, pages of a power of two of entries.
+Window and extra entries must be of one kind, packed or bf16.
 
 Precision:
 
 * a decoded entry is exact in bf16: E4M3 has 4 significant bits of bf16's 8, and a power of two only moves the exponent
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
-* raw queries (``query_eps``) are not rounded but for their last 64 columns, which are rotated in fp32 and rounded to
-  bf16 once; the logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32
-  it counts as 0, and keys whose product with it overflows, too, do not count for it;
-* logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second product, the sum that
-  divides takes them unrounded; the output is rounded once. So, with exact w_j (those that the sum divides),
-  |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits; rotated back,
-  an element of a pair has its own such bound times |cos| plus the other's times |sin|.
+* of raw queries (``query_eps``) only the last 64 columns are rounded: rotated in fp32, then rounded to bf16 once. The
+  logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32, the query
+  counts as 0, and keys whose product with it overflows, too, are left out of its softmax;
+* logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second MMA, while the
+  denominator adds them unrounded; the output is rounded once. So, with the exact weights w_j = exp(s_j − m) over the
+  denominator, |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits.
+  Rotated back, the bound of an element of a pair is its own times |cos| plus its partner's times |sin|.
 
 Floor: 584 bytes per entry and query (1024 for bf16 rows) plus q and o; 2·(512 + 512) operations per head and entry.
-For 64 heads and 584 bytes that is 224 operations a byte, near the balance of an H200, so both floors count.
+For 64 heads and 584 bytes that is 224 operations per byte, near the balance of an H200, so both floors matter.
 """
 
 from __future__ import annotations
@@ -65,10 +69,12 @@ from .tiling import Tiling, choose_splits, choose_tiling, fuses_quantization, mo
 
 
 class Entries(NamedTuple):
-    """A pool of keys, in place.
+    """A pool of keys, read in place.
 
-    pages: packed, uint8 [pages, >= ``page_bytes(P)``]; or plain, bf16 [pages, P·512]; the last dimension contiguous.
-    page_size: P, entries of a page, a power of two; slot = page · P + row.
+    Attributes:
+        pages: packed, uint8 [pages, >= ``page_bytes(P)``], the last dimension contiguous, pages at multiples of 16
+            bytes; or plain, bf16 [pages, P·512], contiguous.
+        page_size: P, entries of a page, a power of two; slot = page · P + row.
     """
 
     pages: Tensor
@@ -76,11 +82,13 @@ class Entries(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What the programs of one query leave for the sum of their parts; of programs without a part, nothing.
+    """Workspace of a split launch: the S parts of each query; programs without a part store none.
 
-    values: fp32 [T, H, S, 512], each part over its own sum of weights, not rotated back.
-    stats: fp32 [T, H, S, 2]: the greatest logit times log2(e), not below the sink, and the sum of weights under it.
-        Where the output is quantised, [T, H, S, 3]: with them the largest magnitude of what the program adds.
+    Attributes:
+        values: fp32 [T, H, S, 512], each part divided by its own sum of weights, not rotated back.
+        stats: fp32 [T, H, S, 2]: a part's maximum, times log2(e) and not below the sink's, and its sum of weights
+            relative to that maximum. Where the output is quantised, [T, H, S, 3]: the third is the largest magnitude of
+            the share of columns that the program adds.
     """
 
     values: Tensor
@@ -88,7 +96,13 @@ class Partials(NamedTuple):
 
 
 def new_partials(q: Tensor, splits: int, *, quantized: bool = False) -> Partials | None:
-    """Room for the parts of a launch, ``None`` where it needs none. quantized: with ``out_rows``."""
+    """Allocate the workspace of a launch in ``splits`` splits; ``None`` for one split, which needs none.
+
+    Args:
+        q: [T, H, 512], the queries of the launch.
+        splits: S.
+        quantized: whether the launch writes ``out_rows``.
+    """
     if splits == 1:
         return None
     rows, widths = (*q.shape[:2], splits), (DIM, 3 if quantized else 2)
@@ -96,7 +110,7 @@ def new_partials(q: Tensor, splits: int, *, quantized: bool = False) -> Partials
 
 
 def new_semaphores(tokens: int, heads: int, device: torch.device | str) -> Tensor:
-    """Counters for launches of up to so many queries of so many heads, one launch at a time."""
+    """Allocate zeroed semaphores for launches of up to ``tokens`` queries of ``heads`` heads, one launch at a time."""
     return torch.zeros(tokens * heads, dtype=torch.int32, device=device)
 
 
@@ -120,30 +134,43 @@ def sparse_attention(
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """One softmax over two sets of cached entries and a sink; keys are the values too. See the module's text.
+    """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (DEEPSEEK_V4.md §3.3).
+
+    The module's docstring has the formula, the precision and the floor.
 
     Args:
-        q: bf16 [T, H, 512], the last dimension contiguous; any H. Normalised and rotated, or, with ``query_eps``, the
-            projection.
-        window, window_slots: the sliding window's pool and int32 or int64 [T, W]; a negative slot is none.
-        sink: fp32 [H], finite, in logit units, not scaled; it has no value.
+        q: bf16 [T, H, 512], the last dimension contiguous, 16-byte aligned; any H. Normalised and rotated queries or,
+            with ``query_eps``, raw projections.
+        window: the sliding window's pool.
+        window_slots: int32 or int64 [T, W], contiguous: each query's slots in it; negative slots are skipped.
+        sink: fp32 [H], contiguous, finite, in logit units, not scaled; it has no value.
         scale: softmax scale, ``512**-0.5``.
-        extra, extra_slots: compressed entries, packed or plain as the window, and [T, K] in the dtype of
-            ``window_slots``; both ``None`` in window-only layers.
-        window_lengths, extra_lengths: int32 or int64 [T], columns that count, whatever lies beyond; all by default.
-        cos_sin: fp32 [T, 64] from ``rope.rope_cos_sin`` of the queries' positions: the output's last 64 columns are
-            rotated back by them, in fp32. ``None``: no inverse RoPE.
-        query_eps: divide each row of ``q`` (its logits, rather) by its root mean square, with this added to the mean
-            square, and turn its last 64 columns by ``cos_sin``, which it needs. By default ``q`` is ready.
-        splits: programs per query and block of heads, up to :func:`most_splits` of this device; by default what
-            :func:`choose_splits` says of it.
+        extra: the pool of compressed entries, packed or plain like the window; ``None`` in window-only layers.
+        extra_slots: [T, K] in the dtype of ``window_slots``, contiguous; ``None`` in window-only layers.
+        window_lengths, extra_lengths: int32 or int64 [T], contiguous: number of leading columns that count; columns
+            beyond are ignored, whatever they hold. By default all columns count.
+        cos_sin: fp32 [T, 64], contiguous, from ``common.rope.rope_cos_sin`` of the queries' positions: the output's
+            last 64 columns are rotated back by it, in fp32. ``None``: no inverse RoPE.
+        query_eps: ``q`` is raw: divide each row of ``q`` (in effect its logits) by its root mean square, with
+            ``query_eps`` added to the mean square, and rotate its last 64 columns by ``cos_sin``, which is then
+            required. ``None``: ``q`` is ready.
+        splits: programs per query and block of heads, 1 to :func:`most_splits` of this device; by default chosen by
+            :func:`choose_splits`.
         partials: from :func:`new_partials` for the same shape and splits; allocated unless given.
-        semaphores: from :func:`new_semaphores`, zero before and after the launch; read where keys are split. ``None``:
+        semaphores: from :func:`new_semaphores`, zero before and after the launch; used where keys are split. ``None``:
             allocated here, which is one more launch.
-        out: bf16 [T, H, 512], contiguous, written. A query that sees nothing gives 0.
-        out_rows: [T, G, H/G · 512], written: each group's heads as one row, what :func:`quantize.quantize` makes of
-            ``out``, bit for bit. For the groups that :func:`fuses_quantization` says. At least one of the two outputs.
-        tiling: by default what :func:`choose_tiling` says of this device.
+        out: bf16 [T, H, 512], contiguous, 16-byte aligned, written. A query that sees no entry gives 0.
+        out_rows: [T, G, H/G · 512], written: each group's heads as one NVFP4 row, equal bit for bit to
+            ``quantize.quantize.quantize`` of ``out``. For numbers of groups that :func:`fuses_quantization` accepts. At
+            least one of ``out`` and ``out_rows`` is required.
+        tiling: by default chosen by :func:`choose_tiling` for this device.
+
+    Raises:
+        OperandTypeError: a dtype is not one of the above, neither ``out`` nor ``out_rows`` is given, or ``query_eps``
+            comes without ``cos_sin``.
+        OperandValueError: a shape, stride, alignment or device is not as above, a page size is not a power of two,
+            ``splits`` or ``query_eps`` is out of range, attention cannot quantise these groups, or there are too few
+            semaphores.
     """
     require_dimensions("q", q, 3, "[T, H, 512]")
     tokens, heads = q.shape[:2]
@@ -158,7 +185,7 @@ def sparse_attention(
     _require_set("window", window, window_slots, window_lengths, tokens)
     has_extra = extra is not None and extra_slots is not None
     if extra is None or extra_slots is None:
-        # Placeholders of the right types, which the kernel does not read.
+        # Placeholders of the right types; the kernel does not read them.
         extra, extra_slots, extra_lengths = window, window_slots, None
     else:
         _require_set("extra", extra, extra_slots, extra_lengths, tokens)
@@ -169,8 +196,8 @@ def sparse_attention(
     tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
     if splits is None:
         splits = choose_splits(tokens, heads, columns, processors, tiling)
-    most = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
-    require_range("splits", splits, 1, most)
+    max_splits = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
+    require_range("splits", splits, 1, max_splits)
     if cos_sin is not None:
         require_shape("cos_sin", cos_sin, (tokens, ROPE_DIM), "[T, 64]")
         require_dtype("cos_sin", cos_sin, torch.float32)
@@ -247,14 +274,14 @@ def sparse_attention(
         HAS_EXTRA=has_extra,
         HAS_WINDOW_LENGTHS=window_lengths is not None,
         HAS_EXTRA_LENGTHS=extra_lengths is not None,
-        HAS_TURNS=has_cos_sin,
+        HAS_COS_SIN=has_cos_sin,
         SPLIT=partials is not None,
         HEAD_BLOCKS=head_blocks,
         HEADS=tiling.heads,
         KEYS=tiling.keys,
         STAGES=tiling.stages,
         TRANSPOSED=tiling.transposed,
-        APART=tiling.apart,
+        LOGITS_IN_BRANCH=tiling.apart,
         WARPS=tiling.warps,
         GROUP=group,
         num_warps=tiling.warps,
@@ -264,7 +291,7 @@ def sparse_attention(
 
 
 def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
-    """Heads of a group; 1 where nothing is quantised."""
+    """Check both outputs and return the heads of a group, 1 where nothing is quantised; metadata only."""
     tokens, heads = q.shape[:2]
     if out is not None:
         require_shape("out", out, q.shape, "[T, H, 512]")
@@ -286,7 +313,7 @@ def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
 
 
 def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
-    """The pool's bytes, and the distance of its pages (packed) or of its rows (plain) in bytes."""
+    """Return the pool's bytes and its stride in bytes: that of pages (packed) or of rows (plain)."""
     pages = entries.pages
     if pages.dtype == torch.uint8:
         return pages, pages.stride(0)
@@ -294,6 +321,7 @@ def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
 
 
 def _require_set(name: str, entries: Entries, slots: Tensor, lengths: Tensor | None, tokens: int) -> None:
+    """Refuse a set of entries that the kernel cannot read; metadata only."""
     pages, page_size = entries
     require_power_of_two(f"{name}.page_size", "entries of a page", page_size)
     if pages.dtype == torch.uint8:

@@ -1,1 +1,1 @@
-"""What an attention layer makes of its first product: latents, window keys, compressed entries and their states."""
+"""The output of an attention layer's first GEMM: store its latents and window keys, compress tokens into entries."""

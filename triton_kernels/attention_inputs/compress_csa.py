@@ -1,7 +1,7 @@
-"""Ratio 4: windows of four tokens that overlap, of the main compressor and the indexer's.
+"""Compression at ratio 4: overlapping windows of four tokens, for the main compressor and the indexer's.
 
-A window pools the first half of the channels of the four tokens before it and the second half of its own four. The
-state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (DEEPSEEK_V4.md §4.1, §4.3).
+A window pools the first half of the channels of the four tokens before it and the second half of the channels of its
+own four. The state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (DEEPSEEK_V4.md §4.1, §4.3).
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entr
 
 @triton.jit
 def _ring_rows(position, present, slots, full_to_swa):
-    """int64: the state rows of the positions of the request whose row of slots is given; −1 where not present."""
+    """Return the int64 state rows of a request's positions, −1 where not present.
+
+    slots: the request's row of full slots.
+    """
     full = tl.load(slots + position, mask=present, other=0).to(tl.int64)
     swa = tl.load(full_to_swa + full, mask=present, other=-1)
     return tl.where(swa >= 0, swa // 256 * 8 + swa % 8, -1)
 
 
 @triton.jit
-def _close(window, start, first, slots, batch, call):
-    """Pool a complete window and store its entry; rows before ``start`` come from the state, others from the pass."""
+def _close_window(window, start, first, slots, batch, call):
+    """Pool a complete window and store its entry.
+
+    Rows before position ``start`` come from the state, others from the pass.
+    """
     N: tl.constexpr = call.N
     row = tl.arange(0, 8)
     position = window * 4 - 4 + row
@@ -36,7 +42,7 @@ def _close(window, start, first, slots, batch, call):
     history = call.state + ring[:, None] * call.state_row
     values = load_rows(new, call.kv + token * call.kv_row, old, history, column, 0.0)
     scores = load_rows(new, call.score + token * call.score_row, old, history + 2 * N, column, float("-inf"))
-    # Without it the compiler asks for some of the rows when others have come.
+    # Without the barrier the compiler loads some of the rows only when others have arrived.
     tl.debug_barrier()
     bias = tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
     slot = tl.load(slots + window * 4).to(tl.int64) // 4
@@ -46,8 +52,8 @@ def _close(window, start, first, slots, batch, call):
 
 
 @triton.jit
-def _remember(position, kept, start, first, slots, batch, call):
-    """Put the tokens of this pass at those positions [8] that are ``kept`` into the state."""
+def _update_state(position, kept, start, first, slots, batch, call):
+    """Store in the state the tokens of this pass at those of the 8 positions that are ``kept`` (bool [8])."""
     N: tl.constexpr = call.N
     ring = _ring_rows(position, kept, slots, batch.full_to_swa)
     kept = (kept & (ring >= 0) & (ring < call.state_rows))[:, None]
@@ -63,9 +69,14 @@ def _remember(position, kept, start, first, slots, batch, call):
 
 @triton.jit
 def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constexpr):
-    """One unit of one compressor: first all that reads the state, then all that writes it.
+    """Process one unit of one compressor: first everything that reads the state, then everything that writes it.
 
-    BY_TOKEN: the unit of token ``number``, if it has one; else the unit of that number, if there are so many.
+    Args:
+        number: with BY_TOKEN a token, whose unit is processed if it has one; else the unit's number, which may be
+            beyond the last unit.
+        batch: ``windows.PassArguments``.
+        call: ``windows.CompressionArguments``.
+        PADDED: see :func:`.windows.unit_of_number`.
     """
     if BY_TOKEN:
         request, window, is_head, exists = unit_of_token(number, batch, 4)
@@ -75,12 +86,13 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
         first, start, end = span_of_request(request, batch)
         slots = batch.slots + tl.load(batch.requests + request) * batch.slots_row
         for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
-            _close(closing, start, first, slots, batch, call)
+            _close_window(closing, start, first, slots, batch, call)
         tl.debug_barrier()
 
-        # A page keeps its last 8 tokens, or the pass's. The head writes those of the page that the pass begins in,
-        # where its history lies; of other pages, where none has history, each unit writes what lies in its own
-        # windows. Pages that several requests share are full, and nobody writes there.
+        # A page's ring keeps the last 8 tokens of the page, or the last 8 of the pass within it. The head writes the
+        # ring of the page in which the pass begins, because its history lies there. The rings of later pages hold no
+        # history: each unit writes the tokens of its own windows. Pages that several requests share are full, and no
+        # unit writes to them.
         row = tl.arange(0, 8)
         for part in tl.range(tl.where(is_head, 0, 1), 2):
             position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
@@ -88,4 +100,4 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
             kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
             kept = kept & ((page > start // 256) == (part == 1))
             if tl.max(kept.to(tl.int32), 0) > 0:
-                _remember(position, kept, start, first, slots, batch, call)
+                _update_state(position, kept, start, first, slots, batch, call)

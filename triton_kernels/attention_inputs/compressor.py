@@ -1,14 +1,15 @@
-"""Token compression: windows of 4 or 128 tokens become one cache entry each (DEEPSEEK_V4.md §4).
+"""Arguments of token compression: each window of 4 or 128 tokens becomes one cache entry (DEEPSEEK_V4.md §4).
 
 For every window that a token of the pass completes::
 
     a = softmax over the window's rows of (score + ape[position mod ratio]), per channel
     e = rope(rmsnorm(sum_rows a * kv), position of the window's first token)
 
-Ratio 128 pools the window's own tokens. Ratio 4 overlaps: half of the channels of the four tokens before it, the other
-half of its own. The raw rows of tokens whose window is still open, and of those that the next window overlaps, stay in
-SGLang's state rings. All is derived on the device from the :class:`~.batch.Batch`; one launch closes and stores
-(:mod:`.attention_inputs`).
+Ratio 128 pools the window's own tokens. At ratio 4 windows overlap: a window pools half of the channels of the four
+tokens before it and the other half of the channels of its own four. The raw rows of tokens whose window is still open,
+and of those that the next window overlaps, stay in SGLang's state rings. Kernels derive from the
+:class:`..plan.batch.Batch`, on the device, which windows to close and which rows to keep; one launch does both
+(:mod:`.prepare`, with :mod:`.compress_csa` and :mod:`.compress_hca`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Compressor:
     Attributes:
         ratio: 4 or 128.
         ape: fp32 [ratio, w], contiguous; w = 2n for ratio 4, n for ratio 128.
-        norm: bf16 or fp32 [n]; n = 512 for entries, 128 for the indexer's keys (ratio 4 only).
+        norm: bf16 or fp32 [n], contiguous; n = 512 for entries, 128 for the indexer's keys (ratio 4 only).
         norm_eps: added to the mean square.
     """
 
@@ -48,12 +49,12 @@ class Compressor:
 
     @property
     def size(self) -> int:
-        """n, the width of an entry."""
+        """Width n of an entry."""
         return self.norm.shape[0]
 
     @property
     def width(self) -> int:
-        """w, the width of a token's row."""
+        """Width w of a token's row of values or of scores."""
         return 2 * self.size if self.ratio == 4 else self.size
 
 
@@ -63,12 +64,12 @@ class Compression:
 
     Attributes:
         compressor: its parameters.
-        kv, score: fp32 or bf16 [T, w], raw, the last dimension contiguous: columns of a product.
-        state: fp32 or bf16 [rows, 2w], rows contiguous; ``kv | score`` of earlier tokens in SGLang's rings (Batch says
-            which row is whose), updated in place. Other rows are neither read nor written.
-        pages: the pool of entries, updated in place. uint8: 584-byte entries (``kv_entry``) for n = 512, 132-byte ones
-            (``index_entry``) for n = 128, which the Hadamard matrix rotates first. bf16 or fp32 [pages, page_size·n]:
-            the rows themselves.
+        kv, score: fp32 or bf16 [T, w], raw, the last dimension contiguous: columns of a GEMM's output.
+        state: fp32 or bf16 [rows, 2w], rows contiguous: ``kv | score`` of earlier tokens in SGLang's rings, updated in
+            place; ``plan.batch`` says which row belongs to which token. Other rows are neither read nor written.
+        pages: the pool of entries, updated in place. uint8 pages hold 584-byte entries (``kv_entry``) for n = 512, and
+            132-byte entries (``index_entry``), rotated by the Hadamard matrix, for n = 128. Pages of bf16 or fp32
+            [pages, page_size·n] hold the rows themselves.
         page_size: entries of a page.
     """
 
@@ -80,7 +81,7 @@ class Compression:
     page_size: int
 
     def check(self, batch: Batch, frequencies: Tensor) -> None:
-        """Refuse what the kernels cannot read; metadata only."""
+        """Refuse what the kernels cannot read, by ``OperandTypeError`` or ``OperandValueError``; metadata only."""
         compressor, floats = self.compressor, (torch.float32, torch.bfloat16)
         checks.require_one_of("compress: ratio", compressor.ratio, (4, 128))
         checks.require_dimensions("compress: norm", compressor.norm, 1, "[n]")
@@ -127,6 +128,7 @@ class Compression:
         checks.require_rows("compress: pages", self.pages)
 
     def arguments(self) -> CompressionArguments:
+        """Return the arguments of the kernels."""
         return CompressionArguments(
             kv=self.kv,
             score=self.score,
@@ -147,17 +149,20 @@ class Compression:
 
 
 class Workspace(NamedTuple):
-    """Where the programs of a ratio-128 window meet; one serves all layers of a stream, one after another.
+    """Workspace through which the programs that share a ratio-128 window pass their channels on.
+
+    One workspace serves all layers of a CUDA stream, one after another.
 
     Attributes:
-        pooled: fp32 [units, 512]. semaphores: int32 [units], zero between launches.
+        pooled: fp32 [units, 512], the pooled channels of a unit's window.
+        semaphores: int32 [units], the programs of a unit that are done; zero between launches.
     """
 
     pooled: Tensor
     semaphores: Tensor
 
     def check(self, units: int, kv: Tensor) -> None:
-        """Refuse what is not enough for ``units`` units; metadata only."""
+        """Refuse a workspace that is malformed or too small for ``units`` units; metadata only."""
         checks.require_dtype("compress: workspace.pooled", self.pooled, torch.float32)
         checks.require_dtype("compress: workspace.semaphores", self.semaphores, torch.int32)
         for name, tensor in self._asdict().items():
@@ -172,7 +177,7 @@ class Workspace(NamedTuple):
 
 
 def new_workspace(tokens: int, requests: int, device: torch.device | str) -> Workspace:
-    """Enough for passes of up to ``tokens`` tokens of up to ``requests`` requests, at ratio 128."""
+    """Allocate a workspace for ratio-128 passes of up to ``tokens`` tokens and ``requests`` requests."""
     units = unit_limit(tokens, requests, 128)
     return Workspace(
         torch.empty(units, kv_entry.DIM, dtype=torch.float32, device=device),

@@ -1,7 +1,9 @@
-"""The indexer's head weights of few tokens: a small bf16 product in the launch that prepares attention.
+"""The indexer's head weights of up to 8 tokens: a small bf16 GEMM in the launch that prepares attention.
 
-``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1); as
+``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1). As
 a GEMM of its own it would be one more launch of a decode layer. Its programs depend on nothing else in the launch.
+
+Supports up to ``MAX_TOKENS`` tokens, any number of heads and any width. Floor: the weight read once, 2·H·d bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 
 MAX_TOKENS = 8
-"""Tokens of a pass up to which the product is made here; a program holds all of them, so that it reads the weight once.
-More are a library GEMM's."""
-ROWS = tl.constexpr(2)
-"""Rows of the weight of one program."""
-BLOCK = tl.constexpr(512)
-"""Columns that a program multiplies at a time."""
+"""Tokens of a pass at most: a program holds all of them, so that it reads its rows of the weight once. For more
+tokens a library's GEMM computes the weights."""
+ROWS_PER_PROGRAM = tl.constexpr(2)
+"""Rows of the weight, that is heads, of one program."""
+COLUMNS_PER_STEP = tl.constexpr(512)
+"""Columns that a program multiplies in one step of its loop."""
 
 
 class IndexWeightArguments(NamedTuple):
@@ -42,7 +44,7 @@ class IndexWeightArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexWeights:
-    """The product of a pass of up to ``MAX_TOKENS`` tokens.
+    """Operands of the head weights of a pass of up to ``MAX_TOKENS`` tokens.
 
     Attributes:
         x: bf16 [T, d], the last dimension contiguous: the layer's normalised input.
@@ -56,10 +58,11 @@ class IndexWeights:
 
     @property
     def programs(self) -> int:
-        return triton.cdiv(self.weight.shape[0], ROWS.value)
+        """Number of programs of the GEMM."""
+        return triton.cdiv(self.weight.shape[0], ROWS_PER_PROGRAM.value)
 
     def check(self, tokens: int) -> None:
-        """Refuse what the kernel cannot read; metadata only."""
+        """Refuse what the kernel cannot read, by ``OperandTypeError`` or ``OperandValueError``; metadata only."""
         checks.require_range("index weights: tokens", tokens, 1, MAX_TOKENS)
         checks.require_dimensions("index weights: weight", self.weight, 2, "[H, d]")
         heads, width = self.weight.shape
@@ -74,6 +77,7 @@ class IndexWeights:
         checks.require_same_device("x", self.x, weight=self.weight, out=self.out)
 
     def arguments(self) -> IndexWeightArguments:
+        """Return the arguments of :func:`project_index_weights`."""
         tokens, width = self.x.shape
         return IndexWeightArguments(
             x=self.x,
@@ -91,12 +95,16 @@ class IndexWeights:
 
 @triton.jit
 def project_index_weights(program, of):
-    """ROWS rows of the weight with every token; sums in the order of the columns' blocks."""
-    row = program * ROWS + tl.arange(0, ROWS)
+    """Multiply ROWS_PER_PROGRAM rows of the weight with every token, and store the products.
+
+    Sums are fp32, added in the order of the blocks of columns. program: int32, 0 to ``of.programs - 1``. of:
+    :class:`IndexWeightArguments`.
+    """
+    row = program * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     token = tl.arange(0, of.PADDED)
-    total = tl.zeros((of.PADDED, ROWS), tl.float32)
-    for first in range(0, of.width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    total = tl.zeros((of.PADDED, ROWS_PER_PROGRAM), tl.float32)
+    for first in range(0, of.width, COLUMNS_PER_STEP):
+        column = first + tl.arange(0, COLUMNS_PER_STEP)
         inside = (column < of.width)[None, :]
         x_mask, w_mask = (token < of.tokens)[:, None] & inside, (row < of.heads)[:, None] & inside
         x = tl.load(of.x + token[:, None] * of.x_row + column[None, :], mask=x_mask, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""The two latents of an attention layer: q_lora normalised; keys normalised, rotated, packed and stored.
+"""The two latents of an attention layer: normalise q_lora; normalise, rotate, pack and store the keys.
 
-Both are columns of the same product and neither waits for the other (DEEPSEEK_V4.md §3.1, §4.4): a program takes one of
-them for one token. Where a GEMM with NVFP4 activations reads q_lora next, the program that has normalised a row
-quantises it.
+Both are columns of the same GEMM's output, and neither depends on the other (DEEPSEEK_V4.md §3.1, §4.4): a program
+takes one of them for one token. Where the next GEMM reads q_lora as NVFP4 activations, the program that normalises a
+row also quantises it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..quantize.rows import RowsArguments, check_rows, rows_arguments, store_qua
 class LatentArguments(NamedTuple):
     """:class:`Latents` as a kernel takes them; strides in elements, PAGE_SIZE and BLOCK constants.
 
-    Without ``q_out`` it is ``None``, without ``q_rows`` empty.
+    ``q_out`` is ``None``, or ``q_rows`` empty, where that output is not wanted.
     """
 
     q: Tensor
@@ -55,18 +55,22 @@ class LatentArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Latents:
-    """What an attention layer reads of its latents in a pass of T tokens, and where it puts them.
+    """Latents of a pass of T tokens, and where their results go.
 
     Attributes:
-        q_lora: bf16 or fp32 [T, n], the last dimension contiguous, n up to 16384. q_norm: bf16 or fp32 [n].
-        q_out: bf16 or fp32 [T, n], the last dimension contiguous: ``rms_norm(q_lora, q_norm)``, one rounding.
-        q_rows: [T, n], the same rounded to bf16, then as :func:`quantize.quantize` would write it, bit for bit; n a
-            multiple of 64. Of the two outputs either may be ``None``, but not both.
-        kv: bf16 or fp32 [T, 512], the last dimension contiguous. kv_norm: bf16 or fp32 [512].
+        q_lora: bf16 or fp32 [T, n], the last dimension contiguous, n up to 16384.
+        q_norm: bf16 or fp32 [n], contiguous.
+        q_out: bf16 or fp32 [T, n], the last dimension contiguous: ``rms_norm(q_lora, q_norm)``, rounded once. May be
+            ``None`` if ``q_rows`` is given.
+        q_rows: [T, n], the same rounded to bf16 and quantised, equal bit for bit to ``quantize.quantize.quantize``; n a
+            multiple of 64. May be ``None`` if ``q_out`` is given.
+        kv: bf16 or fp32 [T, 512], the last dimension contiguous.
+        kv_norm: bf16 or fp32 [512], contiguous.
         eps: added to both mean squares.
-        cos_sin: fp32 [T, 64].
-        slots: int32 or int64 [T]; a slot outside the pool is left out.
-        pages, page_size: SGLang's pages of 584-byte entries, in place, as of :func:`kv_entry.norm_rope_store_kv`.
+        cos_sin: fp32 [T, 64], contiguous, from ``common.rope.rope_cos_sin``.
+        slots: int32 or int64 [T], contiguous; a key whose slot is outside the pool is not stored.
+        pages, page_size: SGLang's pages of 584-byte entries, written in place, as in
+            ``entries.kv_entry.norm_rope_store_kv``.
     """
 
     q_lora: Tensor
@@ -83,10 +87,11 @@ class Latents:
 
     @property
     def tokens(self) -> int:
+        """T, the tokens of the pass."""
         return self.kv.shape[0]
 
     def check(self) -> None:
-        """Refuse what the kernels cannot read; metadata only."""
+        """Refuse what the kernels cannot read, by ``OperandTypeError`` or ``OperandValueError``; metadata only."""
         tokens, width = self.tokens, self.q_lora.shape[-1]
         if self.q_out is None and self.q_rows is None:
             raise OperandTypeError("latents: expected q_out, q_rows or both, found neither")
@@ -113,6 +118,7 @@ class Latents:
         checks.require_same_device("q_lora", self.q_lora, **tensors)
 
     def arguments(self) -> LatentArguments:
+        """Return the arguments of :func:`store_latent`."""
         width = self.q_lora.shape[1]
         return LatentArguments(
             q=self.q_lora,
@@ -138,11 +144,16 @@ class Latents:
 
 @triton.jit
 def store_latent(row, which, of):
-    """The key (``which`` 0) or q_lora (1) of token ``row`` (int64)."""
+    """Store one latent of token ``row`` (int64): the key if ``which`` is 0, q_lora if 1.
+
+    of: :class:`LatentArguments`.
+    """
     if which == 0:
         slot = tl.load(of.slots + row).to(tl.int64)
-        at, turn = of.kv + row * of.kv_row, of.cos_sin + row * 64
-        store_row(at, of.kv_norm, turn, slot, of.pages, of.eps, of.page_stride, of.capacity, True, of.PAGE_SIZE)
+        key_row, cos_sin_row = of.kv + row * of.kv_row, of.cos_sin + row * 64
+        store_row(
+            key_row, of.kv_norm, cos_sin_row, slot, of.pages, of.eps, of.page_stride, of.capacity, True, of.PAGE_SIZE
+        )
     else:
         BLOCK: tl.constexpr = of.BLOCK
         column = tl.arange(0, BLOCK)

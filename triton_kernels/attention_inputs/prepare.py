@@ -1,10 +1,10 @@
-"""All that an attention layer makes of its first product: what its queries begin with, and its caches.
+"""Process the output of an attention layer's first GEMM: normalise q_lora, store keys, compress, update the states.
 
-The latents, the rows of the compressor and those of the indexer's are columns of one product, and what becomes of one
-does not depend on another (DEEPSEEK_V4.md §3.1, §4): they are written to buffers of their own, and each program does
-one part of the work. In decode and small passes one launch has them all; programs that may have a window to close come
-first, since they take longest. A large prefill takes two launches, since latents pay there for the compressors' warps
-and registers.
+The latents, the rows of the compressor and those of the indexer's compressor are columns of one GEMM's output
+(DEEPSEEK_V4.md §3.1, §4). None depends on another's result, and each has output buffers of its own, so each program
+does one part of the work. Decode and small passes take one launch; the programs that may have a window to close come
+first, since they take longest. A large prefill takes two launches, since in one launch the latents would pay for the
+compressors' warps and registers.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED
 from ..plan.batch import Batch
 from .compress_csa import compress_csa
-from .compress_hca import BLOCKS, compress_hca
+from .compress_hca import CHANNEL_BLOCKS, compress_hca
 from .compressor import Compression, Workspace
 from .index_weights import IndexWeights, project_index_weights
 from .latent import Latents, store_latent
 from .windows import PassArguments, unit_limit
 
-PROGRAMS = 16
-"""Of each block of channels of ratio 128 in decode, before they take several tokens: 256 in all, two a processor."""
-APART = 2048
-"""Tokens of a prefill from which latents and compressors are launched apart. On an H200, 2026-11-22: a CSA layer's
-8192 tokens take 69 us so (59 with ``WARPS_LARGE``), in one launch 99; an HCA layer's 42 and 60; but 1024 tokens 14 and
-12, 10 and 7."""
+HCA_DECODE_PROGRAMS = 16
+"""Programs of each block of channels at ratio 128 in decode: for more tokens than this, each takes several, up to 16.
+With 16 blocks of channels they are 256 in all, two for each multiprocessor."""
+TWO_LAUNCH_MIN_TOKENS = 2048
+"""Tokens of a prefill from which latents and compressors are launched separately. On an H200, 2026-11-22, in us, two
+launches against one: a CSA layer's 8192 tokens 69 (59 with ``TWO_LAUNCH_WARPS``) against 99, an HCA layer's 42 against
+60; but 1024 tokens 14 against 12, and 10 against 7."""
 WARPS = {0: 4, 4: 8, 128: 8}
-"""Of a program, by ratio; 0: latents alone."""
-REGISTERS = {0: None, 4: 80, 128: None}
-"""Of a thread at most, by ratio. At ratio 4 the compiler would take 107: two programs rather than three would fit a
-multiprocessor of Hopper."""
-WARPS_LARGE = {0: 4, 4: 4, 128: 8}
-"""The same from ``APART`` tokens on. Of ratio 4 only for rows of fp32, whose sums have the same order with four warps
-and eight (:func:`.windows.pool`); at ratio 128 it goes by the number of warps."""
-REGISTERS_LARGE = {0: None, 4: 128, 128: None}
+"""Warps of a program, by ratio; 0: latents alone."""
+MAX_REGISTERS = {0: None, 4: 80, 128: None}
+"""Registers of a thread, by ratio. At ratio 4 the compiler would take 107, with which a Hopper multiprocessor holds two
+programs rather than three."""
+TWO_LAUNCH_WARPS = {0: 4, 4: 4, 128: 8}
+"""``WARPS`` of a prefill of ``TWO_LAUNCH_MIN_TOKENS`` tokens or more, for rows of fp32 only. At ratio 4 sums over such
+rows have the same order with four warps as with eight (:func:`.windows.pool`); at ratio 128 the order depends on the
+number of warps."""
+TWO_LAUNCH_MAX_REGISTERS = {0: None, 4: 128, 128: None}
+"""``MAX_REGISTERS`` where ``TWO_LAUNCH_WARPS`` are used."""
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -58,14 +61,23 @@ def _attention_inputs(
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """``groups`` programs for each compressor of ratio 4, or each block of channels of ratio 128; then those of the
-    index weights; then the latents'.
+    """Compress, compute index weights and store latents, each by programs of its own.
 
-    calls: none, one, or two of ratio 4. latents, index_weights: or nothing. workspace: for ratio 128. TOKENS: of a
-    program in decode; else 0, and PADDED requests or fewer.
+    Grid: ``groups`` programs for each compressor of ratio 4, or for each block of channels at ratio 128; then
+    ``index_weights.programs``; then two for each token, for the latents.
+
+    Args:
+        batch: ``windows.PassArguments``, or empty without ``calls``.
+        latents: ``latent.LatentArguments``, or empty.
+        calls: ``windows.CompressionArguments``: none, one, or two of ratio 4.
+        workspace: ``compressor.Workspace`` for ratio 128, else empty.
+        index_weights: ``index_weights.IndexWeightArguments``, or empty.
+        RATIO: 4, 128, or 0 without ``calls``.
+        TOKENS: tokens of a compressing program in decode, else 0.
+        PADDED: if TOKENS is 0, a power of two, the number of requests or more.
     """
     after_previous()
-    PARTS: tl.constexpr = BLOCKS if RATIO == 128 else len(calls)
+    PARTS: tl.constexpr = CHANNEL_BLOCKS if RATIO == 128 else len(calls)
     program = tl.program_id(0)
     part, number = program // groups, program % groups
     if RATIO == 128:
@@ -75,14 +87,14 @@ def _attention_inputs(
         for i in tl.static_range(PARTS):
             if part == i:
                 compress_csa(number, batch, calls[i], TOKENS, PADDED)
-    rest = program - groups * PARTS
+    remaining = program - groups * PARTS
     if len(index_weights) > 0:
-        if rest >= 0 and rest < index_weights.programs:
-            project_index_weights(rest, index_weights)
-        rest -= index_weights.programs
-    if len(latents) > 0:  # noqa: SIM102  the first is decided when the kernel is compiled
-        if rest >= 0:
-            store_latent((rest // 2).to(tl.int64), rest % 2, latents)
+        if remaining >= 0 and remaining < index_weights.programs:
+            project_index_weights(remaining, index_weights)
+        remaining -= index_weights.programs
+    if len(latents) > 0:  # noqa: SIM102  the outer condition is decided when the kernel is compiled
+        if remaining >= 0:
+            store_latent((remaining // 2).to(tl.int64), remaining % 2, latents)
 
 
 def prepare_attention(
@@ -94,31 +106,39 @@ def prepare_attention(
     workspace: Workspace | None = None,
     index_weights: IndexWeights | None = None,
 ) -> None:
-    """Store the latents of a pass, close its windows, store their entries and bring the states up to date.
+    """Store the latents of a pass, compress its complete windows into entries, and update the states.
 
-    One launch; two from ``APART`` tokens on, if there are latents and compressors and the pass is not decode's.
+    One launch; two from ``TWO_LAUNCH_MIN_TOKENS`` tokens on, if there are latents and compressors and the pass is not a
+    decode pass. Source: DEEPSEEK_V4.md §3.1, §4.
 
     Args:
-        latents: ``None`` leaves them out.
-        calls: none for a window-only layer, that of an HCA layer, the two of a CSA layer.
-        batch: where the pass's tokens stand. Rows of padding (request slot 0, position 0, full slot 0) end in the state
-            rows of page 0 and request 0. A slot or state row outside its buffer is left out.
-        frequencies: fp32 [32], the compressed layers' RoPE frequencies.
-        workspace: for ratio 128, from :func:`~.compressor.new_workspace`.
-        index_weights: a product of few tokens that joins the launch; of CSA layers.
+        latents: the pass's; ``None`` to leave them out.
+        calls: none for a window-only layer, one for an HCA layer, two for a CSA layer.
+        batch: where the pass's tokens stand. Rows of padding (request slot 0, position 0, full slot 0) are stored in
+            the state rows of page 0 and request 0. Rows whose slot or state row is outside its buffer are not stored.
+        frequencies: fp32 [32], contiguous, radians per position: the compressed layers' RoPE frequencies. The angle of
+            a window is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
+        workspace: from :func:`.compressor.new_workspace`; required at ratio 128.
+        index_weights: of CSA layers, the head weights of up to ``index_weights.MAX_TOKENS`` tokens, computed in the
+            same launch.
 
-    The window's angle is ``fp32(position) * frequency``, one fp32 product, of its first token's position.
+    Rounding: q_lora as in ``hyper_connection.streams.rms_norm``, and quantised from bf16; keys as in
+    ``entries.kv_entry.norm_rope_store_kv``. The state equals that of ``ops.compress_windows`` bit for bit. Entries are
+    fp32 until their format's own rounding. The exponential and the sums of the pooling have an error and an order of
+    their own, at most (R + 16) · 2^-23 of the largest pooled value for a window of R rows; so next to a tie a code may
+    differ from the reference's by one. An entry's bytes do not depend on how its tokens are divided into passes, as
+    long as the state holds them exactly. A latent's may: the order of its sum of squares depends on the number of
+    warps, which changes at ``TWO_LAUNCH_MIN_TOKENS`` tokens in layers with compressors.
 
-    Rounding: q_lora as of :func:`streams.rms_norm`, and quantised from bf16; keys as of
-    :func:`kv_entry.norm_rope_store_kv`. The state equals that of ``ops.compress_windows`` bit for bit. Entries are fp32
-    up to their format's own rounding. The pooling's exponential and sums have an error and an order of their own:
-    (R + 16) · 2^-23 of the largest pooled value at most, of a window of R rows; so next to a tie a code may differ from
-    the reference's by one. How its tokens are dealt to passes does not change an entry's bytes, as long as the state
-    holds them exactly. It may change a latent's: their sums of squares have an order that goes by the number of warps,
-    which is another from ``APART`` tokens on in layers with compressors.
+    Floor: every column of the GEMM's output read once, what is kept written once; for each window that closes, the
+    cached rows that it needs.
 
-    Floor: every column of the product read once, what is kept written once; per closing window the cached rows it
-    needs.
+    Raises:
+        OperandTypeError: a dtype is not as documented in :class:`.latent.Latents`, :class:`.compressor.Compression`,
+            :class:`.compressor.Workspace` or :class:`.index_weights.IndexWeights`; latents have no output; or ratio 128
+            comes without a workspace.
+        OperandValueError: a shape, stride, alignment or device is not as documented there, the ratios of ``calls`` are
+            not one of the combinations above, or the workspace is too small.
     """
     op = "prepare_attention"
     batch.check(op)
@@ -140,7 +160,7 @@ def prepare_attention(
         latents.check()
     if not batch.tokens:
         return
-    if latents is not None and calls and batch.tokens >= APART and not batch.is_decode:
+    if latents is not None and calls and batch.tokens >= TWO_LAUNCH_MIN_TOKENS and not batch.is_decode:
         _launch(None, calls, batch, frequencies, workspace, None)
         _launch(latents, (), batch, frequencies, workspace, None)
     else:
@@ -158,16 +178,19 @@ def _launch(
     tokens, requests = batch.tokens, batch.requests.shape[0]
     ratio = calls[0].compressor.ratio if calls else 0
     units = unit_limit(tokens, requests, ratio) if calls else 1
-    # One kernel for all sizes of decode, where no program looks through the requests for its unit.
-    each, padded = 0, triton.next_power_of_2(requests)
+    # In decode no program searches the requests for its unit, so one kernel serves all sizes.
+    tokens_per_program, padded = 0, triton.next_power_of_2(requests)
     if batch.is_decode:
-        each, padded = (min(triton.next_power_of_2(triton.cdiv(tokens, PROGRAMS)), 16) if ratio == 128 else 1), 1
-    groups = triton.cdiv(units, max(each, 1))
-    programs = groups * (BLOCKS.value if ratio == 128 else len(calls))
-    # Rows of bf16 would be dealt to threads in eights by four warps, in fours by eight.
+        tokens_per_program, padded = (
+            (min(triton.next_power_of_2(triton.cdiv(tokens, HCA_DECODE_PROGRAMS)), 16) if ratio == 128 else 1),
+            1,
+        )
+    groups = triton.cdiv(units, max(tokens_per_program, 1))
+    programs = groups * (CHANNEL_BLOCKS.value if ratio == 128 else len(calls))
+    # Threads of four warps would hold eight columns of a bf16 row each, those of eight warps four.
     is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)
-    large = tokens >= APART and not batch.is_decode and is_fp32
-    warps, registers = (WARPS_LARGE, REGISTERS_LARGE) if large else (WARPS, REGISTERS)
+    large = tokens >= TWO_LAUNCH_MIN_TOKENS and not batch.is_decode and is_fp32
+    warps, registers = (TWO_LAUNCH_WARPS, TWO_LAUNCH_MAX_REGISTERS) if large else (WARPS, MAX_REGISTERS)
     programs += index_weights.programs if index_weights else 0
     _attention_inputs[(programs + (2 * tokens if latents else 0),)](
         PassArguments.of(batch, frequencies) if calls else (),
@@ -177,7 +200,7 @@ def _launch(
         index_weights.arguments() if index_weights else (),
         groups,
         ratio,
-        each if calls else 0,
+        tokens_per_program if calls else 0,
         padded if calls else 0,
         num_warps=warps[ratio],
         maxnreg=registers[ratio],

@@ -1,9 +1,10 @@
-"""Windows of compressed tokens: who closes which, and what becomes of a pooled one (DEEPSEEK_V4.md §4.1, §4.4, §4.5).
+"""Windows of compressed tokens: which program closes which, how it pools one and stores the entry.
 
-The windows of a request that a pass touches are cut into *units*: two each for ratio 4, one for ratio 128. The first
-unit, the *head*, has all windows that may need tokens of earlier passes (of ratio 4 the second window overlaps the
-first), and it writes all state rows in which such history may lie. So what is read before it is overwritten is read
-and overwritten by one program, in that order, whatever the sizes of a pass.
+The windows of a request that a pass touches are divided into *units*: of two windows at ratio 4, of one at ratio 128
+(DEEPSEEK_V4.md §4.1, §4.4, §4.5). The first unit, the *head*, has all windows that may need tokens of earlier passes
+(at ratio 4 the second window overlaps the first), and it writes all state rows in which such history may lie. So state
+rows that must be read before they are overwritten are read and overwritten by one program, in that order, whatever the
+sizes of a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..plan.batch import Batch
 
 
 class PassArguments(NamedTuple):
-    """A :class:`~.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation."""
+    """A :class:`..plan.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation."""
 
     owners: Tensor
     starts: Tensor
@@ -37,6 +38,7 @@ class PassArguments(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, frequencies: Tensor) -> PassArguments:
+        """Return the arguments for a pass."""
         return cls(
             owners=batch.owners,
             starts=batch.starts,
@@ -52,7 +54,7 @@ class PassArguments(NamedTuple):
 
 
 class CompressionArguments(NamedTuple):
-    """A :class:`~.compressor.Compression` as a kernel takes it; strides in elements, N and PAGE_SIZE constants."""
+    """A :class:`.compressor.Compression` as a kernel takes it; strides in elements, N and PAGE_SIZE constants."""
 
     kv: Tensor
     score: Tensor
@@ -72,10 +74,11 @@ class CompressionArguments(NamedTuple):
 
 
 def unit_limit(tokens: int, requests: int, ratio: int) -> int:
-    """Units of any pass of so many tokens and requests, at most; one a token at most, in decode exactly.
+    """Return an upper bound on the units of any pass of ``tokens`` tokens and ``requests`` requests.
 
-    A request of k tokens touches at most ⌊(k + 6) / 4⌋ windows of ratio 4, an open one included: ⌊(k + 10) / 8⌋ units;
-    and it closes at most ⌈k / 128⌉ of ratio 128.
+    There is at most one unit per token; a decode pass has exactly that many. A request of k tokens touches at most
+    ⌊(k + 6) / 4⌋ windows of ratio 4, an open one included, which are ⌊(k + 10) / 8⌋ units; and it closes at most
+    ⌈k / 128⌉ windows of ratio 128.
     """
     if ratio == 4:
         return min(tokens, (tokens + 10 * requests) // 8)
@@ -84,15 +87,16 @@ def unit_limit(tokens: int, requests: int, ratio: int) -> int:
 
 @triton.jit
 def span(RATIO: tl.constexpr):
-    """Windows of a unit."""
+    """Number of windows of a unit."""
     return 2 if RATIO == 4 else 1
 
 
 @triton.jit
 def unit_count(start, end, RATIO: tl.constexpr):
-    """Units of requests that add the positions start .. end − 1.
+    """Count the units of requests that add the positions start .. end − 1.
 
-    For ratio 4 an open window counts, too, since its tokens go into the state; for ratio 128 the head writes them all.
+    At ratio 4 an open window counts, too, since its unit stores its tokens in the state; at ratio 128 the head stores
+    all tokens.
     """
     last = (end + 3) // 4 if RATIO == 4 else end // RATIO
     units = (last - start // RATIO + span(RATIO) - 1) // span(RATIO)
@@ -101,17 +105,17 @@ def unit_count(start, end, RATIO: tl.constexpr):
 
 @triton.jit
 def span_of_request(request, batch):
-    """(its first token in the pass, that token's position, the position after its last)."""
+    """Return (the request's first token in the pass, that token's position, the position after its last token)."""
     first, start = tl.load(batch.bounds + request), tl.load(batch.starts + request)
     return first, start, start + tl.load(batch.bounds + request + 1) - first
 
 
 @triton.jit
 def unit_of_token(token, batch, RATIO: tl.constexpr):
-    """(request, its first window, whether the head, whether there is one) of the unit that belongs to a token.
+    """Return (request, first window, whether it is the head, whether it exists) of the unit that belongs to a token.
 
-    The head belongs to its request's first token, any other to the first token of its first window: every unit to
-    one token, whatever the requests' sizes.
+    The head belongs to its request's first token, any other unit to the first token of its first window. So every unit
+    belongs to one token, whatever the requests' sizes.
     """
     request = tl.load(batch.owners + token)
     first, start, end = span_of_request(request, batch)
@@ -127,9 +131,10 @@ def unit_of_token(token, batch, RATIO: tl.constexpr):
 
 @triton.jit
 def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
-    """(request, its first window, whether the head, whether there is one) of the ``number``-th unit.
+    """Return (request, first window, whether it is the head, whether it exists) of the ``number``-th unit.
 
-    Units are numbered request after request, heads first. PADDED: a power of two, requests or more.
+    Units are numbered request after request, each request's head first. PADDED: a power of two, at least the number of
+    requests.
     """
     request = tl.arange(0, PADDED)
     inside = request < batch.request_count
@@ -146,10 +151,11 @@ def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_rows(new, fresh, old, history, column, other):
-    """fp32 [R, n]: ``column`` of the rows (pointers [R, 1]) at ``fresh`` where new, at ``history`` where old, else
-    ``other``.
+    """Load columns ``column`` of R rows: fp32 [R, n].
 
-    One load if both are of one type: two would need twice the registers while rows are on their way.
+    A row comes from ``fresh`` where new, from ``history`` where old, and is ``other`` elsewhere. fresh, history:
+    pointers [R, 1]. new, old: bool [R, 1]. If both pointers are of one type it is one load: two would hold twice the
+    registers while rows are being loaded.
     """
     if fresh.dtype == history.dtype:
         at = tl.where(new, fresh + column, history + column)
@@ -161,10 +167,10 @@ def load_rows(new, fresh, old, history, column, other):
 
 @triton.jit
 def pool(values, scores):
-    """fp32 [n]: values [R, n] weighted by the softmax of scores over R, by column; −inf is a row that is absent.
+    """Weight fp32 values [R, n] by the softmax of scores over R, by column, and add them: fp32 [n].
 
-    Eight rows of 512 are added by pairs, those 4 apart first, both sums in one go: a sum of two has no order, so the
-    bits do not depend on how many warps share the rows.
+    A score of −inf marks a row that is absent. Eight rows of 512 are added in pairs, rows 4 apart first, numerator and
+    denominator together: a sum of two has no order, so the bits do not depend on how many warps share the rows.
     """
     weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
     if values.shape[0] == 8 and values.shape[1] == 512:
@@ -177,18 +183,27 @@ def pool(values, scores):
 
 @triton.jit
 def ask_for_entry(call, frequencies):
-    """What :func:`store_entry` reads beside the pooled row: (norm, frequencies). Ask before the window's rows come."""
+    """Load what :func:`store_entry` needs beside the pooled row: (norm, frequencies).
+
+    Call it before the window's rows are used, so that both arrive together.
+    """
     column = tl.arange(0, call.N // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
     return tl.load(call.norm + column), tl.load(frequencies + tl.arange(0, 32))
 
 
 @triton.jit
 def store_entry(pooled, norm, frequencies, position, slot, call):
-    """Normalise a pooled row, rotate its last 64 to ``position``, and store it in the form that ``call.pages`` holds.
+    """Normalise a pooled row, rotate its last 64 columns to ``position``, and store it in the format of ``call.pages``.
 
-    pooled: fp32 [n/64, 64]. norm, frequencies: of :func:`ask_for_entry`. slot: int64; outside the pool nothing is
-    stored. Pages of uint8 are for packed entries, of 584 bytes for n = 512 and 132 for n = 128 (which are rotated by
-    the Hadamard matrix first); else rows of n.
+    Pages of uint8 hold packed entries: of 584 bytes for n = 512, of 132 bytes for n = 128, which are rotated by the
+    Hadamard matrix first. Other pages hold rows of n.
+
+    Args:
+        pooled: fp32 [n/64, 64].
+        norm, frequencies: from :func:`ask_for_entry`.
+        position: of the window's first token.
+        slot: int64; nothing is stored if it is outside the pool.
+        call: :class:`CompressionArguments`.
     """
     BLOCKS: tl.constexpr = pooled.shape[0]
     block = tl.arange(0, BLOCKS)[:, None]
@@ -196,7 +211,7 @@ def store_entry(pooled, norm, frequencies, position, slot, call):
     scale = mean_square_scale(tl.sum(tl.sum(pooled * pooled, axis=1), axis=0), BLOCKS * 64.0, call.eps)
     rows = pooled * scale * norm.to(tl.float32)
 
-    # The last block alone: all that is added to it is zero.
+    # Select the last block by a sum whose other terms are zero.
     is_tail = block == BLOCKS - 1
     even, odd = tl.split(tl.reshape(tl.sum(tl.where(is_tail, rows, 0.0), axis=0), (32, 2)))
     angle = position * frequencies
@@ -210,8 +225,10 @@ def store_entry(pooled, norm, frequencies, position, slot, call):
         rows = tl.where(is_tail, tl.reshape(tl.join(even, odd), (1, 64)), rows)
         if call.pages.dtype.element_ty == tl.uint8:
             keys = hadamard128(tl.reshape(rows, (1, 128)))
-            alone = tl.zeros((1,), tl.int64)
-            store_index_row(keys, alone + slot, (alone == 0) & exists, call.pages, call.page_stride, call.PAGE_SIZE)
+            one_slot = tl.zeros((1,), tl.int64)
+            store_index_row(
+                keys, one_slot + slot, (one_slot == 0) & exists, call.pages, call.page_stride, call.PAGE_SIZE
+            )
         else:
             page = call.pages + slot // call.PAGE_SIZE * call.page_stride
             at = page + slot % call.PAGE_SIZE * (BLOCKS * 64) + column

@@ -1,1 +1,1 @@
-"""What every family shares: rounding, RoPE tables, launch overlap, facts of the chip."""
+"""Shared by every family: rounding, the RoPE table, programmatic dependent launch, properties of the chip."""

@@ -1,12 +1,13 @@
-"""Programmatic dependent launch: a kernel's programs are placed on the chip while the kernel before it still runs.
+"""Programmatic dependent launch: a kernel's programs are placed on the chip while the previous kernel still runs.
 
-In a decode pass most kernels are shorter than the gap that an ordinary launch leaves between one and the next. With
-this, programs of the next kernel take up the places that become free, and wait there. On an H200 (2026-11-21) the
-graph of a decode pass of one request took 585 us rather than 655, of 64 requests 760 rather than 793 (six layers of a
-tiny model; the same bits).
+Most kernels of a decode pass are shorter than the gap that an ordinary launch leaves between two of them. With a
+dependent launch, programs of the next kernel take the places that become free, and wait there. On an H200 (2026-11-21)
+the graph of a decode pass of one request took 585 us rather than 655, of 64 requests 760 rather than 793 (six layers of
+a tiny model; the same bits).
 
 Every kernel begins with :func:`after_previous` and is launched with :data:`OVERLAPPED`; the compile checks of the tests
-refuse one that touches memory before. What follows one of these kernels by an ordinary launch waits for it as always.
+refuse a kernel that touches memory before it. A kernel launched the ordinary way after one of these waits until that
+one has completed, as always.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import triton.language as tl
 from .rounding import INTERPRETED
 
 OVERLAPPED: dict[str, Any] = {} if INTERPRETED.value else {"launch_pdl": True}
-"""Launch option of a kernel that begins with :func:`after_previous`, and of no other."""
+"""Launch option of the kernels that begin with :func:`after_previous`, and of no others; empty in the interpreter."""
 
 
 @triton.jit
 def after_previous():
-    """Wait until the kernel before has completed and what it wrote is visible; then let the next one be placed.
+    """Wait until the previous kernel has completed and its stores are visible; then let the next kernel be placed.
 
-    The first statement of a kernel: a program that read or wrote before it would race with that kernel.
+    It must be a kernel's first statement: a program that read or wrote memory before it would race with the previous
+    kernel.
     """
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()

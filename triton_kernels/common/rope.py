@@ -1,11 +1,12 @@
 """Rotary position embedding on the last dimensions of a head, in interleaved pairs (DEEPSEEK_V4.md §3.1, §3.2).
 
 Pair i, elements (2i, 2i+1) of the tail, is rotated by the angle ``fp32(position) * frequencies[i]``. Every layer of a
-pass asks for the same angles, so they are evaluated once: :func:`rope_cos_sin` fills a table ``cos_sin``, fp32
-[T, rope_dim], of (cos, sin) by pair, one row for each token of the pass (or each entry of a compressor), and every
-kernel that rotates reads its token's row. No table of all positions is kept.
+pass uses the same angles, so their cos and sin are computed once a pass: :func:`rope_cos_sin` fills a table
+``cos_sin``, fp32 [T, rope_dim], of (cos, sin) by pair, with one row for each token of the pass (or each entry of a
+compressor). Every kernel that rotates reads its token's row. There is no table of all positions.
 
-Rounding: the rotation is two fp32 products and their fp32 sum or difference, each rounded, in any launch.
+Rounding: a rotated element is the fp32 sum or difference of two fp32 products, each of the three rounded, whether or
+not the launch fuses products with additions.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .rounding import UNFUSED, product
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, PAIRS: tl.constexpr):
-    """(cos, sin), fp32 [PAIRS] each, of the row of cos_sin at ``cos_sin_ptr``."""
+    """Load (cos, sin), fp32 [PAIRS] each, from the row of the ``cos_sin`` table at ``cos_sin_ptr``."""
     return tl.split(tl.reshape(tl.load(cos_sin_ptr + tl.arange(0, 2 * PAIRS)), (PAIRS, 2)))
 
 
 @triton.jit
 def rotate(even, odd, cos, sin):
-    """The pairs (even, odd) rotated forward, without fusion; give −sin to rotate back."""
+    """Rotate the pairs (even, odd) forward, products unfused; pass −sin to rotate back."""
     return product(even, cos) - product(odd, sin), product(even, sin) + product(odd, cos)
 
 
 @triton.jit
 def mean_square_scale(square_sum, count, eps):
-    """``1 / sqrt(mean + eps)``, every step correctly rounded."""
+    """Compute ``1 / sqrt(square_sum / count + eps)`` in fp32, every step correctly rounded."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, count) + eps))
 
 
@@ -53,18 +54,24 @@ def _cos_sin_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TO
 
 
 def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
-    """Fill the table that the rotations of a pass read.
+    """Fill the table of cos and sin that the rotations of a pass read (DEEPSEEK_V4.md §3.1).
 
     Args:
-        positions: int32 or int64 [T], absolute, 0 to 2^24 (exact in fp32).
-        frequencies: fp32 [rope_dim/2], from the reference's ``inverse_frequencies``; a power of two.
-        out: fp32 [T, rope_dim], (cos, sin) by pair.
+        positions: int32 or int64 [T], contiguous; absolute positions, 0 to 2^24 (exact in fp32).
+        frequencies: fp32 [rope_dim/2], contiguous, radians per position, from the reference's ``inverse_frequencies``;
+            rope_dim/2 is a power of two.
+        out: fp32 [T, rope_dim], contiguous, written: (cos, sin) by pair.
 
     Returns:
         ``out``.
 
-    The angle is one fp32 product; cos and sin are of that angle, within 2 units in the last place of 1, also where
-    the angle is a million radians. Floor: 4·T·rope_dim bytes.
+    Rounding: the angle is one fp32 product; cos and sin of that angle are within 2 units in the last place of 1, even
+    at a million radians. Floor: 4·T·rope_dim bytes.
+
+    Raises:
+        OperandTypeError: a dtype is not one of the above.
+        OperandValueError: a shape, contiguity or device is not as above, or rope_dim is not a power of two of at least
+            2.
     """
     checks.require_dimensions("positions", positions, 1, "[T]")
     checks.require_dtype("positions", positions, torch.int32, torch.int64)
@@ -76,21 +83,25 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     require_cos_sin("out", out, tokens, 2 * pairs)
     checks.require_same_device("positions", positions, frequencies=frequencies, out=out)
     if tokens:
-        block = 16
-        _cos_sin_kernel[(triton.cdiv(tokens, block),)](
-            positions, frequencies, out, tokens, pairs, block, **UNFUSED, **OVERLAPPED
+        tokens_per_program = 16
+        _cos_sin_kernel[(triton.cdiv(tokens, tokens_per_program),)](
+            positions, frequencies, out, tokens, pairs, tokens_per_program, **UNFUSED, **OVERLAPPED
         )
     return out
 
 
 def require_norm_weight(weight: Tensor, width: int) -> None:
+    """Refuse a norm weight that is not bf16 or fp32 [``width``], contiguous; metadata only."""
     checks.require_shape("weight", weight, (width,), "[n]")
     checks.require_dtype("weight", weight, torch.bfloat16, torch.float32)
     checks.require_contiguous("weight", weight)
 
 
 def require_cos_sin(name: str, cos_sin: Tensor, tokens: int, width: int) -> int:
-    """rope_dim of a table of cos and sin that fits ``tokens`` heads of ``width``."""
+    """Check a table fp32 [``tokens``, rope_dim] of cos and sin for heads of ``width`` elements; return its rope_dim.
+
+    Metadata only. rope_dim must be a power of two from 2 to ``width``.
+    """
     checks.require_dimensions(name, cos_sin, 2, "[T, rope_dim]")
     rope = cos_sin.shape[1]
     checks.require_shape(name, cos_sin, (tokens, rope), "[T, rope_dim]")

@@ -1,8 +1,8 @@
-"""Conversions of fp32 to the narrow formats, on the bits: device functions shared by every kernel.
+"""Conversions between fp32 and the narrow formats (bf16, E4M3, E2M1, UE8M0): device functions shared by every kernel.
 
-Each equals ``nvfp4_sgl.formats`` bit for bit. They do without Triton's casts, which are not the same everywhere: the
-interpreter truncates fp32 to bf16 and mangles fp32 to E4M3. Where a large constant is added to round, a minimum stands
-before the addition, so that it cannot be fused with a product of the caller's.
+Each equals ``nvfp4_sgl.formats`` bit for bit. They avoid Triton's casts, which differ between the GPU and the
+interpreter: the interpreter truncates fp32 to bf16 and mangles fp32 to E4M3. Where adding a large constant does the
+rounding, a minimum precedes the addition, so that the addition cannot be fused with a product in the caller.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import triton
 import triton.language as tl
 
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option: a product is rounded before it is added to anything."""
+"""Launch option: the compiler does not fuse a product with an addition, so every product is rounded."""
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
-"""Largest finite bf16, and its bits as fp32."""
+"""Bits, as fp32, of ``BF16_MAX``, the largest finite bf16."""
 
 
 @triton.jit
 def finite(x):
-    """NaN → +0, magnitudes above the largest finite bf16 (infinities, too) → that; the sign of zero is kept."""
+    """Replace NaN by +0 and clamp to ± the largest finite bf16, infinities included; the sign of zero is kept."""
     return tl.minimum(tl.maximum(tl.where(x != x, 0.0, x), -BF16_MAX), BF16_MAX)
 
 
 @triton.jit
 def round_to_bf16(x):
-    """fp32 → fp32 that bf16 holds exactly, nearest, ties to even; NaN stays NaN. Follow with ``.to`` bf16.
+    """Round fp32 to fp32 values that bf16 holds exactly, nearest, ties to even; NaN stays NaN.
 
-    The hardware's cast where there is any.
+    Follow with ``.to(tl.bfloat16)``, which is then exact. On a GPU this is the hardware's conversion.
     """
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x != x, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
     else:
-        # In pairs: the compiler converts one at a time, at a quarter of the rate.
+        # In pairs: the compiler's own cast converts one value at a time, at a quarter of the rate.
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         ).to(tl.float32)
@@ -46,7 +46,10 @@ def round_to_bf16(x):
 
 @triton.jit
 def widen(x):
-    """bf16 → fp32. In pairs: the compiler takes them apart for its own cast, and puts them together again to store."""
+    """Convert bf16 to fp32, exactly.
+
+    In pairs: for its own cast the compiler takes pairs apart, and joins them again to store.
+    """
     if INTERPRETED:
         return x.to(tl.float32)
     else:
@@ -62,7 +65,7 @@ def widen(x):
 
 @triton.jit
 def round_for(x, pointer):
-    """fp32 ``x`` in the type that ``pointer`` points to, bf16 or fp32."""
+    """Convert fp32 ``x`` to the type that ``pointer`` points to, bf16 (rounded to nearest even) or fp32."""
     if pointer.dtype.element_ty == tl.bfloat16:
         return round_to_bf16(x).to(tl.bfloat16)
     else:
@@ -71,7 +74,7 @@ def round_for(x, pointer):
 
 @triton.jit
 def product(x, y):
-    """fp32 ``x · y``, rounded before it is added to anything, whether or not the launch is ``UNFUSED``."""
+    """Multiply fp32 ``x · y`` and round, never fused with an addition, whether or not the launch is ``UNFUSED``."""
     if INTERPRETED:
         return x * y
     else:
@@ -82,9 +85,10 @@ def product(x, y):
 
 @triton.jit
 def signed_sum(x, sign, y):
-    """fp32 ``x · sign + y`` for a sign of 1 or -1: the sum or the difference, rounded once, in one instruction.
+    """Compute fp32 ``x · sign + y`` for a sign of 1 or -1: the sum or difference, rounded once, in one instruction.
 
-    A multiply-add under another name than the compiler gives those that it fuses, which the tests refuse.
+    It uses ``mad``, not ``fma``, the name that the compiler gives to the multiply-adds that it fuses: tests refuse
+    those.
     """
     if INTERPRETED:
         return x * sign + y
@@ -96,7 +100,7 @@ def signed_sum(x, sign, y):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` of fp32, correctly rounded: what ``div_rn`` gives, for half the instructions."""
+    """Compute ``1 / x`` of fp32, correctly rounded: the result of ``div_rn`` for half the instructions."""
     if INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
@@ -105,12 +109,15 @@ def reciprocal(x):
 
 @triton.jit
 def encode_e4m3(x):
-    """int32 E4M3 code (0..255) of fp32 ``x``, no NaN: nearest, ties to even, saturating at ±448; the sign is kept."""
+    """Encode fp32 ``x``, not NaN, as int32 E4M3 codes (0..255).
+
+    Nearest, ties to even, saturating at ±448; the sign is kept, of zero too.
+    """
     if INTERPRETED:
         magnitude = tl.minimum(tl.abs(x), 448.0)
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = (bits + ((bits >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
-        # Below 2^-6 codes count multiples of 2^-9, the spacing of fp32 at 2^14.
+        # Below 2^-6 a code counts multiples of 2^-9, which is the spacing of fp32 at 2^14.
         subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
     else:
@@ -132,10 +139,10 @@ def encode_e4m3(x):
 
 @triton.jit
 def encode_e4m3_bytes(x):
-    """uint8 E4M3 code of fp32 ``x``; NaN gives 0, else as :func:`encode_e4m3`.
+    """Encode fp32 ``x`` as uint8 E4M3 codes; NaN gives 0, all else is as in :func:`encode_e4m3`.
 
-    In fours where there is hardware: two conversions for them rather than four, and one word to store. NaN is told by
-    its code, 0x7F, which no number has after saturation.
+    On a GPU four values at a time: two conversions rather than four, and one word to store. NaN is recognised by its
+    code, 0x7F, which no number has after saturation.
     """
     if INTERPRETED:
         return encode_e4m3(tl.where(x != x, 0.0, x)).to(tl.uint8)
@@ -165,30 +172,35 @@ def encode_e4m3_bytes(x):
 
 @triton.jit
 def decode_e4m3(code):
-    """fp32 value of a non-negative int32 E4M3 code (0..126), exact."""
-    # Exponent and mantissa where fp32 has them, subnormal codes as subnormal numbers; the biases differ by 120.
+    """Decode a non-negative int32 E4M3 code (0..126) to fp32, exactly."""
+    # Shift exponent and mantissa to their place in fp32, where subnormal codes become subnormal numbers; the exponent
+    # biases differ by 120.
     return (code << 20).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
 def encode_e2m1(x):
-    """int32 E2M1 code (0..15) of fp32 ``x``, no NaN: nearest, ties to the even code, saturating at ±6; sign kept."""
+    """Encode fp32 ``x``, not NaN, as int32 E2M1 codes (0..15).
+
+    Nearest, ties to the even code, saturating at ±6; the sign is kept, of zero too.
+    """
     magnitude = tl.minimum(tl.abs(x), 6.0)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # From 1 on: round to one bit of mantissa, and count from code 2 = 1.0. The constants are one.
+    # From 1 on: round to one bit of mantissa, and count from code 2 = 1.0. One constant does both.
     large = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
-    # Below 1 codes count halves, the spacing of fp32 at 2^22.
+    # Below 1 a code counts halves, which is the spacing of fp32 at 2^22.
     small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
     return tl.where(magnitude < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
 def _e2m1_magnitude(x):
-    """int32 whose low byte is the E2M1 code of ``|x|``, 0..7, by sums alone: comparisons run at half their rate.
+    """Encode ``|x|`` as E2M1, 0..7, in the low byte of an int32, with multiplications and additions alone.
 
-    The code is ``4 sat(y) + 2 sat(y - 1) + sat(y - 2)`` of ``y = |x| / 2``, rounded to an integer, sat the clamp to
-    [0, 1]; each term reaches its end, an even code, before the next begins. The terms are exact where they count, and
-    added to 2^23, where fp32 counts integers, each addition rounds to nearest, ties to even.
+    Comparisons would run at half their rate. The code is ``4 sat(y) + 2 sat(y - 1) + sat(y - 2)`` of ``y = |x| / 2``,
+    rounded to an integer, where sat clamps to [0, 1]; each term reaches its maximum, an even code, before the next term
+    begins. The terms are exact where they matter. They are added to 2^23, where fp32 counts integers, so each addition
+    rounds to nearest, ties to even.
     """
     return tl.inline_asm_elementwise(
         """
@@ -214,7 +226,7 @@ def _e2m1_magnitude(x):
 
 @triton.jit
 def _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7):
-    """int32 of the E2M1 codes of eight fp32, given their magnitudes' codes; see :func:`_e2m1_magnitude`."""
+    """Encode eight fp32 as E2M1 codes in one int32: magnitudes by :func:`_e2m1_magnitude`, signs from the values."""
     b0 = _e2m1_magnitude(x1) * 16 + _e2m1_magnitude(x0)
     b1 = _e2m1_magnitude(x3) * 16 + _e2m1_magnitude(x2)
     b2 = _e2m1_magnitude(x5) * 16 + _e2m1_magnitude(x4)
@@ -247,7 +259,7 @@ def _joined_nibbles(x0, x1, x2, x3, x4, x5, x6, x7):
 
 @triton.jit
 def encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7):
-    """int32 of the E2M1 codes of eight fp32, the first in the lowest nibble; each as :func:`encode_e2m1`."""
+    """Encode eight fp32 as E2M1 codes in one int32, the first in the lowest nibble, each as in :func:`encode_e2m1`."""
     if INTERPRETED:
         low = encode_e2m1(x0) | (encode_e2m1(x1) << 4) | (encode_e2m1(x2) << 8) | (encode_e2m1(x3) << 12)
         high = encode_e2m1(x4) | (encode_e2m1(x5) << 4) | (encode_e2m1(x6) << 8) | (encode_e2m1(x7) << 12)
@@ -276,12 +288,15 @@ def encode_e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7):
 
 @triton.jit
 def encode_ue8m0_ceil(x):
-    """int32 UE8M0 byte of the smallest power of two not below fp32 ``x``; x must be normal and at most 2^127."""
+    """Encode fp32 ``x`` as the int32 UE8M0 byte of the smallest power of two not below it.
+
+    ``x`` must be normal and at most 2^127.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
 
 
 @triton.jit
 def reciprocal_ue8m0(byte):
-    """fp32 2^(127 − byte) of an int32 UE8M0 byte, 0..253, exact."""
+    """Compute fp32 2^(127 − byte) of an int32 UE8M0 byte, 0..253, exactly."""
     return ((254 - byte) << 23).to(tl.float32, bitcast=True)

@@ -1,1 +1,1 @@
-"""Rows of SGLang's key caches: packed key/value entries and index entries."""
+"""Rows of SGLang's key caches: pack and store key/value entries and index entries."""

@@ -1,13 +1,16 @@
-"""Key-value entries of 584 bytes in SGLang's pages: normalise, rotate, pack and store (DEEPSEEK_V4.md §4.4).
+"""Normalise, rotate and pack key/value entries and store them in SGLang's pages (DEEPSEEK_V4.md §4.4).
 
-The format is that of ``nvfp4_sgl.formats.kv_entry``, bit for bit. A row of 512: the first 448 as E4M3 in 7 blocks of
-64, each with a UE8M0 scale; the last 64, which carry the rotation, as bf16::
+The format is that of ``nvfp4_sgl.formats.kv_entry``, bit for bit. An entry is a row of 512 values in 584 bytes: the
+first 448 as E4M3 in 7 blocks of 64, each with a UE8M0 scale; the last 64, which RoPE rotates, as bf16::
 
     data   576 bytes: 448 × e4m3 | 64 × bf16
     scales   8 bytes: 7 × ue8m0  | one byte 0
 
-A page of P rows is P × 576 bytes of data, then P × 8 of scales, rounded up to a multiple of 576; slot = page · P + row.
-Rows are quantised from fp32, without a rounding to bf16 on the way.
+A page of P rows is P × 576 bytes of data, then P × 8 bytes of scales, rounded up to a multiple of 576 bytes in all;
+slot = page · P + row. Rows are quantised from fp32, without a rounding to bf16 on the way.
+
+Supports rows of 512 values of which the last 64 are rotated, no other sizes. Floor per entry: the row read once and 584
+bytes written.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ DATA_BYTES = 576
 ENTRY_BYTES = 584
 
 VALUE_MAX = tl.constexpr(1.875 * 2.0**127)
-"""The largest multiple of a scale that is finite in fp32 when read back."""
+"""Values are clamped to this: the largest multiple of a scale that is finite in fp32 when read back."""
 AMAX_FLOOR = tl.constexpr(1e-4)
 INVERSE_E4M3_MAX = tl.constexpr(1.0 / 448.0)
-"""Rounded to fp32 it gives the exponent of the exact quotient for every fp32 maximum."""
+"""A product with this factor, rounded to fp32, has the exponent of the exact quotient for every fp32 maximum."""
 
 
 def page_bytes(page_size: int) -> int:
-    """Bytes of a page of ``page_size`` entries."""
+    """Number of bytes of a page of ``page_size`` entries."""
     return -(-page_size * ENTRY_BYTES // DATA_BYTES) * DATA_BYTES
 
 
@@ -44,8 +47,13 @@ def page_bytes(page_size: int) -> int:
 def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: tl.constexpr):
     """Pack one row and store it.
 
-    values: fp32 [8, 64], the row; its last 64 are ignored. even, odd: fp32 [32] each, the row's last 64, pair by pair.
-    slot: int64, inside the pool. pages_ptr: uint8, an even address; page_stride: even.
+    Args:
+        values: fp32 [8, 64], the row; its last 64 values are ignored.
+        even, odd: fp32 [32] each, the row's last 64 values, pair by pair.
+        slot: int64, inside the pool.
+        pages_ptr: uint8, at an even address.
+        page_stride: bytes, even.
+        PAGE_SIZE: entries of a page.
     """
     values = tl.minimum(tl.maximum(finite(values), -VALUE_MAX), VALUE_MAX)
     amax = tl.maximum(tl.max(tl.abs(values), axis=1), AMAX_FLOOR)
@@ -68,8 +76,12 @@ def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: t
 def store_row(
     x, weight, cos_sin, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
-    """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if so; nothing for a slot outside."""
-    # All is asked for at once, and before the slot is known: a row is short, and most of its time is waiting.
+    """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if NORM_ROPE.
+
+    weight: fp32 or bf16 [512]. cos_sin: the row's fp32 [64]; both are read if NORM_ROPE only. capacity: slots of the
+    pool; a row whose slot is outside is not stored.
+    """
+    # All loads are issued at once, before the slot is known: a row is short, and most of its time is spent waiting.
     column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
     tail = 448 + tl.arange(0, 64)
     row, last = tl.load(x + column), tl.load(x + tail)
@@ -111,15 +123,21 @@ def _store_kernel(
 
 
 def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
-    """Pack finished rows into their slots.
+    """Pack finished rows and store them in their slots (DEEPSEEK_V4.md §4.4).
 
     Args:
         rows: bf16 or fp32 [T, 512], the last dimension contiguous.
-        slots: int32 or int64 [T], distinct; a slot outside the pool (−1 for padding) is left out.
-        pages: uint8 [pages, >= page_bytes(page_size)], rows contiguous, in place; other bytes are left alone.
+        slots: int32 or int64 [T], contiguous, distinct; a row whose slot is outside the pool (−1 for padding) is not
+            stored.
+        pages: uint8 [pages, >= page_bytes(page_size)], rows contiguous, each page at a multiple of 16 bytes; written in
+            place, other bytes are left alone.
         page_size: entries of a page.
 
     Rounding: bit-equal to ``kv_entry.pack``. Floor: T·(2·512 + 584) bytes for bf16 rows.
+
+    Raises:
+        OperandTypeError: a dtype is not one of the above.
+        OperandValueError: a shape, stride, alignment, page size or device is not as above.
     """
     _launch(rows, None, 0.0, None, slots, pages, page_size)
 
@@ -127,17 +145,22 @@ def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
 def norm_rope_store_kv(
     x: Tensor, weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pages: Tensor, page_size: int
 ) -> None:
-    """Root-mean-square normalisation, rotation, packing and store of new keys.
+    """Normalise new keys by their root mean square, rotate, pack and store them (DEEPSEEK_V4.md §4.4).
 
     Args:
         x: bf16 or fp32 [T, 512], the last dimension contiguous: the key projection.
-        weight: bf16 or fp32 [512], ``kv_norm``. eps: added to the mean square.
-        cos_sin: fp32 [T, 64] from ``rope.rope_cos_sin``.
+        weight: bf16 or fp32 [512], contiguous: ``kv_norm``.
+        eps: added to the mean square.
+        cos_sin: fp32 [T, 64], contiguous, from ``common.rope.rope_cos_sin``.
         slots, pages, page_size: as in :func:`store_kv_entries`.
 
-    Rounding: fp32 up to the format's own. The sum of squares has an order of its own, so a normalised value may differ
-    from the reference's by 2 units in the last place of fp32, and with it, next to a tie, a code by one.
-    Floor: T·(2·512 + 584) bytes for bf16 keys, weight and cos_sin aside.
+    Rounding: fp32 until the format's own rounding. The sum of squares is added in an order of its own, so a normalised
+    value may differ from the reference's by 2 units in the last place of fp32, and next to a tie a code may then differ
+    by one. Floor: T·(2·512 + 584) bytes for bf16 keys, weight and cos_sin aside.
+
+    Raises:
+        OperandTypeError: a dtype is not one of the above.
+        OperandValueError: a shape, stride, alignment, page size or device is not as above.
     """
     require_norm_weight(weight, DIM)
     rope = require_cos_sin("cos_sin", cos_sin, x.shape[0], DIM)

@@ -1,1 +1,1 @@
-"""The lightning indexer: queries, scores, selection of the best entries."""
+"""The lightning indexer: prepare its queries, score the entries, select the best ones."""

@@ -1,16 +1,20 @@
-"""Lightning indexer: how much each ratio-4 entry matters to a query (DEEPSEEK_V4.md §5).
+"""Lightning indexer: score the ratio-4 entries that each query sees (DEEPSEEK_V4.md §5).
 
-Contract: ``nvfp4_sgl.ops.indexer``. A query at position p sees entries ``w < (p + 1) // 4`` of its request and scores
+Contract: ``nvfp4_sgl.ops.indexer``. A query at position p sees entries ``w < (p + 1) // 4`` of its request, with the
+scores
 
     I[t, w] = sum_h weights[t, h] · relu(q[t, h] · k[w])
 
-Queries and keys meet as E4M3 with one fp32 scale for each (query, head) and each key. A query's scales are positive, so
-they go into its weights; a key's multiplies the sum over the heads.
+Queries and keys are E4M3 with one fp32 scale for each (query, head) and each key. A query's scales are positive, so
+they are multiplied into its weights; a key's scale multiplies the sum over the heads.
 
-Precision of the scores: products of E4M3 are exact, 128 of them are added in fp32 by the tensor cores. Blackwell's keep
-fp32; Hopper's align the 32 products of an instruction and what was added before to the largest among them and keep 13
-bits below its leading one, so a dot is off by at most 132 · 2^-13 times the largest product or partial sum. Weighted
-sums over heads are fp32, their order the tiling's: with the same one a score depends on its query and key alone.
+Precision of the scores: products of E4M3 are exact, and the tensor cores add 128 of them. Blackwell's add in fp32.
+Hopper's align the 32 products of an instruction and the previous sum to the largest among them and keep 13 bits below
+its leading one, so a dot product is off by at most 132 · 2^-13 times the largest product or partial sum. Weighted sums
+over heads are fp32, in an order that the tiling sets: with the same tiling a score depends on its query and key alone.
+
+Supports heads of 128 values, up to ``MAX_HEADS`` of them, and keys packed or bf16 in pages of 64. Floor: see
+:func:`index_scores`.
 """
 
 from __future__ import annotations
@@ -32,14 +36,15 @@ from ..plan.batch import PAGE_TOKENS, Batch
 from .query import check_queries, prepare_heads, prepare_queries, run_length
 
 MAX_HEADS = 64
-ENTRIES = tl.constexpr(PAGE_TOKENS // 4)
-"""Of a page."""
-PAGE = tl.constexpr(PAGE_TOKENS)
+ENTRIES_PER_PAGE = tl.constexpr(PAGE_TOKENS // 4)
+"""Ratio-4 entries, that is keys, of a page."""
+TOKENS_PER_PAGE = tl.constexpr(PAGE_TOKENS)
+"""``PAGE_TOKENS`` for kernels."""
 
 
 @triton.jit
 def visible_entries(position, columns):
-    """int32, how many ratio-4 entries a query at ``position`` (int64) sees, of at most ``columns``."""
+    """Return the number, int32, of ratio-4 entries that a query at ``position`` (int64) sees, at most ``columns``."""
     return tl.minimum((position + 1) // 4, columns).to(tl.int32)
 
 
@@ -48,13 +53,14 @@ class Tiling:
     """How a program scores.
 
     Attributes:
-        prepares: a program makes its query from the projection; else a launch of its own has done so for all. Only for
-            one query: more would not fit the registers.
-        queries: scored against each key that is read.
-        pages: of keys that are read at once, 1 or 2.
-        warps, stages: of a program; stages of keys under way.
-        registers: of a thread at most, None for no limit.
-        programs: for each multiprocessor, if there are as many pages of keys.
+        prepares: a program prepares its query from the projection; else a separate launch has prepared all queries.
+            Only with one query: more would not fit the registers.
+        queries: number of queries that a program scores against each key it reads.
+        pages: pages of keys that a program reads at once, 1 or 2.
+        warps: warps of a program.
+        stages: stages of the pipeline of keys.
+        registers: limit of registers of a thread, ``None`` for no limit.
+        programs: programs per multiprocessor, if there are as many pages of keys.
     """
 
     prepares: bool
@@ -67,17 +73,16 @@ class Tiling:
 
 
 DECODE = Tiling(prepares=True, queries=1, pages=2, warps=8, stages=4, registers=None, programs=2)
-"""Each request's query alone: its keys are read at the memory's pace. As few programs as keep it busy, since each
-prepares the query anew."""
+"""Each request has one query, and its keys are read at memory bandwidth. There are only as many programs as keep the
+memory busy, since each prepares the query again."""
 PREFILL = Tiling(prepares=False, queries=2, pages=1, warps=4, stages=3, registers=None, programs=8)
-"""A product of 64 keys and 2 · 64 heads: of the programs that share a multiprocessor some multiply while others
-reduce."""
+"""MMAs of 64 keys and 2 · 64 heads: of the programs that share a multiprocessor some multiply while others reduce."""
 HOPPER_PREFILL = Tiling(prepares=False, queries=4, pages=1, warps=8, stages=3, registers=128, programs=8)
-"""Twice the queries, so that keys are asked of the second-level cache half as often; two programs fit a
-multiprocessor."""
+"""Twice the queries, so that keys are read from L2 half as often; a multiprocessor holds two programs."""
 
 
 def default_tiling(batch: Batch, device: torch.device) -> Tiling:
+    """Return the tiling of a decode pass, or of a prefill on the device's architecture."""
     if batch.is_decode:
         return DECODE
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
@@ -85,8 +90,8 @@ def default_tiling(batch: Batch, device: torch.device) -> Tiling:
 
 
 @triton.jit
-def _operand(x):
-    """For a product. The interpreter multiplies fp32 matrices only."""
+def _dot_operand(x):
+    """Convert ``x`` to an MMA operand: fp32 in the interpreter, which multiplies fp32 matrices only."""
     if INTERPRETED:
         return x.to(tl.float32)
     else:
@@ -95,7 +100,7 @@ def _operand(x):
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
-    """The lower and the upper half of the heads of [ROWS, QUERIES · HEADS] or [ROWS, QUERIES, HEADS]."""
+    """Split [ROWS, QUERIES · HEADS] or [ROWS, QUERIES, HEADS] into the lower and the upper half of the heads."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, QUERIES, 2, HEADS // 2)), (0, 1, 3, 2)))
 
 
@@ -108,32 +113,34 @@ def _quarters(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr)
 
 
 @triton.jit
-def _look_up(page_slots, step, pages, PAGES: tl.constexpr):
-    """First slots of the one or two pages of a step, int32; those of page 0 beyond the request's ``pages``."""
+def _look_up_pages(page_slots, step, pages, PAGES: tl.constexpr):
+    """Look up the first full slots, int32, of the one or two pages of a step; 0 beyond the request's ``pages``."""
     page = step * PAGES
-    one = tl.load(page_slots + page * PAGE, mask=page < pages, other=0)
+    one = tl.load(page_slots + page * TOKENS_PER_PAGE, mask=page < pages, other=0)
     if PAGES == 1:
         return one, one
     else:
-        return one, tl.load(page_slots + (page + 1) * PAGE, mask=page + 1 < pages, other=0)
+        return one, tl.load(page_slots + (page + 1) * TOKENS_PER_PAGE, mask=page + 1 < pages, other=0)
 
 
 @triton.jit
-def _in_pages(base, page_stride, within, one, other, PAGES: tl.constexpr):
-    """Pointers [PAGES · 64, n] to ``within`` (int32 [PAGES · 64, n], from the start of a page) of the entries of the
-    pages that begin with full slots ``one`` and ``other``."""
+def _entry_pointers(base, page_stride, within, first_slot, second_slot, PAGES: tl.constexpr):
+    """Compute pointers [PAGES · 64, n] into the pages that begin with full slots ``first_slot`` and ``second_slot``.
+
+    within: int32 [PAGES · 64, n], offsets from the start of an entry's page.
+    """
     if PAGES == 1:
-        return base + (one // PAGE).to(tl.int64) * page_stride + within
+        return base + (first_slot // TOKENS_PER_PAGE).to(tl.int64) * page_stride + within
     else:
-        first = tl.arange(0, 2 * ENTRIES) < ENTRIES
-        page = tl.where(first, one // PAGE, other // PAGE).to(tl.int64)
+        in_first = tl.arange(0, 2 * ENTRIES_PER_PAGE) < ENTRIES_PER_PAGE
+        page = tl.where(in_first, first_slot // TOKENS_PER_PAGE, second_slot // TOKENS_PER_PAGE).to(tl.int64)
         return base + (page * page_stride)[:, None] + within
 
 
 @triton.jit
 def _score_pages(
-    following,
-    after,
+    first_slot,
+    second_slot,
     page_slots,
     pages,
     query,
@@ -150,25 +157,31 @@ def _score_pages(
     STAGES: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Scores of a program's share of a request's ``pages``, the first of which are looked up already.
+    """Score a program's share of a request's keys: every ``num_programs(1)``-th step of PAGES pages.
 
-    query [128, QUERIES · HEADS], an operand; weight fp32 [QUERIES · HEADS]; out: the rows of scores, and seen: how many
-    entries each sees, [QUERIES].
+    Args:
+        first_slot, second_slot: from :func:`_look_up_pages`, for the program's first step.
+        page_slots: the request's row of full slots.
+        pages: number of pages that the request's queries see.
+        query: [128, QUERIES · HEADS], an MMA operand.
+        weight: fp32 [QUERIES · HEADS].
+        out: pointers [QUERIES] to the rows of scores.
+        seen: int32 [QUERIES], the number of entries that each query sees.
     """
-    STEP: tl.constexpr = PAGES * ENTRIES
+    STEP: tl.constexpr = PAGES * ENTRIES_PER_PAGE
     split, splits = tl.program_id(1), tl.num_programs(1)
     w0, w1, w2, w3 = _quarters(weight, 1, QUERIES, HEADS)
     dim, within = tl.arange(0, 128), tl.arange(0, STEP)
-    in_page = (within if PAGES == 1 else within % ENTRIES)[:, None]
+    in_page = (within if PAGES == 1 else within % ENTRIES_PER_PAGE)[:, None]
     for step in tl.range(split, tl.cdiv(pages, PAGES), splits, num_stages=STAGES):
-        at = _in_pages(keys, page_stride, in_page * 128 + dim[None, :], following, after, PAGES)
-        scale_at = _in_pages(key_scales, scale_stride, in_page, following, after, PAGES)
-        # The pages of the next step are looked up during this one, and not used for anything before: the compiler would
-        # have each key wait for its page.
-        following, after = _look_up(page_slots, step + splits, pages, PAGES)
+        at = _entry_pointers(keys, page_stride, in_page * 128 + dim[None, :], first_slot, second_slot, PAGES)
+        scale_at = _entry_pointers(key_scales, scale_stride, in_page, first_slot, second_slot, PAGES)
+        # Look up the pages of the next step during this one, and use them for nothing before: otherwise the compiler
+        # would make each key's load wait for that of its page.
+        first_slot, second_slot = _look_up_pages(page_slots, step + splits, pages, PAGES)
         key = tl.load(at)
-        d0, d1, d2, d3 = _quarters(tl.dot(_operand(key), query), STEP, QUERIES, HEADS)
-        # Most of the sum as multiply-adds; a sum of products would be a tree of products and additions.
+        d0, d1, d2, d3 = _quarters(tl.dot(_dot_operand(key), query), STEP, QUERIES, HEADS)
+        # Write most of the sum as multiply-adds: a sum of products would become a tree of products and additions.
         part = tl.maximum(d0, 0.0) * w0
         part = tl.fma(tl.maximum(d1, 0.0), w1, part)
         part = tl.fma(tl.maximum(d2, 0.0), w2, part)
@@ -220,33 +233,37 @@ def _scores_kernel(
     position = tl.load(positions + first + row, mask=row < rows, other=-1)
     visible = visible_entries(position, columns)
     visible = tl.where(visible > topk, visible, 0)
-    of_keys = (keys, page_stride, key_scales, scale_stride, scores + row * row_stride)
-    if tl.max(visible, axis=0) > split * PAGES * ENTRIES:
+    key_arguments = (keys, page_stride, key_scales, scale_stride, scores + row * row_stride)
+    if tl.max(visible, axis=0) > split * PAGES * ENTRIES_PER_PAGE:
         owner = tl.load(owners + first + tl.minimum(row, rows - 1))
         if PREPARES:
-            pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES)
+            pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES_PER_PAGE)
             page_slots = table + tl.load(requests + tl.max(owner, axis=0)) * table_stride
-            following, after = _look_up(page_slots, split, pages, PAGES)
-            at_token = (q + begin * q_token, q_head, weights + begin * weights_token, cos_sin + begin * 64)
-            query, weight = prepare_heads(*at_token, factor, tl.arange(0, HEADS), heads, PACKED, RUN)
-            query = tl.trans(_operand(query))
-            of_request = (following, after, page_slots, pages)
-            _score_pages(*of_request, query, weight, *of_keys, visible, QUERIES, PAGES, PACKED, STAGES, HEADS)
+            first_slot, second_slot = _look_up_pages(page_slots, split, pages, PAGES)
+            token_arguments = (q + begin * q_token, q_head, weights + begin * weights_token, cos_sin + begin * 64)
+            query, weight = prepare_heads(*token_arguments, factor, tl.arange(0, HEADS), heads, PACKED, RUN)
+            query = tl.trans(_dot_operand(query))
+            request_arguments = (first_slot, second_slot, page_slots, pages)
+            _score_pages(
+                *request_arguments, query, weight, *key_arguments, visible, QUERIES, PAGES, PACKED, STAGES, HEADS
+            )
         else:
             column = tl.arange(0, QUERIES * HEADS)
             token, head = begin + column // HEADS, column % HEADS
-            known = (token < rows) & (head < heads)
-            weight = tl.load(weights + token * weights_token + head, mask=known, other=0.0)
+            head_mask = (token < rows) & (head < heads)
+            weight = tl.load(weights + token * weights_token + head, mask=head_mask, other=0.0)
             at = q + (token * q_token + head * q_head)[:, None] + tl.arange(0, 128)[None, :]
-            query = tl.trans(_operand(tl.load(at, mask=known[:, None], other=0.0)))
-            # Queries of a tile may be of several requests: each is scored with its own keys.
+            query = tl.trans(_dot_operand(tl.load(at, mask=head_mask[:, None], other=0.0)))
+            # Queries of a tile may belong to several requests: score each with its own request's keys.
             for request in range(tl.min(owner, axis=0), tl.max(owner, axis=0) + 1):
                 seen = tl.where(owner == request, visible, 0)
-                pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES)
+                pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES_PER_PAGE)
                 page_slots = table + tl.load(requests + request) * table_stride
-                following, after = _look_up(page_slots, split, pages, PAGES)
-                of_request = (following, after, page_slots, pages)
-                _score_pages(*of_request, query, weight, *of_keys, seen, QUERIES, PAGES, PACKED, STAGES, HEADS)
+                first_slot, second_slot = _look_up_pages(page_slots, split, pages, PAGES)
+                request_arguments = (first_slot, second_slot, page_slots, pages)
+                _score_pages(
+                    *request_arguments, query, weight, *key_arguments, seen, QUERIES, PAGES, PACKED, STAGES, HEADS
+                )
 
 
 def index_scores(
@@ -263,28 +280,35 @@ def index_scores(
     first: int = 0,
     tiling: Tiling | None = None,
 ) -> None:
-    """Scores of the entries that queries see.
+    """Score the ratio-4 entries that queries see (DEEPSEEK_V4.md §5).
 
     Args:
         q: bf16 or fp32 [rows, H, 128], the projection of tokens ``first`` to ``first + rows - 1``, the last dimension
-            contiguous. At most 64 heads.
+            contiguous; 1 to ``MAX_HEADS`` heads.
         weights: bf16 or fp32 [rows, H], the projection, the last dimension contiguous.
-        cos_sin: fp32 [rows, 64] from ``rope.rope_cos_sin``.
+        cos_sin: fp32 [rows, 64], contiguous, from ``common.rope.rope_cos_sin``.
         factor: of the weights, ``128**-0.5 * H**-0.5``.
-        pages: uint8 [pages, >= 64 · 132], the layer's keys in the form of ``index_entry``, this pass's included; or
-            bf16 [pages, >= 64 · 128], exact keys. Pages begin at multiples of 16 bytes.
+        pages: uint8 [pages, >= 64 · 132], the layer's keys in the format of ``entries.index_entry``, this pass's
+            included; or bf16 [pages, >= 64 · 128], exact keys. Pages begin at multiples of 16 bytes.
         page_size: 64, the entries of 256 tokens.
         batch: where all tokens of the pass stand. The entries of one page of tokens are one page of keys.
-        topk: a query that sees no more entries is not scored: its row is left alone.
+        topk: a query that sees no more than ``topk`` entries is not scored: its row is left alone.
         scores: fp32 [rows, columns], the last dimension contiguous: written in the columns that the row's token sees
-            and in no others. A query sees at most ``columns`` entries; further ones are left out.
+            and in no others. Entries beyond ``columns`` are left out.
         first: the token of the first row.
-        tiling: None for the default.
+        tiling: by default :func:`default_tiling`'s.
 
-    Rounding: queries and weights are those of ``index_query.prepare_queries`` bit for bit. One launch in decode; else
-    the queries are prepared by one of their own. The grid depends on shapes alone: columns that no query sees cost
-    nothing. Floor: 132 bytes per key that a request's queries see, 4 per score, q, weights and cos_sin once;
-    2 · 128 · H operations per score.
+    Rounding: queries and weights are those of :func:`.query.prepare_queries` bit for bit. The rest is in the module's
+    docstring.
+
+    One launch in decode; otherwise a second launch first prepares the queries, into buffers allocated here. The grid
+    depends on shapes alone, and columns that no query sees cost nothing. Floor: 132 bytes per key that a request's
+    queries see, 4 per score, q, weights and cos_sin once; 2 · 128 · H operations per score.
+
+    Raises:
+        OperandTypeError: a dtype is not one of the above.
+        OperandValueError: a shape, stride, alignment, page size or device is not as above, or ``first`` or ``topk`` is
+            out of range.
     """
     batch.check("index_scores")
     packed = pages.dtype != torch.bfloat16
@@ -359,5 +383,5 @@ def index_scores(
 
 
 def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
-    """Programs that share the keys of one tile of queries, which are so many steps."""
+    """Return the number of programs that share the ``steps`` steps of keys of one of ``tiles`` tiles of queries."""
     return max(1, min(steps, triton.cdiv(tiling.programs * processors, tiles)))

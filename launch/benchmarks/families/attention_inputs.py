@@ -18,7 +18,7 @@ from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
-from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART, prepare_attention
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS, prepare_attention
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries import index_entry, kv_entry
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
@@ -30,7 +30,7 @@ EPS, PAGE_SIZE = 1e-6, 256
 CONTEXT = 65536
 REQUESTS = (1, 8, 64, 256)
 PREFILL = 8192
-SMALLER = (APART // 2, APART)
+SMALLER = (TWO_LAUNCH_MIN_TOKENS // 2, TWO_LAUNCH_MIN_TOKENS)
 """Of one request, too: the last size of one launch that is a power of two, and the first of two."""
 DECODE = {"none close": 0, "all close": 127, "as it comes": None}
 """Position of the new tokens in their window of 128; or one after another."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from nvfp4_sgl.model.contract import PassRequest, Slots
-from nvfp4_sgl.triton_kernels.attention_inputs.prepare import APART
+from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 
 Kind = Callable[[int], Hashable]
 """What a target's kernels are compiled for in a pass of so many tokens, beside what :func:`sizes` goes by."""
@@ -60,9 +60,9 @@ def warm_up_passes(slots: Slots, tokens: int, kind: Kind = _nothing, tile: Kind 
         yield request([1] * size, decode=True)
         yield request([1] * size)
         sixteens = -(-(size + 1) // 16) * 16
-        totals = {sixteens, sixteens + 1, APART, APART + 1}
+        totals = {sixteens, sixteens + 1, TWO_LAUNCH_MIN_TOKENS, TWO_LAUNCH_MIN_TOKENS + 1}
         if tile is not _nothing:
-            totals |= set(last_of_each(min(tokens, whole, APART - 1), tile))
+            totals |= set(last_of_each(min(tokens, whole, TWO_LAUNCH_MIN_TOKENS - 1), tile))
         for total in sorted(totals):
             if size < total <= min(tokens, whole):
                 yield request([1] * (size - 1) + [total - size + 1])

@@ -8,7 +8,7 @@ import torch
 
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
-from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, FEW_HEADS, Tiling
+from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, SIXTEEN_HEADS, Tiling
 from tests.sm100.triton.cases.case import Outputs, case, next_codes
 from tests.sm100.triton.cases.rows import BF16, outputs_of
 from tests.triton.support.rows import poisoned_rows
@@ -53,12 +53,12 @@ def attend(
 
 @case("attend", bounds={"out": BF16})
 def few_heads() -> Outputs:
-    return attend(5, [40, 20], FEW_HEADS, 1)
+    return attend(5, [40, 20], SIXTEEN_HEADS, 1)
 
 
 @case("attend", bounds={"out": BF16})
 def few_heads_split() -> Outputs:
-    return attend(5, [70, 40], FEW_HEADS, 3)
+    return attend(5, [70, 40], SIXTEEN_HEADS, 3)
 
 
 QUANTISED = {"out": BF16, "codes": next_codes(0.01), "block_scales": next_codes(0.01), "scale": BF16}
@@ -66,12 +66,12 @@ QUANTISED = {"out": BF16, "codes": next_codes(0.01), "block_scales": next_codes(
 
 @case("attend", bounds=QUANTISED)
 def few_heads_quantised() -> Outputs:
-    return attend(8, [40, 20], FEW_HEADS, 1, groups=2)
+    return attend(8, [40, 20], SIXTEEN_HEADS, 1, groups=2)
 
 
 @case("attend", bounds=QUANTISED)
 def few_heads_split_and_quantised() -> Outputs:
-    return attend(8, [70, 40], FEW_HEADS, 3, groups=1)
+    return attend(8, [70, 40], SIXTEEN_HEADS, 3, groups=1)
 
 
 @case("attend", bounds={"out": BF16})
