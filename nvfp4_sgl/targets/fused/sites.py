@@ -66,7 +66,7 @@ class FusedSite(nn.Module):
 
     def enter(self, streams: Tensor, step: Step) -> tuple[Operand, Mix]:
         tokens, _, d = streams.shape
-        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, counters=step.site_semaphores)))
+        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)))
         hyper_connection_pre(self.site, streams, mix.state)
         return self._input(mix), mix
 
