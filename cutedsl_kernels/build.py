@@ -1,7 +1,7 @@
 """``python -m nvfp4_sgl.cutedsl_kernels.build``: compile every kernel that a model can need into a library.
 
-The kernels do not depend on a model's sizes, only on its SwiGLU clamp, so one library serves any number of tokens and
-any split over GPUs. Nothing here needs a GPU.
+The kernels depend on a model's SwiGLU clamp alone, not on its sizes, so one library serves any number of tokens and any
+split over GPUs. Building needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .plan import every_key
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run the command with these arguments, or those of the process."""
     parser = argparse.ArgumentParser(prog="nvfp4_sgl.cutedsl_kernels.build", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write the library")
     parser.add_argument("--architecture", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES[:1])

@@ -1,6 +1,6 @@
-"""Kernels by what distinguishes them, compiled once a process or taken from a library built ahead of time.
+"""Kernels by key, compiled once a process or loaded from a library built ahead of time.
 
-A kernel's key holds all that its code depends on. Sizes, strides and addresses are arguments, so other sizes never
+A key holds everything that a kernel's code depends on. Sizes, strides and addresses are arguments, so other sizes never
 compile anything.
 """
 
@@ -20,21 +20,27 @@ from .sm100.native import NativeKernel
 from .sm100.shape import KernelShape
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
-LIMIT_MIN = 0.27846454276107376
-"""-min silu(x): with a smaller clamp, limit² would not bound the SwiGLU's output."""
+"""The architectures that kernels are compiled for."""
+MIN_SWIGLU_LIMIT = 0.27846454276107376
+"""Smallest SwiGLU clamp, -min silu(x): with a smaller one, limit² would not bound the SwiGLU's output."""
 FULL_SCALE = 6.0 * 448.0
 """The largest E2M1 code times the largest E4M3 block scale."""
 
 
 @dataclass(frozen=True)
 class KernelKey:
-    """What a kernel is compiled for.
+    """Everything that a kernel's code depends on.
 
     Attributes:
         architecture: one of ARCHITECTURES.
+        shape: the kernel's tile, cluster, split of K and output.
         limit: the SwiGLU clamp of a gated kernel, else None.
-        weighted: whether rows have a weight of their own.
+        weighted: whether each row has a weight.
         programmatic_launch: whether the kernel may start while its predecessor in the stream is ending (PDL).
+
+    Raises:
+        OperandValueError: the architecture is unknown, or a limit is given for a kernel that is not gated (or the
+            reverse).
     """
 
     architecture: str
@@ -51,25 +57,29 @@ class KernelKey:
 
     @property
     def row_scale_constant(self) -> float | None:
-        """What NVFP4 output is quantised with."""
+        """The constant row scale of NVFP4 output; None for other outputs."""
         return swiglu_row_scale(self.limit) if self.limit is not None and self.shape.output == "nvfp4" else None
 
     @property
     def name(self) -> str:
-        """A C identifier, one for each key."""
+        """A C identifier, unique to the key."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         return f"nvfp4_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
 
 
 def swiglu_row_scale(limit: float) -> float:
-    """The constant row scale of clamped SwiGLU outputs, fp32(limit² / 2688), which they cannot exceed."""
-    if not (math.isfinite(limit) and LIMIT_MIN <= limit <= 2.0**60):
-        raise OperandValueError(f"limit: expected a finite value from {LIMIT_MIN:.4f} to 2^60, found {limit!r}")
+    """The constant row scale of clamped SwiGLU outputs, fp32(limit² / 2688); limit² is their bound.
+
+    Raises:
+        OperandValueError: ``limit`` is not finite, or not from MIN_SWIGLU_LIMIT to 2^60.
+    """
+    if not (math.isfinite(limit) and MIN_SWIGLU_LIMIT <= limit <= 2.0**60):
+        raise OperandValueError(f"limit: expected a finite value from {MIN_SWIGLU_LIMIT:.4f} to 2^60, found {limit!r}")
     return struct.unpack("<f", struct.pack("<f", limit * limit / FULL_SCALE))[0]
 
 
 def compile_kernel(key: KernelKey, options: str = "") -> Any:
-    """``cute.compile`` for a key; needs no GPU. ``options`` are added to the compiler's."""
+    """Compile the kernel of a key with ``cute.compile``; needs no GPU. ``options`` are added to the compiler's."""
     import cutlass.cute as cute
 
     from .sm100.entry import Entry
@@ -81,7 +91,7 @@ def compile_kernel(key: KernelKey, options: str = "") -> Any:
 
 
 class KernelSource(Protocol):
-    """A library built ahead of time (library.py)."""
+    """Where compiled kernels come from: a library built ahead of time (:class:`.library.Library`)."""
 
     def kernel(self, key: KernelKey) -> NativeKernel | None:
         """The kernel, or None if the library does not have it."""
@@ -91,8 +101,8 @@ class KernelCache:
     """Kernels ready to launch; safe to use from several threads.
 
     Args:
-        library: asked before anything is compiled.
-        compile_missing: compile what the library lacks (about a second a kernel), or refuse.
+        library: searched before anything is compiled.
+        compile_missing: whether to compile kernels that the library lacks (about a second each), or to refuse.
     """
 
     def __init__(self, library: KernelSource | None = None, compile_missing: bool = True) -> None:
@@ -104,7 +114,7 @@ class KernelCache:
         """The kernel of a key.
 
         Raises:
-            LibraryError: it would have to be compiled, and must not be.
+            LibraryError: the kernel would have to be compiled, and compiling is switched off.
         """
         kernel = self._kernels.get(key)
         if kernel is None:

@@ -1,8 +1,8 @@
-"""The products as PyTorch custom operators, ``torch.ops.nvfp4_sgl``: flat tensors in, results into given tensors.
+"""The NVFP4 GEMMs as PyTorch custom operators, ``torch.ops.nvfp4_sgl``: plain tensors in, results into given tensors.
 
-Every call is checked from the tensors' metadata before anything is launched; the same checks run on fake tensors, so
-that ``torch.compile`` sees a mistake while tracing. Nothing is allocated, copied or synchronised, so calls may be
-captured in CUDA graphs (each kernel must have run once before: see warm_up.py). ``operations.py`` is what to call.
+Every call is checked from the tensors' metadata before anything is launched. The same checks run on fake tensors, so
+that ``torch.compile`` reports a mistake while tracing. Nothing is allocated, copied or synchronised, so calls may be
+captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_up`). Callers use :mod:`.operations`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from .sm100.clusters import Clusters
 from .sm100.shape import GATE_ROWS, MAX_EXPERTS, TOKEN_TILES, Output
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-STORED_WHOLE = "stores write whole 16 bytes, beyond a row's end too"
-"""Seen on an H200: a TMA store is not cut off at the tensor's last element, but at the next multiple of 16 bytes."""
-QUANTIZED_FEATURES = 2 * ALIGNMENT
-"""A row of NVFP4 output is whole 16 bytes."""
+"""Kernel outputs by the dtype of ``out``."""
+WHOLE_STORES_REASON = "stores write whole 16 bytes, beyond a row's end too"
+"""Why features must be a multiple, for messages. Seen on an H200: a TMA store ends not at the tensor's last element,
+but at the next multiple of 16 bytes."""
+NVFP4_FEATURES_MULTIPLE = 2 * ALIGNMENT
+"""Features of NVFP4 output must be a multiple of this: a row is whole 16 bytes."""
 
 
 def _check_tokens(op: str, tokens: Tensor, token_scales: Tensor, row_scale: Tensor, token_tile: int) -> int:
-    """Activations [T, K/2] or [T, G, K/2]; returns K."""
+    """Check activations [T, K/2] or [T, G, K/2]; returns K."""
     require_dtype(f"{op}: tokens", tokens, torch.uint8)
     require_dtype(f"{op}: token_scales", token_scales, torch.float8_e4m3fn)
     require_dtype(f"{op}: row_scale", row_scale, torch.float32)
@@ -66,7 +68,7 @@ def _check_tokens(op: str, tokens: Tensor, token_scales: Tensor, row_scale: Tens
 
 
 def _check_weights(op: str, weights: Tensor, weight_scales: Tensor, k: int) -> None:
-    """Weights [..., features, K/2]."""
+    """Check weights [..., features, K/2]."""
     require_dtype(f"{op}: weights", weights, torch.uint8)
     require_dtype(f"{op}: weight_scales", weight_scales, torch.float8_e4m3fn)
     require_shape(f"{op}: weights", weights, (*weights.shape[:-1], k // 2), "[..., features, K/2], K that of tokens")
@@ -96,12 +98,12 @@ def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Ou
     require_shape(f"{op}: out", out, shape, meaning)
     require_rows(f"{op}: out", out, ALIGNMENT)
     whole = ALIGNMENT // out.element_size()
-    require_multiple(f"{op}: out", "features", shape[-1], whole, STORED_WHOLE)
+    require_multiple(f"{op}: out", "features", shape[-1], whole, WHOLE_STORES_REASON)
     return OUTPUTS[out.dtype]
 
 
 def _check_experts(op: str, offsets: Tensor | None, counts: Tensor | None, experts: int) -> None:
-    """Offsets and counts, or neither and one expert."""
+    """Check offsets and counts, int32 [experts]; without them there must be one expert."""
     if (offsets is None) != (counts is None):
         absent = "offsets" if offsets is None else "counts"
         raise OperandTypeError(f"{op}: {absent}: expected offsets and counts or neither, found None")
@@ -124,7 +126,7 @@ def _check_devices(op: str, out: Tensor, **tensors: Tensor | None) -> None:
 
 
 def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
-    """Check the addresses, which only real tensors have, and run."""
+    """Check addresses, which only real tensors have, and launch the call unless it has no rows."""
     through_tma = {
         "weights": call.weights,
         "weight_scales": call.weight_scales,
@@ -262,7 +264,7 @@ def _check_expert_gate_up(
     if out_scales is None:
         return _check_out(op, out, (rows, features), "[rows, features]")
     require_dtype(f"{op}: out (with out_scales: NVFP4 codes)", out, torch.uint8)
-    require_multiple(f"{op}: weights", "features", features, QUANTIZED_FEATURES, STORED_WHOLE)
+    require_multiple(f"{op}: weights", "features", features, NVFP4_FEATURES_MULTIPLE, WHOLE_STORES_REASON)
     require_shape(f"{op}: out", out, (rows, features // 2), "[rows, features/2]")
     require_rows(f"{op}: out", out, ALIGNMENT)
     require_dtype(f"{op}: out_scales", out_scales, torch.float8_e4m3fn)
@@ -371,7 +373,7 @@ def _expert_down(
 
 
 def _target(out: Tensor) -> tuple[str, Clusters]:
-    """Architecture of a tensor's device, and the clusters that it runs at a time."""
+    """The architecture of a tensor's device, and how many clusters it runs at a time."""
     runner = launcher.current()
     return runner.architecture(out.device), runner.clusters(out.device)
 
@@ -383,7 +385,7 @@ _WEIGHTS = "Tensor weights, Tensor weight_scales, Tensor alpha"
 
 
 def _register(schema: str, run: Callable[..., None], check: Callable[..., object]) -> None:
-    """An operator for every device, so that a wrong one gets our error; ``check`` is its fake implementation."""
+    """Register an operator for every device, so that a wrong device gets our error; ``check`` runs on fake tensors."""
 
     def trace(*arguments: object) -> None:
         check(*arguments)

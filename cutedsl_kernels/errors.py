@@ -6,7 +6,7 @@ from nvfp4_sgl.errors import Nvfp4SglError
 
 
 class ArchitectureError(Nvfp4SglError):
-    """The tensors are on a device whose architecture these kernels do not run on."""
+    """The tensors are on a device that these kernels do not run on."""
 
 
 class LibraryError(Nvfp4SglError):

@@ -1,7 +1,7 @@
-"""The seam between operations and devices: who compiles a kernel, and what runs it.
+"""The interface between operations and devices: compiles kernels and runs calls.
 
-Operations ask the current launcher what a device is and how many clusters it runs, and hand it checked calls. The usual
-one launches on CUDA; tests put an emulator in its place with :func:`use`.
+Operations ask the current launcher for a device's architecture and for how many clusters it runs at a time, and pass it
+checked calls. The default launcher runs on CUDA; tests replace it by an emulator with :func:`use`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from .sm100.call import Call
 from .sm100.clusters import Clusters
 
 ARCHITECTURE_OF = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
-"""By compute capability."""
+"""Architectures by compute capability."""
 
 
 class Launcher(Protocol):
-    """Where calls run."""
+    """Compiles kernels and runs calls."""
 
     programmatic_launch: bool
-    """For the kernels' keys."""
+    """What the kernels' keys have: see :class:`.compiled.KernelKey`."""
 
     def architecture(self, device: torch.device) -> str:
-        """One of ``compiled.ARCHITECTURES``; :class:`ArchitectureError` if the device has another."""
+        """The device's architecture, one of ``compiled.ARCHITECTURES``.
+
+        Raises:
+            ArchitectureError: the device has another.
+        """
 
     def clusters(self, device: torch.device) -> Clusters:
-        """How many clusters the device runs at a time; plans and launches go by it. Cheap after the first time."""
+        """How many clusters the device runs at a time, for plans and launches. Cheap after the first call."""
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
-        """Run a checked call on the current stream of its tensors' device."""
+        """Run a checked call on the current stream of its tensors' device, with a grid of ``clusters`` clusters."""
 
     def freeze(self) -> None:
-        """Compile nothing from now on: a kernel that is not ready is an error."""
+        """Compile nothing from now on; a kernel that is not ready is an error."""
 
 
 class CudaLauncher:
     """Launches on CUDA devices, from a cache of kernels.
 
     Args:
-        kernels: where they come from.
-        programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they read nothing
-            but weights (a product over experts not even those, which follow from its counts) and write nothing. So
-            weights must not be written by the launch right before.
+        kernels: the cache that kernels come from.
+        programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they write nothing
+            and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So the
+            launch right before must not write weights.
     """
 
     def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = True) -> None:

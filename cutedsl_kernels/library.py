@@ -1,6 +1,6 @@
-"""Kernels compiled ahead of time: a shared library of their code and a manifest of what it holds.
+"""Kernels compiled ahead of time: a shared library of their code, and a manifest of its kernels.
 
-A library fits the sources and the CuTeDSL it was made from, and nothing else: loading compares both, so that stale
+A library is valid for the sources and the CuTeDSL version that it was built from. Loading compares both, so that stale
 code is refused instead of run. Its kernels have the C interface of ``sm100/native.py``; loading them compiles nothing.
 """
 
@@ -22,21 +22,21 @@ from .sm100.arguments import Arguments
 from .sm100.native import NativeKernel, describe_error
 
 MANIFEST, LIBRARY = "kernels.json", "libnvfp4_kernels.so"
-FORMAT = 1
-"""Of the manifest."""
+MANIFEST_FORMAT = 1
+"""Version of the manifest's format."""
 DSL = "nvidia-cutlass-dsl"
 SOURCES = Path(__file__).with_name("sm100")
-CHOICE = ("choose.py", "cost.py")
-"""Sources that say which kernel runs, not what it is."""
+CHOOSING_SOURCES = ("choose.py", "cost.py")
+"""Sources that choose kernels and do not change their code."""
 
 
 def fingerprint() -> dict[str, object]:
-    """What the code of a kernel depends on, beside its key."""
+    """What a kernel's code depends on apart from its key: sources, interface and CuTeDSL version."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in SOURCES.glob("*.py") if file.name not in CHOICE):
+    for file in sorted(file for file in SOURCES.glob("*.py") if file.name not in CHOOSING_SOURCES):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return {
-        "format": FORMAT,
+        "format": MANIFEST_FORMAT,
         "sources": digest.hexdigest(),
         "interface": list(Arguments._fields),
         DSL: version(DSL),
@@ -44,7 +44,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
-    """Compile ``keys`` into a library in ``folder``; needs no GPU, and about a second a kernel.
+    """Compile ``keys`` into a library in ``folder``; takes about a second a kernel and needs no GPU.
 
     Raises:
         LibraryError: the linker failed.
@@ -53,7 +53,7 @@ def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
 
 
 def link(kernels: Iterable[tuple[KernelKey, Any]], folder: Path, linker: str = "gcc") -> None:
-    """Put what ``cute.compile`` made of each key into a library in ``folder``.
+    """Link compiled kernels, results of ``cute.compile`` by key, into a library in ``folder``.
 
     Raises:
         LibraryError: the linker failed.
@@ -79,25 +79,25 @@ class Library:
     """A loaded library: a source of kernels for :class:`.compiled.KernelCache`.
 
     Args:
-        folder: what :func:`build` wrote.
+        folder: the folder that :func:`build` wrote.
         runtime: CuTeDSL's runtime library, which the code calls; found in the installed CuTeDSL if not given.
-        devices: how many devices to load each kernel into; all that are visible if not given.
+        devices: how many devices to load each kernel into; all visible ones if not given.
 
     Raises:
-        LibraryError: missing, damaged, or made from other sources or another CuTeDSL.
+        LibraryError: the library is missing, damaged, or built from other sources or another CuTeDSL.
     """
 
     def __init__(self, folder: Path, runtime: Path | None = None, devices: int | None = None) -> None:
         self.folder = folder
         self._entries: dict[str, dict[str, str]] = _read_manifest(folder)["kernels"]
-        # The code leaves the runtime's functions undefined: they must be there when it is loaded.
+        # The code leaves the runtime's functions undefined, so the runtime must be loaded before it.
         self._runtime = ctypes.CDLL(str(runtime or find_runtime()), mode=ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(str(folder / LIBRARY))
         self._devices = devices
 
     @property
     def names(self) -> set[str]:
-        """Of the kernels."""
+        """Names of the library's kernels."""
         return set(self._entries)
 
     def kernel(self, key: KernelKey) -> NativeKernel | None:
@@ -115,7 +115,7 @@ class Library:
         return NativeKernel(key.name, address, self._library)
 
     def _load(self, name: str) -> None:
-        """What the exported header does: make a CUDA library of the code, then its kernels known to each device."""
+        """Do what the exported header does: make a CUDA library of the code, then load its kernels to each device."""
         handle, error, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
         values = (ctypes.pointer(handle), device, error)
         at_handle, at_device, at_error = (ctypes.pointer(value) for value in values)
@@ -128,7 +128,7 @@ class Library:
             raise LaunchError(f"{name}: CUDA error {error.value} ({describe_error(error.value)}) while loading it")
 
     def _call(self, symbol: str, *pointers: Any) -> None:
-        """Functions of the module take an array of pointers to their arguments."""
+        """Call a function of the module, which takes an array of pointers to its arguments."""
         slots = [ctypes.cast(pointer, ctypes.c_void_p) for pointer in pointers]
         self._symbol(symbol)((ctypes.c_void_p * len(slots))(*slots))
 
@@ -142,7 +142,11 @@ class Library:
 
 
 def find_runtime() -> Path:
-    """CuTeDSL's runtime library."""
+    """The path of CuTeDSL's runtime library.
+
+    Raises:
+        LibraryError: the installed CuTeDSL has none.
+    """
     from cutlass.cute.runtime import find_runtime_libraries
 
     found = find_runtime_libraries(enable_tvm_ffi=False)

@@ -1,8 +1,8 @@
-"""Asking the CUDA driver how many clusters of CTAs a GPU runs at a time.
+"""How many clusters of CTAs a GPU runs at a time, as the CUDA driver says.
 
-``multiprocessors // size`` is too many: GPCs have uneven numbers of multiprocessors. The driver answers for a kernel
-and a launch; here the kernel is an empty one that is given all shared memory, so that a CTA has a multiprocessor to
-itself as those of ``sm100/gemm.py`` do. The answer holds for all of them, and is there before any is compiled.
+``multiprocessors // size`` is too many, because GPCs have uneven numbers of multiprocessors. The driver answers for a
+kernel and a launch. Here the kernel is an empty one that is given all shared memory, so that a CTA has a multiprocessor
+to itself, as those of ``sm100/gemm.py`` do. So the answer holds for all of them, and is known before any is compiled.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .sm100.clusters import SIZES, Clusters
 
 EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nvfp4_sgl_empty() { ret; }\n\0"
 THREADS = 256
-"""Of a CTA; any number that leaves shared memory as the limit."""
+"""Threads of a CTA; any number for which shared memory remains the limit."""
 
 
 @functools.cache
 def active_clusters(index: int) -> Clusters:
-    """Of CUDA device ``index``; asked once, when a plan first needs it.
+    """How many clusters CUDA device ``index`` runs at a time; asked once, when a plan first needs it.
 
     Raises:
         LaunchError: the driver refused a query.
@@ -35,8 +35,10 @@ def active_clusters(index: int) -> Clusters:
         try:
             kernel = _checked(driver, driver.cuModuleGetFunction(module, b"nvfp4_sgl_empty"))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-            shared = _checked(driver, driver.cuDeviceGetAttribute(most, _checked(driver, driver.cuDeviceGet(index))))
+            max_shared = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+            shared = _checked(
+                driver, driver.cuDeviceGetAttribute(max_shared, _checked(driver, driver.cuDeviceGet(index)))
+            )
             _checked(driver, driver.cuFuncSetAttribute(kernel, attribute, shared))
             found = [
                 _checked(driver, driver.cuOccupancyMaxActiveClusters(kernel, _launch(driver, size, shared)))
@@ -50,7 +52,7 @@ def active_clusters(index: int) -> Clusters:
 
 
 def _launch(driver: Any, size: int, shared: int) -> Any:
-    """The launch of one cluster."""
+    """The configuration of a launch of one cluster of ``size`` CTAs with ``shared`` bytes of shared memory each."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = driver.CUlaunchAttributeValue()

@@ -1,9 +1,9 @@
-"""Weights of the block-scaled products: codes, swizzled block scales and what multiplies their products.
+"""The weight operand of the NVFP4 GEMMs: codes, swizzled block scales and global scales (alphas).
 
 value[r, k] = e2m1(codes[r, k]) · block_scale[r, k // 16] · scale, with E2M1 codes two a byte, the even k in the low
 nibble, and E4M3 block scales in the layout of ``nvfp4_sgl.formats.scale_layout``.
 
-Constructors take plain block scales and arrange them, once, at load time. Activations are quantised right into the
+Constructors take plain block scales and swizzle them once, at load time. Activations are quantised directly into the
 layout (``nvfp4_sgl.formats.rows``).
 """
 
@@ -27,19 +27,25 @@ from nvfp4_sgl.formats.scale_layout import scale_bytes, swizzle_128x4
 from .sm100.shape import BLOCK, GATE_ROWS
 
 K_MULTIPLE = 64
-"""Of K: 32 bytes of codes and whole groups of four block scales."""
+"""K must be a multiple of this: 32 bytes of codes and whole groups of four block scales."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A weight, or a stack of them; ``codes`` are contiguous [..., features, k/2].
+    """The weight of a GEMM, or a stack of weights of a grouped one.
 
     Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
     experts: [E, 2 I, K/2], alpha [E, 2], gate before up; the rows are 16 gates, the 16 ups of the same features, the
     next 16 gates and so on (:func:`interleave_gates`).
 
-    The experts of a layer come one by one: ``allocate_experts`` or ``allocate_gated_experts``, then ``put_expert`` or
-    ``put_gated_expert`` for each of them, which takes no memory beside but an expert's block scales.
+    A layer's experts can be loaded one at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
+    ``put_expert`` or ``put_gated_expert`` for each. Beyond the stack itself, that takes memory only for
+    one expert's block scales.
+
+    Attributes:
+        codes: uint8 [..., features, K/2], contiguous, two E2M1 codes a byte.
+        block_scales: E4M3, flat, in the layout of ``nvfp4_sgl.formats.scale_layout``, one padded matrix after another.
+        scale: fp32, the global scales (alphas) as above.
     """
 
     codes: Tensor
@@ -48,6 +54,7 @@ class Weights:
 
     @property
     def k(self) -> int:
+        """K."""
         return self.codes.shape[-1] * 2
 
     @property
@@ -57,37 +64,68 @@ class Weights:
 
     @classmethod
     def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """A weight [F, K].
+        """The weight [F, K] of a dense GEMM.
 
         Args:
-            codes: uint8 [F, K/2].
+            codes: uint8 [F, K/2], contiguous, K a multiple of 64; not copied.
             block_scales: E4M3 [F, K/16].
             alpha: the global scale, fp32 0-d, [1] or, for a weight merged of several, [F].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or stride does not fit.
         """
         require_dimensions("codes", codes, 2, "[F, K/2]")
-        return cls._make(codes, block_scales, _spread("alpha", alpha, codes.shape[:1]))
+        return cls._make(codes, block_scales, _expanded_alpha("alpha", alpha, codes.shape[:1]))
 
     @classmethod
     def grouped(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """Weights [G, F, K] that meet a group of the tokens' columns each; alpha fp32 [G] or [G, F]."""
+        """The weights [G, F, K] of a block-diagonal GEMM, one for each group of the tokens' columns.
+
+        Args:
+            codes: uint8 [G, F, K/2], contiguous, K a multiple of 64; not copied.
+            block_scales: E4M3 [G, F, K/16].
+            alpha: fp32 [G] or [G, F].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or stride does not fit.
+        """
         require_dimensions("codes", codes, 3, "[G, F, K/2]")
         if alpha.dim() == 1:
             require_shape("alpha", alpha, codes.shape[:1], "[G]")
             alpha = alpha[:, None]
-        return cls._make(codes, block_scales, _spread("alpha", alpha, codes.shape[:2]))
+        return cls._make(codes, block_scales, _expanded_alpha("alpha", alpha, codes.shape[:2]))
 
     @classmethod
     def experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """The down projections [E, F, K] of experts, alpha fp32 [E]; the codes are not copied."""
+        """The down projections [E, F, K] of experts.
+
+        Args:
+            codes: uint8 [E, F, K/2], contiguous, K a multiple of 64; not copied.
+            block_scales: E4M3 [E, F, K/16].
+            alpha: fp32 [E].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or stride does not fit.
+        """
         require_dimensions("codes", codes, 3, "[E, F, K/2]")
         require_shape("alpha", alpha, codes.shape[:1], "[E]")
         return cls._make(codes, block_scales, alpha.contiguous())
 
     @classmethod
     def gated_experts(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> Weights:
-        """Gate and up projections [E, 2, I, K] of experts, the gate first, alpha fp32 [E, 2]; a copy on their device.
+        """The gate and up projections [E, 2, I, K] of experts, the gate first; a copy on their device.
 
-        I is a multiple of 16.
+        Args:
+            codes: uint8 [E, 2, I, K/2], I a multiple of 16, K a multiple of 64.
+            block_scales: E4M3 [E, 2, I, K/16].
+            alpha: fp32 [E, 2].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape does not fit.
         """
         require_dimensions("codes", codes, 4, "[E, 2, I, K/2]")
         experts, _, features, half_k = codes.shape
@@ -122,9 +160,17 @@ class Weights:
         )
 
     def put_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
-        """Set one expert's down projection: codes uint8 [F, K/2], block scales E4M3 [F, K/16], alpha fp32, one value.
+        """Copy one expert's down projection into the stack.
 
-        Any device and strides.
+        Args:
+            expert: its index.
+            codes: uint8 [F, K/2], any device and strides.
+            block_scales: E4M3 [F, K/16], any device and strides.
+            alpha: fp32, one value.
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape does not fit.
         """
         _, features, half_k = self.codes.shape
         _require_expert(codes, block_scales, alpha, (features,), half_k * 2)
@@ -132,10 +178,17 @@ class Weights:
         self._put_scales(expert, block_scales, alpha.reshape(()))
 
     def put_gated_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
-        """Set one expert's gate and up projections, the gate first.
+        """Copy one expert's gate and up projections, the gate first, into the stack.
 
         Args:
-            codes: uint8 [2, I, K/2]. block_scales: E4M3 [2, I, K/16]. alpha: fp32 [2]. Any device and strides.
+            expert: its index.
+            codes: uint8 [2, I, K/2], any device and strides.
+            block_scales: E4M3 [2, I, K/16], any device and strides.
+            alpha: fp32 [2].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape does not fit.
         """
         _, rows, half_k = self.codes.shape
         _require_expert(codes, block_scales, alpha, (2, rows // 2), half_k * 2)
@@ -143,7 +196,7 @@ class Weights:
         self._put_scales(expert, interleave_gates(block_scales), alpha)
 
     def _put_scales(self, expert: int, block_scales: Tensor, alpha: Tensor) -> None:
-        """``block_scales`` [F, K/16] in the order of the codes' rows."""
+        """Swizzle and copy one expert's ``block_scales`` [F, K/16], in the order of the codes' rows, and its alpha."""
         swizzled = swizzle_128x4(block_scales.to(self.codes.device)).flatten()
         self.block_scales.view(len(self.codes), -1)[expert].copy_(swizzled)
         self.scale[expert].copy_(alpha)
@@ -161,12 +214,12 @@ class Weights:
 
 
 def interleave_gates(plain: Tensor) -> Tensor:
-    """Rows [..., 2, I, n] of gates and ups as gated kernels take them, [..., 2 I, n]; a copy."""
+    """Interleave rows [..., 2, I, n] of gates and ups to [..., 2 I, n], as gated kernels take them; a copy."""
     return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)
 
 
 def _require_expert(codes: Tensor, block_scales: Tensor, alpha: Tensor, rows: tuple[int, ...], k: int) -> None:
-    """One expert's weights [*rows, k]."""
+    """Check one expert's weights [*rows, k]."""
     require_dtype("codes", codes, torch.uint8)
     require_dtype("block_scales", block_scales, torch.float8_e4m3fn)
     require_dtype("alpha", alpha, torch.float32)
@@ -177,8 +230,8 @@ def _require_expert(codes: Tensor, block_scales: Tensor, alpha: Tensor, rows: tu
         raise OperandValueError(f"alpha: expected {len(rows)} values, found shape {tuple(alpha.shape)}")
 
 
-def _spread(name: str, alpha: Tensor, shape: torch.Size) -> Tensor:
-    """One value for each feature."""
+def _expanded_alpha(name: str, alpha: Tensor, shape: torch.Size) -> Tensor:
+    """``alpha`` expanded to ``shape``: one value for each feature."""
     try:
         return alpha.expand(shape).contiguous()
     except RuntimeError:

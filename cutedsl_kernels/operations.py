@@ -1,12 +1,15 @@
-"""NVFP4 products on SM100's tensor cores: what to call.
+"""NVFP4 GEMMs on SM100's tensor cores: the operations that callers use.
 
-Each takes :class:`Rows` (quantised activations) and :class:`Weights`, writes into ``out`` where given, and else
-allocates it. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation if any, the row weight if any, and one
-rounding to the output type.
+Each takes :class:`Rows` (quantised activations) and :class:`Weights` and writes into ``out``, which it allocates unless
+given. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation if any, the row weight if any, and one rounding
+to the output type.
 
 Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
 multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features in multiples of 16;
 at most 512 experts.
+
+The GEMMs raise OperandTypeError if a dtype does not fit, or if an argument that is needed is absent (or the reverse);
+OperandValueError if a shape, stride, alignment, device or value does not fit; ArchitectureError on other devices.
 """
 
 from __future__ import annotations
@@ -37,13 +40,16 @@ __all__ = [
 
 
 def product(rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """``rows @ weights.T``.
+    """Compute the dense GEMM ``rows @ weights.T``.
 
     Args:
         rows: [T, K].
         weights: ``Weights.dense`` [F, K].
-        out: bf16 or fp32 [T, F], rows contiguous.
-        dtype: of the result where ``out`` is not given.
+        out: bf16 or fp32 [T, F], the last dimension contiguous; allocated unless given.
+        dtype: dtype of the result if ``out`` is not given.
+
+    Returns:
+        ``out``.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[0]), dtype=dtype)
@@ -54,12 +60,16 @@ def product(rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: t
 def grouped_product(
     rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``out[t, g] = weights[g] @ rows[t, g]``: the attention output's block-diagonal product.
+    """Compute the block-diagonal GEMM of the attention output, ``out[t, g] = weights[g] @ rows[t, g]``.
 
     Args:
-        rows: [T, G, K], as attention leaves it: rows and groups may have any stride of a multiple of 16 bytes.
+        rows: [T, G, K], as attention writes it: rows and groups may have any stride of a multiple of 16 bytes.
         weights: ``Weights.grouped`` [G, F, K].
-        out: bf16 or fp32 [T, G, F], the last dimension contiguous.
+        out: bf16 or fp32 [T, G, F], the last dimension contiguous; allocated unless given.
+        dtype: dtype of the result if ``out`` is not given.
+
+    Returns:
+        ``out``.
     """
     if out is None:
         out = rows.codes.new_empty((*rows.codes.shape[:2], weights.codes.shape[1]), dtype=dtype)
@@ -70,13 +80,20 @@ def grouped_product(
 def expert_gate_up(
     rows: Rows, weights: Weights, limit: float, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Clamped SwiGLU of each row's gate and up projections, from fp32, rounded to bf16 or fp32.
+    """Compute the gate and up projections of each row by its expert and their clamped SwiGLU.
 
     Args:
-        rows: [R, K]. :class:`ExpertRows`, or plain :class:`Rows` that all belong to a single (shared) expert.
+        rows: [R, K]: :class:`ExpertRows`, or plain :class:`Rows` that all belong to a single (shared) expert.
         weights: ``Weights.gated_experts``, E matrices of 2 I rows.
-        limit: the clamp; part of the kernel's code.
-        out: [R, I]. Rows that belong to no expert's tiles are left alone.
+        limit: the SwiGLU clamp, from 0.2785 to 2^60; part of the kernel's code.
+        out: bf16 or fp32 [R, I], the last dimension contiguous; allocated unless given. Rows that belong to no expert's
+            tiles are left as they are.
+        dtype: dtype of the result if ``out`` is not given.
+
+    Returns:
+        ``out``.
+
+    Rounding: SwiGLU is computed from the fp32 sums; one rounding to the output dtype.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1] // 2), dtype=dtype)
@@ -85,10 +102,14 @@ def expert_gate_up(
 
 
 def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out: Rows | None = None) -> Rows:
-    """The same, re-quantised to NVFP4 with the constant row scale fp32(limit² / 2688): what :func:`expert_down` takes.
+    """Compute :func:`expert_gate_up` and quantise it to NVFP4, as :func:`expert_down` takes it.
 
     Args:
-        out: what :func:`hidden_rows` made, to be written again.
+        rows, weights, limit: as in :func:`expert_gate_up`.
+        out: rows [R, I] that :func:`hidden_rows` made, written again; allocated unless given.
+
+    Returns:
+        ``out``, with the constant row scale fp32(limit² / 2688).
     """
     if out is None:
         out = hidden_rows(rows, weights.codes.shape[1] // 2, limit)
@@ -99,7 +120,7 @@ def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out:
 
 
 def hidden_rows(rows: Rows, features: int, limit: float) -> Rows:
-    """Buffers for the NVFP4 hidden activations [R, features] of ``rows``, with the row scale set.
+    """Room for the NVFP4 hidden activations [R, features] of ``rows``, with the constant row scale set.
 
     Block scales that no kernel writes are zero, so that all of it is valid NVFP4.
     """
@@ -118,13 +139,18 @@ def expert_down(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Each row times its expert's matrix, times the row's weight.
+    """Compute the down projection of each row by its expert, times the row's weight if given.
 
     Args:
-        rows: [R, K]; with :class:`Rows` a single expert, as for :func:`expert_gate_up`.
+        rows: [R, K]: :class:`ExpertRows`, or plain :class:`Rows` of a single expert, as for :func:`expert_gate_up`.
         weights: ``Weights.experts`` [E, F, K].
-        row_weight: fp32 [R], the routing weights in the rows' order.
-        out: bf16 or fp32 [R, F]. Rows that belong to no expert's tiles are left alone.
+        row_weight: fp32 [R], contiguous, the routing weights in the order of rows.
+        out: bf16 or fp32 [R, F], the last dimension contiguous; allocated unless given. Rows that belong to no expert's
+            tiles are left as they are.
+        dtype: dtype of the result if ``out`` is not given.
+
+    Returns:
+        ``out``.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1]), dtype=dtype)
@@ -133,8 +159,10 @@ def expert_down(
 
 
 def _rows(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
+    """``rows`` as the operators take them."""
     return rows.codes, rows.block_scales, rows.scale, rows.token_tile
 
 
 def _weights(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """``weights`` as the operators take them."""
     return weights.codes, weights.block_scales, weights.scale

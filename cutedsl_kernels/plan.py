@@ -1,10 +1,11 @@
-"""Which kernel runs a product whose activations are already quantised for some token tile.
+"""Plans: which kernel runs a GEMM whose activations are already quantised for some token tile.
 
-``sm100/choose.py`` says what is fast; the layout of the activations' block scales, and for experts the alignment of
-their offsets, say what is possible. A plan follows from sizes alone: the same call always runs the same kernel.
+``sm100/choose.py`` knows what is fast. The layout of the activations' block scales, and for experts the alignment of
+their offsets, limit what is possible. A plan follows from sizes alone: the same call always runs the same kernel.
 
-Another number of tokens may run another kernel, which adds the parts of K in another order: a token's result then
-depends on how many others there are. Plans that are pinned (:func:`pin`) do not: results are the same for any batch.
+Another number of tokens may run another kernel, which adds the splits of K in another order. So a token's result
+depends on how many other tokens there are. With pinned plans (:func:`pin`) it does not: results are the same for any
+batch.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from .sm100.shape import TOKEN_TILES, KernelShape, Output
 
 @dataclass(frozen=True)
 class Pin:
-    """What all plans have in common, whatever the number of tokens.
+    """What all pinned plans have in common, whatever the number of tokens.
 
     Attributes:
-        token_tile: of every kernel, experts' too; at most 128.
-        split_k: CTAs that share K. Their sums are added in the order of K, so this and K alone say in which order a
-            result is summed. Where K is too short for so many, as many as it is long enough for.
-        pair: CTAs work in pairs; for a token tile of 128.
+        token_tile: the token tile of every kernel, those of experts included; at most 128.
+        split_k: CTAs that share K. Their sums are added in the order of K, so this and K alone determine the order in
+            which a result is summed. If K is too short for so many, as many as it is long enough for.
+        pair: whether CTAs work in pairs; for a token tile of 128.
 
     Raises:
-        OperandValueError: no kernels are like that.
+        OperandValueError: there are no such kernels.
     """
 
     token_tile: int = 64
@@ -60,7 +61,11 @@ class Pin:
             raise OperandValueError(f"pin: {error}") from None
 
     def shape(self, k: int, token_tile: int, output: Output, gated: bool, grouped: bool) -> KernelShape:
-        """For rows of K quantised for ``token_tile``."""
+        """The kernel for rows of ``k`` elements that are quantised for ``token_tile``.
+
+        Raises:
+            OperandValueError: their token tile is not the pinned one.
+        """
         if layout_tile(token_tile) != self.token_tile:
             raise OperandValueError(
                 f"token_tile: expected {self.token_tile}, to which plans are pinned, found {token_tile}"
@@ -75,7 +80,7 @@ _pin: Pin | None = None
 
 
 def pin(wanted: Pin | None) -> None:
-    """From now on plan by ``wanted``, in all threads; None plans for speed again. Before kernels are warmed up."""
+    """Plan by ``wanted`` from now on, in all threads; None plans for speed again. To be called before the warm-up."""
     global _pin
     _pin = wanted
 
@@ -94,10 +99,14 @@ def pinned(wanted: Pin | None) -> Iterator[None]:
 def plan_product(
     features: int, k: int, rows: int, groups: int, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
-    """For a dense product, or ``groups`` of them, of rows quantised for ``token_tile``.
+    """The kernel for a dense GEMM, or for ``groups`` of them, of rows that are quantised for ``token_tile``.
 
     Args:
-        clusters: what the GPU runs at a time.
+        features, k, rows: sizes of one GEMM.
+        groups: GEMMs of a block-diagonal one, else 1.
+        token_tile: of the rows' block scales.
+        output: what is written.
+        clusters: how many clusters the GPU runs at a time.
     """
     if _pin is not None:
         return _pin.shape(k, token_tile, output, gated=False, grouped=False)
@@ -107,9 +116,9 @@ def plan_product(
 def plan_experts(
     features: int, k: int, rows: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
-    """For experts whose offsets are multiples of ``token_tile``.
+    """The kernel for a grouped GEMM of experts whose offsets are multiples of ``token_tile``.
 
-    How many tokens each has is known to the device alone; how many there may be in all follows from ``rows``.
+    The tokens of each expert are known on the device alone; how many pairs there may be in all follows from ``rows``.
     """
     if _pin is not None:
         return _pin.shape(k, token_tile, output, gated, grouped=True)
@@ -118,14 +127,14 @@ def plan_experts(
 
 
 def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output, clusters: Clusters) -> KernelShape:
-    """For one expert that all rows visit: the same kernel without offsets."""
+    """The kernel for the gated GEMM of one expert that all rows visit: an expert kernel without offsets."""
     if _pin is not None:
         return _pin.shape(k, token_tile, output, gated=True, grouped=False)
     return choose_gated(features, k, rows, output, clusters, token_tile)
 
 
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:
-    """Rows that hold ``pairs`` of tokens and experts however they fall, each expert's rounded up to whole tiles."""
+    """Rows that suffice for any distribution of ``pairs`` over experts, each expert's rounded up to whole tiles."""
     return (pairs + min(pairs, experts) * (token_tile - 1)) // token_tile * token_tile
 
 
@@ -136,23 +145,23 @@ def pairs_in(rows: int, experts: int, token_tile: int) -> int:
 
 
 def token_tile_for(tokens: int) -> int:
-    """The token tile to quantise this many rows for, before any product or grouped product of them."""
+    """The token tile to quantise this many rows for, before any dense or block-diagonal GEMM of them."""
     return _pin.token_tile if _pin is not None else layout_tile(product_tiles(max(tokens, 1))[0])
 
 
 def expert_token_tile_for(pairs: int, experts: int) -> int:
-    """The token tile to quantise for, and to align offsets to, where ``experts`` share ``pairs`` token-expert pairs."""
+    """The token tile to quantise for, and to align offsets to, if ``experts`` share ``pairs`` token-expert pairs."""
     return _pin.token_tile if _pin is not None else expert_tile(max(pairs, 1), experts)
 
 
 def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
-    """All kernels that plans can ask for, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
+    """All kernels that plans can need, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
 
-    Routed experts' down kernels come with row weights and without, all others without.
+    Down kernels of routed experts are included with and without row weights, all others without.
     """
     keys = []
     expert_tiles = [tile for tile in TOKEN_TILES if tile <= MAX_EXPERT_TILE]
-    k = 1 << 20  # any that splits as far as K ever does
+    k = 1 << 20  # long enough for every split of K
     for output in outputs:
         keys += [KernelKey(architecture, shape) for shape in product_shapes(k, TOKEN_TILES, output)]
         down = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, False, True, output)]

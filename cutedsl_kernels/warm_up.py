@@ -1,7 +1,7 @@
-"""Before the first request: which kernels a model will ask for, and running each of them once.
+"""The warm-up before the first request: find the kernels that a model needs, and run each of them once.
 
-A kernel is compiled (or read from a library) and loaded into the device at its first launch, neither of which may
-happen while a CUDA graph is captured or a request waits.
+A kernel is compiled (or read from a library) and loaded to the device at its first launch. Neither may happen while a
+CUDA graph is captured or a request waits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .sm100.shape import TILE_K, KernelShape, Output
 
 
 class SizedProduct(Protocol):
-    """The sizes of one of a model's products.
+    """The sizes of one of a model's GEMMs.
 
     Attributes:
-        groups: products of a grouped product, or experts.
-        gated: a gate and an up matrix of ``features`` each.
-        experts_per_token: 0 where every token meets every group, else how many of the experts it goes through.
+        features: features of the result; of gate and up each, if gated.
+        k: K.
+        groups: GEMMs of a block-diagonal one, or experts.
+        gated: whether there are a gate and an up matrix of ``features`` each.
+        experts_per_token: experts that each token visits; 0 if every token takes part in every group.
         output: what is written.
     """
 
@@ -57,8 +59,13 @@ def keys_for(
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
     Args:
-        clusters: what the GPU runs at a time.
-        weighted: whether the experts' last products are called with row weights.
+        products: the model's GEMMs.
+        max_tokens: the most tokens of a pass.
+        limit: the SwiGLU clamp.
+        architecture: one of ``compiled.ARCHITECTURES``.
+        clusters: how many clusters the GPU runs at a time.
+        weighted: whether the experts' down GEMMs are called with row weights.
+        programmatic_launch: as in :class:`.compiled.KernelKey`.
     """
     found: dict[KernelKey, None] = {}
     for product in products:
@@ -71,7 +78,7 @@ def keys_for(
 
 
 def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShape:
-    """What the operations will plan."""
+    """The kernel that the operations will plan for ``tokens`` tokens."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
         pairs = tokens * product.experts_per_token
@@ -83,7 +90,7 @@ def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShap
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Ask the device what it runs, run each kernel once on zeros, which are valid NVFP4, and wait for the last."""
+    """Ask how many clusters the device runs, run each kernel once on zeros (valid NVFP4), and wait for the last."""
     runner = launcher.current()
     runner.clusters(device)
     for key in keys:
@@ -93,7 +100,7 @@ def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
 
 
 def smallest_call(key: KernelKey, device: torch.device) -> Call:
-    """One tile of one group, all zeros."""
+    """The smallest call of a kernel: one tile of one group, all zeros."""
     shape = key.shape
     rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
     outputs = shape.tile_outputs

@@ -121,7 +121,7 @@ def test_sublayers(
 ) -> None:
     """Index scores come in parts of :data:`SCORED_AT_ONCE` queries, except in a decode pass, whose shapes may depend
     on the batch size alone. The longest request's are chosen from in chunks of :data:`CHOSEN_AT_ONCE`."""
-    monkeypatch.setattr(step_module, "SCORE_VALUES", SCORED_AT_ONCE * step_module.index_entries(520))
+    monkeypatch.setattr(step_module, "MAX_SCORES_AT_ONCE", SCORED_AT_ONCE * step_module.index_entries(520))
     monkeypatch.setattr(topk, "CHUNK", CHOSEN_AT_ONCE)
     monkeypatch.setattr(ours.planner, "scratch", Scratch(torch.device(DEVICE)))
     bounds, topk_entries = BOUNDS[target], ours.config.index_topk

@@ -109,7 +109,7 @@ def test_pre(tokens: int, d: int, normed: bool, head: bool, device: str) -> None
     state = poisoned_state(tokens, d, device)
     kernels.hyper_connection_pre(site, streams, state)
     check_entry(site, streams, state)
-    assert not state.counters.any()
+    assert not state.semaphores.any()
     if head:
         assert state.post.isnan().all() and state.comb.isnan().all()
 
@@ -128,7 +128,7 @@ MANY_TOKENS, MANY_WIDTH = 38, 40
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilings, "TILINGS", ((None, MANY),))
-    monkeypatch.setattr(tilings, "WAITING", 3)
+    monkeypatch.setattr(tilings, "MAX_WAITING_WITHOUT_TICKETS", 3)
 
 
 @pytest.fixture(params=[False, True], ids=["", "backwards"])
@@ -170,7 +170,7 @@ def test_order_of_programs(device: str) -> None:
     for _ in range(2):
         kernels.hyper_connection_pre(site, streams, state)
         check_entry(site, streams, state)
-        assert not state.counters.any()
+        assert not state.semaphores.any()
 
 
 def test_pre_agrees_with_the_op(device: str) -> None:
@@ -294,9 +294,9 @@ def test_workspace_for_more_tokens_is_enough_for_fewer(d: int) -> None:
     used = [(tilings.choose_tiling(tokens).splits(tokens, d)[0] + 1) * tokens * 32 for tokens in sizes]
     blocks = [1 + -(-tokens // tilings.choose_tiling(tokens).tokens) for tokens in sizes]
     given = [tilings.workspace_size(tokens, d) for tokens in sizes]
-    counters = [tilings.counters_size(tokens) for tokens in sizes]
-    assert all(needed <= room for needed, room in zip(used + blocks, given + counters, strict=True))
-    assert given == sorted(given) and counters == sorted(counters)
+    semaphores = [tilings.semaphores_size(tokens) for tokens in sizes]
+    assert all(needed <= room for needed, room in zip(used + blocks, given + semaphores, strict=True))
+    assert given == sorted(given) and semaphores == sorted(semaphores)
 
 
 @pytest.mark.parametrize("d", [64, 200, 4096, 7168])
@@ -344,8 +344,8 @@ def test_in_a_cuda_graph(tokens: int, device: str) -> None:
         lambda site, state: (replace(site, norm=site.norm[1:]), state),
         lambda site, state: (replace(site, iterations=0), state),
         lambda site, state: (site, replace(state, workspace=state.workspace[:-1])),
-        lambda site, state: (site, replace(state, counters=state.counters[:-1])),
-        lambda site, state: (site, replace(state, counters=state.counters.float())),
+        lambda site, state: (site, replace(state, semaphores=state.semaphores[:-1])),
+        lambda site, state: (site, replace(state, semaphores=state.semaphores.float())),
         lambda site, state: (site, replace(state, x=state.x.float())),
         lambda site, state: (site, state.first(2)),
         lambda site, state: (site, replace(state, quantized=Rows.allocate(2, 64, 8, state.x.device))),

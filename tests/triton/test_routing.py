@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
-from nvfp4_sgl.triton_kernels.experts.permutation import FEW_TOKENS, Routes, padded_rows
+from nvfp4_sgl.triton_kernels.experts.permutation import SINGLE_PROGRAM_MAX_TOKENS, Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.resources import resources
@@ -215,24 +215,24 @@ def test_permutation_of_many_pairs(tokens: int, topk: int, count: int, tile: int
     check_permutation(some_experts(tokens, topk, count), count, tile, device)
 
 
-@pytest.mark.parametrize("tokens", [40, FEW_TOKENS + 40])
+@pytest.mark.parametrize("tokens", [40, SINGLE_PROGRAM_MAX_TOKENS + 40])
 def test_all_to_one_expert(tokens: int, device: str) -> None:
     check_permutation(torch.full((tokens, 1), 3), 5, 16, device)
 
 
-@pytest.mark.parametrize("tokens", [40, FEW_TOKENS + 40])
+@pytest.mark.parametrize("tokens", [40, SINGLE_PROGRAM_MAX_TOKENS + 40])
 def test_an_expert_more_than_once(tokens: int, device: str) -> None:
     check_permutation(torch.randint(3, (tokens, 4)), 5, 4, device)
 
 
-@pytest.mark.parametrize("tokens", [40, FEW_TOKENS + 40])
+@pytest.mark.parametrize("tokens", [40, SINGLE_PROGRAM_MAX_TOKENS + 40])
 def test_unrouted_pairs_have_no_row(tokens: int, device: str) -> None:
     experts = some_experts(tokens, 2, 6)
     experts[::3, 1], experts[1::5, 0], experts[1::7, 1], experts[-1] = -1, 6, -2, -1
     check_permutation(experts, 6, 8, device)
 
 
-@pytest.mark.parametrize("tokens", [30, FEW_TOKENS + 10])
+@pytest.mark.parametrize("tokens", [30, SINGLE_PROGRAM_MAX_TOKENS + 10])
 def test_programs_may_run_in_any_order(tokens: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards here: whoever comes last permutes."""
     run_backwards(monkeypatch)

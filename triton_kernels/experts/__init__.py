@@ -1,1 +1,1 @@
-"""Everything of the mixture of experts that is not a GEMM: routing, permutation, SwiGLU, the final sum."""
+"""The mixture of experts apart from its GEMMs: routing, permutation, SwiGLU, the final sum (DEEPSEEK_V4.md §6)."""

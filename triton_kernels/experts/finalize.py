@@ -1,4 +1,12 @@
-"""The sum of what a token's experts give (DEEPSEEK_V4.md §6)."""
+"""The final sum of the mixture of experts: each token's expert outputs, weighted and added (DEEPSEEK_V4.md §6.2).
+
+``out[t] = sum_k weights[t, k] * rows[destination[t, k]] (+ shared[t])``, accumulated in fp32.
+
+Supports bf16 and fp32 rows, routing weights applied here or already in the rows, pairs without a row (−1), and a shared
+expert that is either one of the pairs or a tensor of its own. Destinations are data on the device and are not checked.
+
+Floor: k·d values of ``rows`` (and d of ``shared``) read and d written a token.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +61,23 @@ def finalize(
     """Sum each token's rows: ``sum_k weights_k rows[destination_k] (+ shared)``.
 
     Args:
-        rows: [padded rows, d] bf16 or fp32, the experts' outputs. Padding is not read.
-        destination: int32 [T, k]; a pair with −1 adds nothing.
-        weights: fp32 [T, k], or ``None`` where the rows are weighted already.
-        out: bf16 or fp32 [T, d], contiguous.
-        shared: bf16 or fp32 [T, d], the shared expert's output where that is not among the rows.
+        rows: bf16 or fp32 [padded rows, d], the experts' outputs, the last dimension contiguous. Padding is not read.
+        destination: int32 [T, k], contiguous, the row of each pair; a pair with −1 adds nothing.
+        weights: fp32 [T, k], contiguous, or ``None`` if the rows are weighted already.
+        out: bf16 or fp32 [T, d], contiguous; written.
+        shared: bf16 or fp32 [T, d], the last dimension contiguous: the shared expert's output, if it is not among the
+            rows.
 
-    Rounding: fp32, in the order of k, the shared expert last; one rounding to the output dtype.
+    Returns:
+        ``out``.
+
+    Rounding: sums are fp32, in the order of k, the shared expert last; one rounding to the output dtype.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit, or d is 0.
+
+    Source: DEEPSEEK_V4.md §6.2.
     """
     op = "finalize"
     require_dimensions(f"{op}: rows", rows, 2, "[padded rows, d]")

@@ -1,12 +1,21 @@
-"""In which rows the copies of tokens stand, grouped by expert (DEEPSEEK_V4.md §6).
+"""The permutation of tokens into rows grouped by expert (DEEPSEEK_V4.md §6).
 
-A *pair* is a token and one of its experts; pairs are numbered token by token. The products of experts take rows
-grouped by expert, each group beginning at a multiple of their token tile. Where a pair's row is depends on the data,
-how many rows there are does not (:func:`padded_rows`), so that nothing waits for the device. Within an expert rows are
-in the order of tokens: equal input gives equal rows.
+A *pair* is a token and one of its experts; pairs are numbered token by token. The experts' GEMMs take rows grouped by
+expert, and each group begins at a multiple of the GEMMs' token tile. The row of a pair depends on the data, but the
+number of rows does not (:func:`padded_rows`), so nothing waits for the device. Within a group rows are in the order of
+tokens: equal input gives equal rows.
 
-Few pairs are sorted by one program, the last to come of those that route. Of many, blocks of tokens are counted by the
-programs that route them; two more launches add the counts up and place the pairs.
+There are two ways, chosen by sizes alone:
+
+* Up to :data:`SINGLE_PROGRAM_MAX_TOKENS` tokens and :data:`SINGLE_PROGRAM_MAX_PAIRS` pairs, one program sorts all
+  pairs: the last of the routing programs to finish.
+* Above either, each routing program counts the visits of its block of tokens to each group. Two more launches turn the
+  counts into prefix sums and place the pairs.
+
+Supports up to :data:`MAX_GROUPS` groups, token tiles up to 1024, and numbers of padded rows that fit int32. Pairs may
+go without a row. The device functions here are called by the kernels of :mod:`.routing`.
+
+Floor: 4 bytes a pair and 4 a padded row written.
 """
 
 from __future__ import annotations
@@ -30,19 +39,24 @@ from nvfp4_sgl.formats.checks import (
 from ..common.overlap import OVERLAPPED, after_previous
 
 MAX_GROUPS = 1024
-FEW_TOKENS = 256
-FEW_PAIRS = 2048
-"""Up to here, both of them, the program that routes last sorts all pairs."""
-MANY_BLOCK = 16
-"""Tokens of a program that routes and counts, where there are more."""
-CHUNK = tl.constexpr(32)
-"""Pairs that a block of pairs is compared with at a time."""
-BLOCK_GROUPS = 32
-"""Groups of one program of the scan: a line of memory of each block of pairs."""
+"""Most groups: one program holds a histogram of all of them."""
+SINGLE_PROGRAM_MAX_TOKENS = 256
+SINGLE_PROGRAM_MAX_PAIRS = 2048
+"""The program that finishes routing last sorts all pairs, if neither their tokens nor the pairs are more than this."""
+COUNTED_BLOCK_TOKENS = 16
+"""Tokens that one program routes and counts, if there are more tokens or pairs than one program sorts."""
+RANK_CHUNK = tl.constexpr(32)
+"""Pairs that the pairs of a block are compared with at a time, to find their ranks."""
+SCAN_BLOCK_GROUPS = 32
+"""Groups of one program of the prefix sum: one memory line (128 bytes) of each block's counts."""
 
 
 class RouteArguments(NamedTuple):
-    """:class:`Routes` as a kernel takes it; rows: of ``source_row``; BINS, of histograms, and TILE constants."""
+    """:class:`Routes` as a kernel takes it.
+
+    ``rows`` is the length of ``source_row``. BINS, the bins of a histogram over groups, and TILE are compile-time
+    constants.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -59,17 +73,17 @@ class RouteArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Which experts the tokens visit, how much each counts, and which row is whose.
+    """The routing of T tokens: their experts and weights, and the rows of their copies.
 
     Attributes:
-        experts: int32 [T, k], the group that each pair visits; a pair whose group is not one of G (−1, say) has no row.
-        weights: fp32 [T, k].
-        source_row: int32 [padded rows], the token whose copy stands in a row; −1 in the padding.
-        destination: int32 [T, k], the row of a pair; −1 if it is not routed.
-        offsets: int32 [G], multiples of the tile: where a group's rows begin.
-        counts: int32 [G], how many there are without padding.
-        starts: int32 workspace.
-        tile: the token tile of the products.
+        experts: int32 [T, k], the group that each pair visits. A pair whose group is not one of G (−1, say) has no row.
+        weights: fp32 [T, k], the routing weight of each pair.
+        source_row: int32 [padded rows], the token that is copied to each row; −1 in the padding.
+        destination: int32 [T, k], the row of each pair; −1 if it is not routed.
+        offsets: int32 [G], the first row of each group, a multiple of the tile.
+        counts: int32 [G], the rows of each group without padding.
+        starts: int32 workspace for counts by block of tokens; empty if one program sorts all pairs.
+        tile: the token tile of the experts' GEMMs.
     """
 
     experts: Tensor
@@ -83,7 +97,15 @@ class Routes:
 
     @classmethod
     def allocate(cls, tokens: int, topk: int, groups: int, tile: int, device: torch.device | str) -> Routes:
-        """For ``tokens`` tokens with ``topk`` of ``groups`` each, the shared one counted in both if it is a group."""
+        """Room for the routes of ``tokens`` tokens, contents undefined.
+
+        Args:
+            tokens: T.
+            topk: groups that each token visits, the shared expert included if it is a group.
+            groups: G, the shared expert included if it is a group.
+            tile: the token tile of the experts' GEMMs; 1 for rows without padding.
+            device: where to allocate.
+        """
 
         def new(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=device)
@@ -113,7 +135,7 @@ class Routes:
 
     @property
     def bins(self) -> int:
-        """Of the histograms."""
+        """Bins of a histogram over the groups."""
         return _bins(self.groups)
 
     @property
@@ -122,7 +144,13 @@ class Routes:
         return _counted_blocks(self.tokens, self.topk) == 0
 
     def check(self, op: str) -> None:
-        """Refuse what the kernels cannot write; metadata only."""
+        """Refuse what the kernels cannot write; from metadata alone.
+
+        Raises:
+            OperandTypeError: a dtype is not that of the class's documentation.
+            OperandValueError: a shape, stride or device does not fit, or there are too many groups, pairs or rows a
+                tile.
+        """
         pairs = self.experts.numel()
         require_range(f"{op}: number of groups", self.groups, 1, MAX_GROUPS)
         require_range(f"{op}: tile", self.tile, 1, 1024)
@@ -143,6 +171,7 @@ class Routes:
             require_same_device("experts", self.experts, **{f"{op}: {name}": tensor})
 
     def arguments(self) -> RouteArguments:
+        """The same as the kernels take it."""
         return RouteArguments(
             experts=self.experts,
             weights=self.weights,
@@ -159,28 +188,29 @@ class Routes:
 
 
 def padded_rows(pairs: int, groups: int, tile: int) -> int:
-    """Rows that are enough however ``pairs`` fall to ``groups``, each group's rounded up to whole tiles.
+    """The number of rows that suffices for any distribution of ``pairs`` over ``groups``.
 
-    The worst case: as many groups as can have any are one row into their last tile.
+    Each group's rows are rounded up to whole tiles. In the worst case as many groups as can have any pair are one row
+    into their last tile.
     """
     return (pairs + min(groups, pairs) * (tile - 1)) // tile * tile
 
 
 def _bins(groups: int) -> int:
-    """A power of two, and a warp's at least."""
+    """Bins of a histogram over ``groups``: a power of two, at least one a lane of a warp."""
     return max(triton.next_power_of_2(groups), 32)
 
 
 def _counted_blocks(tokens: int, topk: int) -> int:
-    """Of MANY_BLOCK tokens, where pairs are not sorted at once."""
-    if tokens <= FEW_TOKENS and tokens * topk <= FEW_PAIRS:
+    """Blocks of COUNTED_BLOCK_TOKENS tokens whose visits are counted; 0 if one program sorts all pairs."""
+    if tokens <= SINGLE_PROGRAM_MAX_TOKENS and tokens * topk <= SINGLE_PROGRAM_MAX_PAIRS:
         return 0
-    return triton.cdiv(tokens, MANY_BLOCK)
+    return triton.cdiv(tokens, COUNTED_BLOCK_TOKENS)
 
 
 @triton.jit
 def fill_padding(out):
-    """The program's share of all rows is nobody's, until pairs are put over it."""
+    """Mark this program's share of all rows as padding (−1); routed pairs overwrite it later."""
     BLOCK: tl.constexpr = 1024
     share = tl.cdiv(out.rows, tl.num_programs(0))
     first = tl.program_id(0) * share
@@ -192,16 +222,16 @@ def fill_padding(out):
 
 @triton.jit
 def _offsets(counts, TILE: tl.constexpr):
-    """Where each group's rows begin."""
+    """The first row of each group: the exclusive prefix sum of the counts rounded up to whole tiles."""
     padded = (counts + (TILE - 1)) // TILE * TILE
     return tl.cumsum(padded, axis=0) - padded
 
 
 @triton.jit
 def _load_experts(out, first, last, LENGTH: tl.constexpr):
-    """Of pairs from ``first`` to ``last``, [LENGTH] each: the group, 0 if there is none, and whether there is one.
+    """Load the groups of the pairs ``first`` to ``last - 1``: int32 [LENGTH], 0 if there is none, and whether there is.
 
-    Past the L1 cache: other programs may have stored them.
+    The loads bypass L1, because other programs may have stored the groups.
     """
     pair = first + tl.arange(0, LENGTH)
     expert = tl.load(out.experts + pair, mask=pair < last, other=-1, cache_modifier=".cg")
@@ -211,9 +241,10 @@ def _load_experts(out, first, last, LENGTH: tl.constexpr):
 
 @triton.jit
 def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
-    """Permute all pairs, LENGTH (a power of two) or fewer, over padding.
+    """Sort all pairs by group and store their rows over padding, in one program.
 
-    No more threads than LENGTH, or several would hold one pair and count it again.
+    pairs: at most LENGTH, a power of two. The program must not have more threads than LENGTH: several would hold one
+    pair, and the histogram would count it more than once.
     """
     BINS: tl.constexpr = out.BINS
     expert, routed = _load_experts(out, 0, pairs, LENGTH)
@@ -228,7 +259,7 @@ def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
     routed = expert < BINS
     row = tl.arange(0, LENGTH)
     if out.TILE > 1:
-        # What the padding of the groups before adds to all rows of a group.
+        # Padding of earlier groups moves all rows of a group by this much.
         added = begin - _offsets(visits, 1)
         row += tl.gather(added, tl.where(routed, expert, 0), axis=0)
     tl.store(out.destination + pair, tl.where(routed, row, -1), mask=pair < pairs)
@@ -236,18 +267,25 @@ def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def count_visits(out, pairs, EACH: tl.constexpr, LENGTH: tl.constexpr):
-    """Each group's visits by the EACH pairs of this program, LENGTH or fewer, which has no more threads."""
+def count_visits(out, pairs, BLOCK_PAIRS: tl.constexpr, LENGTH: tl.constexpr):
+    """Store how often the BLOCK_PAIRS pairs of this program visit each group.
+
+    BLOCK_PAIRS is at most LENGTH, and the program has at most LENGTH threads, as in :func:`permute_sorted`.
+    """
     BINS: tl.constexpr = out.BINS
-    first = tl.program_id(0) * EACH
-    expert, routed = _load_experts(out, first, tl.minimum(first + EACH, pairs), LENGTH)
+    first = tl.program_id(0) * BLOCK_PAIRS
+    expert, routed = _load_experts(out, first, tl.minimum(first + BLOCK_PAIRS, pairs), LENGTH)
     visits = tl.histogram(expert, BINS, mask=routed)
     tl.store(out.starts + tl.program_id(0) * BINS + tl.arange(0, BINS), visits)
 
 
 @triton.jit
 def _scan(starts, counts, blocks, groups, BINS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Counts of blocks to where among their group's pairs they start; some groups a program."""
+    """Replace the counts of each block by their exclusive prefix sum over blocks, and store the total of each group.
+
+    Afterwards ``starts[block, group]`` is the rank, among all pairs of the group, of the block's first one. A program
+    takes GROUPS groups and BLOCK_B blocks at a time.
+    """
     after_previous()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     total = tl.zeros((GROUPS,), tl.int32)
@@ -263,11 +301,11 @@ def _scan(starts, counts, blocks, groups, BINS: tl.constexpr, GROUPS: tl.constex
 
 @triton.jit
 def _rank(expert, out, first, last, LENGTH: tl.constexpr):
-    """How many pairs before each one of a block have its group, [LENGTH]."""
+    """The rank of each pair of a block among the block's pairs of the same group, int32 [LENGTH]."""
     pair = tl.arange(0, LENGTH)
     rank = tl.zeros((LENGTH,), tl.int32)
-    for start in range(0, LENGTH, CHUNK):
-        other_pair = start + tl.arange(0, CHUNK)
+    for start in range(0, LENGTH, RANK_CHUNK):
+        other_pair = start + tl.arange(0, RANK_CHUNK)
         other = tl.load(out.experts + first + other_pair, mask=first + other_pair < last, other=-1)
         same = (expert[:, None] == other[None, :]) & (other_pair[None, :] < pair[:, None])
         rank += tl.sum(same.to(tl.int32), axis=1)
@@ -275,7 +313,8 @@ def _rank(expert, out, first, last, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _place(out, pairs, TOPK: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr):
+def _place(out, pairs, TOPK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LENGTH: tl.constexpr):
+    """Store the rows of the pairs of one block, from the group's offset, the block's start and the rank within it."""
     after_previous()
     BINS: tl.constexpr = out.BINS
     block = tl.program_id(0)
@@ -283,8 +322,8 @@ def _place(out, pairs, TOPK: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.conste
     begin = _offsets(tl.load(out.counts + group, mask=group < out.groups, other=0), out.TILE)
     if block == 0:
         tl.store(out.offsets + group, begin, mask=group < out.groups)
-    first = block * EACH
-    last = tl.minimum(first + EACH, pairs)
+    first = block * BLOCK_PAIRS
+    last = tl.minimum(first + BLOCK_PAIRS, pairs)
     expert, routed = _load_experts(out, first, last, LENGTH)
     row = tl.gather(begin, expert, axis=0) + tl.load(out.starts + block * BINS + expert)
     row += _rank(expert, out, first, last, LENGTH)
@@ -294,15 +333,20 @@ def _place(out, pairs, TOPK: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.conste
 
 
 def place_counted(out: Routes) -> None:
-    """Permute pairs whose blocks are counted, over padding."""
+    """Launch the prefix sum and the placement of pairs whose blocks :func:`count_visits` has counted, over padding.
+
+    Args:
+        out: routes whose ``experts`` and ``starts`` are written and whose ``source_row`` is all padding;
+            ``source_row``, ``destination``, ``offsets`` and ``counts`` are written.
+    """
     blocks = _counted_blocks(out.tokens, out.topk)
-    _scan[(out.bins // BLOCK_GROUPS,)](
+    _scan[(out.bins // SCAN_BLOCK_GROUPS,)](
         out.starts,
         out.counts,
         blocks,
         out.groups,
         BINS=out.bins,
-        GROUPS=BLOCK_GROUPS,
+        GROUPS=SCAN_BLOCK_GROUPS,
         BLOCK_B=min(triton.next_power_of_2(blocks), 256),
         num_warps=8,
         **OVERLAPPED,
@@ -311,8 +355,8 @@ def place_counted(out: Routes) -> None:
         out.arguments(),
         out.experts.numel(),
         TOPK=out.topk,
-        EACH=MANY_BLOCK * out.topk,
-        LENGTH=max(triton.next_power_of_2(MANY_BLOCK * out.topk), 128),
+        BLOCK_PAIRS=COUNTED_BLOCK_TOKENS * out.topk,
+        LENGTH=max(triton.next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128),
         num_warps=4,
         **OVERLAPPED,
     )

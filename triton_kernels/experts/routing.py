@@ -1,9 +1,14 @@
-"""Which experts a token visits, with what weights, and in which rows its copies stand (DEEPSEEK_V4.md §6).
+"""The router: the experts of each token, their weights, and the permutation into rows by expert (DEEPSEEK_V4.md §6.1).
 
-The shared expert may be one more group that every token visits with weight 1: ``shared_expert=True``. The permutation
-(:mod:`.permutation`) is part of the same launch where pairs are few.
+Scores are ``sqrt(softplus(logits))`` in fp32. :func:`route_topk` takes the experts of the best biased scores,
+:func:`route_hash` those of a table indexed by token id; both weigh them by their unbiased scores. With
+``shared_expert=True`` the shared expert is one more group, which every token visits with weight 1. The permutation
+(:mod:`.permutation`) is part of the same launch if one program can sort all pairs, and takes two more otherwise.
 
-Floors: the logits read, 16 bytes a pair and 4 a padded row written.
+Supports bf16 and fp32 logits of up to :data:`MAX_EXPERTS` experts. Experts are not grouped for the choice, and the
+logits are a GEMM of the caller's.
+
+Floor: the logits read, 16 bytes a pair and 4 a padded row written.
 """
 
 from __future__ import annotations
@@ -26,20 +31,29 @@ from nvfp4_sgl.formats.checks import (
 )
 
 from ..common.overlap import OVERLAPPED, after_previous
-from .permutation import MANY_BLOCK, MAX_GROUPS, Routes, count_visits, fill_padding, permute_sorted, place_counted
+from .permutation import (
+    COUNTED_BLOCK_TOKENS,
+    MAX_GROUPS,
+    Routes,
+    count_visits,
+    fill_padding,
+    permute_sorted,
+    place_counted,
+)
 
 MAX_EXPERTS = 512
-FEW = {16: (4, 4), 64: (4, 4), 256: (8, 8)}
-"""Tokens, up to so many, of one program, and its warps, where one program sorts all pairs."""
-MANY_AT_ONCE = 4
-"""Tokens that a program of more chooses experts for at once: one a warp."""
-TAKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-"""Below every key."""
+"""Most columns of logits: a warp holds all of a token's."""
+SINGLE_PROGRAM_TILINGS = {16: (4, 4), 64: (4, 4), 256: (8, 8)}
+"""If one program sorts all pairs: by the max_tokens tokens of a launch, (tokens, warps) of a program."""
+COUNTED_BLOCK_TOKENS_AT_ONCE = 4
+"""If blocks of pairs are counted: tokens that a program chooses experts for at once, one a warp."""
+EXCLUDED_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+"""The key of an expert that is chosen already, and of the padding: below every key of an expert."""
 
 
 @triton.jit
 def _score(logit):
-    """``sqrt(softplus(logit))``; log1p as 2 atanh(e / (2 + e)), whose series is within 2e-8 for e in (0, 1]."""
+    """``sqrt(softplus(logit))``; log1p(e) as 2 atanh(e / (2 + e)), whose series is within 2e-8 for e in (0, 1]."""
     e = tl.exp(-tl.abs(logit))
     s = e / (2.0 + e)
     t = s * s
@@ -57,21 +71,24 @@ def _store_choice(
     known,
     token,
     here,
-    row,
+    logits_stride,
     scaling,
-    count,
+    num_experts,
     TOPK: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Weigh what was chosen, [tokens, BLOCK_K], where it is ``known``, and store both; −1 where it is not."""
+    """Compute the weights of the chosen experts and store both; expert −1 and weight 0 where ``known`` is false.
+
+    chosen: int32 [tokens, BLOCK_K]. known: whether an entry of ``chosen`` is an expert. here: whether a token exists.
+    """
     place = tl.arange(0, BLOCK_K)[None, :]
-    logit = tl.load(logits + token[:, None] * row + chosen, mask=known, other=0.0).to(tl.float32)
+    logit = tl.load(logits + token[:, None] * logits_stride + chosen, mask=known, other=0.0).to(tl.float32)
     scores = tl.where(known, _score(logit), 0.0)
     chosen = tl.where(known, chosen, -1)
     weight = scores / (tl.sum(scores, axis=1) + 1e-20)[:, None] * scaling
     if SHARED:
-        chosen = tl.where(place == TOPK, count, chosen)
+        chosen = tl.where(place == TOPK, num_experts, chosen)
         weight = tl.where(place == TOPK, 1.0, weight)
     at = token[:, None] * (TOPK + SHARED) + place
     mask = here[:, None] & (place < TOPK + SHARED)
@@ -83,12 +100,13 @@ def _store_choice(
 def _finish(
     out, semaphore, tokens, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, SORTED: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """After the choices of BLOCK_T tokens are stored: the permutation, or this program's part of it.
+    """Permute, or do this program's part of it, once the choices of its BLOCK_T tokens are stored.
 
-    TOPK: pairs of a token.
+    If SORTED, the program that finds ``semaphore`` at the number of the others sorts all pairs and leaves it zero;
+    else each program counts the visits of its own tokens. TOPK: pairs of a token, the shared expert included.
     """
     fill_padding(out)
-    # All that the program's warps stored lies in memory before it is counted in, or read again.
+    # All stores of the program's warps must be in memory before the semaphore is raised, or before they are read again.
     tl.debug_barrier()
     if SORTED:
         programs = tl.num_programs(0)
@@ -109,43 +127,45 @@ def _route_topk(
     out,
     semaphore,
     tokens,
-    row,
+    logits_stride,
     scaling,
-    count,
+    num_experts,
     TOPK: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    TOKENS_AT_ONCE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
     after_previous()
-    # [lines of 128, tokens, 128]: all of a token's experts in one warp, so that no warp waits for another.
+    # [lines of 128, tokens, 128]: one warp holds all experts of a token, so that no warp waits for another.
     expert = tl.arange(0, LINES)[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
-    is_expert = expert < count
+    is_expert = expert < num_experts
     biases = tl.load(bias + expert, mask=is_expert, other=0.0)
     place = tl.arange(0, BLOCK_K)[None, :]
-    for part in range(0, BLOCK_T, AT_ONCE):
-        token = (tl.program_id(0) * BLOCK_T + part + tl.arange(0, AT_ONCE)).to(tl.int64)
+    for part in range(0, BLOCK_T, TOKENS_AT_ONCE):
+        token = (tl.program_id(0) * BLOCK_T + part + tl.arange(0, TOKENS_AT_ONCE)).to(tl.int64)
         here = token < tokens
         mask = here[None, :, None] & is_expert
-        logit = tl.load(logits + token[None, :, None] * row + expert, mask=mask, other=0.0).to(tl.float32)
-        # One number orders by biased score, then by lowest expert: the bits of a float, negative ones rotated round,
-        # compare like integers.
+        logit = tl.load(logits + token[None, :, None] * logits_stride + expert, mask=mask, other=0.0).to(tl.float32)
+        # One int64 key orders by biased score, then by lowest expert: the bits of a float compare like integers once
+        # those of negative ones, but for the sign, are inverted.
         bits = (_score(logit) + biases).to(tl.int32, bitcast=True)
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         key = (ordered << 32) | (LINES * 128 - 1 - expert).to(tl.int64)
-        key = tl.where(is_expert, key, TAKEN)
-        chosen = tl.zeros((AT_ONCE, BLOCK_K), tl.int32)
+        key = tl.where(is_expert, key, EXCLUDED_KEY)
+        chosen = tl.zeros((TOKENS_AT_ONCE, BLOCK_K), tl.int32)
         for k in tl.static_range(TOPK):
             best = tl.max(tl.max(key, axis=0), axis=1)
-            key = tl.where(key == best[None, :, None], TAKEN, key)
+            key = tl.where(key == best[None, :, None], EXCLUDED_KEY, key)
             best_expert = (LINES * 128 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
             chosen = tl.where(place == k, best_expert[:, None], chosen)
         known = here[:, None] & (place < TOPK)
-        _store_choice(logits, out, chosen, known, token, here, row, scaling, count, TOPK, SHARED, BLOCK_K)
+        _store_choice(
+            logits, out, chosen, known, token, here, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
+        )
     _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
 
@@ -157,9 +177,9 @@ def _route_hash(
     out,
     semaphore,
     tokens,
-    row,
+    logits_stride,
     scaling,
-    count,
+    num_experts,
     vocabulary,
     TOPK: tl.constexpr,
     SHARED: tl.constexpr,
@@ -175,35 +195,46 @@ def _route_hash(
     token_id = tl.load(token_ids + token, mask=here, other=0).to(tl.int64)
     known = (here & (token_id >= 0) & (token_id < vocabulary))[:, None] & (place < TOPK)
     chosen = tl.load(table + token_id[:, None] * TOPK + place, mask=known, other=-1).to(tl.int32)
-    known = known & (chosen >= 0) & (chosen < count)
-    _store_choice(logits, out, chosen, known, token, here, row, scaling, count, TOPK, SHARED, BLOCK_K)
+    known = known & (chosen >= 0) & (chosen < num_experts)
+    _store_choice(logits, out, chosen, known, token, here, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K)
     _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
 
 def route_topk(
     logits: Tensor, bias: Tensor, scaling: float, out: Routes, semaphore: Tensor, *, shared_expert: bool = False
 ) -> None:
-    """Choose experts by ``sqrt(softplus(logit)) + bias``, weigh them by their scores alone, and group the pairs.
+    """Choose each token's experts by ``sqrt(softplus(logit)) + bias``, compute their weights, and permute the pairs.
+
+    A weight is the expert's score without bias, divided by the sum of the chosen experts' scores plus 1e-20, times
+    ``scaling``.
 
     Args:
-        logits: [T, E] bf16 or fp32, rows contiguous, E up to 512: ``x @ gate^T``.
-        bias: fp32 [E], the correction bias.
+        logits: bf16 or fp32 [T, E], the last dimension contiguous, E up to 512: ``x @ gate^T``.
+        bias: fp32 [E], contiguous, the correction bias.
         scaling: ``routed_scaling_factor``.
         out: written in whole. ``experts``: best first, of equals the lowest; ``weights`` of the routed experts sum to
             ``scaling``. It may have more groups than there are experts.
-        semaphore: int32 [1], zero between launches.
+        semaphore: int32 [1], counts the programs that have routed their tokens; zero between launches, which leave it
+            so.
         shared_expert: the last of a token's pairs is expert E with weight 1.
 
-    Scores are within 2e-6 of exact ones, relatively, down to 1e-18 (softplus itself leaves fp32's normal numbers
-    there); experts whose biased scores differ by less may change places with the reference's.
+    Rounding: everything is fp32. Scores are within 2e-6 of exact ones, relatively, down to 1e-18 (softplus itself
+    leaves fp32's normal numbers there); experts whose biased scores differ by less may change places with the
+    reference's.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit, or there are too many experts, groups or pairs.
+
+    Source: DEEPSEEK_V4.md §6.1.
     """
     op = "route_topk"
-    tokens, count = _check(op, logits, out, semaphore, shared_expert)
-    require_shape(f"{op}: bias", bias, (count,), "[experts]")
+    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)
+    require_shape(f"{op}: bias", bias, (num_experts,), "[experts]")
     require_dtype(f"{op}: bias", bias, torch.float32)
     require_contiguous(f"{op}: bias", bias)
     require_same_device("logits", logits, **{f"{op}: bias": bias})
-    require_range(f"{op}: topk", out.topk - shared_expert, 1, count)
+    require_range(f"{op}: topk", out.topk - shared_expert, 1, num_experts)
     _route_topk[_grid(out)](
         logits,
         bias,
@@ -212,9 +243,9 @@ def route_topk(
         tokens,
         logits.stride(0),
         scaling,
-        count,
-        AT_ONCE=_tiling(out)[0] if out.is_sorted else MANY_AT_ONCE,
-        LINES=triton.next_power_of_2(triton.cdiv(count, 128)),
+        num_experts,
+        TOKENS_AT_ONCE=_tiling(out)[0] if out.is_sorted else COUNTED_BLOCK_TOKENS_AT_ONCE,
+        LINES=triton.next_power_of_2(triton.cdiv(num_experts, 128)),
         **_options(out, shared_expert),
     )
     if not out.is_sorted:
@@ -231,17 +262,25 @@ def route_hash(
     *,
     shared_expert: bool = False,
 ) -> None:
-    """Choose experts by the token's id; weigh them by their scores and group the pairs as :func:`route_topk` does.
+    """Look each token's experts up by its id; compute weights and permute the pairs as :func:`route_topk` does.
 
     Args:
-        logits: [T, E] bf16 or fp32, rows contiguous.
-        table: int32 or int64 [vocabulary, topk].
-        token_ids: int32 or int64 [T]; those outside the table, like experts outside 0..E-1, are not routed: expert
-            −1, weight 0, no row.
+        logits: bf16 or fp32 [T, E], the last dimension contiguous, E up to 512.
+        table: int32 or int64 [vocabulary, topk], contiguous: the experts of each token id.
+        token_ids: int32 or int64 [T], contiguous. Ids outside the table and experts outside 0 to E - 1 are not routed:
+            expert −1, weight 0, no row.
         scaling, out, semaphore, shared_expert: as in :func:`route_topk`.
+
+    Rounding: as in :func:`route_topk`.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit, or there are too many experts, groups or pairs.
+
+    Source: DEEPSEEK_V4.md §6.1.
     """
     op = "route_hash"
-    tokens, count = _check(op, logits, out, semaphore, shared_expert)
+    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)
     require_shape(f"{op}: table", table, (table.shape[0], out.topk - shared_expert), "[vocabulary, topk]")
     require_shape(f"{op}: token_ids", token_ids, (tokens,), "[tokens]")
     for name, tensor in {f"{op}: table": table, f"{op}: token_ids": token_ids}.items():
@@ -257,7 +296,7 @@ def route_hash(
         tokens,
         logits.stride(0),
         scaling,
-        count,
+        num_experts,
         table.shape[0],
         **_options(out, shared_expert),
     )
@@ -266,21 +305,24 @@ def route_hash(
 
 
 def _tiling(out: Routes) -> tuple[int, int, int]:
-    """(tokens of a program, its warps, room for the pairs that it sorts or counts)."""
+    """(tokens of a program, its warps, LENGTH: the pairs that it sorts or counts, rounded up to a power of two).
+
+    LENGTH is at least the program's threads, see :func:`permute_sorted`.
+    """
     if not out.is_sorted:
-        return MANY_BLOCK, 4, max(triton.next_power_of_2(MANY_BLOCK * out.topk), 128)
-    most = min(limit for limit in FEW if out.tokens <= limit)
-    block, warps = FEW[most]
-    return block, warps, max(triton.next_power_of_2(most * out.topk), 32 * warps)
+        return COUNTED_BLOCK_TOKENS, 4, max(triton.next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128)
+    max_tokens = min(limit for limit in SINGLE_PROGRAM_TILINGS if out.tokens <= limit)
+    block, warps = SINGLE_PROGRAM_TILINGS[max_tokens]
+    return block, warps, max(triton.next_power_of_2(max_tokens * out.topk), 32 * warps)
 
 
 def _grid(out: Routes) -> tuple[int]:
-    """Of no tokens, too, the groups' counts are written."""
+    """At least one program: it writes the groups' counts even if there are no tokens."""
     return (max(triton.cdiv(out.tokens, _tiling(out)[0]), 1),)
 
 
 def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
-    """Constants and launch options."""
+    """Compile-time constants and launch options that both kernels share."""
     block, warps, length = _tiling(out)
     return {
         "TOPK": out.topk - shared_expert,
@@ -295,17 +337,17 @@ def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
 
 
 def _check(op: str, logits: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool) -> tuple[int, int]:
-    """Tokens and experts."""
+    """Check what both operations take; returns the numbers of tokens and of experts."""
     require_dimensions(f"{op}: logits", logits, 2, "[tokens, experts]")
     require_dtype(f"{op}: logits", logits, torch.bfloat16, torch.float32)
     require_rows(f"{op}: logits", logits)
-    tokens, count = logits.shape
-    require_range(f"{op}: experts (columns of logits)", count, 1, MAX_EXPERTS)
+    tokens, num_experts = logits.shape
+    require_range(f"{op}: experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
     require_dimensions(f"{op}: experts", out.experts, 2, "[tokens, topk]")
     require_shape(f"{op}: experts", out.experts, (tokens, out.topk), "[tokens, topk]")
     out.check(op)
-    require_range(f"{op}: number of groups", out.groups, count + shared_expert, MAX_GROUPS)
+    require_range(f"{op}: number of groups", out.groups, num_experts + shared_expert, MAX_GROUPS)
     require_shape(f"{op}: semaphore", semaphore, (1,), "[1]")
     require_dtype(f"{op}: semaphore", semaphore, torch.int32)
     require_same_device("logits", logits, **{f"{op}: experts": out.experts, f"{op}: semaphore": semaphore})
-    return tokens, count
+    return tokens, num_experts

@@ -1,6 +1,12 @@
-"""Clamped SwiGLU in bf16, and the copies of rows: what experts need around products that take bf16 (§6.2, §6.3).
+"""Clamped SwiGLU and copies of rows for expert GEMMs that take bf16 (DEEPSEEK_V4.md §6.2, §6.3).
 
-NVFP4 activations do without: ``quantize.scatter`` quantises rows on the way, and the gated GEMM's epilogue has SwiGLU.
+:func:`swiglu` computes ``silu(min(gate, limit)) * clamp(up, ±limit)`` in fp32; :func:`scatter_rows` copies each token's
+row to the rows of its experts. Both take bf16 or fp32 in memory. Neither quantises and neither applies routing weights.
+NVFP4 activations need neither: ``quantize.scatter`` quantises rows while it copies them, and the gated GEMM's epilogue
+has SwiGLU.
+
+Floors: :func:`swiglu` reads ``gate_up`` and writes ``out`` once; :func:`scatter_rows` reads T·K values and writes
+T·k·K.
 """
 
 from __future__ import annotations
@@ -46,11 +52,11 @@ def _swiglu(gate_up, out, limit, width, gate_up_row, out_row, BLOCK: tl.constexp
 
 
 def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
-    """``silu(min(gate, limit)) * clamp(up, ±limit)``.
+    """Compute the clamped SwiGLU, ``silu(min(gate, limit)) * clamp(up, ±limit)``; NaN stays NaN.
 
     Args:
         gate_up: bf16 or fp32 [T, 2K], gate columns first, the last dimension contiguous.
-        limit: ``swiglu_limit``, positive.
+        limit: ``swiglu_limit``, 2^-10 to 2^60.
         out: bf16 or fp32 [T, K], the last dimension contiguous.
 
     Returns:
@@ -58,7 +64,13 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
 
     Rounding: fp32, within 2e-6 of the value (exp is the device's; an H200's misses 1e-6), one rounding to
     ``out``'s dtype.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride, device or ``limit`` does not fit.
+
     Floor: ``gate_up`` read and ``out`` written once.
+    Source: DEEPSEEK_V4.md §6.2.
     """
     op = "swiglu"
     require_dimensions(f"{op}: gate_up", gate_up, 2, "[T, 2K]")
@@ -92,18 +104,25 @@ def _scatter(x, destination, out, width, x_row, out_row, COPIES: tl.constexpr, B
 
 
 def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
-    """``out[destination[t, k]] = x[t]``: each token's row to where its experts read it.
+    """Copy each token's row to the rows that its experts read: ``out[destination[t, k]] = x[t]``.
 
-    A row is read once and written k times; gathering by the rows of ``out`` would read it once for each expert, from
-    memory where the input is larger than L2.
+    A row is read once and written k times. Gathering by the rows of ``out`` would read it once for each expert, and
+    from memory if the input is larger than L2.
 
     Args:
         x: [T, K], the last dimension contiguous.
         destination: int32 [T, k], contiguous, rows of ``out`` (not checked), all different; −1 for no copy.
-        out: [R, K] in ``x``'s dtype, the last dimension contiguous; rows that no token goes to are left as they are.
+        out: [R, K] in ``x``'s dtype, the last dimension contiguous; rows that no token is copied to are left as they
+            are.
 
     Returns:
-        ``out``. Floor: T·K values read, T·k·K written.
+        ``out``.
+
+    Raises:
+        OperandTypeError: ``destination`` is not int32, or ``out`` has another dtype than ``x``.
+        OperandValueError: a shape, stride or device does not fit.
+
+    Floor: T·K values read, T·k·K written.
     """
     op = "scatter_rows"
     require_dimensions(f"{op}: x", x, 2, "[T, K]")

@@ -1,8 +1,11 @@
-"""What an mHC site makes of its 24 logits: sigmoids, and a softmax that Sinkhorn balances (DEEPSEEK_V4.md §2).
+"""The coefficients of an mHC site from its 24 logits: sigmoids, and a softmax balanced by Sinkhorn (DEEPSEEK_V4.md §2).
 
-Device functions. A logit is ``sum * factor + base``: of the products with ``fn``, the inverse RMS of the streams times
-the kind's scale, and the site's constant. Everything is elementwise: a program may hold one token in every thread, or a
-token a lane; the 4 × 4 entries of one lie in one thread's registers either way, so nothing is exchanged.
+Device functions, fp32 throughout. A logit is ``sum * factor + base``: the sum comes from the GEMM with ``fn``, the
+factor is the inverse RMS of the streams times the scale of *pre*, *post* or *comb*, and the base is the site's
+constant.
+
+Everything is elementwise over tokens: a program may hold one token in every thread, or a token a lane. Either way the
+4 × 4 entries of a token lie in one thread's registers, so threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from ..common.rounding import INTERPRETED
 
 @triton.jit
 def _reciprocal(x):
-    """``1 / x`` of a normal fp32, to its last bit but one: Sinkhorn is a chain of these, and waits for each."""
+    """``1 / x`` of a normal fp32, exact but for the last bit.
+
+    Approximate because Sinkhorn is a chain of reciprocals, each of which waits for the one before.
+    """
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -26,13 +32,14 @@ def _reciprocal(x):
 
 @triton.jit
 def _divided(a, b, c, d, eps):
-    """Four numbers over their sum plus ``eps``."""
+    """Four numbers, each divided by their sum plus ``eps``."""
     inverse = _reciprocal((a + b) + (c + d) + eps)
     return a * inverse, b * inverse, c * inverse, d * inverse
 
 
 @triton.jit
 def _softmax(a, b, c, d, eps):
+    """The softmax of four numbers, plus ``eps``."""
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = _divided(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
     return a + eps, b + eps, c + eps, d + eps
@@ -40,7 +47,7 @@ def _softmax(a, b, c, d, eps):
 
 @triton.jit
 def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
-    """What each stream counts in the collapse, from the sums of *pre*."""
+    """*pre*: the weight of each stream in the collapse, ``sigmoid(logit) + hc_eps``, from the four sums of *pre*."""
     factor = inverse_rms * tl.load(scale)
     return (
         tl.sigmoid(a * factor + tl.load(base)) + hc_eps,
@@ -52,7 +59,7 @@ def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
 
 @triton.jit
 def _logits(sums, factor, base, FIRST: tl.constexpr):
-    """Four of a site's logits, those of the columns from ``FIRST`` on."""
+    """Load four of a site's sums, columns FIRST to FIRST + 3, and make them logits."""
     return (
         tl.load(sums + FIRST, cache_modifier=".cg") * factor + tl.load(base + FIRST),
         tl.load(sums + (FIRST + 1), cache_modifier=".cg") * factor + tl.load(base + (FIRST + 1)),
@@ -63,9 +70,11 @@ def _logits(sums, factor, base, FIRST: tl.constexpr):
 
 @triton.jit
 def store_post_and_comb(sums, inverse_rms, base, scale, post, comb, here, hc_eps, ITERATIONS: tl.constexpr):
-    """Compute and store what mixes a sublayer's output back; addresses are those of one token, or vectors of tokens'.
+    """Compute and store *post* and *comb*, the coefficients that mix a sublayer's output into the streams.
 
-    sums: fp32, 24 of a token next to each other, in global memory, perhaps stored by other threads of the program.
+    sums: address of a token's 24 fp32 sums, contiguous in global memory; other threads of the program may have stored
+    them. post, comb: addresses of a token's 4 and 16 results. All three are of one token or vectors over tokens.
+    here: whether the token exists. ITERATIONS: of Sinkhorn.
     """
     a, b, c, d = _logits(sums, inverse_rms * tl.load(scale + 1), base, 4)
     tl.store(post, 2 * tl.sigmoid(a), mask=here)

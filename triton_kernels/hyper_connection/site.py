@@ -1,19 +1,19 @@
 """Manifold-constrained hyper-connections (mHC) around a sublayer: four residual streams (DEEPSEEK_V4.md §2).
 
-Between two sublayers three things happen to a token's streams X [4, d]: the sublayer's output h is mixed in (*post*),
-24 products with the flattened result give the next site's coefficients, and the streams are collapsed into the next
-sublayer's input and normalised (*pre*). :func:`hyper_connection_next` does all of it in one launch
-(``hyper_connection_site``), laid on the chip by ``hyper_connection_tiling``.
+Between two sublayers three things happen to a token's streams X [4, d]. The sublayer's output h is mixed in (*post*). A
+GEMM of the flattened result with ``fn`` gives the 24 logits of the next site's coefficients. The streams are collapsed
+into the next sublayer's input and normalised (*pre*). :func:`hyper_connection_next` does all of it in one launch of
+:mod:`.site_kernel`; :mod:`.tiling` divides the work among programs.
 
-The products use bf16 tensor cores without loss: X is bf16, and the fp32 weight ``fn`` is kept as the three bf16 of
-which it is the sum (:func:`split_fn`), so that the kernel need not take it apart for every block of tokens.
+The GEMM uses bf16 tensor cores without loss: X is bf16, and the fp32 weight ``fn`` is stored as three bf16 matrices
+whose sum it is (:func:`split_fn`), so that the kernel need not split it for every block of tokens.
 
-Floor in bytes: 20·d a token (streams read and written 16·d, h read and x written 4·d), and ``fn``, 576·d, once. What is
-above it goes through L2: 8·d a token, as the whole row must be known before it can be collapsed, and a program that
-kept it on chip would have too few tokens to share ``fn`` among; ``fn`` again for each block; and the parts of the
-products, 128 bytes a token and part.
+Supports exactly four streams, in bf16, of d up to :data:`MAX_WIDTH`.
 
-Only four streams of bf16.
+Floor in bytes: 20·d a token (streams read and written 16·d, h read and x written 4·d), and ``fn``, 576·d, once. The
+traffic above the floor goes through L2: 8·d a token, because the whole row must be known before it can be collapsed,
+and a program that kept it on chip would have too few tokens to share ``fn`` among; ``fn`` again for each block; and the
+partial sums of the GEMM, 128 bytes a token and split.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
 from ..quantize.rows import check_rows, rows_arguments
 from .site_kernel import COLUMNS, as_fp32, mixed, site_kernel
-from .tiling import choose_tiling, counters_size, workspace_size
+from .tiling import choose_tiling, semaphores_size, workspace_size
 
 STREAMS = 4
 SITE_ROWS = (2 + STREAMS) * STREAMS
-"""Rows of ``fn`` at a site: pre, post, comb."""
+"""Rows of ``fn`` at a site: 4 of *pre*, 4 of *post*, 16 of *comb*."""
 MAX_WIDTH = 16384
 """Largest d: a program holds a collapsed row in registers."""
 
@@ -71,17 +71,17 @@ def _post(output, streams, post, comb, out, d, BLOCK_D: tl.constexpr):
 
 @dataclass(frozen=True)
 class Site:
-    """What one mHC site, or the final collapse, computes with.
+    """The parameters of one mHC site, or of the final collapse.
 
     Attributes:
-        fn: bf16 [3, 24, 4 * d], what :func:`split_fn` makes of the fp32 weight; stream-major columns; rows are pre (4),
-            post (4), comb (16). The final collapse has pre alone.
-        base: fp32, one for each row of ``fn``.
+        fn: bf16 [3, 24, 4 * d], contiguous, what :func:`split_fn` makes of the fp32 weight; stream-major columns; rows
+            are pre (4), post (4), comb (16). The final collapse has pre alone: [3, 4, 4 * d].
+        base: fp32 [24], one for each row of ``fn``; [4] for the final collapse.
         scale: fp32 [3], for pre, post and comb; [1] for the final collapse.
         hc_eps: added to ``pre``, to the softmax and to Sinkhorn's sums.
         norm_eps: added to the mean squares, that of all 4 * d values and RMSNorm's.
         norm: bf16 or fp32 [d], the weight of the sublayer's RMSNorm; ``None`` leaves the collapsed row as it is.
-        iterations: of Sinkhorn; the final collapse has none.
+        iterations: iterations of Sinkhorn, at least 1; the final collapse has none.
     """
 
     fn: Tensor
@@ -94,13 +94,15 @@ class Site:
 
     @property
     def is_head(self) -> bool:
+        """Whether this is the final collapse, which has no *post* and *comb*."""
         return self.fn.shape[1] == STREAMS
 
 
 def split_fn(fn: Tensor) -> Tensor:
-    """fp32 [rows, 4 * d] → bf16 [3, rows, 4 * d], whose sum it is: each part is the nearest to what those before leave.
+    """Split an fp32 weight [rows, 4 * d] into three bf16 parts [3, rows, 4 * d] whose sum it is.
 
-    Exact, as 8 + 8 + 8 significant bits are 24; what is below 2^-133, bf16's smallest number, is rounded away.
+    Each part is the bf16 nearest to what the parts before leave. The split is exact, as 8 + 8 + 8 significant bits are
+    24; what is below 2^-133, bf16's smallest number, is rounded away.
     """
     first = fn.bfloat16()
     rest = fn - first.float()
@@ -109,22 +111,25 @@ def split_fn(fn: Tensor) -> Tensor:
 
 
 def new_site_semaphores(tokens: int, device: torch.device | str) -> Tensor:
-    """Counters of a :class:`SiteState` of up to ``tokens`` tokens."""
-    return torch.zeros(counters_size(tokens), dtype=torch.int32, device=device)
+    """Zeroed semaphores for a :class:`SiteState` of up to ``tokens`` tokens."""
+    return torch.zeros(semaphores_size(tokens), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class SiteState:
-    """What passes from one site to the next, and room to work; larger ones may be used for fewer tokens.
+    """The state that passes from one site to the next, and workspace.
 
-    ``post`` and ``comb`` are of the sublayer under way. Allocate once: nothing here allocates on a step.
+    ``post`` and ``comb`` belong to the sublayer that runs between the two sites. ``workspace`` and ``semaphores`` may
+    be larger than needed. Allocate once: nothing here allocates on a step.
 
     Attributes:
-        x: bf16 [T, d], the sublayer's input.
-        post: fp32 [T, 4]. comb: fp32 [T, 4, 4].
-        workspace: fp32, :func:`workspace_size` of T and d.
-        counters: int32, :func:`counters_size` of T; zero between launches, which leave them so.
-        quantized: [T, d], where ``x`` goes in NVFP4, too, if it is wanted so; bit-equal to :func:`quantize.quantize` of
+        x: bf16 [T, d], contiguous, the sublayer's input.
+        post: fp32 [T, 4], contiguous.
+        comb: fp32 [T, 4, 4], contiguous.
+        workspace: fp32, :func:`workspace_size` of T and d; contents undefined between launches.
+        semaphores: int32, :func:`semaphores_size` of T: the ticket counter, then one semaphore a block of tokens. Zero
+            between launches, which leave them so.
+        quantized: [T, d] in NVFP4, where ``x`` is stored, too, if given; bit-equal to :func:`quantize.quantize` of
             ``x``. d must be a multiple of 64.
     """
 
@@ -132,28 +137,37 @@ class SiteState:
     post: Tensor
     comb: Tensor
     workspace: Tensor
-    counters: Tensor
+    semaphores: Tensor
     quantized: Rows | None = None
 
     @classmethod
-    def allocate(cls, tokens: int, d: int, device: torch.device | str, *, counters: Tensor | None = None) -> SiteState:
-        """Room for up to ``tokens`` tokens; ``counters`` outlive it if they are given."""
+    def allocate(
+        cls, tokens: int, d: int, device: torch.device | str, *, semaphores: Tensor | None = None
+    ) -> SiteState:
+        """Room for up to ``tokens`` tokens of ``d`` columns, contents undefined.
+
+        Args:
+            semaphores: int32, zero, that the caller keeps, :func:`semaphores_size` or more; allocated unless given.
+        """
         return cls(
             torch.empty(tokens, d, dtype=torch.bfloat16, device=device),
             torch.empty(tokens, STREAMS, dtype=torch.float32, device=device),
             torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device),
             torch.empty(workspace_size(tokens, d), dtype=torch.float32, device=device),
-            new_site_semaphores(tokens, device) if counters is None else counters,
+            new_site_semaphores(tokens, device) if semaphores is None else semaphores,
         )
 
     def first(self, tokens: int) -> SiteState:
-        """The part for the first ``tokens`` tokens."""
+        """The part for the first ``tokens`` tokens, in place; workspace and semaphores whole."""
         quantized = None if self.quantized is None else self.quantized.first(tokens)
         return replace(self, x=self.x[:tokens], post=self.post[:tokens], comb=self.comb[:tokens], quantized=quantized)
 
 
-def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
-    """Pre of a site, after post of the one before if ``after`` is given: its output, and where the next streams go."""
+def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
+    """Check and launch *pre* of a site, preceded by *post* of the site before if ``after`` is given.
+
+    after: the output of the sublayer before, and where the next streams go.
+    """
     _check_streams(op, streams)
     tokens, _, d = streams.shape
     _check_site(op, site, streams, state)
@@ -168,7 +182,7 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
     site_kernel[(tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),)](
         streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
         () if state.quantized is None else rows_arguments(state.quantized), parts,
-        parts[splits * tokens * COLUMNS.value :], state.counters, tokens, d, d_per_split, splits,
+        parts[splits * tokens * COLUMNS.value :], state.semaphores, tokens, d, d_per_split, splits,
         tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
         POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
         TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
@@ -180,37 +194,53 @@ def _enter(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[
 
 
 def hyper_connection_pre(site: Site, streams: Tensor, state: SiteState) -> None:
-    """Collapse the streams into a sublayer's input, normalise it, and compute how its output is mixed back.
+    """Collapse the streams into a sublayer's input, normalise it, and compute *post* and *comb* of its output.
 
     Args:
-        site: the sublayer's; with a final collapse's, ``state.post`` and ``state.comb`` stay as they are.
-        streams: bf16 [T, 4, d], contiguous.
-        state: written. ``x``: ``sum_k pre_k x_k``, rounded once, then RMSNorm over the rounded values, rounded once.
+        site: the sublayer's; with that of the final collapse, ``state.post`` and ``state.comb`` stay as they are.
+        streams: bf16 [T, 4, d], contiguous, d up to 16384.
+        state: written: ``x``, ``quantized`` if given, ``post`` and ``comb``.
 
+    Rounding: ``x`` is ``sum_k pre_k x_k``, rounded once to bf16, then RMSNorm over the rounded values, rounded once.
     Coefficients are fp32: ``post`` within 1e-5 of exact arithmetic for mixes of ordinary size, ``comb`` within 1e-5.
+
+    Raises:
+        OperandTypeError: a dtype is not that of :class:`Site`, :class:`SiteState` or of ``streams`` above.
+        OperandValueError: a shape, stride or device does not fit, ``iterations`` is less than 1, or ``state.workspace``
+            or ``state.semaphores`` is too small.
+
+    Source: DEEPSEEK_V4.md §2.
     """
-    _enter("hyper_connection_pre", site, streams, state, None)
+    _launch_site("hyper_connection_pre", site, streams, state, None)
 
 
 def hyper_connection_next(
     site: Site, output: Tensor, streams: Tensor, state: SiteState, *, out: Tensor | None = None
 ) -> Tensor:
-    """:func:`hyper_connection_post` of a sublayer and :func:`hyper_connection_pre` of the next (or the final collapse).
+    """Do :func:`hyper_connection_post` of a sublayer and :func:`hyper_connection_pre` of the next one in one launch.
 
     Args:
-        site: the next sublayer's.
-        output: bf16 or fp32 [T, d], the sublayer's output; all ranks' sum.
-        streams: bf16 [T, 4, d] as they were before the sublayer.
-        state: ``post`` and ``comb`` of the sublayer are read, then all is overwritten with the next one's.
-        out: the streams after the sublayer; ``streams`` itself unless given.
+        site: the next sublayer's, or the final collapse.
+        output: bf16 or fp32 [T, d], contiguous: the sublayer's output, summed over all ranks.
+        streams: bf16 [T, 4, d], contiguous, as they were before the sublayer.
+        state: ``post`` and ``comb`` of the sublayer are read, then everything is overwritten with the next one's.
+        out: bf16 [T, 4, d], contiguous: the streams after the sublayer; ``streams`` itself unless given.
 
     Returns:
-        ``out``, equal to :func:`hyper_connection_post`'s bit for bit.
+        ``out``, bit-equal to that of :func:`hyper_connection_post`.
+
+    Rounding: as in :func:`hyper_connection_post` and :func:`hyper_connection_pre`.
+
+    Raises:
+        OperandTypeError, OperandValueError: as :func:`hyper_connection_pre`, and where ``output`` or ``out`` does not
+            fit.
+
+    Source: DEEPSEEK_V4.md §2.
     """
     op = "hyper_connection_next"
     out = streams if out is None else out
     _check_output(op, output, streams, out)
-    _enter(op, site, streams, state, (output, out))
+    _launch_site(op, site, streams, state, (output, out))
     return out
 
 
@@ -219,13 +249,26 @@ def hyper_connection_post(
 ) -> Tensor:
     """Mix a sublayer's output into the streams: ``x'_k = post_k h + sum_j comb[j, k] x_j``.
 
-    ``comb`` acts transposed: its row index is the stream that is read. fp32 throughout, one rounding.
+    ``comb`` acts transposed: its row index is the stream that is read.
 
     Args:
-        output: bf16 or fp32 [T, d], the sublayer's output.
-        streams: bf16 [T, 4, d] as they were before the sublayer.
-        post: fp32 [T, 4]. comb: fp32 [T, 4, 4].
-        out: bf16 [T, 4, d]; may be ``streams`` itself; allocated unless given.
+        output: bf16 or fp32 [T, d], contiguous, the sublayer's output.
+        streams: bf16 [T, 4, d], contiguous, as they were before the sublayer.
+        post: fp32 [T, 4], contiguous.
+        comb: fp32 [T, 4, 4], contiguous.
+        out: bf16 [T, 4, d], contiguous; may be ``streams`` itself; allocated unless given.
+
+    Returns:
+        ``out``.
+
+    Rounding: fp32 throughout, one rounding to bf16.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit.
+
+    Floor: 20·d bytes a token.
+    Source: DEEPSEEK_V4.md §2.
     """
     op = "hyper_connection_post"
     _check_streams(op, streams)
@@ -297,7 +340,7 @@ def _check_site(op: str, site: Site, streams: Tensor, state: SiteState) -> None:
     _check_coefficients(op, state.post, state.comb, streams)
     require_same_device("streams", streams, **{f"{op}: norm": site.norm, f"{op}: x": state.x})
     _check_room(f"{op}: workspace", state.workspace, torch.float32, workspace_size(tokens, d), streams)
-    _check_room(f"{op}: counters", state.counters, torch.int32, counters_size(tokens), streams)
+    _check_room(f"{op}: semaphores", state.semaphores, torch.int32, semaphores_size(tokens), streams)
 
 
 def _check_room(name: str, room: Tensor, dtype: torch.dtype, needed: int, streams: Tensor) -> None:

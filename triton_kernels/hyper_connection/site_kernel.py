@@ -1,25 +1,30 @@
-"""The kernel of an mHC site: streams are mixed, multiplied with ``fn``, collapsed and normalised in one launch.
+"""The kernel of an mHC site: mix the streams, multiply them with ``fn``, collapse and normalise, in one launch.
 
 A program has one of three tasks, for one block of tokens (DEEPSEEK_V4.md §2):
 
-* a *mixer* has a part of d: it writes the next streams, multiplies them with ``fn`` while they are in registers, leaves
-  its part of the products and of the sum of squares in ``parts``, and counts itself in;
-* a *collapser* waits until all mixers of the block are counted in, sums the parts in a fixed order, and collapses,
-  normalises and, if wanted, quantises one row or several: it reads the streams, from L2;
-* a *balancer* waits likewise, and computes post and comb for the next site: Sinkhorn takes as long as all that is done
-  to a row, and nothing in the row needs it. The final collapse has none.
+* A *mixer* takes one split of d. It writes the next streams, multiplies them with ``fn`` while they are in registers,
+  stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore.
+* A *collapser* waits until all mixers of the block have raised the semaphore. It adds the partial sums in a fixed order
+  and collapses, normalises and, if wanted, quantises one row or several. It reads the streams from L2.
+* A *balancer* waits in the same way and computes *post* and *comb* for the next site. It is a task of its own because
+  Sinkhorn takes as long as all that is done to a row, and nothing in the row needs its result. The final collapse has
+  no balancers.
 
-A block's *followers*, its collapsers and balancers, come ``lag`` blocks of mixers after its own: so that they hardly
-ever wait, but before so much more has been written that L2 has lost the block.
+The collapsers and balancers of a block are its *followers*. They come ``lag`` blocks of mixers after its own mixers:
+late enough that they hardly ever wait, early enough that L2 still holds the block.
 
-Waiting cannot block the device. Only followers wait, for mixers alone, and mixers wait for nobody. With TICKETS a
-program's task goes by a ticket that it takes when it begins, and the block's mixers have lower ones than its followers:
-whoever waits does so for programs that have begun. A ticket costs the way to L2 and back, so where there are few
-followers tasks go by the program's number: fewer wait than the chip has multiprocessors, and mixers find a place.
+Supports four bf16 streams of any d that a program's registers hold as a row. The kernel does not split rows among
+collapsers.
 
-Counters: int32, one for the tickets, then one a block, up to the number of its mixers, and from there on up by the
-followers that wait no longer. Who takes the last ticket, and the last of a block's programs, leave zero. No result
-depends on the order of programs.
+Waiting cannot block the device. Only followers wait, only for mixers, and mixers wait for nobody. With TICKETS a
+program gets its task by a ticket that it takes when it begins, and a block's mixers have lower tickets than its
+followers: a program that waits does so for programs that have begun. A ticket costs a round trip to L2. So if there are
+few followers tasks follow from the program's number: fewer programs wait than the chip has multiprocessors, and mixers
+find a place.
+
+Semaphores are int32: first the ticket counter, then one semaphore a block. A block's semaphore counts the mixers that
+have stored their part, and from there on the followers that wait no longer. The program that takes the last ticket, and
+the last program of each block, leave zero. No result depends on the order of programs.
 """
 
 from __future__ import annotations
@@ -35,15 +40,18 @@ from ..quantize.rows import store_quantized_row
 from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
-"""Columns of the products: the rows of ``fn``, the sum of squares, padding."""
+"""Columns of a partial sum: the rows of ``fn``, then the sum of squares, then padding."""
 
 
 @triton.jit
-def _products(x, at, mask, size):
-    """``x @ weight^T`` from bf16 x [T, K] and fp32 weight [N, K], products exact, sums fp32."""
+def _gemm(x, at, mask, size):
+    """``x @ weight^T`` of bf16 x [T, K] and an fp32 weight [N, K] stored as three bf16 parts ``size`` elements apart.
+
+    Products are exact, sums fp32.
+    """
     if not INTERPRETED and not (x.shape[0] >= 64 and target_info.cuda_capability_geq(10, 0)):
-        # Keeps the compiler from computing x a second time in the layout that the tensor core wants, which costs
-        # more registers than there are. tcgen05, taken from 64 rows on, reads x from shared memory.
+        # Keeps the compiler from computing x a second time in the layout that the tensor core needs, which takes more
+        # registers than there are. tcgen05, which is used from 64 rows on, reads x from shared memory.
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     total = tl.zeros((x.shape[0], 32), tl.float32)
     for part in tl.static_range(3):
@@ -56,15 +64,15 @@ def _products(x, at, mask, size):
 
 
 @triton.jit
-def _side_by_side(x0, x1, x2, x3):
-    """Four [N, K] as [N, 4 * K], one after another: a thread's neighbours in a row stay together."""
+def _concatenated(x0, x1, x2, x3):
+    """Concatenate four [N, K] to [N, 4 * K]; values that are neighbours in a row of one thread stay so."""
     joined = tl.join(tl.join(x0, x2), tl.join(x1, x3))
     return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (x0.shape[0], 4 * x0.shape[1]))
 
 
 @triton.jit
 def as_fp32(x):
-    """bf16 or fp32 as fp32."""
+    """Widen bf16 to fp32; fp32 stays as it is."""
     if x.dtype == tl.bfloat16:
         return widen(x)
     else:
@@ -73,48 +81,48 @@ def as_fp32(x):
 
 @triton.jit
 def mixed(h, x0, x1, x2, x3, post, c0, c1, c2, c3):
-    """``post_k h + sum_j comb[j, k] x_j`` of one stream k; all fp32, and fused alike wherever it is computed."""
+    """``post_k h + sum_j comb[j, k] x_j`` of one stream k, in fp32, with the same fused multiply-adds everywhere."""
     return tl.fma(post, h, tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0))))
 
 
 @triton.jit
-def _task(counters, blocks, splits, followers, lag, TICKETS: tl.constexpr):
-    """This program's block, and its number among the block's: mixers first, then collapsers, then balancers.
+def _task(semaphores, blocks, splits, followers, lag, TICKETS: tl.constexpr):
+    """This program's block and its task, a number within the block: mixers first, then collapsers, then balancers.
 
-    The launch's order: mixers of ``lag`` blocks; then the mixers of a block and the followers of that ``lag`` earlier,
-    block by block; then the rest of the followers.
+    Tasks are ordered so: the mixers of ``lag`` blocks; then, block by block, the mixers of a block and the followers of
+    the block ``lag`` earlier; then the remaining followers.
     """
     if TICKETS:
-        number = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
+        number = tl.atomic_add(semaphores, 1, sem="relaxed", scope="gpu")
         if number == tl.num_programs(0) - 1:
-            tl.store(counters, 0)
+            tl.store(semaphores, 0)
     else:
         number = tl.program_id(0)
     ahead = lag * splits
-    both = splits + followers
-    last = ahead + (blocks - lag) * both
+    block_programs = splits + followers
+    last = ahead + (blocks - lag) * block_programs
     if number < ahead:
         block, task = number // splits, number % splits
     elif number < last:
-        task = (number - ahead) % both
-        block = (number - ahead) // both + tl.where(task < splits, lag, 0)
+        task = (number - ahead) % block_programs
+        block = (number - ahead) // block_programs + tl.where(task < splits, lag, 0)
     else:
         block, task = blocks - lag + (number - last) // followers, splits + (number - last) % followers
     return block, task
 
 
 @triton.jit
-def _wait(semaphores, splits):
-    """Until all mixers of a block are counted in: from here on their stores are seen by loads that bypass L1."""
-    while tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu") < splits:
+def _wait(semaphore, splits):
+    """Wait until all mixers of a block have raised its semaphore; then loads that bypass L1 see their stores."""
+    while tl.atomic_add(semaphore, 0, sem="acquire", scope="gpu") < splits:
         pass
 
 
 @triton.jit
-def _leave(semaphores, programs):
-    """Count a program in that waits no longer; the last of the block's ``programs`` leaves zero."""
-    if tl.atomic_add(semaphores, 1, sem="relaxed", scope="gpu") == programs - 1:
-        tl.store(semaphores, 0)
+def _leave(semaphore, programs):
+    """Raise a block's semaphore by a program that waits no longer; the last of the block's ``programs`` leaves zero."""
+    if tl.atomic_add(semaphore, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(semaphore, 0)
 
 
 @triton.jit
@@ -123,7 +131,7 @@ def _mix(
     POST: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of d of a block's tokens."""
+    """A mixer's task: one split of d of a block's tokens."""
     first = block.to(tl.int64) * BLOCK_T
     # From here on tokens count from the block's first: offsets within it fit int32.
     token = tl.arange(0, BLOCK_T)
@@ -159,7 +167,7 @@ def _mix(
         c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
         c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
     for start in tl.range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D, num_stages=STAGES):
-        # The tensor core takes the columns of all streams at a time: each product with it waits for the one before.
+        # The tensor core takes the columns of all four streams at once, because each of its GEMMs waits for the last.
         k = tl.arange(0, 4 * BLOCK_D)
         if POST:
             column = start + tl.arange(0, BLOCK_D)
@@ -178,22 +186,22 @@ def _mix(
             tl.store(next_streams + at + d, y1, mask=mask)
             tl.store(next_streams + at + 2 * d, y2, mask=mask)
             tl.store(next_streams + at + 3 * d, y3, mask=mask)
-            x = _side_by_side(y0, y1, y2, y3)
-            # BLOCK_D columns of stream after stream.
+            x = _concatenated(y0, y1, y2, y3)
+            # BLOCK_D columns of each stream, one stream after another.
             within = start + k % BLOCK_D
             column = k // BLOCK_D * d + within
             inside = (within < d) | EVEN
         else:
-            # A token's streams are one row.
+            # Nothing is mixed, so a token's four streams are one row, and any 4 * BLOCK_D columns of it will do.
             column = 4 * start + k
             inside = (column < 4 * d) | EVEN
             at = token[:, None] * (4 * d) + column[None, :]
             x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
         at = row[:, None] * (4 * d) + column[None, :]
         w_mask = (row < ROWS)[:, None] & inside[None, :]
-        # The tensor core cuts a sum off where fp32 would round it; over thousands of additions that is a drift, so
-        # the long sum is not left to it.
-        total += _products(x, fn + at, w_mask, ROWS * 4 * d)
+        # The tensor core truncates sums where fp32 would round them. Over thousands of additions that is a drift, so
+        # the long sum is left to ordinary fp32 additions.
+        total += _gemm(x, fn + at, w_mask, ROWS * 4 * d)
         values = widen(x)
         squares += tl.sum(values * values, axis=1)
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
@@ -208,7 +216,7 @@ def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 @triton.jit
 def _load_parts(parts, row, tokens, splits, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Of the rows ``row`` (int64 [R]) the parts of *pre* and of the sum of squares: five fp32 [R, BLOCK_SPLITS]."""
+    """Load the partial sums of *pre* and of the squares of tokens ``row``, int64 [R]: five fp32 [R, BLOCK_SPLITS]."""
     part = tl.arange(0, BLOCK_SPLITS)
     at = parts + (part.to(tl.int64)[None, :] * tokens + row[:, None]) * COLUMNS
     mask = (part < splits)[None, :] & (row < tokens)[:, None]
@@ -223,7 +231,7 @@ def _load_parts(parts, row, tokens, splits, ROWS: tl.constexpr, BLOCK_SPLITS: tl
 
 @triton.jit
 def _load_streams(streams, token, d, BLOCKS: tl.constexpr):
-    """A row of each stream, as :func:`nvfp4.load_halves` has them."""
+    """Load a token's row of each stream as two tiles, see :func:`nvfp4.load_halves`."""
     at = streams + token * (4 * d)
     first0, last0 = load_halves(at, d, BLOCKS, ".cg")
     first1, last1 = load_halves(at + d, d, BLOCKS, ".cg")
@@ -236,10 +244,10 @@ def _load_streams(streams, token, d, BLOCKS: tl.constexpr):
 def _finish_row(
     first, last, weight, out, rows, token, d, norm_eps, NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Round, normalise and store a collapsed row."""
+    """Round, normalise and store a collapsed row, and store it in NVFP4, too, if ``rows`` is given."""
     first, last = round_to_bf16(first), round_to_bf16(last)
     if NORM:
-        # The row as the sublayer would read it: the statistics are those of the rounded values.
+        # The statistics are those of the rounded values, as if RMSNorm read the row from memory.
         inverse_rms = tl.rsqrt(tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / d + norm_eps)
         first_weight, last_weight = load_halves(weight, d, BLOCKS)
         first = round_to_bf16(first * inverse_rms * first_weight)
@@ -251,17 +259,17 @@ def _finish_row(
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, rows, semaphores, programs, first, count, tokens, d, splits, mean_of,
+    streams, parts, base, scale, weight, out, rows, semaphore, programs, first, count, tokens, d, splits, mean_of,
     hc_eps, norm_eps,
     ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """``count`` tokens from ``first`` (int64) on, COLLAPSED at most."""
+    """A collapser's task: ``count`` tokens from ``first`` (int64) on, at most COLLAPSED."""
     index = tl.arange(0, COLLAPSED)
     if COLLAPSED == 1:
-        # Ahead of the coefficients, so that they are computed while these arrive.
+        # Loaded ahead of the coefficients, which are computed while the streams arrive.
         x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
     sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
-    _leave(semaphores, programs)
+    _leave(semaphore, programs)
     s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
     inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
     p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
@@ -283,22 +291,22 @@ def _balance(
     parts, sums, base, scale, post, comb, first, tokens, splits, mean_of, hc_eps, norm_eps,
     ROWS: tl.constexpr, ITERATIONS: tl.constexpr, BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Post and comb of BALANCED tokens from ``first`` (int64) on."""
-    # So many splits at a time as leave a program few values in each thread.
-    CHUNK: tl.constexpr = max(1, min(BLOCK_SPLITS, 256 // BALANCED))
+    """A balancer's task: *post* and *comb* of BALANCED tokens from ``first`` (int64) on."""
+    # Few enough splits at a time that each thread holds few values.
+    SPLITS_AT_ONCE: tl.constexpr = max(1, min(BLOCK_SPLITS, 256 // BALANCED))
     token = first + tl.arange(0, BALANCED)
     here = token < tokens
     column = tl.arange(0, COLUMNS)
     at = token[:, None] * COLUMNS + column[None, :]
     total = tl.zeros((BALANCED, COLUMNS), tl.float32)
-    part = tl.arange(0, CHUNK)
-    for start in range(0, splits, CHUNK):
+    part = tl.arange(0, SPLITS_AT_ONCE)
+    for start in range(0, splits, SPLITS_AT_ONCE):
         mask = here[None, :, None] & (start + part < splits)[:, None, None]
         offset = ((start + part).to(tl.int64) * tokens * COLUMNS)[:, None, None] + at[None, :, :]
         total += tl.sum(tl.load(parts + offset, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
     tl.store(sums + at, total, mask=here[:, None])
     tl.debug_barrier()
-    # Lanes beyond the last token compute what that one does.
+    # Lanes beyond the last token compute the same as the last one, and store nothing.
     token = tl.minimum(token, tokens - 1)
     sums += token * COLUMNS
     inverse_rms = tl.rsqrt(tl.load(sums + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
@@ -307,36 +315,36 @@ def _balance(
 
 @triton.jit(do_not_specialize=["tokens", "splits", "lag"])
 def site_kernel(
-    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums, counters, tokens, d,
+    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums, semaphores, tokens, d,
     d_per_split, splits, lag, hc_eps, norm_eps,
     POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, TICKETS: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr,
     BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: for each block of BLOCK_T tokens ``splits`` mixers, and :func:`followers` of them.
+    """One mHC site. Grid: for each block of BLOCK_T tokens, ``splits`` mixers and ``Tiling.followers`` followers.
 
-    POST: ``output`` is mixed into the streams first; else ``next_streams`` is ``streams``, and nothing is stored there.
-    rows: ``quantize.rows.RowsArguments``, or nothing. ROWS: of ``fn``; 4 for the final collapse. EVEN: BLOCK_D divides
-    d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: not less than ``splits``. BLOCKS: of
-    16, that hold d.
+    rows: ``quantize.rows.RowsArguments``, or an empty tuple. POST: whether ``output`` is mixed into the streams first;
+    else ``next_streams`` is ``streams``, and nothing is stored there. ROWS: rows of ``fn``; 4 for the final collapse.
+    EVEN: whether BLOCK_D divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: a
+    power of two, at least ``splits``. BLOCKS: a power of two, blocks of 16 columns that hold d.
     """
     after_previous()
     HEAD: tl.constexpr = ROWS == 4
     largest = tl.minimum(tokens, BLOCK_T)
     collapsers = tl.cdiv(largest, COLLAPSED)
     balancers = 0 if HEAD else tl.cdiv(largest, BALANCED)
-    block, task = _task(counters, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
-    semaphores = counters + 1 + block
+    block, task = _task(semaphores, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
+    semaphore = semaphores + 1 + block
     if task < splits:
         _mix(
             streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, ROWS,
             EVEN, BLOCK_T, BLOCK_D, STAGES,
         )  # fmt: skip
-        # All that the program stored lies in memory before it is counted in.
+        # All stores of the program must be in memory before it raises the semaphore.
         tl.debug_barrier()
-        tl.atomic_add(semaphores, 1, sem="release", scope="gpu")
+        tl.atomic_add(semaphore, 1, sem="release", scope="gpu")
     else:
-        # The last block may have fewer tokens, and so fewer programs that do anything.
+        # The last block may have fewer tokens, and then fewer of its programs have work.
         first = block.to(tl.int64) * BLOCK_T
         count = tl.minimum(tokens - block * BLOCK_T, BLOCK_T)
         programs = splits + tl.cdiv(count, COLLAPSED)
@@ -347,17 +355,17 @@ def site_kernel(
         if task < collapsers:
             begin = task * COLLAPSED
             if begin < count:
-                _wait(semaphores, splits)
+                _wait(semaphore, splits)
                 _collapse(
-                    next_streams, parts, base, scale, weight, out, rows, semaphores, programs, first + begin,
+                    next_streams, parts, base, scale, weight, out, rows, semaphore, programs, first + begin,
                     min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps, norm_eps,
                     ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED
             if begin < count:
-                _wait(semaphores, splits)
-                _leave(semaphores, programs)
+                _wait(semaphore, splits)
+                _leave(semaphore, programs)
                 _balance(
                     parts, sums, base, scale, post, comb, first + begin, tokens, splits, mean_of, hc_eps, norm_eps,
                     ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,

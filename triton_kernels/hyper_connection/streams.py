@@ -1,7 +1,10 @@
-"""Into the residual streams and out of the decoder: embedding rows copied to every stream, RMSNorm.
+"""The ends of the residual streams: embedding rows copied to every stream, and RMSNorm (DEEPSEEK_V4.md §2).
 
-Both are copies with a little arithmetic. Floors: ``embed_streams`` reads d and writes n·d values a token, ``rms_norm``
-reads and writes every value once; the benchmark compares with the device's copy bandwidth.
+Both are copies with a little arithmetic. They support bf16 and fp32, any number of streams, and RMSNorm rows of up to
+:data:`RMS_NORM_MAX_WIDTH` values, with or without a weight.
+
+Floors: ``embed_streams`` reads d and writes n·d values a token, ``rms_norm`` reads and writes every value once; the
+benchmark compares with the device's copy bandwidth.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from nvfp4_sgl.formats.checks import (
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
 
-MAX_ROW = 16384
-"""Longest row of :func:`rms_norm`: a program holds one whole row in registers."""
+RMS_NORM_MAX_WIDTH = 16384
+"""Most values of a row that is normalised: a program holds one whole row in registers."""
 
 
 @triton.jit
@@ -46,19 +49,44 @@ def _copy_to_streams(source, rows, out, vocabulary, width, out_row, STREAMS: tl.
 
 
 def expand_streams(embedded: Tensor, streams: int, *, out: Tensor | None = None) -> Tensor:
-    """Copy the embedding [T, d] to every residual stream: [T, streams, d], same dtype, no scaling."""
+    """Copy embedded tokens to every residual stream, without scaling.
+
+    Args:
+        embedded: bf16 or fp32 [T, d], contiguous.
+        streams: number of residual streams.
+        out: [T, streams, d] in the dtype of ``embedded``, contiguous; allocated unless given.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit.
+
+    Source: DEEPSEEK_V4.md §2.
+    """
     require_dimensions("expand_streams: embedded", embedded, 2, "[tokens, d]")
     return _expand("expand_streams", embedded, None, embedded.shape[0], streams, out)
 
 
 def embed_streams(token_ids: Tensor, table: Tensor, streams: int, *, out: Tensor | None = None) -> Tensor:
-    """Embedding rows copied to every residual stream (spec section 2).
+    """Look tokens up in the embedding table and copy each row to every residual stream, without scaling.
 
     Args:
-        token_ids: int32 or int64 [T]. An id outside the table gives NaN; nothing is read for it.
-        table: [vocabulary, d], fp32 or bf16.
+        token_ids: int32 or int64 [T], contiguous. An id outside the table gives NaN; nothing is read for it.
+        table: bf16 or fp32 [vocabulary, d], contiguous.
         streams: number of residual streams.
         out: [T, streams, d] in the table's dtype, contiguous; allocated unless given.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit.
+
+    Floor: d values read and ``streams``·d written a token.
+    Source: DEEPSEEK_V4.md §2.
     """
     require_dimensions("embed_streams: token_ids", token_ids, 1, "[tokens]")
     require_dtype("embed_streams: token_ids", token_ids, torch.int32, torch.int64)
@@ -90,9 +118,9 @@ def _expand(op: str, source: Tensor, rows: Tensor | None, tokens: int, streams: 
 
 @triton.jit
 def normalized(x, weight, eps, columns, inside, width, WEIGHTED: tl.constexpr):
-    """fp32 rows ``x`` [ROWS, BLOCK], zero outside, over their root mean square, times the weight."""
+    """RMSNorm of fp32 rows ``x`` [ROWS, BLOCK], zero outside: divided by their root mean square, times the weight."""
     if WEIGHTED:
-        # Asked for with the rows, not after their sum.
+        # Loaded together with the rows, not after their sum.
         weights = tl.load(weight + columns, mask=inside, other=0.0)
     mean_square = tl.sum(x * x, axis=1) / width
     x *= tl.rsqrt(mean_square + eps)[:, None]
@@ -122,23 +150,37 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension (spec section 2).
+    """Compute ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
     Args:
-        x: [..., n] fp32 or bf16, rows contiguous; leading dimensions of one stride (a column slice of a matrix will
-            do). n up to 16384.
-        weight: [n] fp32 or bf16, or ``None`` for the unweighted form.
+        x: fp32 or bf16 [..., n], n up to 16384, the last dimension contiguous; leading dimensions of one stride (a
+            column slice of a matrix will do).
+        weight: fp32 or bf16 [n], contiguous, or ``None`` for the unweighted form.
         eps: added to the mean square.
-        out_dtype: fp32 or bf16, ``x.dtype`` unless given. out: the result's place; may be ``x`` itself.
+        out_dtype: fp32 or bf16, the dtype of the result if ``out`` is not given; ``x.dtype`` by default.
+        out: fp32 or bf16 [..., n], the last dimension contiguous, leading dimensions of one stride; may be ``x``
+            itself; allocated unless given.
+
+    Returns:
+        ``out``.
 
     Rounding: fp32 throughout, one rounding to the output dtype. Within 4 units of fp32's last place of the exact
     value before that rounding (n up to 16384: the sum of squares is pairwise over lanes).
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit.
+
+    Floor: every value read and written once.
+    Source: DEEPSEEK_V4.md §2.
     """
     op = "rms_norm"
     width = x.shape[-1]
     require_dtype(f"{op}: x", x, torch.bfloat16, torch.float32)
-    if not 0 < width <= MAX_ROW:
-        raise OperandValueError(f"{op}: x: expected rows of 1 to {MAX_ROW} values, found shape {tuple(x.shape)}")
+    if not 0 < width <= RMS_NORM_MAX_WIDTH:
+        raise OperandValueError(
+            f"{op}: x: expected rows of 1 to {RMS_NORM_MAX_WIDTH} values, found shape {tuple(x.shape)}"
+        )
     if weight is not None:
         require_dtype(f"{op}: weight", weight, torch.bfloat16, torch.float32)
         require_shape(f"{op}: weight", weight, (width,), "[n], the last dimension of x")

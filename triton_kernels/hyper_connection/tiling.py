@@ -1,4 +1,4 @@
-"""How the work of an mHC site is laid on a chip, from sizes alone; see ``hyper_connection_site``."""
+"""Tilings of the mHC site kernel (:mod:`.site_kernel`), chosen by sizes alone, and the buffers that they need."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import triton
 
 from .site_kernel import COLUMNS
 
-WAITING = 72
-"""So many programs may wait without tickets, on a chip of more multiprocessors."""
+MAX_WAITING_WITHOUT_TICKETS = 72
+"""Most programs of a launch that may wait without tickets, on a chip that has more multiprocessors than that."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a launch.
+    """The tiling of one launch; mixers, collapsers, balancers and followers are the tasks of :mod:`.site_kernel`.
 
     Attributes:
-        tokens: of a block, which share a reading of ``fn``; a power of two, 16 at least.
-        columns: of each stream that a mixer takes at a time; a power of two, 8 at least.
-        span: of each stream that a mixer takes at most, which bounds what is between a block's mixers and its
-            followers; a multiple of ``columns``.
-        programs: mixers of a launch, where that many are possible.
-        ahead: programs from a block's mixers to its followers; so many more than the chip holds at once that these
-            hardly ever wait, but few enough for L2 to hold the block until then.
-        collapsed: tokens of one collapser. balanced: of one balancer. Powers of two.
-        warps, stages: as Triton's; a mixer is pipelined. registers: of a thread, at most.
+        tokens: tokens of a block, which share one read of ``fn``; a power of two, at least 16.
+        columns: columns of each stream that a mixer takes at a time; a power of two, at least 8.
+        span: most columns of each stream that a mixer takes in all, a multiple of ``columns``. It bounds how much lies
+            between a block's mixers and its followers.
+        programs: mixers of a launch, if that many are possible.
+        ahead: programs between a block's mixers and its followers: so many more than the chip holds at once that
+            followers hardly ever wait, but few enough that L2 still holds the block.
+        collapsed: tokens of one collapser, a power of two.
+        balanced: tokens of one balancer, a power of two.
+        warps, stages: Triton's ``num_warps`` and ``num_stages``; a mixer's loop is pipelined.
+        registers: most registers of a thread.
     """
 
     tokens: int
@@ -40,32 +42,34 @@ class Tiling:
     registers: int = 128
 
     def blocks(self, tokens: int) -> int:
+        """Blocks of ``tokens`` tokens."""
         return triton.cdiv(tokens, self.tokens)
 
     def splits(self, tokens: int, d: int) -> tuple[int, int]:
-        """Into how many parts d is split, and how long they are."""
+        """The number of splits of d, and the columns of each."""
         steps = triton.cdiv(d, self.columns)
-        parts = min(steps, max(1, self.programs // self.blocks(tokens), triton.cdiv(d, self.span)))
-        length = triton.cdiv(steps, parts) * self.columns
+        splits = min(steps, max(1, self.programs // self.blocks(tokens), triton.cdiv(d, self.span)))
+        length = triton.cdiv(steps, splits) * self.columns
         return triton.cdiv(d, length), length
 
     def followers(self, tokens: int, head: bool) -> int:
-        """Collapsers and balancers of a block."""
+        """Collapsers and balancers of a block; the final collapse (``head``) has no balancers."""
         largest = min(tokens, self.tokens)
         return triton.cdiv(largest, self.collapsed) + (0 if head else triton.cdiv(largest, self.balanced))
 
     def lag(self, tokens: int, d: int, head: bool) -> int:
-        """Blocks between a block's mixers and its followers."""
+        """Blocks of mixers between a block's own mixers and its followers."""
         programs = self.splits(tokens, d)[0] + self.followers(tokens, head)
         return min(self.blocks(tokens), triton.cdiv(self.ahead, programs))
 
     def tickets(self, tokens: int, head: bool, processors: int) -> bool:
         """Whether so many programs wait that tasks must be given out in the order in which programs begin.
 
-        processors: of the chip, or of the part of it that a process sees.
+        Args:
+            processors: multiprocessors of the chip, or of the part of it that a process sees.
         """
         waiting = self.blocks(tokens) * self.followers(tokens, head)
-        return waiting > WAITING or waiting >= processors > 1
+        return waiting > MAX_WAITING_WITHOUT_TICKETS or waiting >= processors > 1
 
 
 TILINGS = (
@@ -78,21 +82,22 @@ TILINGS = (
         ),
     ),
 )
-"""By the most tokens that each is for: the fastest of those tried on an H200 at 1 to 8192 tokens of 4096."""
+"""(most tokens, tiling), ascending: the fastest of those tried on an H200 at 1 to 8192 tokens of 4096 columns."""
 
 
 def choose_tiling(tokens: int) -> Tiling:
+    """The tiling for a launch of ``tokens`` tokens."""
     return next(tiling for limit, tiling in TILINGS if limit is None or tokens <= limit)
 
 
 def workspace_size(tokens: int, d: int) -> int:
-    """fp32 values of workspace that are enough for up to ``tokens`` tokens of width ``d``."""
+    """fp32 values of workspace that suffice for up to ``tokens`` tokens of ``d`` columns."""
     parts = max(
         max(min(tokens, tiling.tokens) * tiling.programs, tokens * triton.cdiv(d, tiling.span)) for _, tiling in TILINGS
     )
     return (parts + tokens) * COLUMNS.value
 
 
-def counters_size(tokens: int) -> int:
-    """Counters that are enough for up to ``tokens`` tokens."""
+def semaphores_size(tokens: int) -> int:
+    """int32 semaphores that suffice for up to ``tokens`` tokens: the tickets', and one a block."""
     return 1 + triton.cdiv(tokens, min(tiling.tokens for _, tiling in TILINGS))

@@ -1,1 +1,1 @@
-"""Where the tokens of a pass stand, resolved to cache slots once for all layers."""
+"""The plan of a pass: its tokens and their cache slots, resolved once for all layers (DEEPSEEK_V4.md §3.3, §4.3)."""

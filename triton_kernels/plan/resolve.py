@@ -1,8 +1,10 @@
-"""The plan of a pass, built on the device: which slots its tokens write and see (DEEPSEEK_V4.md §3.3, §4.3).
+"""The plan of a pass, built on the device: the slots that its tokens write and see (DEEPSEEK_V4.md §3.3, §4.3).
 
-Two launches before the first layer, shared by all of them, and part of a captured decode graph: sizes come from shapes
-alone. The selection of ratio-4 entries is each layer's own (``topk``); window and ratio-128 entries follow from
-positions and are resolved here.
+Two launches before the first layer, whose results all layers share. They can be part of a captured decode graph,
+because sizes come from shapes alone.
+
+Resolves window slots and ratio-128 entries, which follow from positions. It does not resolve ratio-4 entries: each
+layer selects its own (``indexer.topk``). Supports up to :data:`MAX_REQUESTS` requests and windows of a power of two.
 
 Floor: the slots that are written, 4 bytes each, and as many read.
 """
@@ -31,13 +33,14 @@ from ..common.overlap import OVERLAPPED, after_previous
 from .batch import PAGE_TOKENS, Batch
 
 MAX_REQUESTS = 4096
+"""Most requests of a pass: one program computes the prefix sum over all."""
 BLOCK = 1024
-"""Entries resolved at once: with 128, the 8192 of a million tokens took an H200 17 us."""
+"""Entries that a program resolves at once. With 128, the 8192 entries of a million tokens took an H200 17 us."""
 
 
 @triton.jit
 def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BLOCK: tl.constexpr):
-    """starts and bounds from lengths; without NEW every request adds one token."""
+    """Compute ``starts`` and ``bounds`` from lengths, in one program; without NEW every request adds one token."""
     after_previous()
     request = tl.arange(0, BLOCK)
     inside = request < requests
@@ -72,6 +75,7 @@ def _resolve(
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Resolve the window slots and ratio-RATIO entry slots of one token, and find the request that owns it."""
     after_previous()
     token = tl.program_id(0).to(tl.int64)
     request = tl.arange(0, BLOCK_B)
@@ -92,7 +96,8 @@ def _resolve(
     for begin in range(0, entries, BLOCK):
         entry = begin + tl.arange(0, BLOCK)
         inside = entry < entries
-        # Entries of a page follow one another: its first slot tells them all, and is read by neighbouring lanes.
+        # The entries of a page are contiguous, so the page's first slot determines them all; neighbouring lanes read
+        # the same one.
         place = entry % (PAGE // RATIO)
         page = tl.load(row + (entry - place).to(tl.int64) * RATIO, mask=inside, other=0)
         tl.store(entry_slots + token * entry_columns + entry, page // RATIO + place, mask=inside)
@@ -103,13 +108,13 @@ class Plan:
     """A batch and its slots. A captured graph keeps one for each of its sizes.
 
     Attributes:
-        batch: what the cache kernels read; ``owners``, ``starts`` and ``bounds`` are written here.
-        window_write: int32 [T], window slot of each token.
-        window_slots: int32 [T, window], the query's window, newest first, −1 before the beginning.
-        window_lengths: int32 [T].
-        entry_slots: int32 [T, columns], the ratio-128 entries that a query sees, in order; what lies beyond
-            ``entry_lengths`` is not written.
-        entry_lengths: int32 [T], ``(position + 1) // 128``.
+        batch: what the cache kernels read; :func:`resolve` writes its ``owners``, ``starts`` and ``bounds``.
+        window_write: int32 [T], the window slot of each token.
+        window_slots: int32 [T, window], the slots of each query's window, newest first, −1 before the first position.
+        window_lengths: int32 [T], ``min(position + 1, window)``.
+        entry_slots: int32 [T, columns], the slots of the ratio-128 entries that each query sees, in order; those beyond
+            ``entry_lengths`` are not written.
+        entry_lengths: int32 [T], ``(position + 1) // 128``, at most the columns.
     """
 
     batch: Batch
@@ -123,11 +128,14 @@ class Plan:
     def allocate(
         cls, positions: Tensor, requests: Tensor, slots: Tensor, full_to_swa: Tensor, *, window: int, columns: int
     ) -> Plan:
-        """Room for a pass of these tokens and requests, whose tensors it refers to.
+        """Room for the plan of a pass, which refers to the given tensors; contents undefined.
 
         Args:
-            positions: int64 [T]. requests: int64 [B]. slots, full_to_swa: as in :class:`~.batch.Batch`.
-            window: a power of two. columns: ratio-128 entries of the longest sequence that may come.
+            positions: int64 [T].
+            requests: int64 [B].
+            slots, full_to_swa: as in :class:`~.batch.Batch`.
+            window: tokens of a window, a power of two.
+            columns: ratio-128 entries of the longest sequence that may come.
         """
         tokens, count = positions.shape[0], requests.shape[0]
 
@@ -142,9 +150,17 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     """Fill ``plan`` for its positions and requests.
 
     Args:
-        plan: from :meth:`Plan.allocate`; all but positions, requests and the tables of slots is written.
-        seq_lens: int32 or int64 [B], lengths after this pass.
-        new_tokens: int32 or int64 [B], tokens that each request adds, T in all; one each (decode) unless given.
+        plan: from :meth:`Plan.allocate`; everything but positions, requests and the tables of slots is written.
+        seq_lens: int32 or int64 [B], contiguous, the lengths of sequences after this pass.
+        new_tokens: int32 or int64 [B], contiguous, the tokens that each request adds, T in all; one each (decode)
+            unless given.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above.
+        OperandValueError: a shape, stride or device does not fit, there are more than 4096 requests, or the window is
+            not a power of two.
+
+    Source: DEEPSEEK_V4.md §3.3, §4.3.
     """
     op, batch = "resolve", plan.batch
     batch.check(op)

@@ -1,1 +1,1 @@
-"""Activations to NVFP4: the recipe as device functions, rows as kernels store them, and the ops that only quantise."""
+"""Quantisation of activations to NVFP4: the recipe as device functions, the stored rows, and ops that only quantise."""

@@ -1,7 +1,7 @@
-"""Quantisation of one row to NVFP4: the device functions that every kernel writing NVFP4 goes through.
+"""Quantisation of one row to NVFP4: device functions that every kernel which writes NVFP4 calls.
 
-Recipe (``nvfp4_sgl.formats.nvfp4.quantize_rows``; DEEPSEEK_V4.md §9.2), all in fp32, each line one rounding to nearest
-even, so that nothing can be fused; equal bit for bit::
+The recipe is that of ``nvfp4_sgl.formats.nvfp4.quantize_rows`` (DEEPSEEK_V4.md §9.2), bit for bit. All of it is fp32,
+and each operation rounds once to nearest even, so that nothing can be fused::
 
     x    = NaN → +0, then clamp to ±(largest finite bf16)
     g    = max(max|x| over the row, 2^-100) * fp32(1/2688)
@@ -10,9 +10,11 @@ even, so that nothing can be fused; equal bit for bit::
     inv  = 1 / (s * g)
     code = e2m1(x * inv), saturating;  0 in a block with s = 0
 
-A row is held as two tiles [blocks, 8], the first and the last eight elements of each block: eight bf16 are what one
-load takes, and with both tiles laid out alike a block is whole in one thread, which finds its maximum, its scale and
-its two words of codes alone.
+A row is held as two tiles [blocks, 8], the first and the last eight elements of each block. One load takes eight bf16,
+and as both tiles have the same layout a whole block lies in one thread, which computes the block's maximum, its scale
+and its two words of codes alone.
+
+Supports rows of a multiple of 16 elements that one program holds in registers; any values, NaN and infinities included.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ import triton.language as tl
 from ..common.rounding import BF16_MAX_BITS, decode_e4m3, encode_e2m1_word, encode_e4m3, finite, reciprocal
 
 AMAX_FLOOR = tl.constexpr(2.0**-100)
+"""Least maximum of a row that its scale is computed from."""
 INVERSE_FULL_SCALE = tl.constexpr(1.0 / 2688.0)
+"""1 / (6 * 448): over the largest E2M1 code times the largest E4M3 block scale."""
 INVERSE_E2M1_MAX = tl.constexpr(1.0 / 6.0)
+"""1 over the largest E2M1 code."""
 
 
 @triton.jit
 def _columns(BLOCKS: tl.constexpr):
-    """[BLOCKS, 8] int32: where in the row the first tile's elements are; the last tile's are eight further on."""
+    """int32 [BLOCKS, 8]: the columns of the first tile's elements; those of the last tile are eight higher."""
     return tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
 def load_halves(row_ptr, k, BLOCKS: tl.constexpr, CACHE: tl.constexpr = ""):
-    """The two tiles, as fp32, of the row of ``k`` elements at ``row_ptr``; 0 beyond. CACHE: the loads' modifier."""
+    """Load the row of ``k`` elements at ``row_ptr`` as two fp32 tiles, 0 beyond. CACHE: cache modifier of the loads."""
     column = _columns(BLOCKS)
     first = tl.load(row_ptr + column, mask=column < k, other=0.0, cache_modifier=CACHE)
     last = tl.load(row_ptr + 8 + column, mask=column + 8 < k, other=0.0, cache_modifier=CACHE)
@@ -44,7 +49,7 @@ def load_halves(row_ptr, k, BLOCKS: tl.constexpr, CACHE: tl.constexpr = ""):
 
 @triton.jit
 def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
-    """The reverse, of tiles in the dtype that is stored."""
+    """Store two tiles, in the dtype of the memory, as the row of ``k`` elements at ``row_ptr``."""
     column = _columns(BLOCKS)
     tl.store(row_ptr + column, first, mask=column < k)
     tl.store(row_ptr + 8 + column, last, mask=column + 8 < k)
@@ -52,24 +57,25 @@ def store_halves(row_ptr, first, last, k, BLOCKS: tl.constexpr):
 
 @triton.jit
 def halves(values, BLOCKS: tl.constexpr):
-    """The two tiles of values that are elsewhere than in memory, of any shape of 16·BLOCKS, row after row."""
+    """Split values in registers, of any shape of 16·BLOCKS elements in row-major order, into the two tiles."""
     return tl.split(tl.permute(tl.reshape(values, (BLOCKS, 2, 8)), (0, 2, 1)))
 
 
 @triton.jit
 def split_pairs(half, BLOCKS: tl.constexpr):
-    """[BLOCKS, 8] → its even and its odd elements, [BLOCKS, 4] each."""
+    """Split a tile [BLOCKS, 8] into its even and its odd columns, [BLOCKS, 4] each."""
     return tl.split(tl.reshape(half, (BLOCKS, 4, 2)))
 
 
 @triton.jit
 def _larger(a, b):
+    """Elementwise maximum; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def block_maxima(first, last, BLOCKS: tl.constexpr):
-    """Largest magnitude of each block, fp32 [BLOCKS]; NaN if there is one."""
+    """The largest magnitude of each block, fp32 [BLOCKS]; NaN if the block has one."""
     a, b = split_pairs(_larger(tl.abs(first), tl.abs(last)), BLOCKS)
     a, b = tl.split(tl.reshape(_larger(a, b), (BLOCKS, 2, 2)))
     a, b = tl.split(_larger(a, b))
@@ -78,7 +84,7 @@ def block_maxima(first, last, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _words(half, inverse, BLOCKS: tl.constexpr):
-    """int32 [BLOCKS]: the eight codes of each block's half."""
+    """Encode a tile times the inverse of its blocks' steps: int32 [BLOCKS], eight codes a word."""
     even, odd = split_pairs(half * inverse[:, None], BLOCKS)
     x04, x26 = tl.split(tl.reshape(even, (BLOCKS, 2, 2)))
     x15, x37 = tl.split(tl.reshape(odd, (BLOCKS, 2, 2)))
@@ -91,10 +97,10 @@ def _words(half, inverse, BLOCKS: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
-    """Codes and scales of blocks, given their maxima and the row's scale.
+    """Quantise blocks, given their maxima and the row scale.
 
-    first, last: fp32 [BLOCKS, 8], without NaN and infinity. amax: fp32 [BLOCKS]. g: fp32, one value.
-    Returns int32 [BLOCKS, 2], eight codes each, and int32 [BLOCKS], E4M3 codes of the scales.
+    first, last: fp32 [BLOCKS, 8], finite. amax: fp32 [BLOCKS]. g: the row scale, one fp32 value.
+    Returns the codes, int32 [BLOCKS, 2] of eight codes each, and the block scales' E4M3 codes, int32 [BLOCKS].
     """
     scale = encode_e4m3((amax * reciprocal(g)) * INVERSE_E2M1_MAX)
     step = tl.where(scale == 0, 1.0, decode_e4m3(scale) * g)
@@ -105,19 +111,19 @@ def quantize_blocks(first, last, amax, g, BLOCKS: tl.constexpr):
 
 @triton.jit
 def row_scale(maximum):
-    """The row scale of rows with these largest magnitudes, fp32."""
+    """The fp32 row scales of rows with these largest magnitudes."""
     return tl.maximum(maximum, AMAX_FLOOR) * INVERSE_FULL_SCALE
 
 
 @triton.jit
 def quantize_row(first, last, BLOCKS: tl.constexpr):
-    """Quantise a row, or a group of it.
+    """Quantise a row, or one group of it that has a scale of its own.
 
-    first, last: fp32 [BLOCKS, 8], anything; 0 beyond the row.
-    Returns what :func:`quantize_blocks` does, and the row scale.
+    first, last: fp32 [BLOCKS, 8], any values; 0 beyond the row.
+    Returns codes and block scales as :func:`quantize_blocks` does, and the row scale.
     """
     maxima = block_maxima(first, last, BLOCKS)
-    # As integers: in the order of their bits NaN is above infinity.
+    # Compared as integers: in the order of bits NaN is above infinity, so one comparison finds both.
     row_maximum = tl.max(maxima.to(tl.int32, bitcast=True), axis=0)
     if row_maximum > BF16_MAX_BITS:  # almost never: a NaN, an infinity or more than bf16 holds
         first, last = finite(first), finite(last)

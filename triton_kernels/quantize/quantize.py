@@ -1,7 +1,10 @@
-"""Activations to NVFP4 in a launch of their own, where the kernel that makes them cannot quantise them itself.
+"""Quantisation of activations to NVFP4 in a launch of its own, if the kernel that makes them cannot quantise them.
 
-The recipe is that of ``nvfp4.py``, bit for bit. On an H200 (2026-11-21, 8192 rows) :func:`quantize` reaches 60 to 75 %
-of its floor in bytes: by the compiled code, encoding takes some 17 instructions an element there.
+The recipe is that of :mod:`.nvfp4`, bit for bit. Supports bf16 and fp32 rows, each with a scale of its own, or several
+groups a row with a scale each; K a multiple of 64, small enough that a program holds a row in registers.
+
+Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written. On an H200 (2026-11-21, 8192 rows) :func:`quantize` reaches 60
+to 75 % of its floor in bytes: by the compiled code, encoding takes some 17 instructions an element there.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from .nvfp4 import load_halves
 from .rows import check_rows, rows_arguments, store_quantized_row
 
 SINGLE_BLOCK_MAX_ROWS = 511
-"""Rows up to which a thread quantises one block, which is soonest done; of more rows, which fill the device, two.
+"""Most rows of a launch whose threads quantise one block each, which has the least latency. More rows fill the device,
+and then a thread quantises two.
 
-Measured on an H200 at 8192 rows, 2026-11-21, us with 1, 2 and 4: 30.2, 27.2, 27.3 (4096 columns), 62.0, 52.4, 49.3
-(7168 columns)."""
+Measured on an H200 at 8192 rows, 2026-11-21, us with 1, 2 and 4 blocks a thread: 30.2, 27.2, 27.3 (4096 columns), 62.0,
+52.4, 49.3 (7168 columns)."""
 
 
 @triton.jit
@@ -37,13 +41,20 @@ def _quantize_kernel(x, x_row, x_group, out, blocks, BLOCKS: tl.constexpr):
 
 
 def quantize(x: Tensor, out: Rows) -> None:
-    """Quantise rows, each with a scale of its own.
+    """Quantise rows to NVFP4, each row (or each group of a row) with a scale of its own.
 
     Args:
         x: bf16 or fp32 [T, K] or [T, G, K], the last dimension contiguous, K a multiple of 64.
-        out: of the shape of ``x``; written.
+        out: rows of the shape of ``x``; written. Block scales of the padding are left as they are.
+
+    Rounding: as in :mod:`.nvfp4`, bit-equal to ``nvfp4_sgl.formats.nvfp4.quantize_rows``.
+
+    Raises:
+        OperandTypeError: a dtype is not one of those above, or not that of ``Rows``.
+        OperandValueError: a shape, stride, alignment or device does not fit.
 
     Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written.
+    Source: DEEPSEEK_V4.md §9.2, §9.3.
     """
     checks.require_dtype("x", x, torch.bfloat16, torch.float32)
     if x.dim() not in (2, 3):
@@ -67,6 +78,6 @@ def quantize(x: Tensor, out: Rows) -> None:
 
 
 def row_warps(blocks: int, rows: int) -> int:
-    """Warps that quantise a row of so many blocks, where a launch has so many rows."""
+    """Warps of a program that quantises a row of ``blocks`` blocks, in a launch of ``rows`` rows."""
     each = 1 if rows <= SINGLE_BLOCK_MAX_ROWS else 2
     return max(1, min(16, blocks // (32 * each)))

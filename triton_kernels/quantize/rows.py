@@ -1,7 +1,7 @@
-"""Rows of NVFP4 as kernels write them: ``nvfp4_sgl.formats.rows.Rows`` checked, passed and stored.
+"""NVFP4 rows as kernels write them: checks, kernel arguments and stores for ``nvfp4_sgl.formats.rows.Rows``.
 
-Nothing is allocated. Block scales that pad the last atoms are left alone: they are multiplied into rows of the GEMM's
-output that nobody keeps.
+Nothing is allocated. Block scales that pad the last atoms are not written: the GEMM multiplies them only into rows of
+its output that nobody keeps. The layout is that of ``nvfp4_sgl.formats.scale_layout`` (DEEPSEEK_V4.md §9.4).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
 from .nvfp4 import quantize_row
 
 K_MULTIPLE = 64
-"""Of K: whole groups of four block scales."""
+"""K must be a multiple of this: whole groups of four block scales."""
 
 CODES_ALIGNMENT = 4
-"""Bytes: codes are stored eight at a time."""
+"""Alignment of a row's codes in bytes: eight codes, four bytes, are stored at a time."""
 
 
 class RowsArguments(NamedTuple):
-    """:class:`Rows` as a kernel takes them; strides in bytes, TILE (rows that share a row of atoms) a constant.
+    """:class:`Rows` as a kernel takes them; strides are in bytes.
 
-    Rows without groups have one.
+    ``groups`` is 1 for rows without groups. TILE, the rows that share a row of atoms, is a compile-time constant.
     """
 
     codes: Tensor
@@ -42,9 +42,18 @@ class RowsArguments(NamedTuple):
 
 
 def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tensor) -> None:
-    """Refuse rows that are not [*leading, k], or not on the device of ``x``; metadata only.
+    """Refuse rows that are not [*leading, k] or not on the device of ``x``; from metadata and addresses alone.
 
-    leading: (T,), or (T, G) where each of G groups has a scale of its own.
+    Args:
+        name: of the rows, for messages.
+        rows: what a kernel is to write.
+        leading: (T,), or (T, G) if each of G groups has a scale of its own.
+        k: K, a multiple of 64.
+        x: the tensor that is quantised.
+
+    Raises:
+        OperandTypeError: a dtype is not that of ``Rows``.
+        OperandValueError: a shape, stride, alignment or device does not fit.
     """
     checks.require_multiple(name, "K", k, K_MULTIPLE)
     meaning = "[T]" if len(leading) == 1 else "[T, G]"
@@ -64,6 +73,7 @@ def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tenso
 
 
 def rows_arguments(rows: Rows) -> RowsArguments:
+    """``rows`` as a kernel takes them."""
     grouped = rows.codes.dim() == 3
     return RowsArguments(
         codes=rows.codes,
@@ -78,10 +88,10 @@ def rows_arguments(rows: Rows) -> RowsArguments:
 
 @triton.jit
 def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
-    """Byte of a block's scale in a matrix of ``matrix_blocks`` columns, a multiple of 4; row int64.
+    """The byte offset of a block's scale in a matrix of ``matrix_blocks`` blocks a row, a multiple of 4; row int64.
 
-    Atoms of 128 rows by 4 blocks, 512 bytes, in row-major order; row r, block b of an atom at
-    ``r % 32 * 16 + r // 32 * 4 + b``. TILE rows to each row of atoms.
+    Atoms of 128 rows by 4 blocks, 512 bytes, are stored in row-major order; row r, block b of an atom is at
+    ``r % 32 * 16 + r // 32 * 4 + b``. Each row of atoms holds TILE rows.
     """
     atom = row // TILE * (matrix_blocks // 4) + block // 4
     within = row % TILE
@@ -90,7 +100,7 @@ def block_scale_offset(row, block, matrix_blocks, TILE: tl.constexpr):
 
 @triton.jit
 def store_codes_and_scales(words, scale, out, row, group, blocks, BLOCKS: tl.constexpr):
-    """Store codes and block scales that :func:`quantize_row` gave; arguments as of :func:`store_quantized_row`."""
+    """Store codes and block scales from :func:`quantize_row`; arguments as those of :func:`store_quantized_row`."""
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
     codes = out.codes + row * out.codes_row + group * out.codes_group
@@ -102,10 +112,10 @@ def store_codes_and_scales(words, scale, out, row, group, blocks, BLOCKS: tl.con
 
 @triton.jit
 def store_quantized_row(first, last, out, row, group, blocks, BLOCKS: tl.constexpr):
-    """Quantise a row, or a group of it, and store codes, block scales and row scale.
+    """Quantise a row, or a group of it, and store its codes, block scales and row scale.
 
-    first, last: fp32 [BLOCKS, 8], anything; 0 beyond ``blocks``. out: :class:`RowsArguments`. row: int64. group: 0
-    where rows have none.
+    first, last: fp32 [BLOCKS, 8], any values; 0 beyond ``blocks``. out: :class:`RowsArguments`. row: int64. group: 0 if
+    rows have no groups. blocks: blocks of a row or group, at most BLOCKS.
     """
     words, scale, g = quantize_row(first, last, BLOCKS)
     tl.store(out.scale + row * out.groups + group, g)

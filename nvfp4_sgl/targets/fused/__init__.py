@@ -1,8 +1,8 @@
-"""GPUs: every boundary is a fused kernel, or a few.
+"""The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
-Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. ``products_bf16`` (Hopper for now) and
-``products_nvfp4`` (SM100) hold the GEMMs, and are all that differs between the two. Activations are bf16, accumulators
-and everything that the specification keeps in fp32 are fp32, cache rows are SGLang's packed entries. A pass waits for
+Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The two targets differ in their GEMMs
+alone: ``products_bf16`` (Hopper for now) and ``products_nvfp4`` (SM100). Activations are bf16. Accumulators, and
+everything that the specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for
 nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
 """
 
@@ -18,7 +18,7 @@ from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
 
 
 def bf16_boundaries() -> Boundaries:
-    """Hopper's."""
+    """The boundaries on Hopper: bf16 GEMMs."""
     return Boundaries(
         plan=FusedPlanner,
         embed=FusedEmbedding,
@@ -35,7 +35,7 @@ def bf16_boundaries() -> Boundaries:
 
 
 def nvfp4_boundaries() -> Boundaries:
-    """SM100's: Hopper's with other GEMMs."""
+    """The boundaries on SM100: those of Hopper with NVFP4 GEMMs."""
     return replace(
         bf16_boundaries(),
         plan=nvfp4.NvFp4Planner,

@@ -1,4 +1,4 @@
-"""An attention layer's boundaries on a GPU (spec sections 3 to 5)."""
+"""The boundaries of an attention layer on a GPU (DEEPSEEK_V4.md §3 to §5)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from nvfp4_sgl.weights.source import frozen
 
 
 def packed(rows: RowStore | None) -> Entries:
-    """The pages behind a row store; :class:`UnsupportedError` unless they are SGLang's packed ones."""
+    """The pages of a row store.
+
+    Raises:
+        UnsupportedError: they are not SGLang's packed pages.
+    """
     if not isinstance(rows, PackedKvRows | PackedIndexRows):
         raise UnsupportedError(
             f"cache rows: the GPU kernels read SGLang's packed pages, found {type(rows).__name__};"
@@ -35,7 +39,7 @@ def packed(rows: RowStore | None) -> Entries:
 
 
 class FusedCompressor(nn.Module):
-    """``ape`` fp32 [ratio, w] and ``norm`` [n] of one compressor."""
+    """The parameters of one compressor: ``ape`` fp32 [ratio, w] and ``norm`` [n] (DEEPSEEK_V4.md §4.1)."""
 
     def __init__(self, context: Context, stem: str, ratio: int):
         super().__init__()
@@ -44,13 +48,13 @@ class FusedCompressor(nn.Module):
         self.parameters_ = Compressor(ratio, self.ape.data, self.norm.data, context.config.rms_norm_eps)
 
     def compression(self, columns: tuple[Tensor, Tensor], state: Tensor | None, rows: RowStore | None) -> Compression:
-        """The columns that it reads in a pass, and the pools that it writes."""
+        """The compressor's operands in a pass: the columns that it reads and the pools that it writes."""
         assert state is not None
         return Compression(self.parameters_, *columns, state, *packed(rows))
 
 
 class FusedAttentionInputs(nn.Module):
-    """Latents, window rows, compressed entries, index keys and compressor states, in one launch or two."""
+    """Latents, window rows, compressed entries, index keys and compressor states, in one or two launches."""
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()
@@ -88,20 +92,24 @@ class FusedAttentionInputs(nn.Module):
         if self.index_compressor is not None and columns.index_compressor is not None:
             calls.append(self.index_compressor.compression(columns.index_compressor, cache.index_state, cache.index))
         weights = columns.index_weights
-        joined = None
+        deferred_weights = None
         if isinstance(weights, Unmultiplied):
             values = x.require_values()
-            joined = IndexWeights(
+            deferred_weights = IndexWeights(
                 values, weights.weight, torch.empty(tokens, len(weights.weight), dtype=torch.float32, device=device)
             )
-            weights = joined.out
+            weights = deferred_weights.out
         batch, workspace = step.plan.batch, step.workspace
-        prepare_attention(latents, calls, batch, self._frequencies, workspace=workspace, index_weights=joined)
+        prepare_attention(latents, calls, batch, self._frequencies, workspace=workspace, index_weights=deferred_weights)
         return Prepared(q_lora, weights)
 
 
 class FusedSelection(nn.Module):
-    """Score the visible ratio-4 entries; slots of the best, int32 [T, index_topk], and how many."""
+    """The lightning indexer: score the visible ratio-4 entries and select the best (DEEPSEEK_V4.md §5).
+
+    Returns their slots, int32 [T, index_topk], and their numbers, int32 [T]. Queries are scored in parts of as many as
+    the pass has room for scores.
+    """
 
     def __init__(self, context: Context, table: RopeTable):
         super().__init__()
@@ -126,7 +134,10 @@ class FusedSelection(nn.Module):
 
 
 class FusedAttentionCore(nn.Module):
-    """Query norm, RoPE both ways, sparse attention and, for groups of the usual sizes, quantisation, in one launch."""
+    """Query norm, RoPE and its inverse, sparse attention and quantisation in one launch (DEEPSEEK_V4.md §3.1 to §3.3).
+
+    Quantisation is part of the launch for the group sizes that ``fuses_quantization`` names, else a launch of its own.
+    """
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Routing on a GPU; the shared expert is one more group, which every token visits with weight 1 (spec section 6)."""
+"""Routing on a GPU (DEEPSEEK_V4.md §6.1). The shared expert is a group, which every token visits with weight 1."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nvfp4_sgl.weights.source import frozen
 
 
 class RoutedExperts(Protocol):
-    """What the router asks of the experts behind it."""
+    """What the router needs of the experts that follow it."""
 
     def new_routes(self, tokens: int) -> Routes:
         """Routes with the groups and the tile that the experts' GEMMs need; contents undefined."""
 
 
 class FusedRouter(nn.Module):
-    """Router logits in fp32 from bf16 operands, then choice, weights and permutation in one kernel."""
+    """The router: a bf16 GEMM with fp32 logits, then choice, weights and permutation in one operation."""
 
     def __init__(self, context: Context, layer: int, experts: RoutedExperts):
         super().__init__()
@@ -39,9 +39,9 @@ class FusedRouter(nn.Module):
         logits = multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
-        places = (self._config.routed_scaling_factor, routes, step.route_semaphore)
+        shared_arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
         if self._is_hash:
-            route_hash(logits, self.tid2eid, token_ids, *places, shared_expert=True)
+            route_hash(logits, self.tid2eid, token_ids, *shared_arguments, shared_expert=True)
         else:
-            route_topk(logits, self.bias, *places, shared_expert=True)
+            route_topk(logits, self.bias, *shared_arguments, shared_expert=True)
         return routes

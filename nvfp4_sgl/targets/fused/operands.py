@@ -1,4 +1,4 @@
-"""Buffers of activations in the forms that consumers ask for."""
+"""Buffers of activations, in the forms that their consumers read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 
 
 def new_rows(tokens: int, k: int, device: torch.device, *, groups: int | None = None) -> Rows:
-    """Room for [tokens, k] or [tokens, groups, k] in NVFP4, as the GEMMs of so many tokens read it."""
+    """Room for NVFP4 activations [tokens, k] or [tokens, groups, k], laid out for the GEMMs of that many tokens."""
     return Rows.allocate(tokens, k, token_tile_for(tokens), device, groups=groups)
 
 
 def in_form(values: Tensor, form: Form) -> Operand:
-    """``values``, bf16 [T, K] or [T, G, K], in ``form``; a launch of its own where that is NVFP4."""
+    """``values``, bf16 [T, K] or [T, G, K], as an operand in ``form``; NVFP4 takes a launch of its own."""
     if Form.NVFP4 not in form:
         return Operand(values)
     groups = values.shape[1] if values.dim() == 3 else None

@@ -1,4 +1,4 @@
-"""Plans of passes on a GPU: resolved to slots on the device, in decode inside the captured graph."""
+"""Plans of passes on a GPU: slots are resolved on the device, for decode inside the captured graph."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 class FusedPlanner:
     """Prepares a :class:`Step` for every pass.
 
-    A captured graph reads lengths, positions and request slots where its caller keeps them, and resolves slots in its
+    A captured graph reads lengths, positions and request slots from its caller's tensors and resolves slots in its
     first kernels. Eager decode uses sizes of the same maxima, so that both give the same bits.
     """
 
     def __init__(self, context: Context, slots: Slots, caches: Sequence[LayerCache]):
         for cache in caches:
-            packed(cache.swa)  # refuse exact rows now rather than at the first request
+            packed(cache.swa)  # refuse exact rows here rather than at the first request
         self.context, self.slots, self.caches = context, slots, caches
         self.scratch = Scratch(context.device)
         self._frequencies = device_frequencies(context.config, context.device)
@@ -32,7 +32,7 @@ class FusedPlanner:
         self._added: dict[tuple[int, int], Tensor] = {}
 
     def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
-        """Room for a pass; not filled."""
+        """Room for a pass, not filled; ``scores`` as in :meth:`Step.allocate`."""
         longest = self.slots.longest
         if not request.is_decode and request.longest is not None:
             longest = request.longest
@@ -49,25 +49,31 @@ class FusedPlanner:
         )
 
     def plan(self, request: PassRequest) -> Step:
+        """A filled step for one eager pass."""
         step = self.allocate(request)
         self.fill(step, request)
         return step
 
     def reserve(self, requests: int) -> None:
-        """Index scores of the largest graph; graphs run one at a time and share them."""
+        """Allocate index scores for the largest graph; graphs run one at a time and share them."""
         self._scores = Step.new_scores(self.context.config, requests, self.slots.longest, self.context.device)
 
     def capture(self, request: PassRequest) -> Step:
+        """Room for a pass that is about to be captured; :meth:`fill` is part of the graph."""
         assert self._scores is not None, "reserve has not run"
         step = self.allocate(request, scores=self._scores)
         self._tokens_added(request)
         return step
 
     def fill(self, step: Step, request: PassRequest) -> None:
+        """Fill a step on the device; kernels only."""
         step.prepare(self._frequencies, request.ends, self._tokens_added(request))
 
     def _tokens_added(self, request: PassRequest) -> Tensor | None:
-        """int [B]; ``None`` if each request adds one. Made before a capture, which must not fill memory."""
+        """Tokens that each request adds, int [B]; ``None`` if each adds one.
+
+        Made before a capture, because a captured graph must not fill memory.
+        """
         if request.added is not None or request.tokens_each == 1:
             return request.added
         key = (request.requests.shape[0], request.tokens_each)
@@ -76,12 +82,14 @@ class FusedPlanner:
         return self._added[key]
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
-        """Passes that compile every variant of a kernel that passes of up to ``tokens`` tokens ask for."""
+        """Passes that compile every kernel variant that passes of up to ``tokens`` tokens can need."""
         return warm_up_passes(self.slots, tokens)
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
+        """Run the decoder on every pass of :meth:`warm_up_passes`."""
         for request in self.warm_up_passes(tokens):
             step, ids = self.plan(request), torch.zeros_like(request.positions)
-            decoder.expand(table[:1].expand(len(ids), -1).contiguous())  # ranks of a split vocabulary begin so
+            # Ranks of a split vocabulary start from embeddings rather than ids.
+            decoder.expand(table[:1].expand(len(ids), -1).contiguous())
             decoder(decoder.embed(ids, table), ids, step, self.caches)

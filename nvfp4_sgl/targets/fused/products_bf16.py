@@ -1,8 +1,8 @@
-"""GEMMs on Hopper for now: bf16 on weights that were dequantised at load.
+"""bf16 GEMMs on weights that were dequantised at load, for Hopper for now.
 
-A stand-in until this architecture has NVFP4 kernels: right, but with four times the bytes of packed weights. Each
-NVFP4 weight is ``code * block_scale * global_scale`` in fp32, rounded once to bf16 (FP8 weights are exact in bf16);
-activations enter as they are, so this is the mode ``w4a16``. Accumulation is the library's, in fp32.
+A stand-in until this architecture has NVFP4 kernels: correct, but with four times the bytes of packed weights. Each
+NVFP4 weight is ``code * block_scale * global_scale`` in fp32, rounded once to bf16 (FP8 weights are exact in bf16).
+Activations are not quantised, so this is the mode ``w4a16``. The GEMMs are torch's, with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 
 def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
-    """A copy of the matrix in bf16 on ``device``, shape [..., N, K]."""
+    """Dequantise a matrix to bf16 on ``device``, [..., N, K]; a copy."""
     if isinstance(matrix, Tensor):
         return matrix.to(device, torch.bfloat16, copy=True)
     moved = matrix.to(device)
@@ -36,7 +36,7 @@ def dequantized(matrix: Matrix, device: torch.device) -> Tensor:
 def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``x @ weight^T`` with fp32 accumulation: [T, N] in ``dtype``, bf16 or fp32, from bf16 [T, K] and [N, K]."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
-    if not x.is_cuda:  # beside Triton's interpreter: bf16 products of the CPU have no fp32 result
+    if not x.is_cuda:  # with Triton's interpreter: bf16 GEMMs on the CPU have no fp32 result
         return out.copy_(x.float() @ weight.float().t())
     if dtype == torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
@@ -44,7 +44,7 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Bf16Projection(nn.Module):
-    """Matrices that read the same activation, as one product: ``weight`` bf16 [sum of rows, K]."""
+    """Matrices that read the same activation, merged into one GEMM: ``weight`` bf16 [sum of rows, K]."""
 
     takes = Form.VALUES
 
@@ -55,12 +55,12 @@ class Bf16Projection(nn.Module):
         self.weight = frozen(torch.cat(parts))
 
     def forward(self, x: Operand) -> list[Tensor]:
-        """A bf16 column slice [T, rows] for each shard."""
+        """The columns of each shard, slices bf16 [T, rows]."""
         return list(multiply(x.require_values(), self.weight, torch.bfloat16).split(self.sizes, dim=1))
 
 
 class Bf16InputProjection(nn.Module):
-    """The first products of an attention layer, index weights among them, as one."""
+    """The first GEMMs of an attention layer, that of the index weights included, merged into one."""
 
     takes = Form.VALUES
 
@@ -70,13 +70,13 @@ class Bf16InputProjection(nn.Module):
         self.projection = Bf16Projection(context, [*shards, *([index_weights] if index_weights else [])])
 
     def forward(self, x: Operand) -> Columns:
-        """fp32 columns."""
+        """The layer's columns in fp32."""
         product = multiply(x.require_values(), self.projection.weight, torch.float32)
         return columns_of(product.split(self.projection.sizes, dim=1), indexed=self._is_indexed)
 
 
 class Bf16GroupedProjection(nn.Module):
-    """Block-diagonal product (spec section 3.4): ``weight`` bf16 [G, N, K]."""
+    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4): ``weight`` bf16 [G, N, K]."""
 
     takes = Form.VALUES
 
@@ -96,7 +96,7 @@ class Bf16GroupedProjection(nn.Module):
 
 
 class Bf16ExpertProjection(nn.Module):
-    """One product an expert, all of one shape: ``weight`` bf16 [E, N, K]."""
+    """The grouped GEMM of experts, all of one shape: ``weight`` bf16 [E, N, K]."""
 
     def __init__(self, matrices: Iterable[Matrix], count: int, device: torch.device):
         super().__init__()
@@ -110,12 +110,12 @@ class Bf16ExpertProjection(nn.Module):
         self.weight = frozen(weight)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """bf16 [R, N] from bf16 [R, K]: rows ``ends[e - 1] .. ends[e] - 1`` by expert e, ``ends`` int32 [E]."""
+        """bf16 [R, N] from bf16 [R, K]; expert e takes rows ``ends[e - 1] .. ends[e] - 1``, ``ends`` int32 [E]."""
         return functional.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
 
 
 class Bf16Experts(nn.Module):
-    """Routed and shared experts as grouped products; rows without padding."""
+    """Routed and shared experts as two grouped GEMMs with SwiGLU between them; rows have no padding."""
 
     takes = Form.VALUES
 
@@ -129,11 +129,14 @@ class Bf16Experts(nn.Module):
         self._groups, self._device = len(matrices), device
 
     def new_routes(self, tokens: int) -> Routes:
-        """One group more than there are, which nobody visits: where a group begins, the one before it ends."""
+        """Routes with one group more than there are experts, which no token visits.
+
+        The offset of each group is the end of the one before, and so the last expert's end is an offset, too.
+        """
         return Routes.allocate(tokens, self._config.num_experts_per_tok + 1, self._groups + 1, 1, self._device)
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
-        """bf16 [T, d]."""
+        """The weighted sum of experts, bf16 [T, d]."""
         values, ends = x.require_values(), routes.offsets[1:]
         rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
         gate_up = self.w13(scatter_rows(values, routes.destination, rows), ends)

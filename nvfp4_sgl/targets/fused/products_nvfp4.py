@@ -1,7 +1,8 @@
-"""GEMMs on SM100: NVFP4 weights times NVFP4 activations on the tensor cores (mode ``w4a4``).
+"""NVFP4 GEMMs on SM100: NVFP4 weights times NVFP4 activations on the tensor cores (mode ``w4a4``).
 
-Weights stay packed from the checkpoint to the tensor core: codes are copied to the GPU as they are, block scales are
-re-laid there once, global scales become the epilogue's alphas. Router, index weights and LM head are bf16, as stored.
+Weights stay packed from the checkpoint to the tensor core. Codes are copied to the GPU as they are, block scales are
+swizzled there once, and global scales become the epilogue's alphas. Router, index weights and LM head are bf16, as
+stored.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 
 def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
-    """A copy of merged shards on the device, packed; :class:`CheckpointError` names the first if it is not NVFP4."""
+    """Merge shards and copy them to the device, packed.
+
+    Raises:
+        CheckpointError: the shards are not NVFP4; names the first.
+    """
     matrix = load_matrix(context.source, shards, groups=groups)
     if isinstance(matrix, Tensor):
         stem = shards[0].stem
@@ -54,7 +59,7 @@ def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4T
 
 
 class NvFp4Weights(nn.Module):
-    """The operand of a GEMM as parameters: codes as in the checkpoint, block scales swizzled, alphas."""
+    """The weight operand of a GEMM as parameters: codes as in the checkpoint, swizzled block scales, alphas."""
 
     def __init__(self, weights: Weights):
         super().__init__()
@@ -63,11 +68,12 @@ class NvFp4Weights(nn.Module):
 
     @property
     def operand(self) -> Weights:
+        """As the GEMMs take it."""
         return Weights(self.codes.data, self.block_scales.data, self.scale.data)
 
 
 class NvFp4Projection(nn.Module):
-    """Matrices that read the same activation, as one GEMM; each keeps its global scale as alphas of its features."""
+    """Matrices that read the same activation, merged into one GEMM; each keeps its global scale, an alpha a feature."""
 
     takes = Form.NVFP4
 
@@ -79,19 +85,19 @@ class NvFp4Projection(nn.Module):
         self.weights = NvFp4Weights(Weights.dense(merged.packed, merged.block_scale, merged.global_scale))
 
     def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A column slice [T, rows] in ``dtype`` for each shard."""
+        """The columns of each shard, slices [T, rows] in ``dtype``."""
         result = operations.product(x.require_rows(), self.weights.operand, dtype=dtype)
         return result.split(self.sizes, dim=1)
 
     def forward(self, x: Operand) -> list[Tensor]:
-        """bf16."""
+        """The columns of each shard in bf16."""
         return list(self.product(x, torch.bfloat16))
 
 
 class NvFp4InputProjection(nn.Module):
-    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers the index weights in bf16.
+    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers that of the index weights in bf16.
 
-    Of few tokens the index weights are left to the kernel that prepares attention: no launch of their own.
+    Up to ``MAX_TOKENS`` tokens, the kernel that prepares attention computes the index weights: they take no launch.
     """
 
     def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
@@ -106,7 +112,7 @@ class NvFp4InputProjection(nn.Module):
         return Form.NVFP4 if self.index_weights is None else Form.NVFP4 | Form.VALUES
 
     def forward(self, x: Operand) -> Columns:
-        """fp32 columns."""
+        """The layer's columns in fp32."""
         columns = columns_of(self.projection.product(x, torch.float32), indexed=False)
         if self.index_weights is None:
             return columns
@@ -116,7 +122,7 @@ class NvFp4InputProjection(nn.Module):
 
 
 class NvFp4GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output: each (token, group) is a row with a scale of its own."""
+    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4); each token and group has a row scale."""
 
     takes = Form.NVFP4
 
@@ -126,13 +132,13 @@ class NvFp4GroupedProjection(nn.Module):
         self.weights = NvFp4Weights(Weights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale))
 
     def forward(self, x: Operand, form: Form) -> Operand:
-        """The row maximum of the result spans CTAs, so NVFP4 takes a launch of its own."""
+        """The result [T, G * N] in ``form``; NVFP4 takes a launch of its own, because a row's maximum spans CTAs."""
         result = operations.grouped_product(x.require_rows(), self.weights.operand)
         return in_form(result.flatten(1), form)
 
 
 class NvFp4Experts(nn.Module):
-    """Routed experts and the shared one as groups of two GEMMs, SwiGLU and re-quantisation between them."""
+    """Routed experts and the shared one as two grouped GEMMs; the epilogue of the first does SwiGLU and quantises."""
 
     takes = Form.VALUES
     """``quantize_scattered`` reads values: it quantises a token once and stores it wherever its experts read it."""
@@ -142,7 +148,7 @@ class NvFp4Experts(nn.Module):
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
         w13: Weights | None = None
         w2: Weights | None = None
-        # One expert at a time, so that the host never holds a layer.
+        # One expert at a time, so that the host never holds a whole layer.
         for index, expert in enumerate(matrices):
             gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
             if w13 is None or w2 is None:
@@ -157,38 +163,38 @@ class NvFp4Experts(nn.Module):
         self._hidden_scale = torch.full((1,), swiglu_row_scale(limit), dtype=torch.float32, device=context.device)
 
     def new_routes(self, tokens: int) -> Routes:
-        """Each group's rows begin at a multiple of the GEMMs' token tile."""
+        """Routes whose groups begin at multiples of the GEMMs' token tile."""
         visits = self._config.num_experts_per_tok + 1
         tile = operations.expert_token_tile_for(tokens * visits, self._groups)
         return Routes.allocate(tokens, visits, self._groups, tile, self._device)
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
-        """bf16 [T, d]; weights are applied to the bf16 rows of the last GEMM, the sum is fp32."""
+        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32."""
         values, limit = x.require_values(), self._config.swiglu_limit
         groups = (routes.tile, routes.offsets, routes.counts)
         rows = ExpertRows.of_experts(len(routes.source_row), values.shape[1], *groups)
         quantize_scattered(values, routes.destination, rows)
-        inner = self.w2.codes.shape[-1] * 2
-        hidden = ExpertRows.of_experts(len(routes.source_row), inner, *groups, scale=self._hidden_scale)
+        inner_width = self.w2.codes.shape[-1] * 2
+        hidden = ExpertRows.of_experts(len(routes.source_row), inner_width, *groups, scale=self._hidden_scale)
         operations.expert_gate_up_quantized(rows, self.w13.operand, limit, out=hidden)
         output = operations.expert_down(hidden, self.w2.operand)
         return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
 
 
 LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
-"""Environment variable: folder of a library of GEMMs built ahead of time."""
+"""Environment variable: the folder of a library of GEMMs built ahead of time."""
 
 
 class NvFp4Planner(FusedPlanner):
-    """Also compiles every GEMM, or loads it from a library built ahead of time, before the first request.
+    """Plans passes, and compiles every GEMM, or loads it from a library built ahead of time, before the first request.
 
-    ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``); what it lacks is compiled,
-    about a second a kernel. Afterwards nothing is compiled any more: a GEMM that was overlooked is an error.
+    ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``). GEMMs that it lacks are
+    compiled, about a second a kernel. Nothing is compiled after the warm-up: a GEMM that was overlooked is an error.
     """
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
-        """Kernels that quantise are compiled for the token tile of the GEMMs, those that route for that of the experts'
-        and for whether the rows that it pads to are a multiple of 16."""
+        """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
+        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16."""
         config = self.context.config
         visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
 
@@ -200,6 +206,7 @@ class NvFp4Planner(FusedPlanner):
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
+        """Run every GEMM, then every pass; then refuse to compile."""
         context, runner = self.context, launcher.current()
         if (folder := os.environ.get(LIBRARY_VARIABLE)) and isinstance(runner, launcher.CudaLauncher):
             runner.kernels = KernelCache(Library(Path(folder)))

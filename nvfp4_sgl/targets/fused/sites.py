@@ -1,4 +1,7 @@
-"""Residual streams on a GPU: an mHC site spans from one sublayer's output to the next one's quantised input."""
+"""Residual streams on a GPU (DEEPSEEK_V4.md §2).
+
+An mHC site spans from one sublayer's output to the next one's quantised input.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from nvfp4_sgl.weights.source import frozen
 
 
 class FusedEmbedding(nn.Module):
-    """Embedding rows copied to every residual stream, bf16."""
+    """The embedding: rows copied to every residual stream, in bf16."""
 
     def __init__(self, context: Context):
         super().__init__()
@@ -38,14 +41,14 @@ class FusedEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Mix:
-    """What passes from site to site: coefficients and room to work, and NVFP4 rows once a site has made any."""
+    """The state that passes from site to site: coefficients and workspace, and NVFP4 rows once a site has made any."""
 
     state: SiteState
     rows: Rows | None = None
 
 
 class FusedSite(nn.Module):
-    """Parameters of one mHC site, and the norm after it: fp32, ``fn`` as three bf16; spec section 2."""
+    """One mHC site with the RMSNorm behind it: parameters in fp32, ``fn`` as three bf16 (DEEPSEEK_V4.md §2)."""
 
     def __init__(self, context: Context, names: SiteNames, form: Form):
         super().__init__()
@@ -66,12 +69,12 @@ class FusedSite(nn.Module):
 
     def enter(self, streams: Tensor, step: Step) -> tuple[Operand, Mix]:
         tokens, _, d = streams.shape
-        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, counters=step.site_semaphores)))
+        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)))
         hyper_connection_pre(self.site, streams, mix.state)
         return self._input(mix), mix
 
     def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Step) -> tuple[Operand, Tensor, Mix]:
-        """``streams`` are overwritten."""
+        """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
         mix = self._ready(mix)
         return self._input(mix), hyper_connection_next(self.site, output, streams, mix.state), mix
 
@@ -79,7 +82,7 @@ class FusedSite(nn.Module):
         return hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)
 
     def _ready(self, mix: Mix) -> Mix:
-        """Room for this site's form, that of an earlier site if there is one."""
+        """``mix`` with NVFP4 rows if this site's form has them; rows of an earlier site are used again."""
         if Form.NVFP4 not in self._form:
             return Mix(replace(mix.state, quantized=None), mix.rows)
         tokens, d = mix.state.x.shape

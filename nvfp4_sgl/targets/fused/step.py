@@ -1,4 +1,4 @@
-"""What all layers of one pass share."""
+"""The state that all layers of one pass share, and the scratch memory that outlives a pass."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from nvfp4_sgl.triton_kernels.hyper_connection.site import new_site_semaphores
 from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
-SCORE_VALUES = 1 << 26
-"""fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
+MAX_SCORES_AT_ONCE = 1 << 26
+"""Most fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
 
 
 def index_entries(longest: int) -> int:
-    """Ratio-4 entries of a sequence, up to whole pages."""
+    """Ratio-4 entries of a sequence of ``longest`` tokens, rounded up to whole pages of 64."""
     return -(-max(longest // 4, 1) // 64) * 64
 
 
 def device_frequencies(config: ModelConfig, device: torch.device) -> dict[RopeTable, Tensor]:
-    """RoPE frequencies, fp32 [rope_dim / 2] on the device."""
+    """RoPE frequencies of each table, fp32 [rope_dim / 2] on the device."""
     return {table: frequencies(config, table).to(device) for table in RopeTable}
 
 
 class Scratch:
-    """Device memory that outlives a pass, because kernels find it as they left it. One decoder, one stream.
+    """Device memory that outlives a pass: semaphores and workspaces that kernels leave ready for the next launch.
 
-    What was handed out stays allocated: a captured graph may hold it.
+    One scratch serves one decoder on one stream. What was handed out stays allocated, as a captured graph may hold it.
 
     Attributes:
-        route_semaphore: int32 [1], counts the programs of routing that are done; zero between launches.
+        route_semaphore: int32 [1], counts the routing programs that are done; zero between launches.
     """
 
     def __init__(self, device: torch.device):
@@ -49,7 +49,7 @@ class Scratch:
         self._candidates: list[tuple[int, int, Candidates]] = []
 
     def workspace(self, tokens: int, requests: int) -> Workspace:
-        """A workspace of the compressors that is enough for a pass of so many tokens and requests."""
+        """A workspace of the compressors that suffices for a pass of so many tokens and requests."""
         for known_tokens, known_requests, workspace in self._workspaces:
             if tokens <= known_tokens and requests <= known_requests:
                 return workspace
@@ -57,23 +57,23 @@ class Scratch:
         return self._workspaces[0][2]
 
     def attention_semaphores(self, tokens: int, heads: int) -> Tensor:
-        """Semaphores of sparse attention, enough for so many queries of so many heads."""
+        """Semaphores of sparse attention for at least so many queries of so many heads."""
         if not self._attention_semaphores or self._attention_semaphores[-1].numel() < tokens * heads:
             self._attention_semaphores.append(new_semaphores(tokens, heads, self._device))
         return self._attention_semaphores[-1]
 
     def site_semaphores(self, tokens: int) -> Tensor:
-        """Semaphores of hyper-connections, enough for so many tokens."""
+        """Semaphores of hyper-connections for at least so many tokens."""
         if not self._site_semaphores or self._site_semaphores[-1][0] < tokens:
             self._site_semaphores.append((tokens, new_site_semaphores(tokens, self._device)))
         return self._site_semaphores[-1][1]
 
     def candidates(self, rows: int, columns: int, topk: int) -> Candidates:
-        """Room for the choice of the decoder's ``topk`` among so many scores of so many queries."""
+        """Room to select ``topk``, the decoder's, of ``columns`` scores for each of ``rows`` queries, or of more."""
         for known_rows, known_columns, candidates in self._candidates:
             if rows <= known_rows and columns <= known_columns:
                 return candidates
-        # By powers of two, so that all that was handed out is not much more than the largest.
+        # Powers of two, so that everything ever handed out is not much more than the largest.
         rows, columns = 1 << max(rows - 1, 0).bit_length(), 1 << max(columns - 1, 0).bit_length()
         self._candidates.insert(0, (rows, columns, new_candidates(rows, columns, topk, self._device)))
         return self._candidates[0][2]
@@ -81,15 +81,16 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Step:
-    """One pass: where its tokens stand, and what the layers read of it.
+    """One pass: its tokens' slots, and the tensors that all layers read or write.
 
     Attributes:
-        plan: slots.
-        cos_sin: fp32 [T, rope_dim], cos and sin of each position by either table.
-        scores: fp32 [rows, ratio-4 entries]: index scores of so many queries at once.
-        workspace: of the ratio-128 compressors.
-        attention_semaphores, site_semaphores, route_semaphore: of sparse attention, hyper-connections and routing.
-        candidates: of the choice of entries.
+        plan: the batch and its slots.
+        cos_sin: fp32 [T, rope_dim] by table, cos and sin of each position.
+        scores: fp32 [rows, ratio-4 entries], room for the index scores of ``rows`` queries at once.
+        workspace: workspace of the ratio-128 compressors.
+        attention_semaphores, site_semaphores, route_semaphore: int32, zero between launches: the semaphores of sparse
+            attention, hyper-connections and routing.
+        candidates: workspace of the selection of ratio-4 entries.
     """
 
     plan: Plan
@@ -115,21 +116,24 @@ class Step:
         decode: bool,
         scores: Tensor | None = None,
     ) -> Step:
-        """Room for a pass over these tokens.
+        """Room for a pass over these tokens, contents undefined.
 
         Args:
+            config: the model's.
             scratch: the decoder's.
-            positions: int64 [T]. requests: int64 [B].
-            slots: int32 [request slots, columns]. full_to_swa: int64 [full slots].
+            positions: int64 [T].
+            requests: int64 [B].
+            slots: int32 [request slots, columns].
+            full_to_swa: int64 [full slots].
             longest: tokens of the longest sequence that may come, as the host knows it.
-            decode: shapes must follow from the numbers of tokens and requests alone.
-            scores: from :meth:`new_scores` for as many tokens or more.
+            decode: whether shapes must follow from the numbers of tokens and requests alone.
+            scores: from :meth:`new_scores` for as many tokens or more; allocated unless given.
         """
         tokens, device = positions.shape[0], positions.device
-        # Whole sixteens: Triton compiles apart for other strides.
+        # A multiple of 16, because Triton compiles another variant for other strides.
         columns = -(-max(longest // 128, 1) // 16) * 16
         plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
-        rows = tokens if decode else min(tokens, max(1, SCORE_VALUES // index_entries(longest)))
+        rows = tokens if decode else min(tokens, max(1, MAX_SCORES_AT_ONCE // index_entries(longest)))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)
@@ -148,15 +152,17 @@ class Step:
 
     @staticmethod
     def new_scores(config: ModelConfig, rows: int, longest: int, device: torch.device | str) -> Tensor:
-        """fp32 [rows, ratio-4 entries of ``longest`` tokens]; no columns for a model that scores nothing."""
+        """Room for index scores, fp32 [rows, ratio-4 entries of ``longest`` tokens]; no columns without CSA layers."""
         columns = index_entries(longest) if LayerKind.CSA in config.layer_kinds else 0
         return torch.empty(rows, columns, dtype=torch.float32, device=device)
 
     def prepare(self, frequencies: dict[RopeTable, Tensor], seq_lens: Tensor, new_tokens: Tensor | None) -> None:
-        """Fill in everything but the scores; kernels only, so that a graph can hold it.
+        """Fill in the plan, cos and sin on the device; kernels only, so that a graph can hold it.
 
         Args:
-            seq_lens: int [B], lengths after this pass. new_tokens: int [B]; ``None`` if each request adds one.
+            frequencies: from :func:`device_frequencies`.
+            seq_lens: int32 or int64 [B], lengths after this pass.
+            new_tokens: int32 or int64 [B], tokens that each request adds; ``None`` if each adds one.
         """
         resolve(self.plan, seq_lens, new_tokens)
         for table, cos_sin in self.cos_sin.items():

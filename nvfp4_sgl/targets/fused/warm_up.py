@@ -1,4 +1,4 @@
-"""Which passes compile every kernel that a request can ask for."""
+"""The passes that compile every kernel variant that a request can need."""
 
 from __future__ import annotations
 
@@ -10,43 +10,48 @@ from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 
 Kind = Callable[[int], Hashable]
-"""What a target's kernels are compiled for in a pass of so many tokens, beside what :func:`sizes` goes by."""
+"""What a target's kernels are compiled for in a pass of so many tokens, apart from the rules of :func:`sizes`."""
 
 
-def _nothing(tokens: int) -> Hashable:
+def _same_for_all(tokens: int) -> Hashable:
+    """The kind of a target that goes by nothing else."""
     return None
 
 
-def sizes(limit: int, kind: Kind = _nothing) -> list[int]:
-    """1 to ``limit``: every power of two and its successor, the limit, the largest multiple of 16, one of each kind.
+def sizes(limit: int, kind: Kind = _same_for_all) -> list[int]:
+    """Sizes from 1 to ``limit`` of which at least one needs each kernel variant.
 
-    Kernels choose their variants by thresholds and ranges that end at powers of two, and Triton compiles apart what is
-    1, a multiple of 16, or neither. What else they go by is the target's ``kind``.
+    They are every power of two and its successor, the limit, the largest multiple of 16, and one of each kind. Kernels
+    choose their variants by thresholds and ranges that end at powers of two, and Triton compiles one variant for 1, one
+    for multiples of 16 and one for other values. Whatever else they depend on is the target's ``kind``.
     """
     powers = [1 << n for n in range(limit.bit_length())]
     found = {size for power in powers for size in (power, power + 1)} | {limit // 16 * 16, limit}
-    if kind is not _nothing:
+    if kind is not _same_for_all:
         found |= set(last_of_each(limit, lambda size: ((size - 1).bit_length(), kind(size))))
     return sorted(size for size in found if 0 < size <= limit)
 
 
 def last_of_each(limit: int, kind: Kind) -> list[int]:
-    """1 to ``limit``: of each kind the largest that is a multiple of 16, and the largest that is not."""
+    """Of each kind among 1 to ``limit``, the largest multiple of 16 and the largest other size."""
     return sorted({(size % 16 == 0, kind(size)): size for size in range(1, limit + 1)}.values())
 
 
-def warm_up_passes(slots: Slots, tokens: int, kind: Kind = _nothing, tile: Kind = _nothing) -> Iterator[PassRequest]:
+def warm_up_passes(
+    slots: Slots, tokens: int, kind: Kind = _same_for_all, tile: Kind = _same_for_all
+) -> Iterator[PassRequest]:
     """Passes of every size on request slot 0 and page 0, which SGLang keeps for padding, in the dtypes of its batches.
 
     Args:
-        slots: row 0 of the table is all zeros, and 0 maps to 0.
-        tokens: of the largest prefill pass.
-        kind: of a pass. tile: the part of it that kernels go by which go by the number of requests, too.
+        slots: the tables of slots; row 0 of the table is all zeros, and 0 maps to 0.
+        tokens: tokens of the largest prefill pass.
+        kind: what kernels are compiled for by the number of tokens.
+        tile: the part of ``kind`` for kernels that are also compiled for the number of requests.
     """
     device, whole = slots.table.device, min(slots.longest, slots.table.shape[1])
 
     def request(added: list[int], *, decode: bool = False, end: int = whole) -> PassRequest:
-        """Requests of so many new tokens up to ``end``, so that windows close and entries are scored."""
+        """A pass of requests with so many new tokens each that end at ``end``: windows close and entries are scored."""
         positions = torch.cat([torch.arange(end - count, end, device=device) for count in added])
         new_tokens = torch.tensor(added, dtype=torch.int32, device=device)
         lengths = torch.full_like(new_tokens, end, dtype=torch.int64)
@@ -55,13 +60,13 @@ def warm_up_passes(slots: Slots, tokens: int, kind: Kind = _nothing, tile: Kind 
     for size in sizes(min(tokens, whole), kind):
         yield request([size])
     for length in sizes(whole):
-        yield request([min(length, 16)], end=length)  # the indexer's variants go by the longest sequence
+        yield request([min(length, 16)], end=length)  # the indexer's variants depend on the longest sequence
     for size in sizes(slots.requests, kind):
         yield request([1] * size, decode=True)
         yield request([1] * size)
         sixteens = -(-(size + 1) // 16) * 16
         totals = {sixteens, sixteens + 1, TWO_LAUNCH_MIN_TOKENS, TWO_LAUNCH_MIN_TOKENS + 1}
-        if tile is not _nothing:
+        if tile is not _same_for_all:
             totals |= set(last_of_each(min(tokens, whole, TWO_LAUNCH_MIN_TOKENS - 1), tile))
         for total in sorted(totals):
             if size < total <= min(tokens, whole):

@@ -21,7 +21,7 @@ NEAR = {"x": BF16, "post": COEFFICIENT, "comb": COEFFICIENT, "streams": BF16}
 
 
 def state_of(state: SiteState) -> Outputs:
-    found = {"x": state.x, "post": state.post, "comb": state.comb, "counters": state.counters}
+    found = {"x": state.x, "post": state.post, "comb": state.comb, "semaphores": state.semaphores}
     return found if state.quantized is None else {**found, **outputs_of(state.quantized)}
 
 
