@@ -39,8 +39,8 @@ class Weights:
     next 16 gates and so on (:func:`interleave_gates`).
 
     A layer's experts can be loaded one at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
-    ``put_expert`` or ``put_gated_expert`` for each. Beyond the stack itself, that takes memory only for
-    one expert's block scales.
+    ``put_expert`` or ``put_gated_expert`` for each. Beyond the stack itself, that takes memory only for one
+    expert's block scales.
 
     Attributes:
         codes: uint8 [..., features, K/2], contiguous, two E2M1 codes a byte.

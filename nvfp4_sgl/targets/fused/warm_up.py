@@ -19,7 +19,7 @@ def _same_for_all(tokens: int) -> Hashable:
 
 
 def sizes(limit: int, kind: Kind = _same_for_all) -> list[int]:
-    """Sizes from 1 to ``limit`` of which at least one needs each kernel variant.
+    """Sizes from 1 to ``limit`` that between them need every kernel variant.
 
     They are every power of two and its successor, the limit, the largest multiple of 16, and one of each kind. Kernels
     choose their variants by thresholds and ranges that end at powers of two, and Triton compiles one variant for 1, one
