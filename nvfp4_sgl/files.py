@@ -65,6 +65,8 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
 def require_file(path: Path, error: type[ConfigError] | type[CheckpointError], remedy: str) -> int:
     """Size of ``path``, which must be a regular file: a pipe would wait for ever, a loop of links leads nowhere."""
     kind = _kind(path)
+    if kind == "nothing":
+        raise error(f"{path}: not found; {remedy}")
     if kind != "regular file":
         raise error(f"{path}: expected a file, found {kind}; {remedy}")
     return path.stat().st_size
