@@ -9,8 +9,8 @@ Operands: weights in the tiles of layout.py; bf16 tokens, K contiguous. K a mult
 features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
-in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. In a stage's halves a warpgroup
-expands codes into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
+in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. A warpgroup expands half a stage
+into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
 previous kernel has ended; tokens are read, and outputs written, after that.
@@ -37,9 +37,10 @@ from .expand import expand_pair
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
 from .shape import (
     ALIGNMENT,
+    CONSUMER_REGISTERS,
     CONSUMER_WARPS,
+    LOADER_REGISTERS,
     MAX_SPLIT_TILE,
-    THREADS,
     WARP_LANES,
     WARPGROUP_ROWS,
     KernelShape,
@@ -111,7 +112,7 @@ class W4A16Gemm:
             cute.ceil_div(rows, shape.token_tile), groups, cute.ceil_div(k, TILE_K),
         ).launch(
             grid=(clusters * shape.cluster, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(shape.threads, 1, 1),
             cluster=(shape.cluster, 1, 1),
             smem=self.storage.size_in_bytes(),
             min_blocks_per_mp=1,
@@ -183,17 +184,22 @@ class W4A16Gemm:
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
         cute.arch.griddepcontrol_launch_dependents()
 
-        if warp == load_warp:
-            # A tile of weights is read once if all tokens fit a tile; tokens by every CTA.
-            once = shape.token_tile <= MAX_SPLIT_TILE
-            load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
-            self._load(storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end)
-        else:
+        if warp < CONSUMER_WARPS:
+            if cutlass.const_expr(shape.reallocates):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             epilogue = self.epilogue.device(shape, storage, outputs, own)
             self._multiply(
                 storage, mma, ring, schedule, total, epilogue, reduction, own, first, step, k_begin, k_end
             )  # fmt: skip
             epilogue.finish()
+        else:
+            if cutlass.const_expr(shape.reallocates):
+                cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp == load_warp:
+                # A tile of weights is read once if all tokens fit a tile; tokens by every CTA.
+                once = shape.token_tile <= MAX_SPLIT_TILE
+                load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
+                self._load(storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end)
         if cutlass.const_expr(shape.cluster > 1):
             # Others may still write, or signal, into this CTA's shared memory.
             self._synchronise()
@@ -276,15 +282,14 @@ class W4A16Gemm:
                 staged = weights + position.index * TILE_BYTES
                 loaded = [load_half(staged, warp.index, warp.lane, half) for half in range(2)]
                 for half in cutlass.range_constexpr(2):
-                    # Until the tensor core has read this half's registers, two groups ago.
-                    warpgroup.wait_group(1)
-                    if cutlass.const_expr(half == 1):
-                        # With that, all of the stage before this one.
+                    # Beside the other half's wgmmas. ptxas serialises all of them if any outlive the next fence.
+                    self._expand(loaded[half], halves[half])
+                    warpgroup.wait_group(0)
+                    self._issue(mma, values, halves[half], b, half, position.index, k_tile != k_begin)
+                    if cutlass.const_expr(half == 0):
                         if k_tile > k_begin:
                             self._release(ring, released)
                         released = position.index
-                    self._expand(loaded[half], halves[half])
-                    self._issue(mma, values, halves[half], b, half, position.index, k_tile != k_begin)
                 position.advance()
             warpgroup.wait_group(0)
             self._release(ring, released)

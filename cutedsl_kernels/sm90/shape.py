@@ -20,9 +20,8 @@ WARP_LANES = 32
 TEAMS = TILE_ROWS // WARPGROUP_ROWS
 """Warpgroups that multiply, each 64 of a tile's rows."""
 CONSUMER_WARPS = 4 * TEAMS
-THREADS = (CONSUMER_WARPS + 1) * WARP_LANES
-"""Of a CTA: two warpgroups and a warp for loads. 288 threads may have 224 registers each, so none are reallocated."""
-MAX_REGISTERS = 65536 // THREADS // 8 * 8
+CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
+"""Of a thread of the widest kernel, whose sums alone take 128; a multiple of 8 each."""
 ALIGNMENT = 1024
 """Of the swizzled token buffers."""
 RESERVED_SHARED_BYTES = 1024
@@ -77,6 +76,18 @@ class KernelShape:
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return self.split_k
+
+    @property
+    def reallocates(self) -> bool:
+        """Whether warps give registers to others, which whole warpgroups do. A launch then takes all registers of an
+        SM, so that no other kernel's CTA fits beside it: for the widest kernel alone."""
+        return self._is_widest
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the warpgroups that multiply, and a warp for loads (three idle ones where it must be a warpgroup).
+        ptxas counts whole warpgroups, 168 registers a thread for either."""
+        return (CONSUMER_WARPS + (4 if self.reallocates else 1)) * WARP_LANES
 
     # The epilogue: what sm100/store.py and sm100/split.py ask of a shape.
 
