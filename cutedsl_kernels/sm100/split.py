@@ -1,10 +1,10 @@
 """Reduction of a split-K tile inside a cluster, over distributed shared memory.
 
 Each CTA of the cluster has summed a slice of K. The unit of the reduction is what a warp of the epilogue holds of a
-chunk of tokens: of 32 weight rows on SM100, of 16 on SM90. Units are dealt out over the CTAs and, in each, over its warps. A warp writes its sums of the units
-that other CTAs own straight into their shared memory, signals the warps of its quarter there, and waits for their
-signals. The owner adds the slices in order, so the result does not depend on timing; nothing goes through global
-memory.
+chunk of tokens (32 weight rows on SM100, 16 on SM90). Units are dealt out over CTAs and, in each, over its warps. A
+warp writes its sums of units that other CTAs own straight into their shared memory, signals the same warps there and
+waits for theirs. The owner adds the slices in order, so the result does not depend on timing; nothing goes through
+global memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .shape import WARP_LANES
 VECTOR = 4
 """fp32 values of a 16-byte access."""
 
+
 @dataclass(frozen=True)
 class ClusterReduction(Fixed):
     """One epilogue warp's view of the reduction.
@@ -30,8 +31,8 @@ class ClusterReduction(Fixed):
         shape: of the kernel, with ``split_k``, ``owned_units``, ``reducing_warps`` and ``unit_values``.
         rank: this CTA's slice.
         partials: fp32 shared pointer, [other slice, slot, vector, lane, 4]; slots are the units that this CTA owns.
-        full, empty: mbarriers [reducing warps], one for each warp. ``full`` completes when the other CTAs have written all that
-            this warp adds up, ``empty`` when they have added up what this warp wrote.
+        full, empty: mbarriers, one for each reducing warp. ``full`` completes when the other CTAs have written all
+            that this warp adds up, ``empty`` when they have added up what this warp wrote.
         quarter, lane: of this warp among the reducing ones of the CTA, and of the thread in it.
     """
 

@@ -104,7 +104,9 @@ class KernelShape:
     @property
     def chunk(self) -> int:
         """Tokens that the epilogue finishes at a time."""
-        return SPLIT_CHUNK if self.split_k > 1 else min(self.token_tile, MAX_CHUNK // 2 if self._is_widest else MAX_CHUNK)
+        if self.split_k > 1:
+            return SPLIT_CHUNK
+        return min(self.token_tile, MAX_CHUNK // 2 if self._is_widest else MAX_CHUNK)
 
     @property
     def _is_widest(self) -> bool:

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from tests.sm90.support.products import ProductCase, compile_shape
 from tests.sm100.emulator import Compiled, EmulatorError, Options
 from tests.sm100.support.mutants import without_each
-from tests.sm90.support.products import ProductCase, compile_shape
 
 MODES = {
     "immediate": Options(),

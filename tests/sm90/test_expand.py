@@ -10,8 +10,8 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels.sm90.expand import VALUE_SHIFT
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
-from tests.sm100.emulator import Compiled, compile_for, emulated
 from tests.sm90.support.expansion import Expansion
+from tests.sm100.emulator import Compiled, compile_for, emulated
 from tests.support.numpy_nvfp4 import E2M1, E4M3
 
 

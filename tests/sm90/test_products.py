@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
-from tests.sm100.emulator import Options
 from tests.sm90.support.products import ProductCase
+from tests.sm100.emulator import Options
 
 CASES = [
     # Decode: one token to a full tile; features and K that fill no tile.
     ProductCase(KernelShape(8), tokens=1, features=200, k=576),
     ProductCase(KernelShape(8), tokens=7, features=136, k=64, wider=24),
-    ProductCase(KernelShape(32, output="fp32"), tokens=17, features=68, k=192, wider=8),
+    ProductCase(KernelShape(32, output="fp32"), tokens=17, features=68, k=64, wider=8),
     # Several token tiles.
-    ProductCase(KernelShape(64), tokens=130, features=72, k=128),
-    ProductCase(KernelShape(256, output="fp32"), tokens=256, features=64, k=128),
+    ProductCase(KernelShape(64), tokens=70, features=72, k=64),
+    ProductCase(KernelShape(256), tokens=256, features=16, k=64),
     # Groups, K split over a cluster.
     ProductCase(KernelShape(8), tokens=5, features=136, k=192, groups=2),
-    ProductCase(KernelShape(8, split_k=2), tokens=8, features=136, k=320),
-    ProductCase(KernelShape(16, split_k=4, output="fp32"), tokens=10, features=128, k=576),
+    ProductCase(KernelShape(8, split_k=2), tokens=8, features=72, k=320),
+    ProductCase(KernelShape(16, split_k=4, output="fp32"), tokens=10, features=68, k=576),
 ]
 
 

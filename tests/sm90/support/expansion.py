@@ -10,8 +10,8 @@ import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import make_ptr
 
-from nvfp4_sgl.cutedsl_kernels.sm90.weights import load_half
 from nvfp4_sgl.cutedsl_kernels.sm90.expand import expand_pair
+from nvfp4_sgl.cutedsl_kernels.sm90.weights import load_half
 
 PAIRS = 4
 """Of steps of 16 in a tile."""
@@ -46,5 +46,3 @@ class Expansion:
                 for i in cutlass.range_constexpr(8):
                     place = ((warp * 32 + lane) * 8 + half * 4 + pair * 2 + i // 4) * 4 + i % 4
                     (out + Int32(place)).store(registers[i])
-
-
