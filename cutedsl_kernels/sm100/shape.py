@@ -254,9 +254,19 @@ class KernelShape:
         return (self.split_k - 1) * self.owned_units * SPLIT_CHUNK * WARP_LANES * 4
 
     @property
+    def reducing_warps(self) -> int:
+        """Of a CTA, in the split-K reduction."""
+        return 4
+
+    @property
+    def unit_values(self) -> int:
+        """Of a thread, in a unit of the reduction: a warp's part of a chunk."""
+        return SPLIT_CHUNK
+
+    @property
     def owned_units(self) -> int:
-        """Units of the reduction, a warp's part of a chunk each, that one CTA of a split-K cluster adds up, at most."""
-        return -(-4 * self.chunks // self.split_k)
+        """Units of the reduction that one CTA of a split-K cluster adds up, at most."""
+        return -(-self.reducing_warps * self.chunks // self.split_k)
 
     @property
     def small_bytes(self) -> int:

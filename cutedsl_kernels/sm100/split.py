@@ -1,10 +1,10 @@
 """Reduction of a split-K tile inside a cluster, over distributed shared memory.
 
 Each CTA of the cluster has summed a slice of K. The unit of the reduction is what a warp of the epilogue holds of a
-chunk of tokens. Units are dealt out over the CTAs and, in each, over its warps. A warp writes its sums of the units
-that other CTAs own straight into their shared memory, signals the warps of its quarter there, and waits for their
-signals. The owner adds the slices in order, so the result does not depend on timing; nothing goes through global
-memory.
+chunk of tokens (32 weight rows on SM100, 16 on SM90). Units are dealt out over CTAs and, in each, over its warps. A
+warp writes its sums of units that other CTAs own straight into their shared memory, signals the same warps there and
+waits for theirs. The owner adds the slices in order, so the result does not depend on timing; nothing goes through
+global memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .fixed import Fixed
-from .shape import SPLIT_CHUNK, WARP_LANES, KernelShape
+from .shape import WARP_LANES
 
 VECTOR = 4
 """fp32 values of a 16-byte access."""
-VECTORS = SPLIT_CHUNK // VECTOR
-"""Of a thread's values of a unit."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,15 @@ class ClusterReduction(Fixed):
     """One epilogue warp's view of the reduction.
 
     Attributes:
+        shape: of the kernel, with ``split_k``, ``owned_units``, ``reducing_warps`` and ``unit_values``.
         rank: this CTA's slice.
         partials: fp32 shared pointer, [other slice, slot, vector, lane, 4]; slots are the units that this CTA owns.
-        full, empty: mbarriers [4], one for each warp. ``full`` completes when the other CTAs have written all that
-            this warp adds up, ``empty`` when they have added up what this warp wrote.
-        quarter, lane: of this warp in the CTA, and of the thread in it.
+        full, empty: mbarriers, one for each reducing warp. ``full`` completes when the other CTAs have written all
+            that this warp adds up, ``empty`` when they have added up what this warp wrote.
+        quarter, lane: of this warp among the reducing ones of the CTA, and of the thread in it.
     """
 
-    shape: KernelShape
+    shape: Any
     rank: Any
     partials: Any
     full: Any
@@ -47,13 +46,14 @@ class ClusterReduction(Fixed):
 
     def initialise(self) -> None:
         """By one thread, with the other barriers."""
-        for quarter in range(4):
+        for quarter in range(self.shape.reducing_warps):
             cute.arch.mbarrier_init(self.full + quarter, self.shape.split_k - 1)
             cute.arch.mbarrier_init(self.empty + quarter, self.shape.split_k - 1)
 
     def _unit(self, chunk: Any) -> Any:
         """Number of this warp's unit of a chunk; rotated, so that a CTA's units are spread over its warps."""
-        return chunk * 4 + (self.quarter + chunk) % 4
+        warps = self.shape.reducing_warps
+        return chunk * warps + (self.quarter + chunk) % warps
 
     def owner(self, chunk: Any) -> Any:
         """The CTA that adds up this warp's unit of a chunk."""
@@ -61,13 +61,18 @@ class ClusterReduction(Fixed):
 
     def _place(self, other: Any, chunk: Any, vector: int) -> Any:
         slot = other * self.shape.owned_units + self._unit(chunk) // self.shape.split_k
-        return self.partials + ((slot * VECTORS + vector) * WARP_LANES + self.lane) * VECTOR
+        return self.partials + ((slot * self._vectors + vector) * WARP_LANES + self.lane) * VECTOR
+
+    @property
+    def _vectors(self) -> int:
+        """Of a thread's values of a unit."""
+        return self.shape.unit_values // VECTOR
 
     def send(self, values: cute.Tensor, chunk: Any) -> None:
         """Give this warp's sums of a chunk to the CTA that owns them."""
         owner = self.owner(chunk)
         other = cutlass.select_(self.rank < owner, self.rank, self.rank - 1)
-        for vector in range(VECTORS):
+        for vector in range(self._vectors):
             place = self._place(other, chunk, vector).toint()
             cute.arch.inline_ptx(
                 "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
@@ -113,17 +118,17 @@ class ClusterReduction(Fixed):
     def add(self, values: cute.Tensor, chunk: Any) -> None:
         """Add the other slices to this warp's sums of an owned unit, in the order of the slices."""
         shape = self.shape
-        parts = [cute.make_rmem_tensor((SPLIT_CHUNK,), Float32) for _ in range(shape.split_k)]
+        parts = [cute.make_rmem_tensor((shape.unit_values,), Float32) for _ in range(shape.split_k)]
         # All loads first, so that their latencies overlap.
         for part in range(shape.split_k):
             # In place of its own slice a CTA reads a neighbour's, and drops it.
             other = cutlass.select_(self.rank < part, Int32(part - 1), Int32(min(part, shape.split_k - 2)))
-            for vector in range(VECTORS):
+            for vector in range(self._vectors):
                 place = self._place(other, chunk, vector).align(16)
                 source = cute.make_tensor(place, cute.make_layout(VECTOR))
                 target = cute.make_tensor(parts[part].iterator + vector * VECTOR, cute.make_layout(VECTOR))
                 cute.autovec_copy(source, target)
-        for i in range(SPLIT_CHUNK):
+        for i in range(shape.unit_values):
             slices = [cutlass.select_(self.rank == part, values[i], parts[part][i]) for part in range(shape.split_k)]
             total = slices[0]
             for one in slices[1:]:

@@ -302,6 +302,12 @@ class WarpActor(Actor):
         self._tick()
         return Actor(self.agents, number, clock, self.site, lane_view=view)
 
+    def join_operation(self) -> Clock:
+        """What it knows as it joins an operation of its warpgroup, which begins after what it did so far."""
+        known = self.told()
+        self._tick()
+        return known
+
     def fence_tensor(self, before: bool) -> None:
         """tcgen05.fence: hand tcgen05 operations on with what follows, or order later ones after what was handed on."""
         limits = self.clock.limits

@@ -17,6 +17,7 @@ from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.tensor_memory import TensorMemory
 from tests.sm100.emulator.timing import ClusterTiming
 from tests.sm100.emulator.warp import Warp
+from tests.sm100.emulator.warpgroup import WARPS, Warpgroup
 
 if TYPE_CHECKING:
     from tests.sm100.emulator.launch import Launch
@@ -45,6 +46,7 @@ class Cta:
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
+        self.warpgroups: dict[int, Warpgroup] = {}
         self.shared.hosts = np.array([warp.actor.number for warp in self.warps])
 
     def _special(self) -> dict[str, int]:
@@ -67,14 +69,24 @@ class Cta:
         """The shared::cluster address of an offset in this CTA."""
         return self.rank << RANK_SHIFT | offset
 
+    def warpgroup(self, warp: int) -> Warpgroup:
+        """The warpgroup of a warp, by its index."""
+        number = warp // WARPS
+        if number not in self.warpgroups:
+            self.warpgroups[number] = Warpgroup(self, number)
+        return self.warpgroups[number]
+
     def check_finished(self) -> None:
         """The CTA has ended, and with it its memory.
 
         Raises:
-            HazardError: tensor memory is still allocated, or the CTA's warps ended without knowing that an access to
-                its shared memory had happened, or (``Options.strict_exit``) an arrival on one of its mbarriers.
+            HazardError: tensor memory is still allocated, warps of a warpgroup have not executed the same, or the CTA's
+                warps ended without knowing that an access to its shared memory had happened, or
+                (``Options.strict_exit``) an arrival on one of its mbarriers.
         """
         self.tensor_memory.check_released(str(self))
+        for group in self.warpgroups.values():
+            group.check_finished()
         agents = self.cluster.agents
         number = agents.add(f"the end of {self}", True, self.rank)
         end = Actor(agents, number, Clock(agents), len(agents.instructions) - 1)

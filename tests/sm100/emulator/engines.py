@@ -19,8 +19,9 @@ from typing import Literal
 from tests.sm100.emulator.timing_model import TimingModel
 
 Mode = Literal["immediate", "random", "starved"]
-ENGINES = ("tma_load", "tma_store", "tensor", "cp_async")
-"""tensor: tcgen05.mma, cp, commit (one queue per CTA or CTA pair); cp_async: non-bulk copies of a thread."""
+ENGINES = ("tma_load", "tma_store", "tensor", "cp_async", "warpgroup")
+"""tensor: tcgen05.mma, cp, commit (one queue per CTA or CTA pair); cp_async: non-bulk copies of a thread;
+warpgroup: wgmma (one queue per warpgroup)."""
 
 
 @dataclass(frozen=True)

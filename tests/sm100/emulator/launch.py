@@ -20,6 +20,7 @@ from tests.sm100.emulator.global_scopes import GlobalScopes
 from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory, Range
 from tests.sm100.emulator.ptx import Instruction, Kernel, Register
+from tests.sm100.emulator.register_watch import watched
 from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.tensor_map_order import TensorMapOrder
 from tests.sm100.emulator.timing_issue import timed
@@ -43,7 +44,8 @@ def _program(kernel: Kernel, shared: dict[str, int]) -> list[Execute | None]:
     """A closure for each instruction, None for those that only move lanes; the same for each launch."""
     key = tuple(shared.items())
     if key not in kernel.decoded:
-        kernel.decoded[key] = [None if i.opcode in FLOW else decode(kernel, i, shared) for i in kernel.instructions]
+        program = [None if i.opcode in FLOW else decode(kernel, i, shared) for i in kernel.instructions]
+        kernel.decoded[key] = watched(kernel, program)
     return kernel.decoded[key]
 
 
@@ -275,6 +277,11 @@ class Launch:
             warp.go(mask, counter + 1)
         warp.exit(lanes)
         if warp.done:
+            if warp.multiplications.pending:
+                raise HazardError(
+                    f"exit with {warp.multiplications.pending} wgmma not waited for\n"
+                    f"  {self._where(warp, counter, lanes)}"
+                )
             for groups in (*warp.bulk_groups.values(), *warp.copy_groups.values()):
                 if groups[0].unread or any(group.unread for group in groups[1]):
                     raise HazardError(

@@ -1,6 +1,7 @@
-"""Descriptors of tcgen05.mma: where an operand lies in shared memory, and what one instruction multiplies.
+"""Descriptors of tcgen05.mma and of wgmma: where an operand lies in shared memory, and what tcgen05.mma multiplies.
 
-Source: PTX ISA, tcgen05 matrix descriptor, instruction descriptor, ``.kind``, ``.block_scale``.
+Source: PTX ISA, tcgen05 matrix descriptor, instruction descriptor, ``.kind``, ``.block_scale``; matrix descriptor of
+wgmma.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tests.sm100.emulator.swizzle import swizzle
 ROW_BYTES = 32
 """Bytes of K that one instruction takes from each row of an operand, whatever its kind."""
 LAYOUT_SPANS = {0: 0, 2: 128, 4: 64, 6: 32}
+WARPGROUP_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
+"""Swizzle spans by the layout field of tcgen05's descriptors, and of wgmma's."""
 HALVES = {0: "f16", 1: "bf16"}
 NARROW = {0: "e4m3", 1: "e5m2", 3: "e2m3 padded", 4: "e3m2 padded", 5: "e2m1 padded"}
 """Elements of 4 or 6 bits come sixteen at a time, padded to 16 bytes."""
@@ -55,12 +58,13 @@ def _bits(value: int, low: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class MatrixDescriptor:
-    """Where an operand lies in shared memory; offsets in bytes."""
+    """Where an operand lies in shared memory; offsets in bytes, ``base`` as ``swizzle`` takes it."""
 
     start: int
     leading: int
     stride: int
     span: int
+    base: int = 0
 
     @classmethod
     def decode(cls, raw: int) -> MatrixDescriptor:
@@ -75,6 +79,19 @@ class MatrixDescriptor:
             raise UnsupportedError(f"matrix descriptor {raw:#018x}")
         return cls(_bits(raw, 0, 14) << 4, _bits(raw, 16, 14) << 4, _bits(raw, 32, 14) << 4, LAYOUT_SPANS[layout])
 
+    @classmethod
+    def decode_warpgroup(cls, raw: int) -> MatrixDescriptor:
+        """Read wgmma's.
+
+        Raises:
+            UnsupportedError: a reserved bit, or a base offset without a swizzle.
+        """
+        span, base = WARPGROUP_SPANS[_bits(raw, 62, 2)], _bits(raw, 49, 3)
+        reserved = _bits(raw, 14, 2), _bits(raw, 30, 2), _bits(raw, 46, 3), _bits(raw, 52, 10)
+        if any(reserved) or (base and not span):
+            raise UnsupportedError(f"matrix descriptor of wgmma {raw:#018x}")
+        return cls(_bits(raw, 0, 14) << 4, _bits(raw, 16, 14) << 4, _bits(raw, 32, 14) << 4, span, base)
+
     def offsets_across(self, rows: int, size: int) -> np.ndarray:
         """Shared offsets [rows, ROW_BYTES] of an MN-major operand (rows are contiguous); ``size`` is an element's."""
         row, depth = np.arange(rows)[:, None], np.arange(ROW_BYTES // size)[None]
@@ -85,7 +102,7 @@ class MatrixDescriptor:
         else:
             chunks = self.span // 16
             low = self.start + chunk % chunks * 16 + chunk // chunks * self.leading + inside
-            low = swizzle(low + depth % 8 * self.span + depth // 8 * self.stride, self.span)
+            low = swizzle(low + depth % 8 * self.span + depth // 8 * self.stride, self.span, self.base)
         return np.stack([low + byte for byte in range(size)], axis=-1).reshape(rows, ROW_BYTES)
 
     def offsets(self, rows: int, row_bytes: int) -> np.ndarray:
@@ -94,7 +111,7 @@ class MatrixDescriptor:
         if self.span == 0:
             # Core matrices of 8 rows by 16 bytes, each contiguous.
             return self.start + row // 8 * self.stride + row % 8 * 16 + byte // 16 * self.leading + byte % 16
-        return swizzle(self.start + row // 8 * self.stride + row % 8 * self.span + byte, self.span)
+        return swizzle(self.start + row // 8 * self.stride + row % 8 * self.span + byte, self.span, self.base)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ maximum, so what a barrier carries is the union of what its participants knew.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,6 +116,18 @@ class Clock:
         if lacking:
             self._limits = np.pad(self._limits, ((0, 0), (0, lacking)), constant_values=NOTHING)
         return self._limits
+
+    @classmethod
+    def common(cls, clocks: Sequence[Clock]) -> Clock:
+        """What all of them know, and of mbarriers' initialisation (and so of who has begun) what any of them knows."""
+        found = clocks[0].copy()
+        for clock in clocks[1:]:
+            limits, other = found.limits, clock.limits
+            begun = np.maximum(limits[INIT], other[INIT])
+            np.minimum(limits, other, out=limits)
+            limits[INIT] = begun
+            found.time = max(found.time, clock.time)
+        return found
 
     def join(self, other: Clock) -> None:
         """Learn what synchronisation carries."""

@@ -96,6 +96,27 @@ class TensorAddress:
 
 Operand = Register | Special | Immediate | Symbol | Sink | Negated | Vector | Pair | Memory | TensorAddress
 
+RegisterKey = tuple[str, int]
+"""A register's class and its index there."""
+
+
+def registers_of(operand: Operand) -> list[RegisterKey]:
+    """The registers that an operand names, those of an address included."""
+    if isinstance(operand, Register):
+        return [(operand.kind, operand.index)]
+    if isinstance(operand, Negated):
+        return registers_of(operand.register)
+    if isinstance(operand, Memory):
+        return registers_of(operand.base)
+    inner: tuple[Operand, ...] = ()
+    if isinstance(operand, Vector):
+        inner = operand.items
+    elif isinstance(operand, Pair):
+        inner = operand.first, operand.second
+    elif isinstance(operand, TensorAddress):
+        inner = operand.base, *operand.coordinates
+    return [key for item in inner for key in registers_of(item)]
+
 
 @dataclass
 class Instruction:
@@ -140,6 +161,8 @@ class Kernel:
     instructions: list[Instruction]
     local: dict[str, tuple[int, int]]
     tables: dict[str, np.ndarray]
+    target: str
+    """The architecture that the module was compiled for, such as sm_100a."""
     decoded: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What launches keep for later ones."""
 
@@ -203,7 +226,7 @@ def parse(text: str) -> Module:
     while position < len(text):
         entry = _ENTRY.match(text, position + len(text[position:]) - len(text[position:].lstrip()))
         if entry:
-            kernel, position = _parse_kernel(text, entry, shared, tables)
+            kernel, position = _parse_kernel(text, entry, shared, tables, found_target[1])
             kernels[kernel.name] = kernel
             continue
         directive = _MODULE_LEVEL.match(text, position)
@@ -387,7 +410,7 @@ class _Body:
 
 
 def _parse_kernel(
-    text: str, entry: re.Match[str], shared: dict[str, tuple[int, int]], tables: dict[str, np.ndarray]
+    text: str, entry: re.Match[str], shared: dict[str, tuple[int, int]], tables: dict[str, np.ndarray], target: str
 ) -> tuple[Kernel, int]:
     parameters, size = _parse_parameters(entry[2])
     required = None
@@ -431,6 +454,7 @@ def _parse_kernel(
     body.instructions.append(Instruction(("ret",), (), "ret (end of the body)", line))
     body.resolve()
     kernel = Kernel(
-        entry[1], parameters, size, required, body.counts, body.shared, body.instructions, body.local, tables  # type: ignore[arg-type]
+        entry[1], parameters, size, required, body.counts, body.shared, body.instructions, body.local, tables,  # type: ignore[arg-type]
+        target,
     )  # fmt: skip
     return kernel, position

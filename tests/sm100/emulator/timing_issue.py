@@ -13,17 +13,7 @@ import numpy as np
 
 from tests.sm100.emulator.decoder import Decoder, Execute, Reader
 from tests.sm100.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
-from tests.sm100.emulator.ptx import (
-    Instruction,
-    Kernel,
-    Memory,
-    Negated,
-    Operand,
-    Pair,
-    Register,
-    TensorAddress,
-    Vector,
-)
+from tests.sm100.emulator.ptx import Instruction, Kernel, RegisterKey, Vector, registers_of
 from tests.sm100.emulator.scalar_types import LANES, dtype_of
 from tests.sm100.emulator.timing import ClusterTiming, WarpTiming
 from tests.sm100.emulator.timing_model import TimingModel
@@ -33,24 +23,6 @@ FUNCTIONS = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "div")
 ROUNDED_FUNCTION_INSTRUCTIONS = 8
 """Instructions beside the function unit's own of a correctly rounded reciprocal, root or quotient."""
 BANKS, BANK_BYTES = 32, 4
-Key = tuple[str, int]
-
-
-def _registers(operand: Operand) -> list[Key]:
-    if isinstance(operand, Register):
-        return [(operand.kind, operand.index)]
-    if isinstance(operand, Negated):
-        return _registers(operand.register)
-    if isinstance(operand, Memory):
-        return _registers(operand.base)
-    inner: tuple[Operand, ...] = ()
-    if isinstance(operand, Vector):
-        inner = operand.items
-    elif isinstance(operand, Pair):
-        inner = operand.first, operand.second
-    elif isinstance(operand, TensorAddress):
-        inner = operand.base, *operand.coordinates
-    return [key for item in inner for key in _registers(item)]
 
 
 def _is_load(instruction: Instruction) -> bool:
@@ -66,10 +38,10 @@ def timed(
     kernel: Kernel, program: list[Execute | None], shared: dict[str, int], model: TimingModel
 ) -> list[Execute | None]:
     """The program with time."""
-    loaded = {key for one in kernel.instructions if _is_load(one) for key in _registers(one.operands[0])}
+    loaded = {key for one in kernel.instructions if _is_load(one) for key in registers_of(one.operands[0])}
     for one in kernel.instructions:
-        if _renames(one, model) and loaded.intersection(_registers(one.operands[1])):
-            loaded.update(_registers(one.operands[0]))
+        if _renames(one, model) and loaded.intersection(registers_of(one.operands[1])):
+            loaded.update(registers_of(one.operands[0]))
     return [
         None if execute is None else _timed(kernel, instruction, execute, shared, model, loaded)
         for instruction, execute in zip(kernel.instructions, program, strict=True)
@@ -78,16 +50,16 @@ def timed(
 
 def _timed(
     kernel: Kernel, instruction: Instruction, execute: Execute, shared: dict[str, int], model: TimingModel,
-    loaded: set[Key],
+    loaded: set[RegisterKey],
 ) -> Execute:  # fmt: skip
     operands = list(instruction.operands) + ([instruction.guard] if instruction.guard else [])
-    needs = tuple({key for operand in operands for key in _registers(operand)} & loaded)
+    needs = tuple({key for operand in operands for key in registers_of(operand)} & loaded)
     kind = instruction.opcode[0]
     if instruction.opcode[:2] == ("mbarrier", "try_wait") or instruction.opcode[:2] == ("mbarrier", "test_wait"):
         return _timed_wait(execute, Decoder(kernel, instruction, shared).address(1), model)
     if _renames(instruction, model):
-        return _timed_move(execute, needs, tuple(_registers(instruction.operands[0])))
-    results = tuple(_registers(instruction.operands[0])) if _is_load(instruction) else ()
+        return _timed_move(execute, needs, tuple(registers_of(instruction.operands[0])))
+    results = tuple(registers_of(instruction.operands[0])) if _is_load(instruction) else ()
     is_transfer = instruction.opcode[:2] == ("tcgen05", "ld")
     is_transfer_wait = instruction.opcode[:2] == ("tcgen05", "wait::ld")
     accesses = kind in ("ld", "st", "atom", "red")
@@ -127,7 +99,7 @@ def _state(warp: Warp) -> tuple[ClusterTiming, WarpTiming]:
     return timing, timing.warp(warp.cta.rank, warp.index)
 
 
-def _timed_move(execute: Execute, needs: tuple[Key, ...], results: tuple[Key, ...]) -> Execute:
+def _timed_move(execute: Execute, needs: tuple[RegisterKey, ...], results: tuple[RegisterKey, ...]) -> Execute:
     def run(warp: Warp, mask: Mask) -> Blocked | None:
         ready = _state(warp)[1].ready
         time = max((ready.get(key, 0.0) for key in needs), default=0.0)

@@ -17,6 +17,8 @@ from tests.sm100.emulator.actors import WarpActor
 from tests.sm100.emulator.local_memory import LocalMemory
 from tests.sm100.emulator.ordering_clock import Clock
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
+from tests.sm100.emulator.warpgroup import MultiplicationGroups
+from tests.sm100.emulator.warpgroup_registers import WarpgroupRegisters
 
 if TYPE_CHECKING:
     from tests.sm100.emulator.cluster import Cta
@@ -97,6 +99,8 @@ class Warp:
         """Each lane's open group of bulk copies and its committed ones."""
         self.copy_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}
         """The same for cp.async of single elements."""
+        self.multiplications = MultiplicationGroups()
+        self.multiplied = WarpgroupRegisters(registers)
         self.copies = Clock(cta.cluster.agents)
         """What is known once all cp.async copies issued so far are done."""
 

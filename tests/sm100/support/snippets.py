@@ -14,16 +14,19 @@ from tests.sm100.emulator.ptx import parse
 from tests.sm100.emulator.stream import Stream
 
 LANES = 32
-HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 dynamic[];\n"
+HEADER = ".version 9.0\n.target {target}\n.address_size 64\n.extern .shared .align 1024 .b8 dynamic[];\n"
 
 
-def kernel_text(body: str, parameters: int) -> str:
-    """A kernel with u64 parameters p0, p1, … and registers %p, %h, %r, %q (pred, 16, 32, 64 bits), 64 of each."""
+def kernel_text(body: str, parameters: int, target: str = "sm_100a", registers: int = 64, before: str = "") -> str:
+    """A kernel with u64 parameters p0, p1, … and registers %p, %h, %r, %q (pred, 16, 32, 64 bits), so many of each.
+
+    ``before`` is what the PTX file holds before the kernel.
+    """
     declared = ", ".join(f".param .u64 p{i}" for i in range(parameters))
-    registers = "".join(
-        f".reg .{kind} %{name}<64>;\n" for kind, name in (("pred", "p"), ("b16", "h"), ("b32", "r"), ("b64", "q"))
-    )
-    return f"{HEADER}.visible .entry kernel({declared})\n{{\n{registers}{body}\n}}\n"
+    names = {"pred": "p", "b16": "h", "b32": "r", "b64": "q"}
+    declarations = "".join(f".reg .{kind} %{name}<{registers}>;\n" for kind, name in names.items())
+    header = HEADER.format(target=target) + before
+    return f"{header}.visible .entry kernel({declared})\n{{\n{declarations}{body}\n}}\n"
 
 
 def make_launch(
@@ -31,6 +34,8 @@ def make_launch(
     buffers: list[np.ndarray],
     *,
     before: str = "",
+    target: str = "sm_100a",
+    registers: int = 64,
     options: Options | None = None,
     block: int = LANES,
     grid: int = 1,
@@ -40,11 +45,11 @@ def make_launch(
 ) -> Launch:
     """A launch of ``body``; parameter i is the address of ``buffers[i]``, all of them writable.
 
-    ``before`` is what the PTX file holds before the kernel.
+    ``before``, ``target`` and ``registers`` are as ``kernel_text`` takes them.
     """
     ranges = [Range(b.ctypes.data, b.ctypes.data + b.nbytes, True, f"p{i}") for i, b in enumerate(buffers)]
     values = [bytes(ctypes.c_uint64(b.ctypes.data)) for b in buffers]
-    text = kernel_text(body, len(buffers)).replace(HEADER, HEADER + before)
+    text = kernel_text(body, len(buffers), target, registers, before)
     kernel = parse(text).kernels["kernel"]
     memory = GlobalMemory(ranges)
     if stream is not None:

@@ -19,6 +19,7 @@ from tests.sm100.emulator.instructions import (
     tensor_maps,
     warp_mma,
     warp_wide,
+    warpgroup_mma,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "tensor_maps",
     "warp_mma",
     "warp_wide",
+    "warpgroup_mma",
 ]

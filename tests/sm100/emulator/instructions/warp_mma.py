@@ -1,7 +1,6 @@
 """mma.sync: a product of small matrices whose elements are spread over the registers of a warp.
 
-Source: PTX ISA, matrix fragments for ``mma.m16n8k16``. Lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1
-and those 8 further, of B column g at the same rows, of C and D rows g and g + 8 at columns 2t and 2t + 1.
+``fragments`` says which lane holds what.
 
 Arithmetic: products are exact, and their sum with C is taken in fp64 and rounded once. The hardware's last bits may
 differ (it aligns and truncates).
@@ -14,18 +13,12 @@ import numpy as np
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.formats import canonical
+from tests.sm100.emulator.fragments import accumulator_places, column_places, operand_places
 from tests.sm100.emulator.instructions.half_arithmetic import WIDEN
-from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 from tests.sm100.emulator.warp import Mask, Warp
 
 M, N, K = 16, 8, 16
-GROUP, PLACE = LANE_IDS.astype(np.int64)[:, None] // 4, LANE_IDS.astype(np.int64)[:, None] % 4
-_ELEMENT = np.arange(8)[None]
-A_ROWS = GROUP + _ELEMENT // 2 % 2 * 8
-A_COLUMNS = 2 * PLACE + _ELEMENT % 2 + _ELEMENT // 4 * 8
-B_ROWS = (2 * PLACE + _ELEMENT % 2 + _ELEMENT // 2 * 8)[:, :4]
-B_COLUMNS = np.broadcast_to(GROUP, (LANES, 4))
-C_ROWS, C_COLUMNS = (GROUP + _ELEMENT // 2 * 8)[:, :4], (2 * PLACE + _ELEMENT % 2)[:, :4]
+A_PLACES, B_PLACES, C_PLACES = operand_places(2), column_places(), accumulator_places(N)
 
 
 @instruction("mma.sync")
@@ -49,10 +42,10 @@ def build_mma(decoder: Decoder) -> Execute:
         if mask is not None:
             raise HazardError("mma.sync by part of a warp")
         left, right, total = np.empty((M, K)), np.empty((K, N)), np.empty((M, N))
-        left[A_ROWS, A_COLUMNS] = widen(matrix([read(warp) for read in a]).view(np.uint16))
-        right[B_ROWS, B_COLUMNS] = widen(matrix([read(warp) for read in b]).view(np.uint16))
-        total[C_ROWS, C_COLUMNS] = matrix([read(warp) for read in c])
-        found = canonical((total + left @ right).astype(np.float32))[C_ROWS, C_COLUMNS]
+        left[A_PLACES] = widen(matrix([read(warp) for read in a]).view(np.uint16))
+        right[B_PLACES] = widen(matrix([read(warp) for read in b]).view(np.uint16))
+        total[C_PLACES] = matrix([read(warp) for read in c])
+        found = canonical((total + left @ right).astype(np.float32))[C_PLACES]
         for element, write in enumerate(writes):
             write(warp, np.ascontiguousarray(found[:, element]), None)
 

@@ -1,0 +1,1 @@
+"""NVFP4 products on Hopper: weights expanded to bf16 in registers on their way to wgmma, activations in bf16."""

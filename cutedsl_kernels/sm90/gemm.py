@@ -1,0 +1,355 @@
+"""NVFP4 x bf16 products on Hopper's tensor cores: weights from registers, tokens from shared memory.
+
+Computes, for each group g, token row t and feature f::
+
+    acc       = sum over k of tokens[t, k] * (code * block_scale)(weights[g, f, k])       fp32
+    out[t, f] = epilogue(acc)                                                             see epilogue.py
+
+Operands: weights in the tiles of layout.py; bf16 tokens, K contiguous. K a multiple of 64; any number of tokens;
+features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
+
+Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
+in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. A warpgroup expands half a stage
+into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
+
+Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
+previous kernel has ended; tokens are read, and outputs written, after that.
+
+Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K; with split_k the
+partial sums of slices of K are added in their order. The result does not depend on timing.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from ..sm100.barriers import Ring
+from ..sm100.load import EVICT_LAST
+from ..sm100.schedule import BatchedSchedule, Place
+from ..sm100.split import ClusterReduction
+from .epilogue import ConsumerWarp
+from .expand import expand_pair
+from .layout import TILE_BYTES, TILE_K, TILE_ROWS
+from .shape import (
+    ALIGNMENT,
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
+    LOADER_REGISTERS,
+    MAX_SPLIT_TILE,
+    WARP_LANES,
+    WARPGROUP_ROWS,
+    KernelShape,
+)
+from .weights import WeightLoad, load_half
+
+HALF_STEPS = TILE_K // 16 // 2
+"""Steps of 16 of half a stage: one group of wgmmas."""
+K_MAJOR = cute.nvgpu.OperandMajorMode.K
+
+
+class W4A16Gemm:
+    """A kernel of one :class:`KernelShape`; call it inside ``cute.compile``."""
+
+    def __init__(self, shape: KernelShape, epilogue: Any) -> None:
+        self.shape, self.epilogue = shape, epilogue
+
+    # Host side, traced once per compilation.
+
+    def _mma(self) -> cute.TiledMma:
+        """Of one warpgroup; both do the same to rows of their own."""
+        return sm90_utils.make_trivial_tiled_mma(
+            BFloat16, BFloat16, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (WARPGROUP_ROWS, self.shape.token_tile),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def _token_layout(self) -> Any:
+        """Of the staged tokens in shared memory."""
+        tiler = (TILE_ROWS, self.shape.token_tile, TILE_K)
+        return sm90_utils.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, self.shape.stages)
+
+    @cute.jit
+    def __call__(
+        self,
+        weights: cute.Pointer,
+        tokens: cute.Pointer,
+        epilogue_pointers: Any,
+        features: Int32,
+        k: Int32,
+        rows: Int32,
+        groups: Int32,
+        token_strides: Any,
+        epilogue_sizes: Any,
+        clusters: Int32,
+        stream: Any,
+        use_pdl: cutlass.Constexpr = False,
+    ):
+        """Launch.
+
+        Args:
+            weights: tiles, uint8 [groups, ceil(features / 128), ceil(k / 128), TILE_BYTES].
+            tokens: bf16, row r of group g at ``r * token_strides[0] + g * token_strides[1]`` elements.
+            epilogue_pointers, epilogue_sizes: see the epilogue.
+            rows: token rows in all.
+            clusters: persistent clusters to launch.
+        """
+        shape = self.shape
+        layout = self._token_layout()
+        source = cute.make_tensor(
+            tokens, cute.make_layout((rows, k, groups), stride=(token_strides[0], 1, token_strides[1]))
+        )
+        tma_tokens = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
+        )
+        outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
+        self.storage = self._storage(layout)
+        self.kernel(
+            self._mma(), weights, *tma_tokens, outputs, cute.ceil_div(features, TILE_ROWS),
+            cute.ceil_div(rows, shape.token_tile), groups, cute.ceil_div(k, TILE_K),
+        ).launch(
+            grid=(clusters * shape.cluster, 1, 1),
+            block=(shape.threads, 1, 1),
+            cluster=(shape.cluster, 1, 1),
+            smem=self.storage.size_in_bytes(),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=use_pdl,
+        )  # fmt: skip
+
+    def _storage(self, layout: Any) -> Any:
+        shape = self.shape
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, shape.stages]
+            empty: cute.struct.MemRange[Int64, shape.stages]
+            partials_full: cute.struct.MemRange[Int64, CONSUMER_WARPS]
+            partials_empty: cute.struct.MemRange[Int64, CONSUMER_WARPS]
+            partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
+            output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.staging_bytes], ALIGNMENT]
+            tokens: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.outer)], ALIGNMENT]
+            weights: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.stages * TILE_BYTES], 128]
+
+        return Storage
+
+    # Device side.
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        weights: cute.Pointer,
+        atom: cute.CopyAtom,
+        tokens: cute.Tensor,
+        outputs: Any,
+        feature_tiles: Int32,
+        token_tiles: Int32,
+        groups: Int32,
+        k_tiles: Int32,
+    ):
+        shape = self.shape
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        load_warp = CONSUMER_WARPS
+        rank = Int32(0)
+        if cutlass.const_expr(shape.cluster > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        first, step = block // shape.cluster, grid // shape.cluster
+        k_begin, k_end = Int32(0), k_tiles
+        if cutlass.const_expr(shape.split_k > 1):
+            k_begin = rank * k_tiles // shape.split_k
+            k_end = (rank + 1) * k_tiles // shape.split_k
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        ring = Ring(storage.full.data_ptr(), storage.empty.data_ptr(), shape.stages)
+        own = ConsumerWarp(warp // 4, warp % 4, thread % WARP_LANES)
+        exchange = storage.partials.data_ptr(), storage.partials_full.data_ptr(), storage.partials_empty.data_ptr()
+        reduction = ClusterReduction(shape, rank, *exchange, own.index, own.lane)
+        if warp == load_warp:
+            cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                ring.initialise(1, CONSUMER_WARPS)
+                if cutlass.const_expr(shape.split_k > 1):
+                    reduction.initialise()
+                cute.arch.mbarrier_init_fence()
+        schedule = BatchedSchedule(Place(1, 1, Int32(0), Int32(0)), feature_tiles, token_tiles, groups)
+        self._synchronise()
+        total = schedule.total()
+        # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
+        cute.arch.griddepcontrol_launch_dependents()
+
+        if warp < CONSUMER_WARPS:
+            if cutlass.const_expr(shape.reallocates):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            epilogue = self.epilogue.device(shape, storage, outputs, own)
+            self._multiply(
+                storage, mma, ring, schedule, total, epilogue, reduction, own, first, step, k_begin, k_end
+            )  # fmt: skip
+            epilogue.finish()
+        else:
+            if cutlass.const_expr(shape.reallocates):
+                cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp == load_warp:
+                # A tile of weights is read once if all tokens fit a tile; tokens by every CTA.
+                once = shape.token_tile <= MAX_SPLIT_TILE
+                load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
+                self._load(storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end)
+        if cutlass.const_expr(shape.cluster > 1):
+            # Others may still write, or signal, into this CTA's shared memory.
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """All threads of the cluster."""
+        if self.shape.cluster > 1:
+            cute.arch.cluster_arrive(aligned=True)
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _tokens(self, storage: Any) -> cute.Tensor:
+        """Staged: (token, k, stage)."""
+        layout = self._token_layout()
+        return storage.tokens.get_tensor(layout.outer, swizzle=layout.inner)
+
+    @cute.jit
+    def _load_weights(self, load, ring, position, group, feature_tile, k_tile):
+        """Announce a stage's bytes and load its weights."""
+        barrier = ring.full + position.index
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.stage_bytes)
+            load.load(group, feature_tile, k_tile, position.index, barrier)
+
+    @cute.jit
+    def _load(self, storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end):
+        """The load warp: keep the ring full."""
+        shape = self.shape
+        tiles = cute.local_tile(tokens, (shape.token_tile, TILE_K), (None, None, None))
+        slots, tiles = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(self._tokens(storage), 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        policy = Int64(EVICT_LAST) if cutlass.const_expr(load.once) else None
+        # Weights do not depend on the previous kernel: fill the ring with them before waiting for it. Without a tile
+        # nothing may be loaded: the CTA would end before the loads have.
+        early = cutlass.select_(first < total, cutlass.min(Int32(shape.stages), k_end - k_begin), Int32(0))
+        first_feature_tile, _, first_group, _, _ = schedule.locate(first)
+        ahead = ring.producer()
+        for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
+            self._load_weights(load, ring, ahead, first_group, first_feature_tile, k_tile)
+            ahead.advance()
+        cute.arch.griddepcontrol_wait()
+        position = ring.producer()
+        tile = first
+        while tile < total:
+            feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
+            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
+                if tile != first or k_tile - k_begin >= early:
+                    ring.wait_empty(position)
+                    self._load_weights(load, ring, position, weight_group, feature_tile, k_tile)
+                cute.copy(
+                    atom, tiles[None, token_tile, k_tile, token_group], slots[None, position.index],
+                    tma_bar_ptr=ring.full + position.index, cache_policy=policy,
+                )  # fmt: skip
+                position.advance()
+            tile += step
+
+    @cute.jit
+    def _multiply(self, storage, mma, ring, schedule, total, epilogue, reduction, warp, first, step, k_begin, k_end):
+        """A warp of a warpgroup that multiplies."""
+        shape = self.shape
+        part = mma.get_slice(0)
+        b = part.make_fragment_B(part.partition_B(self._tokens(storage)))
+        values = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, shape.token_tile)), Float32)
+        fragment = mma.partition_shape_A((WARPGROUP_ROWS, HALF_STEPS * 16))
+        halves = [cute.make_rmem_tensor(fragment, BFloat16) for _ in range(2)]
+        weights = storage.weights.data_ptr()
+        # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
+        cute.arch.griddepcontrol_wait()
+        position = ring.consumer()
+        phase = Int32(0)
+        tile = first
+        while tile < total:
+            feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
+            factors = epilogue.factors(feature_tile, weight_group)
+            released = position.index
+            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
+                ring.wait_full(position)
+                staged = weights + position.index * TILE_BYTES
+                loaded = [load_half(staged, warp.index, warp.lane, half) for half in range(2)]
+                for half in cutlass.range_constexpr(2):
+                    # Beside the other half's wgmmas. ptxas serialises all of them if any outlive the next fence.
+                    self._expand(loaded[half], halves[half])
+                    warpgroup.wait_group(0)
+                    self._issue(mma, values, halves[half], b, half, position.index, k_tile != k_begin)
+                    if cutlass.const_expr(half == 0):
+                        if k_tile > k_begin:
+                            self._release(ring, released)
+                        released = position.index
+                position.advance()
+            warpgroup.wait_group(0)
+            self._release(ring, released)
+            where = feature_tile, token_tile, token_group, inside
+            if cutlass.const_expr(shape.split_k > 1):
+                self._reduce(values, epilogue, reduction, factors, where, phase, tile != first, tile + step < total)
+            else:
+                for chunk in cutlass.range_constexpr(shape.chunks):
+                    slot = chunk % shape.warp_buffers
+                    epilogue.chunk(self._chunk(values, chunk), factors, Int32(slot), Int32(chunk), *where)
+            phase = phase ^ 1
+            tile += step
+
+    def _chunk(self, values: cute.Tensor, chunk: int) -> cute.Tensor:
+        """This thread's values of a chunk of tokens: they are in the order of tokens."""
+        count = self.shape.chunk_values
+        return cute.make_tensor(values.iterator + chunk * count, cute.make_layout(count))
+
+    def _expand(self, loaded: Any, registers: cute.Tensor) -> None:
+        """Half a stage's weights, as A fragments of four steps."""
+        codes, scales = loaded
+        words = cute.recast_tensor(registers, Uint32)
+        for pair in range(HALF_STEPS // 2):
+            expanded = expand_pair(codes[2 * pair], codes[2 * pair + 1], scales[pair])
+            for i, value in enumerate(expanded):
+                words[8 * pair + i] = value
+
+    def _issue(self, mma: Any, values: Any, registers: Any, b: Any, half: int, stage: Any, is_later: Any) -> None:
+        """A group of wgmmas: half a stage. A tile's first one sets the sums."""
+        warpgroup.fence()
+        # An atom of its own, since its state must not leave the loop.
+        atom = cute.make_mma_atom(mma.op)
+        for step in range(HALF_STEPS):
+            atom.set(warpgroup.Field.ACCUMULATE, True if half or step else is_later)
+            k = half * HALF_STEPS + step
+            cute.gemm(atom, values, registers[None, None, step], b[None, None, k, stage], values)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _release(self, ring, index):
+        """The load warp may fill the stage again: this warp has read it."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ring.empty + index)
+
+    @cute.jit
+    def _reduce(self, values, epilogue, reduction, factors, where, phase, is_later, is_followed):
+        """Exchange sums with the other CTAs of the cluster, finish what this one owns."""
+        shape = self.shape
+        if is_later:
+            reduction.wait_empty(phase ^ 1)
+        for chunk in cutlass.range_constexpr(shape.chunks):
+            if reduction.owner(chunk) != reduction.rank:
+                reduction.send(self._chunk(values, chunk), chunk)
+        reduction.signal_full()
+        reduction.wait_full(phase)
+        for chunk in cutlass.range_constexpr(shape.chunks):
+            if reduction.owner(chunk) == reduction.rank:
+                part = self._chunk(values, chunk)
+                reduction.add(part, chunk)
+                epilogue.chunk(part, factors, Int32(0), Int32(chunk), *where)
+        if is_followed:
+            reduction.signal_empty()
