@@ -62,7 +62,9 @@ def test_the_same_source_compiled_for_sm_100a_gives_the_same(name: str) -> None:
 def test_unrecorded_multiplications_are_right_in_the_emulator(name: str) -> None:
     """What hardware is to be compared with later is right by the PTX ISA's layouts and exact arithmetic."""
     case = UNRECORDED_CASES[name]
-    expected = accumulator_fragments(case.function.product) + case.inputs["before"].numpy() * case.function.keeps
+    function = case.function
+    assert isinstance(function, warpgroup_cases.Multiplication) and function.product is not None
+    expected = accumulator_fragments(function.product) + case.inputs["before"].numpy() * function.keeps
     for options in MODES[:1] if name != "wgmma bf16" else [Options(), *MODES, Options("starved", 4, "warpgroup")]:
         found = emulated_outputs(case, compiled(name), options)["result"].numpy()
         assert np.array_equal(found, expected.astype(np.float32))

@@ -35,12 +35,18 @@ def execute(code: str, options: Options | None = None, **keywords: str) -> np.nd
 HAZARDS = {
     "no fence": (MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"),
     "accumulator written since the fence": (
-        FENCE + "mov.b32 %r66, 0;" + MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"
+        FENCE + "add.f32 %r66, %r66, %r66;" + MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"
     ),
     "accumulator read since the fence": (
         FENCE + "add.f32 %r10, %r66, %r66;" + MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"
     ),
-    "A written since the fence": (FENCE + "mov.b32 %r61, 0;" + MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"),
+    "A written since the fence": (
+        FENCE + "add.s32 %r61, %r61, 1;" + MULTIPLY + COMMIT + WAIT, "without wgmma.fence since"
+    ),
+    "A moved from a register written since the fence": (
+        FENCE + "add.s32 %r10, %r10, 1; mov.b32 %r61, %r10;" + MULTIPLY + COMMIT + WAIT,
+        "without wgmma.fence since",
+    ),
     "no wait": (FENCE + MULTIPLY + COMMIT, "in flight accumulates"),
     "no commit": (FENCE + MULTIPLY + WAIT, "in flight accumulates"),
     "a wait for all but the last group": (
@@ -124,6 +130,15 @@ def test_what_is_allowed(options: Options) -> None:
     code += WAIT.replace("0", "1") + WAIT + "bar.sync 0; st.shared.b32 [%r2], %r0; fence.proxy.async; bar.sync 0;"
     code += FENCE + multiply(8, None, B, rest="1, 1, 0") + COMMIT + WAIT
     execute(code, options)
+
+
+@pytest.mark.parametrize("move", ["mov.b32 %r66, 0;", "mov.b32 %r61, %r10;"])
+def test_moves_after_the_fence_are_refused_on_request(move: str) -> None:
+    """The compiler puts some there."""
+    code = FENCE + move + MULTIPLY + COMMIT + WAIT
+    execute(code)
+    with pytest.raises(HazardError, match="without wgmma.fence since"):
+        execute(code, Options(strict_moves=True))
 
 
 def test_a_warp_that_has_waited_knows_that_the_others_are_done() -> None:
