@@ -30,26 +30,17 @@ def test_output_is_exact(kernel: str, options: Options) -> None:
     assert statistics.engine_operations["wgmma"]
 
 
-EXAMPLES = {
-    "multicast of B, MN-major": (
-        DenseGemm("BFloat16", "BFloat16", (128, 128), (2, 1), "mnn", hopper=True), (264, 136, 136)
-    ),
-    "multicast of A, FP8": (DenseGemm("Float8E4M3FN", "Float16", (64, 128), (1, 2), hopper=True), (72, 264, 160)),
-    "256 columns": (DenseGemm("Float16", "Float16", (128, 256), (1, 1), "kkm", hopper=True), (136, 264, 96)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_output_of_nvidias_example_is_exact(name: str) -> None:
+def test_output_of_nvidias_example_is_exact() -> None:
+    """FP8, A multicast to two CTAs; its compiler leaves moves between wgmma.fence and wgmma."""
     pytest.importorskip("flashinfer")
-    gemm, shape = EXAMPLES[name]
-    right, statistics = gemm.run(shape, Options("random", 1))
+    gemm = DenseGemm("Float8E4M3FN", "Float16", (64, 128), (1, 2), hopper=True)
+    right, statistics = gemm.run((72, 264, 160), Options("random", 1))
     assert right
     assert statistics.engine_operations["wgmma"]
 
 
-SHAPE = (136, 128, 456)
-"""Two tiles of more K tiles than the pipeline has stages."""
+SHAPE = (300, 264, 720)
+"""Nine tiles of more K tiles than the pipeline has stages."""
 UNORDERED = "without being ordered after its"
 LEFT_OUT: dict[str, list[str]] = {
     # The loop's own fence orders nothing: its registers were accessed before the fence of the first K tile.
