@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.sm100.emulator import Options
+from tests.sm100.emulator import Options, UnsupportedError
 from tests.sm100.emulator.formats import E4M3, E5M2, from_bf16, to_bf16, to_e4m3, to_e5m2
 from tests.sm100.support.warpgroup_snippets import (
     COMMIT,
@@ -134,3 +134,61 @@ def test_eight_bits(kind: str, registers: bool) -> None:
 )
 def test_engine_that_acts_later(options: Options) -> None:
     check(64, "bf16", options=options, registers=True)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("span", [32, 64, 128])
+def test_base_offset(span: int, across: bool) -> None:
+    """The swizzle begins at a row of 128 bytes whose number is no multiple of eight."""
+    a, b = operand(64, "bf16", 1), operand(64, "bf16", 2)
+    for base in (1, 3, 6):
+        start = B_OFFSET + 128 * base
+        memory, leading, stride = place(b, span, across, start)
+        code = multiply(64, None, descriptor(start, leading, stride, SPANS[span], base), rest=f"1, 1, {int(across)}")
+        before = accumulators(64)
+        found = run(FENCE + code + COMMIT + WAIT, memory, operand_fragments(a), accumulator_fragments(before))
+        assert np.array_equal(found, accumulator_fragments(expected(a, b, before, "bf16")))
+
+
+def test_steps_along_k_within_a_swizzle_atom() -> None:
+    """Start addresses 32 bytes apart; the sums are exact."""
+    random = np.random.default_rng(5)
+    a, b = (to_bf16(random.integers(-8, 9, (rows, 64)).astype(np.float32)) for rows in (64, 96))
+    left, leading, stride = place(a, 128, False)
+    right, _, _ = place(b, 128, False, B_OFFSET)
+    code = FENCE
+    for step in range(4):
+        places = (descriptor(start + 32 * step, leading, stride, SPANS[128]) for start in (0, B_OFFSET))
+        code += multiply(96, *places, keep="%p1" if step else "%p2")
+    found = run(code + COMMIT + WAIT, left | right, None, np.full((128, 48), np.nan, np.float32))
+    assert np.array_equal(found, accumulator_fragments(expected(a, b, np.zeros((64, 96)), "bf16")))
+
+
+STATEMENT = multiply(16, None, descriptor(B_OFFSET, 8192, 1024, 1), rest="1, 1, 0")
+REFUSED = {
+    "sparsity": (STATEMENT.replace("mma_async", "mma_async.sp"), "sp"),
+    "tf32": (STATEMENT.replace("k16.f32.bf16.bf16", "k8.f32.tf32.tf32"), "types"),
+    "integers": (STATEMENT.replace("k16.f32.bf16.bf16", "k32.s32.s8.s8"), "types"),
+    "fp16 accumulators": (STATEMENT.replace("f32.bf16.bf16", "f16.f16.f16"), "types"),
+    "mixed halves": (STATEMENT.replace("f32.bf16.bf16", "f32.bf16.f16"), "by .f16"),
+    "another depth": (STATEMENT.replace("k16", "k32"), "shape"),
+    "another N": (STATEMENT.replace("n16", "n12"), "shape"),
+    "fewer accumulators": (STATEMENT.replace("n16", "n24"), "accumulators"),
+    "an accumulator twice": (STATEMENT.replace("%r65", "%r64", 1), "twice"),
+    "another sign": (STATEMENT.replace("1, 1, 0;", "2, 1, 0;"), "expected 1 or -1"),
+    "an operand too many": (STATEMENT.replace("1, 1, 0;", "1, 1, 0, 0;"), "operands"),
+    "a reserved bit": (multiply(16, None, descriptor(B_OFFSET) | 1 << 46, rest="1, 1, 0"), "matrix descriptor"),
+    "a base offset without swizzle": (multiply(16, None, descriptor(0, base=1), rest="1, 1, 0"), "matrix descriptor"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what: str) -> None:
+    code, report = REFUSED[what]
+    with pytest.raises(UnsupportedError, match=report):
+        run(FENCE + code + COMMIT + WAIT, np.zeros(SIZE, np.uint8), None, np.zeros((128, 8), np.float32))
+
+
+def test_sm_100a_has_no_wgmma() -> None:
+    with pytest.raises(UnsupportedError, match="sm_90a alone"):
+        run(FENCE + STATEMENT, np.zeros(SIZE, np.uint8), None, np.zeros((128, 8), np.float32), target="sm_100a")

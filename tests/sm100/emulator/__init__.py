@@ -1,4 +1,4 @@
-"""A functional emulator of PTX as CuTeDSL and Triton emit it for sm_100a, in NumPy, one warp instruction at a time.
+"""A functional emulator of PTX as CuTeDSL and Triton emit it for sm_100a and sm_90a, one warp instruction at a time.
 
 It executes kernels through CuTeDSL's own compiled host code, on a machine without a GPU or a driver; Triton's launches
 come by ``tests.sm100.support.triton_launch``::
@@ -25,6 +25,11 @@ Modelled
     * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4
       with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair; operands of 8 and 16 bits also MN-major
       or, without scales, A in tensor memory; commit, also multicast; ld and st of every shape, also packed;
+    * wgmma (sm_90a): m64nNk16 of fp16 and bf16, m64nNk32 of E4M3 and E5M2, with fp32 accumulators; A in registers or
+      in shared memory, operands of 16 bits in shared memory K-major or MN-major, every swizzle, base offsets; fence,
+      commit and wait for groups. A warpgroup's operation begins with the last of its warps and ends for all at once
+      (``warpgroup``). Registers in flight must be left alone until a wait covers them, and a fence must stand between a
+      warp's own accesses and the operation's, whatever the timing (``warpgroup_registers``); setmaxnreg;
     * clusters: any shape; shared memory of other CTAs by mapa; cluster launch control, also multicast, with requests
       that fail for no reason in the shuffled modes; those that wait for one another in global memory (the next ones
       begin as soon as one polls, up to ``Options.resident``) in either order (``Options.backwards``);
@@ -55,21 +60,24 @@ Modelled
       memory not released, copies under way at exit, and deadlocks with a report of who waits for what.
 
 Not modelled, refused
-    Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma, other mma.sync; sparsity;
-    fp16 accumulation; A in tensor memory with scales, 64 rows or less than 8 bits; tcgen05.ld with a reduction;
-    unpacking cp; im2col and gather of TMA, and its tensors of padded elements of 4 or 6 bits; grid-wide barriers;
+    Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync of other types
+    and shapes; sparsity; fp16 accumulation; st.async; time of wgmma; A in tensor memory with scales, 64 rows or less
+    than 8 bits; tcgen05.ld with a reduction; unpacking cp; im2col and gather of TMA, and its tensors of padded elements
+    of 4 or 6 bits; grid-wide barriers;
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed
     Races on global memory within a launch other than loads and stores after another cluster's store
     (``global_order``): among the warps of a CTA, of TMA and bulk copies, stores after loads. Among the lanes of a warp:
-    reads but for the last lane's, and what one waited for and another uses. Register budgets. Approximate functions
-    (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
+    reads but for the last lane's, and what one waited for and another uses. Register budgets, but for what setmaxnreg
+    itself says. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so
+    last bits may differ from hardware.
     Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware
     What SM100 shares with sm_90a gives the bytes that an H200 gave (``tests/sm100/hardware``); its approximate
-    functions are within the ulp stated there. Nothing of tcgen05, of TMA for CTA pairs and of FP4 was compared.
+    functions are within the ulp stated there. Nothing of tcgen05, of TMA for CTA pairs and of FP4 was compared, and
+    nothing of wgmma yet.
 """
 
 from tests.sm100.emulator.engines import ENGINES, Options

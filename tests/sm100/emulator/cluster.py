@@ -46,6 +46,8 @@ class Cta:
         self.special: dict[str, int] = self._special()
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
+        self.register_counts: dict[int, int] = {}
+        """By warp: what its last setmaxnreg said."""
         self.warpgroups: dict[int, Warpgroup] = {}
         self.shared.hosts = np.array([warp.actor.number for warp in self.warps])
 

@@ -44,6 +44,8 @@ class Options:
         init_fence: demand ``fence.mbarrier_init`` or ``fence.proxy.async`` between the initialisation of an mbarrier
             and its use by an asynchronous operation, as the PTX ISA does. Triton's kernels of one CTA leave it out and
             only synchronise.
+        strict_moves: demand ``wgmma.fence`` after a move to a register that wgmma uses, too, as the PTX ISA does.
+            NVIDIA's GEMM for Hopper in CuTeDSL has moves between fence and wgmma, which ptxas places as it must.
         strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
             hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
             Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
@@ -62,6 +64,7 @@ class Options:
     backwards: bool = False
     equal_writes: bool = False
     strict_tensor_waits: bool = False
+    strict_moves: bool = False
     strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None

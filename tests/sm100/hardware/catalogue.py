@@ -17,6 +17,7 @@ from tests.sm100.hardware import (
     scalar_cases,
     tma_cases,
     warp_cases,
+    warpgroup_cases,
 )
 from tests.sm100.hardware.case import Case
 
@@ -33,6 +34,7 @@ MODULES = (
     pipeline_cases,
     cluster_cases,
     dependent_cases,
+    warpgroup_cases,
 )
 
 

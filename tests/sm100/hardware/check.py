@@ -122,7 +122,9 @@ def compare_case(
             right &= found != "missing" and not found.startswith("DIFFERS")
             if found != "equal":
                 lines.append(f"    {short}: {found} from the emulator's")
-        if recorded is not None and not recorded.agrees(label, result, 0 if label in ulp else None):
+        if recorded is not None and label not in recorded.digests.keys() | recorded.values.keys():
+            lines.append(f"    {short}: not recorded yet")
+        elif recorded is not None and not recorded.agrees(label, result, 0 if label in ulp else None):
             lines.append(f"    {short}: not what is recorded")
             right = False
     return right, [f"{name}: {len(gpu)} results" + ("" if lines else ", all equal"), *lines]

@@ -1,4 +1,4 @@
-"""NVIDIA's CuTeDSL example kernels for SM100, as FlashInfer installs them."""
+"""NVIDIA's CuTeDSL example kernels for SM100 and Hopper, as FlashInfer installs them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 
 @functools.cache
-def example(name: str) -> ModuleType:
-    """The module of one example, ``fmha`` or ``dense_gemm_persistent`` for instance."""
+def example(name: str, family: str = "blackwell") -> ModuleType:
+    """The module of one example, ``fmha`` or ``dense_gemm_persistent`` for instance; ``family`` is its folder."""
     import flashinfer
 
     folder = Path(flashinfer.__file__).parent / "data/cutlass/examples/python/CuTeDSL"
-    spec = importlib.util.spec_from_file_location(f"cutlass_example_{name}", folder / "blackwell" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"cutlass_example_{family}_{name}", folder / family / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with patch.object(sys, "path", [str(folder), *sys.path]):  # some import helpers from there

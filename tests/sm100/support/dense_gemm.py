@@ -1,4 +1,4 @@
-"""NVIDIA's persistent GEMMs without scales for SM100 (CuTeDSL), as FlashInfer installs them, in the emulator."""
+"""NVIDIA's persistent GEMMs without scales for SM100 and Hopper (CuTeDSL), as FlashInfer installs them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class DenseGemm:
         majors: the contiguous dimension of a, b and c, such as "mnn" or "kkm".
         tma_store: whether the epilogue stores by TMA.
         source: the example; all have one interface.
+        hopper: whether it is the one for Hopper, which stores by TMA.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class DenseGemm:
     majors: str = "kkn"
     tma_store: bool = True
     source: str = "dense_gemm_persistent"
+    hopper: bool = False
 
     def compiled(self) -> Compiled:
         return _compiled(self)
@@ -88,8 +90,13 @@ def _compiled(gemm: DenseGemm) -> Compiled:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-    make = example(gemm.source).PersistentDenseGemmKernel
-    kernel = make(cutlass.Float32, gemm.cluster[0] % 2 == 0, gemm.tile, gemm.cluster, gemm.tma_store)
+    if gemm.hopper:
+        kernel = example(gemm.source, "hopper").HopperWgmmaGemmPersistentKernel(
+            cutlass.Float32, gemm.tile, gemm.cluster, swizzle_size=1, raster_along_m=True
+        )
+    else:
+        make = example(gemm.source).PersistentDenseGemmKernel
+        kernel = make(cutlass.Float32, gemm.cluster[0] % 2 == 0, gemm.tile, gemm.cluster, gemm.tma_store)
     tensors = []
     for kind, major, names in zip((gemm.dtype, gemm.dtype, gemm.output), gemm.majors, ("mk", "nk", "mn"), strict=True):
         element = getattr(cutlass, kind)
@@ -97,4 +104,4 @@ def _compiled(gemm: DenseGemm) -> Compiled:
         shape = *(divisible if name == major else cute.sym_int32() for name in names), cute.sym_int32()
         order = (0, 1, 2) if major == names[0] else (1, 0, 2)
         tensors.append(make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=16))
-    return compile_for("sm_100a", kernel, *tensors, 1, make_fake_stream())
+    return compile_for("sm_90a" if gemm.hopper else "sm_100a", kernel, *tensors, 1, make_fake_stream())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from tests.sm100.emulator.engines import Options
 from tests.sm100.emulator.memory import SHARED_BASE
-from tests.sm100.support import snippets
-from tests.sm100.support.snippets import LANES
+from tests.sm100.support.snippets import LANES, launch
 
 THREADS = 128
+UNWRITTEN = 2048
+"""Bytes of shared memory after those given."""
+READY = "fence.proxy.async.shared::cta; bar.sync 0;"
 A_FIRST, FIRST = 60, 64
 """The first registers of A and of the accumulators."""
 FENCE = "wgmma.fence.sync.aligned;\n"
@@ -41,7 +41,7 @@ def multiply(
     )
 
 
-def kernel_body(code: str, columns: int, size: int, *, fenced: str = "fence.proxy.async.shared::cta;") -> str:
+def kernel_body(code: str, columns: int, size: int, ready: str) -> str:
     """Fill shared memory and registers, run ``code`` by all warps, store the accumulators."""
     steps = range(0, columns // 2, 4)
     fill = "".join(f"ld.global.v4.b32 {vector(FIRST + at, 4)}, [%q4+{4 * at}];\n" for at in steps)
@@ -57,8 +57,7 @@ def kernel_body(code: str, columns: int, size: int, *, fenced: str = "fence.prox
     ld.param.b64 %q3, [p1]; mad.wide.u32 %q3, %r0, 16, %q3;
     ld.param.b64 %q4, [p2]; mad.wide.u32 %q4, %r0, {2 * columns}, %q4;
     {copies}
-    {fenced}
-    bar.sync 0;
+    {ready}
     ld.global.v4.b32 {vector(A_FIRST, 4)}, [%q3];
     {fill}
     {code}
@@ -68,7 +67,7 @@ def kernel_body(code: str, columns: int, size: int, *, fenced: str = "fence.prox
 
 def run(
     code: str, shared: np.ndarray, fragments: np.ndarray | None, accumulators: np.ndarray,
-    options: Options | None = None, *, target: str = "sm_90a", fenced: str = "fence.proxy.async.shared::cta;",
+    options: Options | None = None, *, target: str = "sm_90a", ready: str = READY,
 ) -> np.ndarray:  # fmt: skip
     """Accumulators f32 [128, columns / 2], by thread, after ``code``.
 
@@ -79,19 +78,17 @@ def run(
         accumulators: f32 [128, columns / 2] before.
         options: as ``launch`` takes them.
         target: the architecture.
-        fenced: what stands between the writes to shared memory and the barrier.
+        ready: what stands between the writes to shared memory and ``code``.
     """
     assert shared.size % (16 * THREADS) == 0
     result = np.ascontiguousarray(accumulators, np.float32).copy()
     held = np.zeros((THREADS, 4), np.uint32) if fragments is None else np.ascontiguousarray(fragments)
-    body = kernel_body(code, 2 * accumulators.shape[1], shared.size, fenced=fenced)
-    launch_for(target, body, [np.ascontiguousarray(shared), held, result], shared.size, options)
+    body = kernel_body(code, 2 * accumulators.shape[1], shared.size, ready)
+    launch(
+        body, [np.ascontiguousarray(shared), held, result], options=options, block=THREADS,
+        shared=shared.size + UNWRITTEN, target=target, registers=256,
+    )  # fmt: skip
     return result
-
-
-def launch_for(target: str, body: str, buffers: Sequence[np.ndarray], shared: int, options: Options | None) -> None:
-    """Run a kernel of one warpgroup."""
-    snippets.launch(body, list(buffers), options=options, block=THREADS, shared=shared, target=target, registers=256)
 
 
 def accumulator_fragments(matrix: np.ndarray) -> np.ndarray:

@@ -89,15 +89,3 @@ def build_dependent_launch(decoder: Decoder) -> Execute:
         return None
 
     return execute
-
-
-@instruction("setmaxnreg")
-def build_register_budget(decoder: Decoder) -> Execute:
-    """Registers are unlimited here; only the rule that the count is a multiple of 8 from 24 to 256 is checked."""
-    decoder.one_of("inc", "dec")
-    decoder.expect("sync", "aligned", "u32")
-    decoder.arity(1)
-    count = decoder.literal(0)
-    if not 24 <= count <= 256 or count % 8:
-        raise HazardError(f"setmaxnreg {count}")
-    return lambda warp, mask: None
