@@ -68,8 +68,8 @@ def test_every_word_is_where_the_fragment_has_it() -> None:
                     assert (bits >> 6 & 7) | (bits >> 15 << 3) == nibbles[row, k]
         byte = int(stored_scales[warp, lane // 4, half * 2 + pair, register // 4, place % 2])
         bits = int(scales.view(torch.uint8)[row, step])
-        value = 0.0 if byte == 0 else 2.0 ** ((byte >> 3) - layout.SCALE_BIAS) * (1 + (byte & 7) / 8)
-        assert value == E4M3[bits]
+        scale = 0.0 if byte == 0 else 2.0 ** ((byte >> 3) - layout.SCALE_BIAS) * (1 + (byte & 7) / 8)
+        assert scale == E4M3[bits]
 
 
 def test_the_registers_bits_tile_two_words() -> None:

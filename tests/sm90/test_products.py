@@ -57,8 +57,8 @@ def test_a_slice_of_k_needs_a_stage() -> None:
 
 
 def test_impossible_shapes_are_refused() -> None:
-    for arguments in ({"token_tile": 24}, {"token_tile": 8, "split_k": 3}, {"token_tile": 128, "split_k": 2}):
+    for token_tile, split_k in ((24, 1), (8, 3), (128, 2)):
         with pytest.raises(ValueError, match="expected|is for"):
-            KernelShape(**arguments)
+            KernelShape(token_tile, split_k=split_k)
     with pytest.raises(ValueError, match="expected"):
         KernelShape(8, output="nvfp4")  # type: ignore[arg-type]
