@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
@@ -41,7 +42,8 @@ SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_
 
 PROMPTS = (6, 2, 5)
 """Lengths. The first is served alone, the others at once; prompts and decode steps close ratio-4 windows."""
-TOKENS = 3
+TOKENS = {Target.SM90: 3, Target.SM100: 6}
+"""Generated; all but the first by decode steps, which are judged apart on SM100."""
 MEDIAN, LARGEST = 0.25, 0.8
 """Bounds of the errors of log-probabilities on Hopper, whose standard deviation over the vocabulary is 4.8.
 
@@ -50,13 +52,7 @@ reference 0.05 and 0.27; with decode steps planned one token short, the largest 
 """
 
 W4A4_FACTOR = 1.4
-"""Of what ``w4a4`` costs the CPU reference: bound of the median distance of a position on SM100.
-
-Found: 0.308, where it costs the reference 0.281. With one GEMM's global scale twice what it should be, planted in the
-decoder alone on this checkpoint and these prompts: 0.47 for wo_a and for wo_b, 0.92 for w2, 1.23 for w1 and w3 of one
-layer. Not seen: what goes through a norm (the GEMMs from x and from q; 0.29), and decode steps planned one token short
-(0.31), of which a calm model shows little. Backend and planner are the same on Hopper, whose run sees the latter.
-"""
+"""Of what ``w4a4`` costs the CPU reference: bound of the median distance of a position on SM100."""
 
 
 @pytest.fixture(scope="module", params=[Target.SM90, Target.SM100], ids=lambda target: target.value)
@@ -118,15 +114,20 @@ def test_what_is_running(server: Server, target: Target, checkpoint: Path):
 
 def test_log_probabilities(server: Server, target: Target, references: Any):
     prompts = [prompt(length) for length in PROMPTS]
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    tokens = TOKENS[target]
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"sampling_params": sampling, **whole_vocabulary(512)}
     answers = [server.post("/generate", {"input_ids": prompts[0], **body})]
     answers += server.post("/generate", {"input_ids": prompts[1:], **body})
     compare = distances if target is Target.SM100 else errors
     ours, theirs = compare(answers, prompts, references)
     print(f"median {ours.median():.3f}, largest {ours.max():.3f}; reference {theirs.median():.3f}, {theirs.max():.3f}")
-    assert len(ours) == sum(length - 1 + TOKENS for length in PROMPTS)
-    if target is Target.SM100:
-        assert ours.median() <= W4A4_FACTOR * theirs.median()
-    else:
+    assert len(ours) == sum(length - 1 + tokens for length in PROMPTS)
+    if target is not Target.SM100:
         assert ours.median() <= MEDIAN and ours.max() <= LARGEST
+        return
+    is_decode = torch.cat([torch.arange(length - 1 + tokens) >= length for length in PROMPTS])
+    for name, rows in (("prompts", ~is_decode), ("decode steps", is_decode)):
+        found, bound = ours[rows].median(), W4A4_FACTOR * theirs[rows].median()
+        print(f"{name}: median {found:.3f}, bound {bound:.3f}")
+        assert found <= bound, name
