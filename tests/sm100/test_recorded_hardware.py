@@ -19,8 +19,7 @@ from tests.sm100.support.warpgroup_snippets import accumulator_fragments
 RECORDED = Recording.load()
 MODES = [Options("random", 1), Options("starved", 2, "tma_load"), Options("starved", 3, "tma_store")]
 TIMED = [name for name, case in catalogue().items() if case.timed]
-UNRECORDED_CASES = {case.name: case for case in warpgroup_cases.cases()}
-"""Cases made since the recording: no GPU has run them yet. After ``launch/check_sm90 --record`` none is left here."""
+WARPGROUP_CASES = {case.name: case for case in warpgroup_cases.cases()}
 WITHOUT_HOPPER = {
     "tcgen05.": "tensor memory and its engine",
     ".cta_group::2": "loads for a pair of CTAs",
@@ -42,7 +41,7 @@ def assert_recorded(name: str, results: dict[str, bytes]) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name", [name for name in catalogue() if name not in UNRECORDED_CASES])
+@pytest.mark.parametrize("name", catalogue())
 def test_emulator_gives_what_the_gpu_gave(name: str) -> None:
     assert_recorded(name, emulate(catalogue()[name], compiled(name)))
 
@@ -58,10 +57,10 @@ def test_the_same_source_compiled_for_sm_100a_gives_the_same(name: str) -> None:
     assert_recorded(name, emulate(catalogue()[name], compiled(name, "sm_100a"), MODES[0]))
 
 
-@pytest.mark.parametrize("name", UNRECORDED_CASES)
-def test_unrecorded_multiplications_are_right_in_the_emulator(name: str) -> None:
-    """What hardware is to be compared with later is right by the PTX ISA's layouts and exact arithmetic."""
-    case = UNRECORDED_CASES[name]
+@pytest.mark.parametrize("name", WARPGROUP_CASES)
+def test_warpgroup_multiplications_equal_exact_arithmetic(name: str) -> None:
+    """The recorded inputs of wgmma have exact sums, so the PTX ISA's layouts alone say what comes out."""
+    case = WARPGROUP_CASES[name]
     function = case.function
     assert isinstance(function, warpgroup_cases.Multiplication) and function.product is not None
     expected = accumulator_fragments(function.product) + case.inputs["before"].numpy() * function.keeps
@@ -71,8 +70,7 @@ def test_unrecorded_multiplications_are_right_in_the_emulator(name: str) -> None
 
 
 def test_nothing_else_is_recorded() -> None:
-    known = [case for name, case in catalogue().items() if name not in UNRECORDED_CASES]
-    expected = {label for case in known for label in case.results(case.outputs)}
+    expected = {label for case in catalogue().values() for label in case.results(case.outputs)}
     assert expected == RECORDED.digests.keys() | RECORDED.values.keys()
 
 
@@ -88,7 +86,7 @@ def test_distances_in_units_in_the_last_place() -> None:
 
 
 UNRECORDED = {"st.shared.f32", "setp.ne.and.s32", "selp.b16", "setp.lt.s16", "cvt.s8.s32"}
-"""What kernels execute since the recording was made: forms of recorded instructions that no GPU was compared on yet."""
+"""Forms of recorded instructions that kernels execute and no case covers yet."""
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Server:
         """Start a server and return at once.
 
         Args:
-            environment: added to this process's.
+            environment: added to this process's; its PYTHONPATH is put in front of this process's, on which the
+                packages may be.
             directory: where it runs; the log's folder unless given, so that no checkout is on its path.
         """
         port = free_port()
@@ -92,7 +93,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=directory or log.parent,
-                env={**os.environ, **(environment or {})},
+                env=_with(environment or {}),
                 start_new_session=True,
             )
         return cls(process, port, log, arguments)
@@ -192,6 +193,15 @@ class Server:
         """What our package says of itself in ``/server_info``."""
         info: dict[str, Any] = self.get("/server_info")["internal_states"][0]["nvfp4_sgl"]
         return info
+
+
+def _with(environment: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with ``environment`` added."""
+    merged = {**os.environ, **environment}
+    paths = [environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    if any(paths):
+        merged["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return merged
 
 
 class ServerPool:
