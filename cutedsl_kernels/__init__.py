@@ -24,7 +24,7 @@ Modules
     launcher: where calls run; tests put an emulator there. occupancy: how many clusters a GPU runs at a time.
     errors: the errors of compiling, finding and launching kernels.
     custom_ops, plan, compiled: from a call to a checked launch of the right kernel.
-    sm100/: the kernels.
+    sm100/, sm90/: the kernels of an architecture; common/: what they share.
 """
 
 if __name__ != "nvfp4_sgl.cutedsl_kernels":

@@ -11,13 +11,16 @@ import math
 import struct
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nvfp4_sgl.errors import OperandValueError
 
+from .common.native import NativeKernel
 from .errors import LibraryError
-from .sm100.native import NativeKernel
 from .sm100.shape import KernelShape
+
+if TYPE_CHECKING:
+    from .common.entry import Entry
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
 """The architectures that kernels are compiled for."""
@@ -78,16 +81,22 @@ def swiglu_row_scale(limit: float) -> float:
     return struct.unpack("<f", struct.pack("<f", limit * limit / FULL_SCALE))[0]
 
 
+def entry_of(key: KernelKey) -> Entry:
+    """The function that ``cute.compile`` compiles for a key: ``cute.compile(entry, *entry.example())``."""
+    from .common.entry import Entry
+    from .sm100.epilogue import Epilogue
+    from .sm100.gemm import NvFp4Gemm
+
+    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
+    return Entry(NvFp4Gemm(key.shape, epilogue), key.programmatic_launch)
+
+
 def compile_kernel(key: KernelKey, options: str = "") -> Any:
     """Compile the kernel of a key with ``cute.compile``; needs no GPU. ``options`` are added to the compiler's."""
     import cutlass.cute as cute
 
-    from .sm100.entry import Entry
-    from .sm100.epilogue import Epilogue
-
-    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
-    entry = Entry(key.shape, epilogue, key.programmatic_launch)
-    return cute.compile(entry, *Entry.example(key.shape), options=f"--gpu-arch {key.architecture} {options}".rstrip())
+    entry = entry_of(key)
+    return cute.compile(entry, *entry.example(), options=f"--gpu-arch {key.architecture} {options}".rstrip())
 
 
 class KernelSource(Protocol):

@@ -28,11 +28,12 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 from . import launcher, plan
+from .common.clusters import Clusters
+from .common.shape import MAX_EXPERTS, TOKEN_TILES, Output
 from .compiled import KernelKey, swiglu_row_scale
 from .operand import K_MULTIPLE
 from .sm100.call import Call
-from .sm100.clusters import Clusters
-from .sm100.shape import GATE_ROWS, MAX_EXPERTS, TOKEN_TILES, Output
+from .sm100.shape import GATE_ROWS
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Kernel outputs by the dtype of ``out``."""
@@ -182,7 +183,16 @@ def _product(
     architecture, clusters = _target(out)
     rows, features = out.shape
     shape = plan.plan_product(features, tokens.shape[1] * 2, max(rows, 1), 1, token_tile, output, clusters)
-    call = Call(shape, weights.unsqueeze(0), weight_scales, tokens, token_scales, out, row_scale, alpha)
+    call = Call(
+        shape=shape,
+        weights=weights.unsqueeze(0),
+        weight_scales=weight_scales,
+        tokens=tokens,
+        token_scales=token_scales,
+        out=out,
+        row_scale=row_scale,
+        alpha=alpha,
+    )
     _launch("product", architecture, call)
 
 
@@ -228,7 +238,16 @@ def _grouped_product(
     rows, groups, features = out.shape
     k = tokens.shape[2] * 2
     shape = plan.plan_product(features, k, max(rows, 1), groups, token_tile, output, clusters)
-    call = Call(shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha)
+    call = Call(
+        shape=shape,
+        weights=weights,
+        weight_scales=weight_scales,
+        tokens=tokens,
+        token_scales=token_scales,
+        out=out,
+        row_scale=row_scale,
+        alpha=alpha,
+    )
     _launch("grouped_product", architecture, call)
 
 
@@ -304,7 +323,17 @@ def _expert_gate_up(
     else:
         shape = plan.plan_experts(features, k, rows, experts, True, token_tile, output, clusters)
     call = Call(
-        shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, out_scales, None, offsets, counts
+        shape=shape,
+        weights=weights,
+        weight_scales=weight_scales,
+        tokens=tokens,
+        token_scales=token_scales,
+        out=out,
+        row_scale=row_scale,
+        alpha=alpha,
+        out_scales=out_scales,
+        offsets=offsets,
+        counts=counts,
     )
     _launch("expert_gate_up", architecture, call, limit)
 
@@ -367,7 +396,17 @@ def _expert_down(
     else:
         shape = plan.plan_experts(features, k, rows, experts, False, token_tile, output, clusters)
     call = Call(
-        shape, weights, weight_scales, tokens, token_scales, out, row_scale, alpha, None, row_weight, offsets, counts
+        shape=shape,
+        weights=weights,
+        weight_scales=weight_scales,
+        tokens=tokens,
+        token_scales=token_scales,
+        out=out,
+        row_scale=row_scale,
+        alpha=alpha,
+        row_weight=row_weight,
+        offsets=offsets,
+        counts=counts,
     )
     _launch("expert_down", architecture, call)
 

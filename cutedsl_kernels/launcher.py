@@ -13,12 +13,11 @@ from typing import Protocol
 
 import torch
 
+from .common.clusters import Clusters
 from .compiled import KernelCache, KernelKey
 from .errors import ArchitectureError
 from .occupancy import active_clusters
-from .sm100.arguments import arguments_of
 from .sm100.call import Call
-from .sm100.clusters import Clusters
 
 ARCHITECTURE_OF = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Architectures by compute capability."""
@@ -84,7 +83,7 @@ class CudaLauncher:
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         device = call.out.device
-        kernel, arguments = self.kernels.get(key), arguments_of(call, clusters)
+        kernel, arguments = self.kernels.get(key), call.arguments(clusters)
         if device.index == torch.cuda.current_device():
             kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
             return

@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time: a shared library of their code, and a manifest of its kernels.
 
 A library is valid for the sources and the CuTeDSL version that it was built from. Loading compares both, so that stale
-code is refused instead of run. Its kernels have the C interface of ``sm100/native.py``; loading them compiles nothing.
+code is refused instead of run. Its kernels have the C interface of ``common/native.py``; loading them compiles nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .common.arguments import Arguments
+from .common.native import NativeKernel, describe_error
 from .compiled import KernelKey, compile_kernel
 from .errors import LaunchError, LibraryError
-from .sm100.arguments import Arguments
-from .sm100.native import NativeKernel, describe_error
 
 MANIFEST, LIBRARY = "kernels.json", "libnvfp4_kernels.so"
 MANIFEST_FORMAT = 1
 """Version of the manifest's format."""
 DSL = "nvidia-cutlass-dsl"
-SOURCES = Path(__file__).with_name("sm100")
+SOURCES = Path(__file__).parent
+KERNEL_FOLDERS = ("common", "sm90", "sm100")
+"""Folders of ``SOURCES`` that kernels are built from."""
 CHOOSING_SOURCES = ("choose.py", "cost.py")
 """Sources that choose kernels and do not change their code."""
+
+
+def kernel_sources(folder: Path) -> list[Path]:
+    """The files below ``folder``, a copy of this one, that kernels are built from."""
+    files = [file for name in KERNEL_FOLDERS for file in sorted((folder / name).glob("*.py"))]
+    return [file for file in files if file.name not in CHOOSING_SOURCES]
 
 
 def fingerprint() -> dict[str, object]:
     """What a kernel's code depends on apart from its key: sources, interface and CuTeDSL version."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in SOURCES.glob("*.py") if file.name not in CHOOSING_SOURCES):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for file in kernel_sources(SOURCES):
+        digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return {
         "format": MANIFEST_FORMAT,
         "sources": digest.hexdigest(),

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from .common.clusters import SIZES, Clusters
 from .errors import LaunchError
-from .sm100.clusters import SIZES, Clusters
 
 EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nvfp4_sgl_empty() { ret; }\n\0"
 THREADS = 256

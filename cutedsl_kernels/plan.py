@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.scale_layout import layout_tile
 
+from .common.clusters import Clusters
+from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm100.choose import (
     MAX_EXPERT_TILE,
@@ -30,8 +32,7 @@ from .sm100.choose import (
     product_shapes,
     product_tiles,
 )
-from .sm100.clusters import Clusters
-from .sm100.shape import TOKEN_TILES, KernelShape, Output
+from .sm100.shape import KernelShape
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Pin:
         split = self.split_k
         while split > 1 and k // split < MIN_SLICE:
             split //= 2
-        return KernelShape(self.token_tile, self.pair, gated, grouped, split, output)
+        return KernelShape(self.token_tile, pair=self.pair, gated=gated, grouped=grouped, split_k=split, output=output)
 
 
 _pin: Pin | None = None

@@ -14,11 +14,12 @@ import torch
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 from . import launcher
+from .common.clusters import Clusters
+from .common.shape import Output
 from .compiled import KernelKey
 from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, rows_of, token_tile_for
 from .sm100.call import Call
-from .sm100.clusters import Clusters
-from .sm100.shape import TILE_K, KernelShape, Output
+from .sm100.shape import TILE_K, KernelShape
 
 
 class SizedProduct(Protocol):
@@ -111,7 +112,7 @@ def smallest_call(key: KernelKey, device: torch.device) -> Call:
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "nvfp4": torch.uint8}
     return Call(
-        shape,
+        shape=shape,
         weights=zeros(1, features, k // 2),
         weight_scales=zeros(scale_bytes(features, k)),
         tokens=zeros(rows, k // 2),

@@ -1,4 +1,4 @@
-"""The tensors of one launch. No checks here (custom_ops.py has them) and nothing on the device."""
+"""The tensors of one launch on SM100. No checks here (custom_ops.py has them) and nothing on the device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .clusters import Clusters
-from .shape import TILE_K, KernelShape
+from ..common.arguments import Arguments
+from ..common.call import GemmCall
+from .shape import SCALE_ATOM_BYTES, TILE_K, KernelShape
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, kw_only=True)
+class Call(GemmCall):
     """The tensors and sizes of one launch.
 
     Attributes:
@@ -31,21 +32,15 @@ class Call:
     """
 
     shape: KernelShape
-    weights: Tensor
     weight_scales: Tensor
-    tokens: Tensor
     token_scales: Tensor
-    out: Tensor
     row_scale: Tensor
-    alpha: Tensor
     out_scales: Tensor | None = None
     row_weight: Tensor | None = None
     offsets: Tensor | None = None
     counts: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if self.shape.split_k > -(-self.k // TILE_K):
-            raise ValueError(f"split_k {self.shape.split_k}: K = {self.k} has only {-(-self.k // TILE_K)} stages")
+    STAGE_K = TILE_K
 
     @property
     def features(self) -> int:
@@ -62,27 +57,63 @@ class Call:
         return self.weights.shape[2] * 2
 
     @property
-    def rows(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.weights.shape[0]
-
-    @property
     def blocks(self) -> int:
-        """Blocks of tiles, one for a cluster at a time, of a batched kernel; of a grouped one the most there can be."""
+        """Number of blocks of tiles, of a grouped kernel the most there can be; a cluster takes one at a time."""
         shape = self.shape
         across = -(-self.features // (shape.tile_features * shape.shared_tokens))
         down = -(-self.rows // (shape.token_tile * (1 if shape.grouped else shape.shared_weights)))
         return across * down * (1 if shape.grouped else self.groups)
 
-    def clusters(self, active: Clusters) -> int:
-        """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
-        return max(1, min(self.blocks, active.of(self.shape.cluster)))
-
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(read, written) by the kernel."""
         read = [self.weights, self.weight_scales, self.tokens, self.token_scales, self.row_scale, self.alpha]
         read += [t for t in (self.row_weight, self.offsets, self.counts) if t is not None]
         return read, [self.out] + ([self.out_scales] if self.out_scales is not None else [])
+
+    def arguments(self, clusters: int) -> Arguments:
+        grouped_tokens = self.tokens.dim() == 3
+        matrix_atoms = -(-self.k // 64)
+        row_scale = self.row_scale
+        token_row, token_group = self.token_strides
+        out_row, out_group = self.out_strides
+        alpha_feature, alpha_group = self._alpha_strides()
+        return Arguments(
+            weights=self.weights.data_ptr(),
+            weight_scales=self.weight_scales.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            token_scales=self.token_scales.data_ptr(),
+            out=self.out.data_ptr(),
+            out_scales=_address(self.out_scales),
+            row_scale=row_scale.data_ptr(),
+            row_weight=_address(self.row_weight),
+            alpha=self.alpha.data_ptr(),
+            offsets=_address(self.offsets),
+            counts=_address(self.counts),
+            features=self.features,
+            k=self.k,
+            rows=self.rows,
+            groups=self.groups,
+            clusters=clusters,
+            token_row=token_row * 2,
+            token_group=token_group * 2,
+            token_scale_row=matrix_atoms * (self.groups if grouped_tokens else 1) * SCALE_ATOM_BYTES,
+            token_scale_group=matrix_atoms * SCALE_ATOM_BYTES,
+            out_row=out_row,
+            out_group=out_group,
+            row_scale_row=0 if row_scale.numel() == 1 else row_scale.stride(0),
+            row_scale_group=row_scale.stride(1) if row_scale.dim() == 2 else 0,
+            alpha_feature=alpha_feature,
+            alpha_group=alpha_group,
+            out_scale_row=-(-self.outputs // 64) * SCALE_ATOM_BYTES,
+        )
+
+    def _alpha_strides(self) -> tuple[int, int]:
+        """Strides of ``alpha``: of features (of gate and up, if gated) and of groups."""
+        if self.shape.gated:
+            return 1, 2
+        if self.shape.grouped and self.alpha.numel() == self.groups:
+            return 0, 1
+        return self.alpha.stride(-1), self.features
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from .clusters import B200_CLUSTERS, Clusters
+from ..common.clusters import B200_CLUSTERS, Clusters
+from ..common.shape import TOKEN_TILES, Output
 from .cost import B200, Machine, Problem, cost
-from .shape import SCALE_ATOM_ROWS, TILE_K, TOKEN_TILES, KernelShape, Output
+from .shape import SCALE_ATOM_ROWS, TILE_K, KernelShape
 
 MIN_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""

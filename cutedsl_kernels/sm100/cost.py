@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .clusters import B200_CLUSTERS, Clusters
-from .shape import BLOCK, LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape, Output
+from ..common.clusters import B200_CLUSTERS, Clusters
+from ..common.shape import BLOCK, Output
+from .shape import LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 

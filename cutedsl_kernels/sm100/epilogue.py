@@ -1,8 +1,8 @@
 """From accumulators to outputs: factors, SwiGLU, rounding, re-quantisation, and how the result reaches memory.
 
 A warp of the epilogue owns 32 weight rows (its lanes of tensor memory) and takes a chunk of tokens at a time;
-``fragment.py`` says which thread has what. An epilogue is a chain: *factors* turn accumulators into dequantised fp32,
-*gating* (if any) joins gates and ups, *store* rounds and writes. Order of operations, all single fp32 roundings:
+``..common.fragment`` says which thread has what. An epilogue is a chain: *factors* turn accumulators into dequantised
+fp32, *gating* (if any) joins gates and ups, *store* rounds and writes. Order of operations, all single fp32 roundings:
 ``(acc * row_scale) * alpha``, then ``* row_weight``.
 """
 
@@ -15,10 +15,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .fixed import Fixed
-from .fragment import EpilogueWarp, values_of
-from .shape import LANES, TEAM_THREADS, WARP_LANES, KernelShape
-from .store import PlainStore, QuantizedStore
+from ..common.fixed import Fixed
+from ..common.fragment import EpilogueWarp, values_of
+from ..common.shape import TEAM_THREADS, WARP_LANES
+from ..common.store import PlainStore
+from .quantized_store import QuantizedStore
+from .shape import LANES, KernelShape
 
 LOG2_E = 1.4426950408889634
 
@@ -37,34 +39,32 @@ class Epilogue(Fixed):
     weighted: bool = False
     row_scale_constant: float | None = None
 
-    def host(self, shape: KernelShape, pointers: Any, sizes: Any, features: Any, rows: Any, groups: Any) -> Any:
-        """Tensors and tensor maps for the kernel.
-
-        Args:
-            pointers: (out, out_scales or None, row_scale, row_weight or None, alpha).
-            sizes: (out row stride, out group stride in elements; row_scale strides of rows and groups;
-                alpha strides of features (of gate and up, if gated) and groups; row stride of out_scales' atoms in
-                bytes).
-            features: weight rows.
-        """
-        out, out_scales, row_scale, row_weight, alpha = pointers
-        out_row, out_group, scale_row, scale_group, alpha_feature, alpha_group, atom_row = sizes
-        store = PlainStore if shape.output != "nvfp4" else QuantizedStore
-        outputs = features // shape.rows_per_feature
-        target = store.host(shape, out, out_scales, outputs, rows, groups, out_row, out_group, atom_row)
-        scales = cute.make_tensor(row_scale, cute.make_layout((rows, groups), stride=(scale_row, scale_group)))
-        weights = None
-        if cutlass.const_expr(self.weighted):
-            weights = cute.make_tensor(row_weight, cute.make_layout(rows))
-        of_group = 2 if cutlass.const_expr(shape.gated) else features
-        alphas = cute.make_tensor(alpha, cute.make_layout((of_group, groups), stride=(alpha_feature, alpha_group)))
-        return target, scales, weights, alphas
+    def host(self, shape: KernelShape, arguments: Any) -> Any:
+        """Tensors and tensor maps for the kernel, of the launch's traced ``Arguments``."""
+        a = arguments
+        outputs = a.features // shape.rows_per_feature
+        if shape.output == "nvfp4":
+            target = QuantizedStore.host(
+                a.out, a.out_scales, outputs, a.rows, a.groups, a.out_row, a.out_group, a.out_scale_row
+            )
+        else:
+            target = PlainStore.host(shape, a.out, outputs, a.rows, a.groups, a.out_row, a.out_group)
+        scale_layout = cute.make_layout((a.rows, a.groups), stride=(a.row_scale_row, a.row_scale_group))
+        scales = cute.make_tensor(a.row_scale, scale_layout)
+        weights = cute.make_tensor(a.row_weight, cute.make_layout(a.rows)) if self.weighted else None
+        of_group = 2 if shape.gated else a.features
+        alpha_layout = cute.make_layout((of_group, a.groups), stride=(a.alpha_feature, a.alpha_group))
+        return target, scales, weights, cute.make_tensor(a.alpha, alpha_layout)
 
     def device(self, shape: KernelShape, storage: Any, outputs: Any, warp: EpilogueWarp) -> Any:
         """The epilogue inside the kernel, for one warp."""
         target, scales, weights, alphas = outputs
-        make = PlainStore if shape.output != "nvfp4" else QuantizedStore
-        store = make.create(shape, storage, target, warp, self.row_scale_constant)
+        store: PlainStore | QuantizedStore
+        if shape.output == "nvfp4":
+            assert self.row_scale_constant is not None
+            store = QuantizedStore.create(shape, storage, target, warp, self.row_scale_constant)
+        else:
+            store = PlainStore.create(shape, storage, target, warp)
         start = storage.row_factors.data_ptr() + warp.team * (2 * shape.token_tile)
         factors = cute.make_tensor(start, cute.make_layout(2 * shape.token_tile))
         return DeviceEpilogue(shape, self, scales, weights, alphas, factors, store, warp)
@@ -120,7 +120,7 @@ class DeviceEpilogue(Fixed):
         return alphas
 
     def _own_tokens(self) -> list[Any]:
-        """Of a tile: those whose row factors this thread brings to the others."""
+        """Tokens of a tile whose row factors this thread brings to the others."""
         thread = self.warp.quarter * WARP_LANES + self.warp.lane
         return [thread + first for first in range(0, self.shape.token_tile, TEAM_THREADS)]
 

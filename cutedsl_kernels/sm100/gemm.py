@@ -8,7 +8,7 @@ Computes, for each group (or expert) g, token row t and feature f::
 Operands: E2M1 codes, two a byte, low nibble first, K contiguous; E4M3 block scales for each 16 of K in the 128x4
 swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA); any number of tokens; features
 whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200). Weights are the A operand,
-tokens the B operand (shape.py says why).
+tokens the B operand (``..common.shape`` says why).
 
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
@@ -30,22 +30,19 @@ import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .barriers import WARPS_OF_EPILOGUE, Ring, fence_after_wait, fence_before_signal
-from .fragment import EpilogueWarp, make_fragment, read_fragment
-from .load import EVICT_FIRST, EVICT_LAST, OperandLoad
-from .schedule import BatchedSchedule, GroupedSchedule, Place
-from .shape import (
-    ALIGNMENT,
-    BLOCK,
-    EXPERT_TABLE_WORDS,
-    LANES,
-    SCALE_ATOM_BYTES,
-    SCALE_ATOM_ROWS,
-    TILE_K,
-    WARP_LANES,
-    KernelShape,
-)
-from .split import ClusterReduction
+from ..common.cache_policy import EVICT_FIRST, EVICT_LAST
+from ..common.fragment import EpilogueWarp
+from ..common.gemm import Gemm
+from ..common.load_warp import load_stages
+from ..common.ring import Ring
+from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
+from ..common.shape import ALIGNMENT, BLOCK, EXPERT_TABLE_WORDS, TEAM_WARPS, WARP_LANES
+from ..common.split import ClusterReduction
+from .epilogue import Epilogue
+from .fences import fence_after_wait, fence_before_signal
+from .fragment import make_fragment, read_fragment
+from .load import OperandLoad, StageLoads
+from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
@@ -58,18 +55,22 @@ def scale_layout(rows: Any, k: Any, groups: Any, row_stride: Any, group_stride: 
     )
 
 
-class NvFp4Gemm:
-    """A kernel of one :class:`KernelShape`; call it inside ``cute.compile``."""
+class NvFp4Gemm(Gemm):
+    """A kernel of one :class:`KernelShape`; ``..common.entry`` compiles it."""
 
-    def __init__(self, shape: KernelShape, epilogue: Any) -> None:
-        self.shape, self.epilogue = shape, epilogue
+    operand_types = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN, cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
+    shape: KernelShape
+    epilogue: Epilogue
+
+    def __init__(self, shape: KernelShape, epilogue: Epilogue) -> None:
+        super().__init__(shape, epilogue)
         self.group = tcgen05.CtaGroup.TWO if shape.pair else tcgen05.CtaGroup.ONE
         self.ctas = 2 if shape.pair else 1
         self.sharing = (self.ctas * shape.shared_tokens, shape.shared_weights)
         """CTAs of a cluster that share operands, along features and along tokens."""
         self.tiler = (shape.tile_features, shape.token_tile, TILE_K)
         self.scale_tiler = (LANES, max(shape.token_tile, SCALE_ATOM_ROWS), TILE_K)
-        """Of the tokens' block scales: whole atoms, and all of them in each CTA of a pair."""
+        """Tile of the tokens' block scales: whole atoms, and all of them in each CTA of a pair."""
 
     # Host side, traced once per compilation.
 
@@ -79,7 +80,10 @@ class NvFp4Gemm:
         )
 
     def _shared_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
-        """Of the staged operands in shared memory: weights, tokens, their block scales (static, so made anywhere)."""
+        """Layouts of the staged operands in shared memory: weights, tokens, their block scales.
+
+        They are static, so they can be made anywhere.
+        """
         stages, fp4 = self.shape.stages, cutlass.Float4E2M1FN
         return (
             sm100_utils.make_smem_layout_a(mma, self.tiler, fp4, stages),
@@ -98,61 +102,39 @@ class NvFp4Gemm:
             storage.sfb.get_tensor(sfb),
         )
 
-    @cute.jit
-    def __call__(
-        self,
-        weights: cute.Pointer,
-        weight_scales: cute.Pointer,
-        tokens: cute.Pointer,
-        token_scales: cute.Pointer,
-        epilogue_pointers: Any,
-        offsets: Any,
-        counts: Any,
-        features: Int32,
-        k: Int32,
-        rows: Int32,
-        groups: Int32,
-        token_strides: Any,
-        scale_strides: Any,
-        epilogue_sizes: Any,
-        clusters: Int32,
-        stream: Any,
-        use_pdl: cutlass.Constexpr = False,
-    ):
+    def launch(self, arguments: Any, stream: Any, use_pdl: bool) -> None:
         """Launch.
 
         Args:
-            weights: E2M1 codes [groups, features, k]; rows of gated kernels as ``shape.py`` says.
-            weight_scales: their block scales, swizzled, one padded matrix after the other.
-            tokens: E2M1 codes, row r of group g at ``r * token_strides[0] + g * token_strides[1]`` elements.
-            token_scales: their block scales in atoms of 128 rows (of one token tile, if that is smaller) by 64 of K;
-                atoms of 64 of K adjacent, of rows and groups at ``scale_strides`` bytes.
-            epilogue_pointers, epilogue_sizes: see the epilogue.
-            offsets, counts: of the grouped schedule, else None.
-            rows: token rows in all.
-            clusters: persistent clusters to launch.
+            arguments: traced ``Arguments``. Weights are E2M1 codes [groups, features, k], their block scales swizzled,
+                one padded matrix after the other; rows of gated kernels as ``shape.py`` says. Tokens are E2M1 codes,
+                their block scales in atoms of 128 rows (of one token tile, if that is smaller) by 64 of K; atoms of 64
+                of K adjacent. Offsets and counts are for the grouped schedule alone.
         """
+        a = arguments
         shape = self.shape
         mma, scale_mma = self._mma(self.group, self.tiler), self._mma(tcgen05.CtaGroup.ONE, self.scale_tiler)
         ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (mma.thr_id.shape,))
         scale_ctas = cute.tiled_divide(cute.make_layout((*self.sharing, 1)), (scale_mma.thr_id.shape,))
         a_layout, b_layout, sfa_layout, sfb_layout = self._shared_layouts(mma)
-        a = cute.make_tensor(
-            weights, cute.make_layout((features, k, groups), stride=(Int64(k), 1, Int64(features) * k))
+        weights = cute.make_tensor(
+            a.weights, cute.make_layout((a.features, a.k, a.groups), stride=(Int64(a.k), 1, Int64(a.features) * a.k))
         )
-        b = cute.make_tensor(
-            tokens, cute.make_layout((rows, k, groups), stride=(token_strides[0], 1, token_strides[1]))
+        tokens = cute.make_tensor(
+            a.tokens, cute.make_layout((a.rows, a.k, a.groups), stride=(a.token_row, 1, a.token_group))
         )
-        k_atoms = cute.ceil_div(k, 4 * BLOCK)
+        k_atoms = cute.ceil_div(a.k, 4 * BLOCK)
         atom_row = Int64(k_atoms) * SCALE_ATOM_BYTES
-        sfa = cute.make_tensor(
-            weight_scales,
-            scale_layout(features, k, groups, atom_row, atom_row * cute.ceil_div(features, SCALE_ATOM_ROWS)),
+        weight_scales = cute.make_tensor(
+            a.weight_scales,
+            scale_layout(a.features, a.k, a.groups, atom_row, atom_row * cute.ceil_div(a.features, SCALE_ATOM_ROWS)),
         )
-        token_tiles = cute.ceil_div(rows, shape.token_tile)
+        token_tiles = cute.ceil_div(a.rows, shape.token_tile)
         # A narrow token tile has atoms of its own; the second atom of a wide one may lie beyond the last row.
-        scale_rows = token_tiles * SCALE_ATOM_ROWS if shape.token_tile < SCALE_ATOM_ROWS else rows
-        sfb = cute.make_tensor(token_scales, scale_layout(scale_rows, k, groups, scale_strides[0], scale_strides[1]))
+        scale_rows = token_tiles * SCALE_ATOM_ROWS if shape.token_tile < SCALE_ATOM_ROWS else a.rows
+        token_scales = cute.make_tensor(
+            a.token_scales, scale_layout(scale_rows, a.k, a.groups, a.token_scale_row, a.token_scale_group)
+        )
 
         def one(layout: Any) -> Any:
             return cute.slice_(layout, (None, None, None, 0))
@@ -161,28 +143,24 @@ class NvFp4Gemm:
         load_b = sm100_utils.cluster_shape_to_tma_atom_B(self.sharing, mma.thr_id)
         load_sfb = sm100_utils.cluster_shape_to_tma_atom_SFB(self.sharing, mma.thr_id)
         make_a, make_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        tma_a = make_a(load_a, a, one(a_layout), self.tiler, mma, ctas.shape)
-        tma_b = make_b(load_b, b, one(b_layout), self.tiler, mma, ctas.shape)
-        tma_sfa = make_a(load_a, sfa, one(sfa_layout), self.tiler, mma, ctas.shape, internal_type=cutlass.Int16)
+        tma_a = make_a(load_a, weights, one(a_layout), self.tiler, mma, ctas.shape)
+        tma_b = make_b(load_b, tokens, one(b_layout), self.tiler, mma, ctas.shape)
+        tma_sfa = make_a(
+            load_a, weight_scales, one(sfa_layout), self.tiler, mma, ctas.shape, internal_type=cutlass.Int16
+        )
         tma_sfb = make_b(
-            load_sfb, sfb, one(sfb_layout), self.scale_tiler, scale_mma, scale_ctas.shape,
+            load_sfb, token_scales, one(sfb_layout), self.scale_tiler, scale_mma, scale_ctas.shape,
             internal_type=cutlass.Int16,
         )  # fmt: skip
-        feature_tiles = cute.ceil_div(features, shape.tile_features)
-        outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
+        feature_tiles = cute.ceil_div(a.features, shape.tile_features)
+        outputs = self.epilogue.host(shape, a)
         self.storage = self._storage(a_layout, b_layout, sfa_layout, sfb_layout)
-        self.kernel(
+        offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
+        kernel = self.kernel(
             mma, scale_mma, *tma_a, *tma_b, *tma_sfa, *tma_sfb, outputs, offsets, counts,
-            feature_tiles, token_tiles, groups, cute.ceil_div(k, TILE_K), ctas, scale_ctas,
-        ).launch(
-            grid=(clusters * shape.cluster, 1, 1),
-            block=(shape.threads, 1, 1),
-            cluster=(shape.cluster, 1, 1),
-            smem=self.storage.size_in_bytes(),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=use_pdl,
+            feature_tiles, token_tiles, a.groups, cute.ceil_div(a.k, TILE_K), ctas, scale_ctas,
         )  # fmt: skip
+        self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
 
     def _storage(self, a_layout: Any, b_layout: Any, sfa_layout: Any, sfb_layout: Any) -> Any:
         shape = self.shape
@@ -193,8 +171,8 @@ class NvFp4Gemm:
             operand_empty: cute.struct.MemRange[Int64, shape.stages]
             accumulator_full: cute.struct.MemRange[Int64, 2]
             accumulator_empty: cute.struct.MemRange[Int64, 2]
-            partials_full: cute.struct.MemRange[Int64, 4]
-            partials_empty: cute.struct.MemRange[Int64, 4]
+            partials_full: cute.struct.MemRange[Int64, TEAM_WARPS]
+            partials_empty: cute.struct.MemRange[Int64, TEAM_WARPS]
             tensor_memory: Int32
             experts: cute.struct.MemRange[Int32, EXPERT_TABLE_WORDS if shape.grouped else 1]
             row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
@@ -236,30 +214,22 @@ class NvFp4Gemm:
         shape = self.shape
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        epilogue_warps = WARPS_OF_EPILOGUE * shape.teams
+        epilogue_warps = TEAM_WARPS * shape.teams
         mma_warp, load_warp = epilogue_warps, epilogue_warps + 1
-        rank = Int32(0)
-        if cutlass.const_expr(shape.cluster > 1):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank = self._rank()
         # In a pair, the CTA of even rank issues the MMAs of both.
         peer = rank % 2 if cutlass.const_expr(shape.pair) else Int32(0)
         along_features, along_tokens = Int32(0), Int32(0)
         if cutlass.const_expr(shape.pair):
             along_features, along_tokens = rank % self.sharing[0] // 2, rank // self.sharing[0]
         place = Place(shape.shared_tokens, shape.shared_weights, along_features, along_tokens)
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        first, step = block // shape.cluster, grid // shape.cluster
-        k_begin, k_end = Int32(0), k_tiles
-        if cutlass.const_expr(shape.split_k > 1):
-            k_begin = rank * k_tiles // shape.split_k
-            k_end = (rank + 1) * k_tiles // shape.split_k
+        work = self._work(rank, k_tiles)
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         operands = Ring(storage.operand_full.data_ptr(), storage.operand_empty.data_ptr(), shape.stages)
         buffers = 1 if shape.overlap else 2
         accumulators = Ring(storage.accumulator_full.data_ptr(), storage.accumulator_empty.data_ptr(), buffers)
-        own = EpilogueWarp(warp // WARPS_OF_EPILOGUE, warp % WARPS_OF_EPILOGUE, thread % WARP_LANES)
+        own = EpilogueWarp(warp // TEAM_WARPS, warp % TEAM_WARPS, thread % WARP_LANES)
         exchange = storage.partials.data_ptr(), storage.partials_full.data_ptr(), storage.partials_empty.data_ptr()
         reduction = ClusterReduction(shape, rank, *exchange, own.quarter, own.lane)
         if warp == load_warp:
@@ -301,31 +271,18 @@ class NvFp4Gemm:
         if warp == load_warp:
             atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
             member = rank if cutlass.const_expr(shape.pair) else Int32(0)
-            loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member)
-            self._load(loads, operands, schedule, total, peer, first, step, k_begin, k_end)
+            loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member, peer)
+            load_stages(loads, operands, schedule, total, work, not shape.grouped)
         if warp == mma_warp:
-            self._multiply(
-                storage,
-                operands,
-                accumulators,
-                total,
-                mma,
-                tensor_memory,
-                ctas,
-                rank,
-                peer,
-                first,
-                step,
-                k_end - k_begin,
-            )
+            self._multiply(storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, work)
         if warp < epilogue_warps:
             if cutlass.const_expr(not shape.grouped):
                 cute.arch.griddepcontrol_wait()
             epilogue = self.epilogue.device(shape, storage, outputs, own)
             if cutlass.const_expr(shape.split_k > 1):
-                self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, first, step)
+                self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, work)
             else:
-                self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, first, step)
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
         # cluster may leave, and no warp reads tensor memory any more.
@@ -333,16 +290,10 @@ class NvFp4Gemm:
         if warp == mma_warp:
             cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
 
-    def _synchronise(self) -> None:
-        """All threads of the cluster."""
-        if self.shape.cluster > 1:
-            cute.arch.cluster_arrive(aligned=True)
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def _loads(self, storage: Any, mma: Any, scale_mma: Any, atoms: Any, ctas: Any, scale_ctas: Any, rank: Any) -> Any:
-        """The loads of (weights, their scales, tokens, their scales)."""
+    def _loads(
+        self, storage: Any, mma: Any, scale_mma: Any, atoms: Any, ctas: Any, scale_ctas: Any, rank: Any, peer: Any
+    ) -> StageLoads:  # fmt: skip
+        """The loads of CTA ``rank`` of the cluster, which is number ``peer`` of a pair."""
         (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb) = atoms
         s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
         part, scale_part = mma.get_slice(rank % self.ctas), scale_mma.get_slice(0)
@@ -351,60 +302,21 @@ class NvFp4Gemm:
         narrow = self.shape.token_tile < LANES
         once, often = (Int64(EVICT_FIRST), Int64(EVICT_LAST)) if narrow else (None, None)
         make = OperandLoad.create
-        return (
+        weights = (
             make(atom_a, part.partition_A, a, (features, k), s_a, ctas, 2, rank, once),
             make(atom_sfa, part.partition_A, sfa, (features, k), s_sfa, ctas, 2, rank, once),
+        )
+        scale_rows = self.scale_tiler[1]
+        staged_tokens = (
             make(atom_b, part.partition_B, b, (tokens, k), s_b, ctas, 1, rank, often),
-            make(
-                atom_sfb, scale_part.partition_B, sfb, (self.scale_tiler[1], k), s_sfb, scale_ctas, 1, rank, often
-            ),
-        )  # fmt: skip
+            make(atom_sfb, scale_part.partition_B, sfb, (scale_rows, k), s_sfb, scale_ctas, 1, rank, often),
+        )
+        return StageLoads(weights, staged_tokens, peer, self.shape.stage_bytes * self.ctas)
 
     @cute.jit
-    def _load_weights(self, loads, operands, position, peer, feature_tile, k_tile, group):
-        """Announce a stage's bytes and load its weights."""
-        shape = self.shape
-        barrier = operands.full + position.index
-        if peer == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, shape.stage_bytes * self.ctas)
-        for load in loads[:2]:
-            load.load(feature_tile, k_tile, group, position.index, barrier)
-
-    @cute.jit
-    def _load(self, loads, operands, schedule, total, peer, first, step, k_begin, k_end):
-        """The TMA warp: keep the ring of operand stages full."""
-        shape = self.shape
-        early = Int32(0)
-        if cutlass.const_expr(not shape.grouped):
-            # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
-            # A cluster without a tile must load nothing: it would end before the loads have.
-            early = cutlass.select_(first < total, cutlass.min(Int32(shape.stages), k_end - k_begin), Int32(0))
-            first_feature_tile, _, first_group, _, _ = schedule.locate(first)
-            ahead = operands.producer()
-            for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
-                self._load_weights(loads, operands, ahead, peer, first_feature_tile, k_tile, first_group)
-                ahead.advance()
-            cute.arch.griddepcontrol_wait()
-        position = operands.producer()
-        tile = first
-        while tile < total:
-            feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
-            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
-                if tile != first or k_tile - k_begin >= early:
-                    operands.wait_empty(position)
-                    self._load_weights(loads, operands, position, peer, feature_tile, k_tile, weight_group)
-                for load in loads[2:]:
-                    load.load(token_tile, k_tile, token_group, position.index, operands.full + position.index)
-                position.advance()
-            tile += step
-
-    @cute.jit
-    def _multiply(
-        self, storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, first, step, k_tiles
-    ):  # fmt: skip
+    def _multiply(self, storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, work):
         """The MMA warp: block scales to tensor memory, then four MMAs per stage."""
-        shape = self.shape
+        shape, k_tiles = self.shape, work.k_end - work.k_begin
         s_a, s_b, s_sfa, s_sfb = self._shared_operands(storage, mma)
         r_a, r_b = mma.make_fragment_A(s_a), mma.make_fragment_B(s_b)
         accumulator_layout = mma.make_fragment_C(mma.partition_shape_C(self.tiler[:2])).layout
@@ -429,7 +341,7 @@ class NvFp4Gemm:
             stage_mask = self._readers(ctas, rank)
             buffer_mask = Int16(3) << Int16(rank)
         if peer == 0:
-            tile = first
+            tile = work.first
             while tile < total:
                 accumulators.wait_empty(accumulator)
                 fence_after_wait()
@@ -450,7 +362,7 @@ class NvFp4Gemm:
                 self._commit(accumulators.full + accumulator.index, buffer_mask)
                 accumulator.advance()
                 buffer = buffer ^ 1
-                tile += step
+                tile += work.step
 
     def _readers(self, ctas: cute.Layout, rank: Any) -> Any:
         """Mask of the CTAs whose loads fill this pair's stages: its row and its column of the cluster."""
@@ -477,17 +389,17 @@ class NvFp4Gemm:
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, warp, rank, peer, first, step):
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, warp, rank, peer, work):
         """An epilogue warp: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
         position = accumulators.consumer()
         buffer = Int32(0)
-        tile = first
+        tile = work.first
         following, fetched = self._fetch(schedule, epilogue, total, tile, peer)
         while tile < total:
             where = following
             alphas = epilogue.begin(fetched)
-            following, fetched = self._fetch(schedule, epilogue, total, tile + step, peer)
+            following, fetched = self._fetch(schedule, epilogue, total, tile + work.step, peer)
             accumulators.wait_full(position)
             fence_after_wait()
             values = make_fragment(shape.chunk)
@@ -503,7 +415,7 @@ class NvFp4Gemm:
                 epilogue.chunk(values, factors, alphas, turn % shape.warp_buffers, chunk, *where)
             position.advance()
             buffer = buffer ^ 1
-            tile += step
+            tile += work.step
 
     @cute.jit
     def _fetch(self, schedule, epilogue, total, tile, peer):
@@ -527,22 +439,22 @@ class NvFp4Gemm:
                 cute.arch.mbarrier_arrive(accumulators.empty + position.index)
 
     @cute.jit
-    def _reduce(self, accumulators, schedule, total, epilogue, reduction, tensor_memory, warp, first, step):
+    def _reduce(self, accumulators, schedule, total, epilogue, reduction, tensor_memory, warp, work):
         """An epilogue warp of a split-K cluster: exchange sums with the other CTAs, finish what this one owns."""
         shape = self.shape
         position = accumulators.consumer()
         buffer, phase = Int32(0), Int32(0)
-        tile = first
+        tile = work.first
         following, fetched = self._fetch(schedule, epilogue, total, tile, Int32(0))
         while tile < total:
             where = following
             alphas = epilogue.begin(fetched)
-            following, fetched = self._fetch(schedule, epilogue, total, tile + step, Int32(0))
+            following, fetched = self._fetch(schedule, epilogue, total, tile + work.step, Int32(0))
             accumulators.wait_full(position)
             fence_after_wait()
             values = make_fragment(shape.chunk)
             column = buffer * shape.second_accumulator
-            if tile != first:
+            if tile != work.first:
                 reduction.wait_empty(phase ^ 1)
             for chunk in cutlass.range(shape.chunks, unroll=1):
                 read_fragment(tensor_memory, column + chunk * shape.chunk, warp, values)
@@ -560,7 +472,7 @@ class NvFp4Gemm:
                     reduction.add(values, chunk)
                     epilogue.chunk(values, factors, alphas, 0, chunk, *where)
             self._release(accumulators, position, Int32(0))
-            tile += step
+            tile += work.step
             if tile < total:
                 reduction.signal_empty()
             position.advance()

@@ -1,4 +1,4 @@
-"""One operand's TMA loads, from tiles of global memory to slots of shared memory."""
+"""TMA loads from tiles of global memory to slots of shared memory: those of one operand, and those of a stage."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from .fixed import Fixed
-
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
-"""L2 cache policies as ``createpolicy.fractional`` encodes them for a fraction of 1."""
+from ..common.fixed import Fixed
+from ..common.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -66,3 +64,34 @@ class OperandLoad(Fixed):
             self.atom, self.tiles[None, tile, k_tile, matrix], self.slots[None, slot],
             tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=self.policy,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageLoads(Fixed):
+    """Loads of all operands of a stage.
+
+    Attributes:
+        weights, tokens: the loads of codes, and of their block scales.
+        peer: this CTA's number in its pair; the first one announces the bytes of both.
+        bytes: of the stage, in all CTAs that the first one's barrier stands for.
+    """
+
+    weights: tuple[OperandLoad, OperandLoad]
+    tokens: tuple[OperandLoad, OperandLoad]
+    peer: Any
+    bytes: int
+
+    @cute.jit
+    def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any):
+        """Announce a stage's bytes and load its weights."""
+        barrier = ring.full + position.index
+        if self.peer == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.bytes)
+        for load in self.weights:
+            load.load(feature_tile, k_tile, group, position.index, barrier)
+
+    def load_tokens(self, ring: Ring, position: Any, token_tile: Any, k_tile: Any, group: Any) -> None:
+        """Load a stage's tokens."""
+        for load in self.tokens:
+            load.load(token_tile, k_tile, group, position.index, ring.full + position.index)

@@ -28,23 +28,19 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from ..sm100.barriers import Ring
-from ..sm100.load import EVICT_LAST
-from ..sm100.schedule import BatchedSchedule, Place
-from ..sm100.split import ClusterReduction
-from .epilogue import ConsumerWarp
+from ..common.cache_policy import EVICT_LAST
+from ..common.fragment import EpilogueWarp
+from ..common.gemm import Gemm
+from ..common.load_warp import load_stages
+from ..common.ring import Ring
+from ..common.schedule import BatchedSchedule, Place
+from ..common.shape import ALIGNMENT, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
+from ..common.split import ClusterReduction
+from .epilogue import Epilogue
 from .expand import expand_pair
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
-from .shape import (
-    ALIGNMENT,
-    CONSUMER_REGISTERS,
-    CONSUMER_WARPS,
-    LOADER_REGISTERS,
-    MAX_SPLIT_TILE,
-    WARP_LANES,
-    WARPGROUP_ROWS,
-    KernelShape,
-)
+from .load import StageLoads
+from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
 from .weights import WeightLoad, load_half
 
 HALF_STEPS = TILE_K // 16 // 2
@@ -52,73 +48,51 @@ HALF_STEPS = TILE_K // 16 // 2
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
-class W4A16Gemm:
-    """A kernel of one :class:`KernelShape`; call it inside ``cute.compile``."""
+class W4A16Gemm(Gemm):
+    """A kernel of one :class:`KernelShape`; ``..common.entry`` compiles it."""
 
-    def __init__(self, shape: KernelShape, epilogue: Any) -> None:
-        self.shape, self.epilogue = shape, epilogue
+    operand_types = cutlass.Uint8, cutlass.Uint8, BFloat16, cutlass.Uint8
+
+    shape: KernelShape
+    epilogue: Epilogue
 
     # Host side, traced once per compilation.
 
     def _mma(self) -> cute.TiledMma:
-        """Of one warpgroup; both do the same to rows of their own."""
+        """The MMA of one warpgroup; both do the same to rows of their own."""
         return sm90_utils.make_trivial_tiled_mma(
             BFloat16, BFloat16, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (WARPGROUP_ROWS, self.shape.token_tile),
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
     def _token_layout(self) -> Any:
-        """Of the staged tokens in shared memory."""
+        """Layout of the staged tokens in shared memory."""
         tiler = (TILE_ROWS, self.shape.token_tile, TILE_K)
         return sm90_utils.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, self.shape.stages)
 
-    @cute.jit
-    def __call__(
-        self,
-        weights: cute.Pointer,
-        tokens: cute.Pointer,
-        epilogue_pointers: Any,
-        features: Int32,
-        k: Int32,
-        rows: Int32,
-        groups: Int32,
-        token_strides: Any,
-        epilogue_sizes: Any,
-        clusters: Int32,
-        stream: Any,
-        use_pdl: cutlass.Constexpr = False,
-    ):
+    def launch(self, arguments: Any, stream: Any, use_pdl: bool) -> None:
         """Launch.
 
         Args:
-            weights: tiles, uint8 [groups, ceil(features / 128), ceil(k / 128), TILE_BYTES].
-            tokens: bf16, row r of group g at ``r * token_strides[0] + g * token_strides[1]`` elements.
-            epilogue_pointers, epilogue_sizes: see the epilogue.
-            rows: token rows in all.
-            clusters: persistent clusters to launch.
+            arguments: traced ``Arguments``. Weights are tiles, uint8 [groups, ceil(features / 128), ceil(k / 128),
+                TILE_BYTES]; tokens are bf16. Scales of rows and of operands, offsets and counts are not used.
         """
+        a = arguments
         shape = self.shape
         layout = self._token_layout()
         source = cute.make_tensor(
-            tokens, cute.make_layout((rows, k, groups), stride=(token_strides[0], 1, token_strides[1]))
+            a.tokens, cute.make_layout((a.rows, a.k, a.groups), stride=(a.token_row, 1, a.token_group))
         )
         tma_tokens = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
         )
-        outputs = self.epilogue.host(shape, epilogue_pointers, epilogue_sizes, features, rows, groups)
+        outputs = self.epilogue.host(shape, a)
         self.storage = self._storage(layout)
-        self.kernel(
-            self._mma(), weights, *tma_tokens, outputs, cute.ceil_div(features, TILE_ROWS),
-            cute.ceil_div(rows, shape.token_tile), groups, cute.ceil_div(k, TILE_K),
-        ).launch(
-            grid=(clusters * shape.cluster, 1, 1),
-            block=(shape.threads, 1, 1),
-            cluster=(shape.cluster, 1, 1),
-            smem=self.storage.size_in_bytes(),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=use_pdl,
+        kernel = self.kernel(
+            self._mma(), a.weights, *tma_tokens, outputs, cute.ceil_div(a.features, TILE_ROWS),
+            cute.ceil_div(a.rows, shape.token_tile), a.groups, cute.ceil_div(a.k, TILE_K),
         )  # fmt: skip
+        self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
 
     def _storage(self, layout: Any) -> Any:
         shape = self.shape
@@ -155,20 +129,12 @@ class W4A16Gemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         load_warp = CONSUMER_WARPS
-        rank = Int32(0)
-        if cutlass.const_expr(shape.cluster > 1):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        first, step = block // shape.cluster, grid // shape.cluster
-        k_begin, k_end = Int32(0), k_tiles
-        if cutlass.const_expr(shape.split_k > 1):
-            k_begin = rank * k_tiles // shape.split_k
-            k_end = (rank + 1) * k_tiles // shape.split_k
+        rank = self._rank()
+        work = self._work(rank, k_tiles)
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         ring = Ring(storage.full.data_ptr(), storage.empty.data_ptr(), shape.stages)
-        own = ConsumerWarp(warp // 4, warp % 4, thread % WARP_LANES)
+        own = EpilogueWarp(warp // TEAM_WARPS, warp % TEAM_WARPS, thread % WARP_LANES)
         exchange = storage.partials.data_ptr(), storage.partials_full.data_ptr(), storage.partials_empty.data_ptr()
         reduction = ClusterReduction(shape, rank, *exchange, own.index, own.lane)
         if warp == load_warp:
@@ -188,9 +154,7 @@ class W4A16Gemm:
             if cutlass.const_expr(shape.reallocates):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             epilogue = self.epilogue.device(shape, storage, outputs, own)
-            self._multiply(
-                storage, mma, ring, schedule, total, epilogue, reduction, own, first, step, k_begin, k_end
-            )  # fmt: skip
+            self._multiply(storage, mma, ring, schedule, total, epilogue, reduction, own, work)
             epilogue.finish()
         else:
             if cutlass.const_expr(shape.reallocates):
@@ -199,18 +163,12 @@ class W4A16Gemm:
                 # A tile of weights is read once if all tokens fit a tile; tokens by every CTA.
                 once = shape.token_tile <= MAX_SPLIT_TILE
                 load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
-                self._load(storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end)
+                policy = Int64(EVICT_LAST) if once else None
+                loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
+                load_stages(loads, ring, schedule, total, work, True)
         if cutlass.const_expr(shape.cluster > 1):
             # Others may still write, or signal, into this CTA's shared memory.
             self._synchronise()
-
-    def _synchronise(self) -> None:
-        """All threads of the cluster."""
-        if self.shape.cluster > 1:
-            cute.arch.cluster_arrive(aligned=True)
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
     def _tokens(self, storage: Any) -> cute.Tensor:
         """Staged: (token, k, stage)."""
@@ -218,50 +176,9 @@ class W4A16Gemm:
         return storage.tokens.get_tensor(layout.outer, swizzle=layout.inner)
 
     @cute.jit
-    def _load_weights(self, load, ring, position, group, feature_tile, k_tile):
-        """Announce a stage's bytes and load its weights."""
-        barrier = ring.full + position.index
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.stage_bytes)
-            load.load(group, feature_tile, k_tile, position.index, barrier)
-
-    @cute.jit
-    def _load(self, storage, load, atom, tokens, ring, schedule, total, first, step, k_begin, k_end):
-        """The load warp: keep the ring full."""
-        shape = self.shape
-        tiles = cute.local_tile(tokens, (shape.token_tile, TILE_K), (None, None, None))
-        slots, tiles = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(self._tokens(storage), 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        policy = Int64(EVICT_LAST) if cutlass.const_expr(load.once) else None
-        # Weights do not depend on the previous kernel: fill the ring with them before waiting for it. Without a tile
-        # nothing may be loaded: the CTA would end before the loads have.
-        early = cutlass.select_(first < total, cutlass.min(Int32(shape.stages), k_end - k_begin), Int32(0))
-        first_feature_tile, _, first_group, _, _ = schedule.locate(first)
-        ahead = ring.producer()
-        for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
-            self._load_weights(load, ring, ahead, first_group, first_feature_tile, k_tile)
-            ahead.advance()
-        cute.arch.griddepcontrol_wait()
-        position = ring.producer()
-        tile = first
-        while tile < total:
-            feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
-            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
-                if tile != first or k_tile - k_begin >= early:
-                    ring.wait_empty(position)
-                    self._load_weights(load, ring, position, weight_group, feature_tile, k_tile)
-                cute.copy(
-                    atom, tiles[None, token_tile, k_tile, token_group], slots[None, position.index],
-                    tma_bar_ptr=ring.full + position.index, cache_policy=policy,
-                )  # fmt: skip
-                position.advance()
-            tile += step
-
-    @cute.jit
-    def _multiply(self, storage, mma, ring, schedule, total, epilogue, reduction, warp, first, step, k_begin, k_end):
+    def _multiply(self, storage, mma, ring, schedule, total, epilogue, reduction, warp, work):
         """A warp of a warpgroup that multiplies."""
-        shape = self.shape
+        shape, k_begin = self.shape, work.k_begin
         part = mma.get_slice(0)
         b = part.make_fragment_B(part.partition_B(self._tokens(storage)))
         values = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, shape.token_tile)), Float32)
@@ -272,12 +189,12 @@ class W4A16Gemm:
         cute.arch.griddepcontrol_wait()
         position = ring.consumer()
         phase = Int32(0)
-        tile = first
+        tile = work.first
         while tile < total:
             feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
             factors = epilogue.factors(feature_tile, weight_group)
             released = position.index
-            for k_tile in cutlass.range(k_begin, k_end, unroll=1):
+            for k_tile in cutlass.range(k_begin, work.k_end, unroll=1):
                 ring.wait_full(position)
                 staged = weights + position.index * TILE_BYTES
                 loaded = [load_half(staged, warp.index, warp.lane, half) for half in range(2)]
@@ -295,13 +212,15 @@ class W4A16Gemm:
             self._release(ring, released)
             where = feature_tile, token_tile, token_group, inside
             if cutlass.const_expr(shape.split_k > 1):
-                self._reduce(values, epilogue, reduction, factors, where, phase, tile != first, tile + step < total)
+                self._reduce(
+                    values, epilogue, reduction, factors, where, phase, tile != work.first, tile + work.step < total
+                )
             else:
                 for chunk in cutlass.range_constexpr(shape.chunks):
                     slot = chunk % shape.warp_buffers
                     epilogue.chunk(self._chunk(values, chunk), factors, Int32(slot), Int32(chunk), *where)
             phase = phase ^ 1
-            tile += step
+            tile += work.step
 
     def _chunk(self, values: cute.Tensor, chunk: int) -> cute.Tensor:
         """This thread's values of a chunk of tokens: they are in the order of tokens."""

@@ -22,21 +22,20 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dtype, require_multiple, require_shape
 
+from ..common.shape import BLOCK
 from .twiddle import FIRST, FIRST_REST, JOINED, PAIR_MASK, SECOND, SECOND_REST
 
-BLOCK = 16
-"""Elements of K that share a block scale: those of one wgmma."""
 TILE_ROWS = 128
 TILE_K = 128
 WARPS = 8
-"""That share a tile's rows."""
+"""Warps that share a tile's rows."""
 CODE_BYTES = TILE_ROWS * TILE_K // 2
 SCALE_BYTES = TILE_ROWS * TILE_K // BLOCK
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
 K_MULTIPLE = 64
-"""Of K; a tile's second half is zeros where K ends in its middle."""
+"""K must be a multiple of this; a tile's second half is zeros where K ends in its middle."""
 SCALE_BIAS = 22
-"""Of the stored exponents: 2^8, the largest of E4M3, becomes 30, and 2^-9, the smallest, 13."""
+"""Bias of the stored exponents: 2^8, the largest of E4M3, becomes 30, and 2^-9, the smallest, 13."""
 E4M3_FINITE = 127
 """Bytes of E4M3 that are finite and not negative: 0 to 126."""
 
@@ -107,9 +106,9 @@ def _code_bytes(tiles: Tensor) -> Tensor:
     # Two codes to a register's halves: three bits of magnitude and the sign.
     low, high = registers & 15, registers >> 4
     spread = _spread(low) | _spread(high) << 16
-    rest = _turned(spread, JOINED)
-    first = _turned(spread, FIRST) | rest & FIRST_REST
-    second = _turned(spread, SECOND) | rest & SECOND_REST
+    rest = _word_of(spread, JOINED)
+    first = _word_of(spread, FIRST) | rest & FIRST_REST
+    second = _word_of(spread, SECOND) | rest & SECOND_REST
     words = torch.stack([first, second], dim=-1)
     return _bytes_of(words).flatten(lead)
 
@@ -164,7 +163,7 @@ def _rotated(words: Tensor, left: int) -> Tensor:
     return (words << left | words >> (32 - left)) & 0xFFFFFFFF
 
 
-def _turned(registers: Tensor, taken: tuple[tuple[int, int], ...]) -> Tensor:
+def _word_of(registers: Tensor, taken: tuple[tuple[int, int], ...]) -> Tensor:
     """Registers ``taken`` rotated to where the kernel's rotation to the left finds them, in one word."""
     word = torch.zeros_like(registers[..., 0])
     for register, left in taken:
@@ -185,7 +184,7 @@ def _words_of(bytes_: Tensor) -> Tensor:
 
 @functools.cache
 def _encode_scales() -> tuple[int, ...]:
-    """By E4M3 byte, of the finite ones that are not negative."""
+    """The stored byte of each E4M3 byte that is finite and not negative."""
     found = []
     for byte in range(E4M3_FINITE):
         exponent, mantissa = byte >> 3, byte & 7
@@ -198,6 +197,7 @@ def _encode_scales() -> tuple[int, ...]:
 
 @functools.cache
 def _decode_scales() -> tuple[int, ...]:
+    """The E4M3 byte of each stored byte."""
     found = [0] * 256
     for byte, stored in enumerate(_encode_scales()):
         found[stored] = byte

@@ -8,14 +8,14 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from ..sm100.fixed import Fixed
-from ..sm100.load import EVICT_FIRST
+from ..common.cache_policy import EVICT_FIRST
+from ..common.fixed import Fixed
+from ..common.shape import WARP_LANES
 from .layout import CODE_BYTES, TILE_BYTES
 
 VECTOR = 16
 """Bytes of a lane's load."""
-LANES_OF_WARP = 32
-HALF_BYTES = LANES_OF_WARP * VECTOR
+HALF_BYTES = WARP_LANES * VECTOR
 """Codes of a warp in half a tile."""
 WARP_SCALE_BYTES = 8 * VECTOR
 

@@ -17,11 +17,11 @@ from first_light.journal import Journal
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
+from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import Clusters
-from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import EmulatedLauncher
 

@@ -17,7 +17,7 @@ import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.linear import ActivationMode

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
+from nvfp4_sgl.cutedsl_kernels.common.shape import MAX_EXPERTS, SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
     choose_experts,
     choose_product,
@@ -12,17 +14,8 @@ from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
     planned_pairs,
     planned_tokens,
 )
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, multiply_cycles, read_bytes
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import (
-    MAX_EXPERTS,
-    MMA_K,
-    SHARED_CAPACITY,
-    TENSOR_COLUMNS,
-    TOKEN_TILES,
-    KernelShape,
-    Output,
-)
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import MMA_K, TENSOR_COLUMNS, KernelShape
 from nvfp4_sgl.model.products import LayerProduct, layer_products
 from tests.support.released import FLASH, PRO, config_json
 

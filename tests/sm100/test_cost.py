@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, B200_GPCS, Clusters
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, B200_GPCS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, epilogue_cycles, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100 import shape as shape_module
+from nvfp4_sgl.cutedsl_kernels.common import shape as shape_module
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options, TimingModel
 from tests.sm100.emulator.timing import ClusterTiming

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import (
-    MIN_STAGES,
-    SPLITS,
-    TOKEN_TILES,
-    KernelShape,
-)
+from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from tests.sm100.support.sass import compile_binary
 
 
@@ -18,10 +14,12 @@ from tests.sm100.support.sass import compile_binary
 )
 def test_sass(shape: KernelShape, registers: int) -> None:
     """A launch's registers; the widest kernel's warps that multiply then take 232 each."""
-    from nvfp4_sgl.cutedsl_kernels.sm90.entry import Entry
+    from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
     from nvfp4_sgl.cutedsl_kernels.sm90.epilogue import Epilogue
+    from nvfp4_sgl.cutedsl_kernels.sm90.gemm import W4A16Gemm
 
-    binary = compile_binary("sm_90a", Entry(shape, Epilogue()), *Entry.example(shape))
+    entry = Entry(W4A16Gemm(shape, Epilogue()))
+    binary = compile_binary("sm_90a", entry, *entry.example())
     assert binary.count("HGMMA") == 8, "a stage of 128 of K"
     assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
     assert binary.count("HMUL2.BF16") == 32, "64 weights a thread, two at a time"

@@ -61,4 +61,4 @@ def test_impossible_shapes_are_refused() -> None:
         with pytest.raises(ValueError, match="expected|is for"):
             KernelShape(token_tile, split_k=split_k)
     with pytest.raises(ValueError, match="expected"):
-        KernelShape(8, output="nvfp4")  # type: ignore[arg-type]
+        KernelShape(8, output="nvfp4")

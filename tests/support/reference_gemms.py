@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4, unswizzle_128x4
@@ -118,7 +117,7 @@ class DryLauncher(ReferenceLauncher):
 
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         self.note(key)
-        arguments_of(call, clusters)
+        call.arguments(clusters)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.plan import (
     expert_token_tile_for,
@@ -14,7 +15,6 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     rows_of,
     token_tile_for,
 )
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.model.products import LayerProduct, step_products

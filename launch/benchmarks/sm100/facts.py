@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
-from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, entry_of
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K
 from tests.sm100.emulator import Options, Statistics, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
@@ -46,8 +44,8 @@ class KernelFacts:
 def kernel_facts(key: KernelKey) -> KernelFacts:
     """Compile a kernel, and run two tiles of it in the emulator with two different K."""
     k = 2048 if key.shape.split_k == 1 else 4096
-    entry = Entry(key.shape, Epilogue(key.limit, key.weighted, key.row_scale_constant))
-    binary = compile_binary(key.architecture, entry, *Entry.example(key.shape))
+    entry = entry_of(key)
+    binary = compile_binary(key.architecture, entry, *entry.example())
     short, long = _emulate(key, k // 2), _emulate(key, k)
     shape, times = key.shape, long.timelines[0]
     # A stage is issued once for each CTA, or pair, of a cluster.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -46,13 +47,10 @@ def test_what_a_kernel_is_made_from_names_its_entry(tmp_path: Path, monkeypatch:
 
     entry = name()
     assert name(KernelKey("sm_103a", CASE.shape)) != entry
-    sources = tmp_path / "sm100"
-    sources.mkdir()
-    for file in library.SOURCES.glob("*.py"):
-        (sources / file.name).write_bytes(file.read_bytes())
+    sources = shutil.copytree(library.SOURCES, tmp_path / "kernels")
     monkeypatch.setattr(library, "SOURCES", sources)
     assert name() == entry
-    for edited, same in (("cost.py", True), ("epilogue.py", False)):
+    for edited, same in (("sm100/cost.py", True), ("sm100/epilogue.py", False), ("common/split.py", False)):
         with (sources / edited).open("a") as handle:
             handle.write("\n")
         assert (name() == entry) == same, edited

@@ -14,10 +14,11 @@ import torch
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import build, compiled, launcher, plan, warm_up
+from nvfp4_sgl.cutedsl_kernels.common.arguments import Arguments
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.compiled import ARCHITECTURES, KernelCache, KernelKey, compile_kernel
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TOKEN_TILES, KernelShape, Output
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import layout_tile
@@ -31,7 +32,7 @@ GATED = KernelKey("sm_100a", KernelShape(8, gated=True, grouped=True, output="nv
 
 
 def test_the_host_function_takes_the_arguments_in_their_order() -> None:
-    from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
+    from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
 
     assert tuple(inspect.signature(Entry.__call__).parameters) == ("self", *Arguments._fields, "stream")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels import library
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library, build
 from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.packaging.checkout import ROOT
 from tests.sm100.emulator.host import runtime_library
@@ -57,12 +57,24 @@ def test_what_it_lacks_is_compiled_only_if_allowed(built: Path) -> None:
         KernelCache(load(built), compile_missing=False).get(other)
 
 
-def test_other_sources_make_it_stale(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = shutil.copytree(library.SOURCES, tmp_path / "sm100")
-    with (sources / "gemm.py").open("a") as file:
+@pytest.mark.parametrize("changed", ["common/load_warp.py", "common/shape.py", "sm90/gemm.py", "sm100/gemm.py"])
+def test_other_sources_make_it_stale(
+    changed: str, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = shutil.copytree(library.SOURCES, tmp_path / "kernels")
+    with (sources / changed).open("a") as file:
         file.write("# changed\n")
     monkeypatch.setattr(library, "SOURCES", sources)
     with pytest.raises(LibraryError, match="kernels.json: sources: expected .* built from something else: rebuild"):
+        load(built)
+
+
+def test_a_file_more_makes_it_stale(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = shutil.copytree(library.SOURCES, tmp_path / "kernels")
+    monkeypatch.setattr(library, "SOURCES", sources)
+    load(built)
+    (sources / "common" / "more.py").touch()
+    with pytest.raises(LibraryError, match="kernels.json: sources: expected"):
         load(built)
 
 

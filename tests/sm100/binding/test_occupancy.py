@@ -10,11 +10,11 @@ import pytest
 import torch
 from cuda.bindings import driver  # type: ignore[import-untyped]
 
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.errors import LaunchError
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher
 from nvfp4_sgl.cutedsl_kernels.occupancy import active_clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 
 SHARED = 227 * 1024
@@ -117,7 +117,16 @@ def test_a_call_launches_no_more_clusters_than_run_at_a_time() -> None:
         weights = torch.empty(1, features, 2048, dtype=torch.uint8, device="meta")
         tokens = torch.empty(rows, 2048, dtype=torch.uint8, device="meta")
         empty = torch.empty(0, device="meta")
-        return Call(shape, weights, empty, tokens, empty, empty, empty, empty)
+        return Call(
+            shape=shape,
+            weights=weights,
+            weight_scales=empty,
+            tokens=tokens,
+            token_scales=empty,
+            out=empty,
+            row_scale=empty,
+            alpha=empty,
+        )
 
     pairs = KernelShape(256, pair=True, shared_tokens=2)
     assert call(pairs, 8192, 8192).clusters(B200_CLUSTERS) == 34

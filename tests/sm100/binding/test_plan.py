@@ -6,9 +6,9 @@ import pytest
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import plan, warm_up
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.plan import Pin, pairs_in, pinned, rows_of
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.model.products import LayerProduct, layer_products
@@ -110,9 +110,9 @@ def test_rows_quantised_before_a_pin_are_refused() -> None:
     [
         ({"token_tile": 256}, "token_tile: expected at most 128, found 256"),
         ({"token_tile": 12}, "token_tile 12: expected one of"),
-        ({"token_tile": 128, "split_k": 2}, "split_k is for single-CTA kernels with token_tile up to 64"),
+        ({"token_tile": 128, "split_k": 2}, "split_k is for token_tile up to 64, found 128"),
         ({"token_tile": 64, "pair": True}, "token_tile 64 for a CTA pair"),
-        ({"split_k": 3}, "split_k 3: expected 1, 2, 4 or 8"),
+        ({"split_k": 3}, r"split_k 3: expected one of \(1, 2, 4, 8\)"),
     ],
     ids=str,
 )

@@ -9,7 +9,8 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, EmulatorError, Options
-from tests.sm100.support.products import ExpertCase, ProductCase, compile_call
+from tests.sm100.support.entries import compile_entry
+from tests.sm100.support.products import ExpertCase, ProductCase
 
 MODES = {
     "immediate": Options(strict_tensor_waits=True),
@@ -49,13 +50,7 @@ def test_results_do_not_depend_on_timing(case: str, mode: str) -> None:
 
 
 def compiled_small() -> Compiled:
-    import torch
-
-    from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-
-    byte, real = torch.zeros(64, dtype=torch.uint8), torch.zeros(4)
-    call = Call(SMALL.shape, byte.view(1, 1, 64), byte, byte.view(1, 1, 64), byte, real.view(1, 1, 4), real, real)
-    return compile_call(call, Epilogue())
+    return compile_entry(SMALL.shape, Epilogue())
 
 
 def occurrences(pattern: str) -> list[str]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
+from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
+from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import SHARED_CAPACITY, TENSOR_COLUMNS, TILE_K, TOKEN_TILES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TENSOR_COLUMNS, TILE_K, KernelShape
 from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
@@ -41,7 +43,8 @@ def epilogue_of(shape: KernelShape) -> Epilogue:
 
 
 def compiled(shape: KernelShape, architecture: str) -> Binary:
-    return compile_binary(architecture, Entry(shape, epilogue_of(shape)), *Entry.example(shape))
+    entry = Entry(NvFp4Gemm(shape, epilogue_of(shape)))
+    return compile_binary(architecture, entry, *entry.example())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
@@ -71,13 +74,14 @@ def test_sass_for_sm_103a(shape: KernelShape) -> None:
 
 def every_shape() -> list[KernelShape]:
     shapes = []
+    outputs: tuple[Output, ...] = ("bf16", "fp32", "nvfp4")
     for tile in TOKEN_TILES:
         for pair in (False, True):
             for gated in (False, True):
                 for split in (1, 2, 4, 8):
-                    for output in ("bf16", "fp32", "nvfp4"):
+                    for output in outputs:
                         try:
-                            shapes.append(KernelShape(tile, pair, gated, gated, split, output))
+                            shapes.append(KernelShape(tile, split, output, pair=pair, gated=gated, grouped=gated))
                         except ValueError:
                             continue
     return shapes
@@ -97,9 +101,10 @@ def test_memory_budgets(shape: KernelShape) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, KernelShape(256, output="fp32")], ids=name)
 def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
     """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
-    entry = Entry(shape, epilogue_of(shape))
-    compile_for("sm_100a", entry, *Entry.example(shape))
-    taken = entry.gemm.storage.size_in_bytes()
+    gemm = NvFp4Gemm(shape, epilogue_of(shape))
+    entry = Entry(gemm)
+    compile_for("sm_100a", entry, *entry.example())
+    taken = gemm.storage.size_in_bytes()
     assert taken <= shape.shared_bytes <= taken + 3 * 1024
 
 

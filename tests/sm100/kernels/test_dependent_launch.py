@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -47,7 +46,16 @@ def chain() -> tuple[tuple[Call, Compiled], tuple[Call, Compiled], RandomOperand
         alpha = torch.full((1, features), 2.0**-20)
         swizzled = swizzle_rows(scales, shape.token_tile)
         made.append((weights, scales))
-        return Call(shape, weights.packed, weights.swizzled(), tokens, swizzled, out, row_scale, alpha)
+        return Call(
+            shape=shape,
+            weights=weights.packed,
+            weight_scales=weights.swizzled(),
+            tokens=tokens,
+            token_scales=swizzled,
+            out=out,
+            row_scale=row_scale,
+            alpha=alpha,
+        )
 
     made: list[tuple[RandomOperand, torch.Tensor]] = []
     codes = RandomOperand.make(1, TOKENS, K, 5).packed.transpose(0, 1).contiguous()
@@ -68,7 +76,7 @@ def run(options: Options, second_compiled: Compiled) -> None:
     ]
     with emulated(options, reads=reads, writes=[first.out, second.out]) as emulator:
         for call, compiled in ((first, first_compiled), (second, second_compiled)):
-            emulator(compiled, arguments_of(call, 1), 0)
+            emulator(compiled, call.arguments(1), 0)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -110,14 +118,14 @@ def routing() -> Call:
         weights[0, :, 8 * row] = torch.tensor([E2M1[int(value)] for value in tables[row]], dtype=torch.uint8)
     ones = torch.full((len(COUNTS), 4), 0x38, dtype=torch.uint8)
     return Call(
-        KernelShape(8, output="fp32"),
-        weights,
-        swizzle_rows(ones, 128)[None],
-        tokens,
-        swizzle_rows(ones[:2], 8),
-        poisoned(2, 1, len(COUNTS), output="fp32"),
-        torch.tensor([[float(TILE)], [1.0]]),
-        torch.full((1, len(COUNTS)), 2.0**-149),
+        shape=KernelShape(8, output="fp32"),
+        weights=weights,
+        weight_scales=swizzle_rows(ones, 128)[None],
+        tokens=tokens,
+        token_scales=swizzle_rows(ones[:2], 8),
+        out=poisoned(2, 1, len(COUNTS), output="fp32"),
+        row_scale=torch.tensor([[float(TILE)], [1.0]]),
+        alpha=torch.full((1, len(COUNTS)), 2.0**-149),
     )
 
 
@@ -161,7 +169,7 @@ def run_layer(
     reads = [t for call, _ in layer for t in call.tensors()[0] if t.data_ptr() not in starts | {inside}]
     with emulated(options, reads=reads, writes=written) as emulator:
         for index, (call, compiled) in enumerate(layer):
-            emulator((mutants or {}).get(index, compiled), arguments_of(call, clusters), 0)
+            emulator((mutants or {}).get(index, compiled), call.arguments(clusters), 0)
     (routes, _), (gate_up, _), (down, _) = layer
     assert routes.out.view(torch.int32)[1, 0].tolist() == list(COUNTS)
     assert gate_up.out_scales is not None

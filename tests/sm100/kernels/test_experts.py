@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Output
+from nvfp4_sgl.cutedsl_kernels.common.shape import Output
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import EmulatorError, Options
 from tests.sm100.support.mutants import compile_changed
 from tests.sm100.support.products import ExpertCase
@@ -121,6 +122,6 @@ def test_most_experts_there_can_be(clusters: int) -> None:
 )
 def test_another_expert_is_noticed(change: dict[str, str], tmp_path: Path) -> None:
     case = all_experts()
-    mutant = compile_changed(tmp_path, "schedule.py", change, case.shape, case.epilogue("bf16"))
+    mutant = compile_changed(tmp_path, "common/schedule.py", change, case.shape, case.epilogue("bf16"))
     with pytest.raises((AssertionError, EmulatorError)):
         case.check(compiled=mutant)

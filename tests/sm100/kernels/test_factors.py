@@ -21,12 +21,13 @@ SPLIT = ProductCase(KernelShape(16, split_k=2), tokens=20, features=256, k=512)
 EXPERTS = ExpertCase(KernelShape(16, grouped=True), (3, 17), features=136, k=64)
 FP32 = ProductCase(KernelShape(64, output="fp32"), tokens=64, features=256, k=64)
 """Two tiles, in each four stores for a team."""
+GEMM, EPILOGUE = "sm100/gemm.py", "sm100/epilogue.py"
 MISTAKES: dict[str, tuple[ProductCase | ExpertCase, str, dict[str, str]]] = {
-    "the same tile's again": (PLAIN, "gemm.py", {"total, tile + step, peer)": "total, tile, peer)"}),
-    "the same tile's again, split": (SPLIT, "gemm.py", {"total, tile + step, Int32(0))": "total, tile, Int32(0))"}),
-    "another token's": (PLAIN, "epilogue.py", {"within // 8 * 2 + within % 2": "within // 8 * 2 + (within + 1) % 2"}),
-    "another group's": (EXPERTS, "epilogue.py", {"within // 8 * 2 +": "(groups - 1 - within // 8) * 2 +"}),
-    "row scales for weights": (EXPERTS, "epilogue.py", {"place = which * shape.token_tile + chunk": "place = chunk"}),
+    "the same tile's again": (PLAIN, GEMM, {"total, tile + work.step, peer)": "total, tile, peer)"}),
+    "the same tile's again, split": (SPLIT, GEMM, {"total, tile + work.step, Int32(0))": "total, tile, Int32(0))"}),
+    "another token's": (PLAIN, EPILOGUE, {"within // 8 * 2 + within % 2": "within // 8 * 2 + (within + 1) % 2"}),
+    "another group's": (EXPERTS, EPILOGUE, {"within // 8 * 2 +": "(groups - 1 - within // 8) * 2 +"}),
+    "row scales for weights": (EXPERTS, EPILOGUE, {"place = which * shape.token_tile + chunk": "place = chunk"}),
 }
 
 
@@ -75,5 +76,5 @@ def test_the_reciprocal_of_the_row_scale_is_rounded_as_the_reference_rounds_it(t
     bits = int((1.0 / row_scale).view(torch.int32))
     assert bits in literals(compile_entry(REQUANTISED.shape, epilogue).ptx)
     inexact = {"float(np.float32(1) / np.float32(row_scale))": "float(np.nextafter(np.float32(1 / row_scale), 0))"}
-    mutant = compile_changed(tmp_path, "store.py", inexact, REQUANTISED.shape, epilogue)
+    mutant = compile_changed(tmp_path, "sm100/quantized_store.py", inexact, REQUANTISED.shape, epilogue)
     assert bits not in literals(mutant.ptx)

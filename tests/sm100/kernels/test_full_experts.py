@@ -44,7 +44,7 @@ def test_a_row_more_of_a_full_expert_is_noticed(mistake: str, tmp_path: Path) ->
     name, changes = MISTAKES[mistake]
     case = CASES[name]
     epilogue = case.epilogue(case.shape.output)
-    mutant = compile_changed(tmp_path, "schedule.py", changes, case.shape, epilogue)
+    mutant = compile_changed(tmp_path, "common/schedule.py", changes, case.shape, epilogue)
     with pytest.raises(AssertionError, match="were written"):
         case.check(compiled=mutant)
     if name != "pairs that share weights":

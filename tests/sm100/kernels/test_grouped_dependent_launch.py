@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -65,7 +64,7 @@ def route_and_multiply(options: Options, kernel: Compiled | None = None) -> None
         buffers = [known.numpy(), call.counts.numpy()]
         route = make_launch(body, buffers, options=options, stream=emulator.stream)
         emulator.stream.submit(route, programmatic=False)
-        emulator(kernel or compiled(DOWN, case.epilogue("bf16")), arguments_of(call, 1), 0)
+        emulator(kernel or compiled(DOWN, case.epilogue("bf16")), call.arguments(1), 0)
     case.compare(call, weights, tokens)
 
 
@@ -87,13 +86,22 @@ def gate_up_then_down(options: Options, down: Compiled | None = None) -> Tensor:
     assert first.out_scales is not None and first.offsets is not None
     used = torch.cat([torch.arange(int(o), int(o) + n) for o, n in zip(first.offsets, COUNTS, strict=True)])
     second = Call(
-        DOWN, made.weights, made.weight_scales, first.out, first.out_scales, made.out, made.row_scale, made.alpha,
-        row_weight=made.row_weight, offsets=first.offsets, counts=first.counts,
-    )  # fmt: skip
+        shape=DOWN,
+        weights=made.weights,
+        weight_scales=made.weight_scales,
+        tokens=first.out,
+        token_scales=first.out_scales,
+        out=made.out,
+        row_scale=made.row_scale,
+        alpha=made.alpha,
+        row_weight=made.row_weight,
+        offsets=first.offsets,
+        counts=first.counts,
+    )
     second.out.copy_(poisoned(*second.out.shape, output="bf16"))
     with emulator_for(options, [first, second], []) as emulator:
-        emulator(compiled(GATE_UP, first_case.epilogue("nvfp4")), arguments_of(first, 1), 0)
-        emulator(down or compiled(DOWN, second_case.epilogue("bf16")), arguments_of(second, 1), 0)
+        emulator(compiled(GATE_UP, first_case.epilogue("nvfp4")), first.arguments(1), 0)
+        emulator(down or compiled(DOWN, second_case.epilogue("bf16")), second.arguments(1), 0)
     return second.out[used]
 
 

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, TOKEN_TILES, KernelShape, Output
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -25,7 +26,18 @@ def shapes() -> list[KernelShape]:
     pairs = ((False, 1, 1), (True, 1, 1), (True, 2, 1), (True, 1, 2), (True, 2, 2))
     for tile, output, (gated, grouped, split), (pair, tokens, weights) in product(TOKEN_TILES, outputs, kinds, pairs):
         try:
-            found.append(KernelShape(tile, pair, gated, grouped, split, output, tokens, weights))
+            found.append(
+                KernelShape(
+                    tile,
+                    split_k=split,
+                    output=output,
+                    pair=pair,
+                    gated=gated,
+                    grouped=grouped,
+                    shared_tokens=tokens,
+                    shared_weights=weights,
+                )
+            )
         except ValueError:
             continue
     return found

@@ -37,9 +37,15 @@ def make(shape: KernelShape) -> tuple[Call, np.ndarray]:
     out = poisoned(shape.token_tile, 1, FEATURES, output="fp32")
     ones = torch.ones(shape.token_tile, 1)
     call = Call(
-        shape, weights.packed, weights.swizzled(), tokens.packed.transpose(0, 1).contiguous(),
-        swizzle_rows(tokens.scales[0], shape.token_tile), out, ones, torch.ones(1, FEATURES),
-    )  # fmt: skip
+        shape=shape,
+        weights=weights.packed,
+        weight_scales=weights.swizzled(),
+        tokens=tokens.packed.transpose(0, 1).contiguous(),
+        token_scales=swizzle_rows(tokens.scales[0], shape.token_tile),
+        out=out,
+        row_scale=ones,
+        alpha=torch.ones(1, FEATURES),
+    )
     parts = [values.reshape(len(values), shape.split_k, TILE_K) for values in (tokens.values(0), weights.values(0))]
     exact = np.einsum("tsk,fsk->stf", *parts)
     sums = exact.astype(np.float32)
@@ -75,7 +81,7 @@ def test_another_order_in_the_kernel_is_noticed(tmp_path: Path) -> None:
         "total = slices[0]": "total = slices[1]",
         "for one in slices[1:]:": "for one in (*slices[2:], slices[0]):",
     }
-    mutant = compile_changed(tmp_path, "split.py", changes, FOUR, Epilogue())
+    mutant = compile_changed(tmp_path, "common/split.py", changes, FOUR, Epilogue())
     call, sums = make(FOUR)
     run(call, Epilogue(), compiled=mutant)
     assert np.array_equal(call.out[:, 0].numpy(), added(np.roll(sums, -1, axis=0)))

@@ -50,6 +50,6 @@ def test_the_elements_are_not_all_positive() -> None:
 
 def test_codes_that_are_not_forced_are_noticed(tmp_path: Path) -> None:
     changes = {"cutlass.select_(scale == 0, word(0), encoded)": "encoded"}
-    mutant = compile_changed(tmp_path, "store.py", changes, CASE.shape, CASE.epilogue("nvfp4"))
+    mutant = compile_changed(tmp_path, "sm100/quantized_store.py", changes, CASE.shape, CASE.epilogue("nvfp4"))
     scales, codes = quantised(mutant)
     assert not scales.any() and codes.any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, entry_of
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, compile_for
 from tests.sm100.support.kernel_cache import cached
@@ -21,12 +21,8 @@ def compile_key(key: KernelKey) -> Compiled:
 
 
 def _compile(key: KernelKey) -> Compiled:
-    from nvfp4_sgl.cutedsl_kernels.sm100.entry import Entry
-    from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-
-    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
-    entry = Entry(key.shape, epilogue, key.programmatic_launch)
-    return compile_for(key.architecture, entry, *Entry.example(key.shape))
+    entry = entry_of(key)
+    return compile_for(key.architecture, entry, *entry.example())
 
 
 def compile_entry(

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.clusters import B200_CLUSTERS, Clusters
 from tests.sm100.emulator import Compiled, Options, emulated
 from tests.sm100.support.entries import compile_key
 
@@ -41,7 +40,7 @@ class EmulatedLauncher:
     def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
         read, written = ([_span(tensor) for tensor in tensors] for tensors in call.tensors())
         with emulated(self.options, reads=read, writes=written) as emulator:
-            emulator(self.compile(key), arguments_of(call, clusters), 0)
+            emulator(self.compile(key), call.arguments(clusters), 0)
         self.keys.append(key)
 
 

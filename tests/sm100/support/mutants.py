@@ -12,15 +12,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.cutedsl_kernels import sm100
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import Arguments
+from nvfp4_sgl.cutedsl_kernels import library
+from nvfp4_sgl.cutedsl_kernels.common.arguments import Arguments
+from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, compile_for
 
 
-class _Native:
+class NativeFunction:
     """A compiled function behind its C interface; loaded when first called, which is inside the emulator."""
 
     def __init__(self, function: Any) -> None:
@@ -51,12 +51,19 @@ def compile_changed(
 ) -> Compiled:  # fmt: skip
     """A kernel compiled from a copy of its sources in ``folder``, in which texts of one file are replaced.
 
+    Args:
+        file: for example "sm100/gemm.py".
+
     Raises:
         ValueError: one of the texts does not occur exactly once.
     """
-    name = f"{sm100.__name__.rpartition('.')[0]}.{folder.name.replace('-', '_')}"
-    package = folder / "sm100"
-    shutil.copytree(Path(next(iter(sm100.__path__))), package, ignore=shutil.ignore_patterns("__pycache__"))
+    original = library.SOURCES
+    name = f"{library.__name__.rpartition('.')[0]}.{folder.name.replace('-', '_')}"
+    package = folder / "kernels"
+    for part in library.KERNEL_FOLDERS:
+        shutil.copytree(original / part, package / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").touch()
+    shutil.copy(original / "errors.py", package)
     text = (package / file).read_text()
     for old, new in changes.items():
         if text.count(old) != 1:
@@ -71,11 +78,12 @@ def compile_changed(
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-        make = importlib.import_module(f"{name}.epilogue").Epilogue
+        make = importlib.import_module(f"{name}.sm100.epilogue").Epilogue
         changed = make(**{field.name: getattr(epilogue, field.name) for field in fields(epilogue)})
-        entry = importlib.import_module(f"{name}.entry").Entry
-        compiled = compile_for("sm_100a", entry(shape, changed, programmatic_launch), *entry.example(shape))
-        return Compiled(_Native(compiled.function), compiled.ptx)
+        gemm = importlib.import_module(f"{name}.sm100.gemm").NvFp4Gemm(shape, changed)
+        entry = importlib.import_module(f"{name}.common.entry").Entry(gemm, programmatic_launch)
+        compiled = compile_for("sm_100a", entry, *entry.example())
+        return Compiled(NativeFunction(compiled.function), compiled.ptx)
     finally:
         for known in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
             del sys.modules[known]

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.sm100.arguments import arguments_of
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -37,7 +36,7 @@ def run(
     """Execute a call in the emulator on ``clusters`` persistent clusters."""
     read, written = call.tensors()
     with emulated(options, reads=read, writes=written) as emulator:
-        emulator(compiled or compile_call(call, epilogue), arguments_of(call, clusters), 0)
+        emulator(compiled or compile_call(call, epilogue), call.arguments(clusters), 0)
     return emulator.statistics[0]
 
 
@@ -163,14 +162,14 @@ class ProductCase:
         row_scale = torch.exp2(torch.rand(self.tokens, self.groups, generator=random) * 12 - 20)
         alpha = torch.exp2(torch.randint(-12, 0, (self.groups, self.features), generator=random).float())
         call = Call(
-            self.shape,
-            weights.packed,
-            weights.swizzled(),
-            tokens.packed.transpose(0, 1).contiguous(),
-            swizzle_rows(torch.cat(list(tokens.scales), dim=1), self.shape.token_tile),
-            poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
-            row_scale,
-            alpha,
+            shape=self.shape,
+            weights=weights.packed,
+            weight_scales=weights.swizzled(),
+            tokens=tokens.packed.transpose(0, 1).contiguous(),
+            token_scales=swizzle_rows(torch.cat(list(tokens.scales), dim=1), self.shape.token_tile),
+            out=poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
+            row_scale=row_scale,
+            alpha=alpha,
         )
         return call, Epilogue()
 
@@ -247,14 +246,14 @@ class ExpertCase:
         if shape.output == "nvfp4":
             out_scales = poisoned(scale_rows(rows, tile) * (-(-self.features // 64) * 4), output="nvfp4")
         call = Call(
-            shape,
-            laid_out.packed,
-            laid_out.swizzled(),
-            tokens.packed[0],
-            swizzle_rows(scales, tile),
-            poisoned(rows, codes, output=shape.output),
-            row_scale,
-            alpha,
+            shape=shape,
+            weights=laid_out.packed,
+            weight_scales=laid_out.swizzled(),
+            tokens=tokens.packed[0],
+            token_scales=swizzle_rows(scales, tile),
+            out=poisoned(rows, codes, output=shape.output),
+            row_scale=row_scale,
+            alpha=alpha,
             out_scales=out_scales,
             row_weight=None if shape.gated else torch.rand(rows, generator=random),
             offsets=offsets if shape.grouped else None,

@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
+from tests.sm100.support.mutants import NativeFunction
 from tests.sm100.support.products import UNIT, Bounded, RandomOperand, poisoned
 from tests.support.numpy_nvfp4 import dequantize
 
@@ -20,12 +21,13 @@ from tests.support.numpy_nvfp4 import dequantize
 @functools.cache
 def compile_shape(shape: KernelShape) -> Compiled:
     """A kernel, compiled once a process; it takes a call's arguments and a stream."""
-    from nvfp4_sgl.cutedsl_kernels.sm90.entry import Entry
+    from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
     from nvfp4_sgl.cutedsl_kernels.sm90.epilogue import Epilogue
-    from tests.sm100.support.mutants import _Native
+    from nvfp4_sgl.cutedsl_kernels.sm90.gemm import W4A16Gemm
 
-    compiled = compile_for("sm_90a", Entry(shape, Epilogue()), *Entry.example(shape))
-    return Compiled(_Native(compiled.function), compiled.ptx)
+    entry = Entry(W4A16Gemm(shape, Epilogue()))
+    compiled = compile_for("sm_90a", entry, *entry.example())
+    return Compiled(NativeFunction(compiled.function), compiled.ptx)
 
 
 def span(tensor: Tensor) -> Tensor:
@@ -75,11 +77,11 @@ class ProductCase:
         out = poisoned(self.tokens, self.groups, self.features + self.wider, output=self.shape.output)
         random = torch.Generator().manual_seed(self.seed)
         call = Call(
-            self.shape,
-            pack_tiles(weights.packed, weights.scales.view(torch.float8_e4m3fn)),
-            wide[..., : self.k],
-            out[..., : self.features],
-            torch.exp2(torch.rand(self.groups, self.features, generator=random) * 12 - 20),
+            shape=self.shape,
+            weights=pack_tiles(weights.packed, weights.scales.view(torch.float8_e4m3fn)),
+            tokens=wide[..., : self.k],
+            out=out[..., : self.features],
+            alpha=torch.exp2(torch.rand(self.groups, self.features, generator=random) * 12 - 20),
         )
         return call, weights
 

@@ -15,11 +15,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .fixed import Fixed
-from .shape import MAX_EXPERTS
+from .shape import MAX_EXPERTS, WARP_LANES
 
-LANES_OF_WARP = 32
-EXPERTS_PER_LANE = MAX_EXPERTS // LANES_OF_WARP
-FIRST_TILES = EXPERTS_PER_LANE * (LANES_OF_WARP + 1)
+EXPERTS_PER_LANE = MAX_EXPERTS // WARP_LANES
+FIRST_TILES = EXPERTS_PER_LANE * (WARP_LANES + 1)
 """Words between a table of all experts and the next."""
 
 
@@ -86,14 +85,14 @@ class GroupedSchedule(Fixed):
 
     def total(self) -> Any:
         """Number of blocks; after ``prepare`` and a barrier."""
-        return self.table[LANES_OF_WARP]
+        return self.table[WARP_LANES]
 
     def _blocks_across(self) -> Any:
         return cute.ceil_div(self.feature_tiles, self.place.features)
 
     def _word(self, run: Any, index: Any) -> Any:
-        """Of an expert: neither the lanes of a run nor the experts in it share a bank."""
-        return LANES_OF_WARP + 1 + index * (LANES_OF_WARP + 1) + run
+        """Word of an expert in the table: neither the lanes of a run nor the experts in it share a bank."""
+        return WARP_LANES + 1 + index * (WARP_LANES + 1) + run
 
     @cute.jit
     def prepare(self, lane: Int32):
@@ -116,8 +115,8 @@ class GroupedSchedule(Fixed):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
             if lane >= (1 << step):
                 before += other
-        if lane == LANES_OF_WARP - 1:
-            self.table[LANES_OF_WARP] = before
+        if lane == WARP_LANES - 1:
+            self.table[WARP_LANES] = before
         before -= running
         self.table[lane] = before
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):

@@ -1,6 +1,7 @@
-"""The compiled kernels' host function: the flat list of addresses and sizes that all kernels of this package take.
+"""The compiled kernels' host function: the same flat list of addresses and sizes for every kernel.
 
-It is SM100's (sm100/arguments.py), so that the same code calls both; what is not named below is not used here.
+One signature without tuples or absent arguments keeps the C interface of all kernels alike, so that one small piece of
+code (native.py) calls them, whether they were compiled in this process or come from a library.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from ..sm100.entry import OPERAND_ALIGNMENT
-from .epilogue import Epilogue
-from .gemm import W4A16Gemm
-from .shape import KernelShape
+from .arguments import Arguments
+from .gemm import Gemm
+
+OPERAND_ALIGNMENT = 16
+"""Bytes; what TMA asks of an address."""
+OUTPUT_TYPES = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32, "nvfp4": cutlass.Uint8}
 
 
 class Entry:
-    """``cute.compile(Entry(shape, epilogue), *Entry.example(shape))``."""
+    """``cute.compile(entry, *entry.example())`` compiles a GEMM."""
 
-    def __init__(self, shape: KernelShape, epilogue: Epilogue, programmatic_launch: bool = True) -> None:
-        self.shape, self.programmatic_launch = shape, programmatic_launch
-        self.gemm = W4A16Gemm(shape, epilogue)
+    def __init__(self, gemm: Gemm, programmatic_launch: bool = True) -> None:
+        self.gemm, self.programmatic_launch = gemm, programmatic_launch
 
-    @staticmethod
-    def example(shape: KernelShape) -> list[Any]:
+    def example(self) -> list[Any]:
         """Arguments to compile with; they need no GPU and stand for tensors of any size."""
-        output = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32}[shape.output]
-        byte, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
-        operands = [(dtype, OPERAND_ALIGNMENT) for dtype in (byte, byte, cutlass.BFloat16, byte, output, byte)]
+        output = OUTPUT_TYPES[self.gemm.shape.output]
+        operands = [(dtype, OPERAND_ALIGNMENT) for dtype in (*self.gemm.operand_types, output, cutlass.Uint8)]
+        fp32, i32 = cutlass.Float32, cutlass.Int32
         vectors = [(dtype, dtype.width // 8) for dtype in (fp32, fp32, fp32, i32, i32)]
         return [
             *(make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in operands + vectors),
@@ -72,8 +73,10 @@ class Entry:
         out_scale_row: Int64,
         stream: cuda.CUstream,
     ):
-        """Launch; :class:`..sm100.arguments.Arguments` says what each is."""
-        self.gemm(
-            weights, tokens, (out, alpha), features, k, rows, groups, (token_row, token_group),
-            (out_row, out_group, alpha_feature, alpha_group), clusters, stream, self.programmatic_launch,
+        """Launch; :class:`.arguments.Arguments` says what each is."""
+        arguments = Arguments(
+            weights, weight_scales, tokens, token_scales, out, out_scales, row_scale, row_weight, alpha, offsets,
+            counts, features, k, rows, groups, clusters, token_row, token_group, token_scale_row, token_scale_group,
+            out_row, out_group, row_scale_row, row_scale_group, alpha_feature, alpha_group, out_scale_row,
         )  # fmt: skip
+        self.gemm.launch(arguments, stream, self.programmatic_launch)

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .fixed import Fixed
-from .shape import WARP_LANES
+from .shape import WARP_LANES, GemmShape
 
 VECTOR = 4
 """fp32 values of a 16-byte access."""
@@ -28,7 +28,7 @@ class ClusterReduction(Fixed):
     """One epilogue warp's view of the reduction.
 
     Attributes:
-        shape: of the kernel, with ``split_k``, ``owned_units``, ``reducing_warps`` and ``unit_values``.
+        shape: the kernel's.
         rank: this CTA's slice.
         partials: fp32 shared pointer, [other slice, slot, vector, lane, 4]; slots are the units that this CTA owns.
         full, empty: mbarriers, one for each reducing warp. ``full`` completes when the other CTAs have written all
@@ -36,7 +36,7 @@ class ClusterReduction(Fixed):
         quarter, lane: of this warp among the reducing ones of the CTA, and of the thread in it.
     """
 
-    shape: Any
+    shape: GemmShape
     rank: Any
     partials: Any
     full: Any
@@ -45,7 +45,7 @@ class ClusterReduction(Fixed):
     lane: Any
 
     def initialise(self) -> None:
-        """By one thread, with the other barriers."""
+        """Initialise the barriers; by one thread, with the kernel's other ones."""
         for quarter in range(self.shape.reducing_warps):
             cute.arch.mbarrier_init(self.full + quarter, self.shape.split_k - 1)
             cute.arch.mbarrier_init(self.empty + quarter, self.shape.split_k - 1)
@@ -65,7 +65,7 @@ class ClusterReduction(Fixed):
 
     @property
     def _vectors(self) -> int:
-        """Of a thread's values of a unit."""
+        """16-byte vectors of a thread's values of a unit."""
         return self.shape.unit_values // VECTOR
 
     def send(self, values: cute.Tensor, chunk: Any) -> None:

@@ -1,4 +1,4 @@
-"""A ring of buffers guarded by mbarriers, and the fences that tensor memory needs around them.
+"""A ring of buffers guarded by mbarriers.
 
 ``full[i]`` completes when buffer i may be read, ``empty[i]`` when it may be written again. The position in the ring is
 CuTeDSL's ``PipelineState``: an index and a phase, carried through loops as values.
@@ -13,9 +13,6 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
 from .fixed import Fixed
-
-WARPS_OF_EPILOGUE = 4
-"""One for each 32 lanes of tensor memory."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,3 @@ class Ring(Fixed):
 
     def wait_full(self, position: Any) -> None:
         cute.arch.mbarrier_wait(self.full + position.index, position.phase)
-
-
-def fence_before_signal() -> None:
-    """Orders this thread's tcgen05 operations before a following arrive (PTX ISA, tcgen05.fence)."""
-    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
-
-
-def fence_after_wait() -> None:
-    """Orders this thread's following tcgen05 operations after a preceding wait."""
-    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")

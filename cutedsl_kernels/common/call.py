@@ -1,0 +1,83 @@
+"""The tensors of one launch, as a compiled kernel of any architecture takes them. No checks of them here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .arguments import Arguments
+from .clusters import Clusters
+from .shape import GemmShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmCall(ABC):
+    """The tensors and sizes of one launch.
+
+    Attributes:
+        shape: the kernel's.
+        weights: [groups, ...], in the layout of the architecture.
+        tokens: [rows, ...] or [rows, groups, ...], the last dimension contiguous.
+        out: [rows, features] or [rows, groups, features].
+        alpha: fp32, the weights' global scales.
+
+    Raises:
+        ValueError: a CTA of the cluster would have nothing to add up.
+    """
+
+    shape: GemmShape
+    weights: Tensor
+    tokens: Tensor
+    out: Tensor
+    alpha: Tensor
+
+    STAGE_K: ClassVar[int]
+    """Elements of K in a pipeline stage."""
+
+    def __post_init__(self) -> None:
+        stages = -(-self.k // self.STAGE_K)
+        if self.shape.split_k > stages:
+            raise ValueError(f"split_k {self.shape.split_k}: K = {self.k} has only {stages} stages")
+
+    @property
+    @abstractmethod
+    def k(self) -> int:
+        """Elements of K."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """Number of blocks of tiles of all groups; a cluster takes one at a time."""
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.weights.shape[0]
+
+    @property
+    def out_strides(self) -> tuple[int, int]:
+        """Elements between rows of ``out``, and between its groups."""
+        return self.out.stride(0), self.out.stride(1) if self.out.dim() == 3 else 0
+
+    @property
+    def token_strides(self) -> tuple[int, int]:
+        """Elements of ``tokens`` between its rows, and between its groups."""
+        return self.tokens.stride(0), self.tokens.stride(1) if self.tokens.dim() == 3 else 0
+
+    def clusters(self, active: Clusters) -> int:
+        """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
+        return max(1, min(self.blocks, active.of(self.shape.cluster)))
+
+    @abstractmethod
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(read, written) by the kernel."""
+
+    @abstractmethod
+    def arguments(self, clusters: int) -> Arguments:
+        """What the compiled kernel takes, for a launch on ``clusters`` persistent clusters."""

@@ -1,0 +1,55 @@
+"""The warp that loads: it keeps the ring of operand stages full."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .gemm import Work
+from .ring import Ring
+
+
+class StageLoads(Protocol):
+    """The loads of a stage's operands; the ring's barrier of the stage counts their bytes."""
+
+    def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
+        """Announce the bytes of the whole stage and load its weights."""
+
+    def load_tokens(self, ring: Ring, position: Any, token_tile: Any, k_tile: Any, group: Any) -> None:
+        """Load the stage's tokens."""
+
+
+@cute.jit
+def load_stages(loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work: Work, is_early: cutlass.Constexpr):
+    """Load the operands of all of a CTA's tiles; by one warp.
+
+    Args:
+        schedule: which tile each of ``total`` blocks is.
+        is_early: whether to load weights before the previous kernel has ended: not if that kernel says which.
+    """
+    first, k_begin, k_end = work.first, work.k_begin, work.k_end
+    early = Int32(0)
+    if cutlass.const_expr(is_early):
+        # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
+        # A cluster without a tile must load nothing: it would end before the loads have.
+        early = cutlass.select_(first < total, cutlass.min(Int32(ring.stages), k_end - k_begin), Int32(0))
+        first_feature_tile, _, first_group, _, _ = schedule.locate(first)
+        ahead = ring.producer()
+        for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
+            loads.load_weights(ring, ahead, first_feature_tile, k_tile, first_group)
+            ahead.advance()
+        cute.arch.griddepcontrol_wait()
+    position = ring.producer()
+    tile = first
+    while tile < total:
+        feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
+        for k_tile in cutlass.range(k_begin, k_end, unroll=1):
+            if tile != first or k_tile - k_begin >= early:
+                ring.wait_empty(position)
+                loads.load_weights(ring, position, feature_tile, k_tile, weight_group)
+            loads.load_tokens(ring, position, token_tile, k_tile, token_group)
+            position.advance()
+        tile += work.step
