@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
-from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
 from nvfp4_sgl.errors import OperandError
-from nvfp4_sgl.formats import kv_entry
 from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies, rms_norm_rope
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
@@ -23,126 +20,20 @@ from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
     new_semaphores,
     sparse_attention,
 )
-from nvfp4_sgl.triton_kernels.attention.tiling import (
-    BLACKWELL,
-    HOPPER,
-    HOPPER_TWO_TILES,
-    SIXTEEN_HEADS,
-    Tiling,
-    choose_splits,
-    choose_tiling,
-    default_tiling,
-    most_splits,
+from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, HOPPER, SIXTEEN_HEADS, Tiling, default_tiling
+from tests.triton.support.attention import (
+    BOUND,
+    CSA_PAGE,
+    HCA_PAGE,
+    SCALE,
+    WINDOW_PAGE,
+    Problem,
+    check,
+    cos_sin_of,
+    named,
+    pool,
+    problem,
 )
-from tests.triton.support.interpreter import run_backwards
-
-SCALE = 512**-0.5
-BOUND = 2**-7 * (1 + 2**-5)
-"""Of the error over Σ w_j |k_j|: weights and output are rounded to bf16 once each, 2^-8; the rest is fp32."""
-WINDOW_PAGE, CSA_PAGE, HCA_PAGE = 256, 64, 2
-
-
-def named(tiling: Tiling) -> str:
-    """What tells the tilings here apart."""
-    layout = "transposed" if tiling.transposed else "heads first"
-    return f"{tiling.heads} heads, {tiling.keys} keys, {layout}"
-
-
-def pool(rows: Tensor, slots: Tensor, count: int, page_size: int, *, packed: bool) -> tuple[Entries, RowStore]:
-    """A pool of ``count`` entries with ``rows`` at ``slots``; every other byte is 0xFF, which reads as NaN."""
-    pages = -(-count // page_size)
-    store: RowStore
-    if packed:
-        buffer = torch.full((pages, kv_entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
-        store = PackedKvRows(buffer, page_size)
-    else:
-        buffer = torch.full((pages, page_size * 512), float("nan"), dtype=torch.bfloat16)
-        store = ExactRows(buffer, 512)
-    store.write(slots, rows)
-    return Entries(buffer, page_size), store
-
-
-@dataclass
-class Problem:
-    """Arguments on the CPU, of the op (``entries``) and of the reference (``stores``)."""
-
-    q: Tensor
-    sink: Tensor
-    entries: list[Entries]
-    stores: list[RowStore]
-    slots: list[Tensor]
-
-    def run(self, device: str, **options: Any) -> Tensor:
-        """The op's bf16 output, poisoned first."""
-        out = torch.full_like(self.q, float("nan"), device=device)
-        self.launch(device, out=out, **options)
-        return out.cpu()
-
-    def launch(self, device: str, **options: Any) -> None:
-        window, *extra = [Entries(pages.to(device), size) for pages, size in self.entries]
-        window_slots, *extra_slots = [slots.to(device) for slots in self.slots]
-        q = self.q.to(device)
-        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        pair = (extra[0], extra_slots[0]) if extra else (None, None)
-        sparse_attention(q, window, window_slots, self.sink.to(device), SCALE, *pair, **options)
-
-    def exact(self) -> tuple[Tensor, Tensor]:
-        """fp64: the result, and Σ w_j |k_j|, by which its error is measured."""
-        out = torch.empty(self.q.shape, dtype=torch.float64)
-        size = torch.empty_like(out)
-        for token in range(self.q.shape[0]):
-            keys = torch.cat(
-                [torch.zeros(0, 512, dtype=torch.float64)]
-                + [
-                    store.read(slots[token][slots[token] >= 0]).double()
-                    for store, slots in zip(self.stores, self.slots, strict=True)
-                    if (slots[token] >= 0).any()
-                ]
-            )
-            logits = torch.cat((self.q[token].double() @ keys.T * SCALE, self.sink.double()[:, None]), dim=1)
-            weights = logits.softmax(-1)[:, :-1]
-            out[token], size[token] = weights @ keys, weights @ keys.abs()
-        return out, size
-
-
-def problem(
-    heads: int,
-    widths: list[int],
-    *,
-    tokens: int = 3,
-    packed: bool = True,
-    extra_page: int = CSA_PAGE,
-    holes: float = 0.1,
-    seed: int = 0,
-    index: torch.dtype = torch.int32,
-) -> Problem:
-    """Random lists of entries that lie anywhere, some shared between queries, some missing."""
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(tokens, heads, 512, generator=generator)
-    q[:, ::3] *= 4  # some heads attend sharply
-    entries, stores, lists = [], [], []
-    for width, page_size in zip(widths, (WINDOW_PAGE, extra_page), strict=False):
-        count = 2 * width + 5
-        used = torch.randperm(count, generator=generator)[: max(width + width // 2, 1)]
-        rows = torch.randn(used.numel(), 512, generator=generator)
-        rows[:, ::29] *= 20  # outliers
-        rows *= torch.exp2(torch.randint(-6, 3, (used.numel(), 8), generator=generator)).repeat_interleave(64, 1)
-        part, store = pool(rows, used, count, page_size, packed=packed)
-        choice = torch.stack([used[torch.randperm(used.numel(), generator=generator)[:width]] for _ in range(tokens)])
-        missing = torch.rand(choice.shape, generator=generator) < holes
-        entries.append(part)
-        stores.append(store)
-        lists.append(torch.where(missing, -1, choice).to(index))
-    sink = torch.randn(heads, generator=generator) * 2
-    return Problem(q.bfloat16(), sink, entries, stores, lists)
-
-
-def check(case: Problem, device: str, **options: object) -> Tensor:
-    out = case.run(device, **options)
-    exact, size = case.exact()
-    error = (out.double() - exact).abs()
-    assert (error <= BOUND * size + 1e-37).all(), float((error / size.clamp(min=1e-30)).max())
-    return out
 
 
 @pytest.mark.parametrize(
@@ -176,12 +67,6 @@ def test_the_reference_agrees(device: str) -> None:
     exact, size = case.exact()
     assert ((whole - exact).abs() <= 1e-4 * size).all()
     assert ((check(case, device) - whole).abs() <= 1.02 * BOUND * size).all()
-
-
-def cos_sin_of(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """(cos, sin) by pair, fp32 [T, 64]."""
-    angles = positions.float()[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
 
 
 def rotated_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -434,154 +319,10 @@ def test_strided_queries(device: str) -> None:
     assert torch.equal(case.run(device), whole)
 
 
-def test_given_partials_are_used(device: str) -> None:
-    case = problem(8, [70, 30], tokens=1)
-    partials = new_partials(case.q.to(device), 3)
-    assert partials is not None
-    for part in partials:
-        part.fill_(float("nan"))
-    out = case.run(device, splits=3, partials=partials)
-    assert torch.equal(out, case.run(device, splits=3))
-    assert not partials.stats.isnan().any()
-    assert new_partials(case.q, 1) is None
-
-
-@pytest.mark.parametrize(
-    ("tiling", "heads", "tiles", "numbers"),
-    [(SIXTEEN_HEADS, 8, 33, (3, 6, 20, 40)), (HOPPER, 20, 9, (3, 9))],
-    ids=["few heads", "many heads"],
-)
-def test_parts_of_any_number(tiling: Tiling, heads: int, tiles: int, numbers: tuple[int, ...], device: str) -> None:
-    """Every width of a share, shares that programs have more than one of, and programs that have none.
-
-    Heads end within a block. The counters serve again.
-    """
-    case = problem(heads, [tiling.keys + 3, (tiles - 3) * tiling.keys + 5], tokens=1, seed=2)
-    cos_sin = cos_sin_of(torch.tensor([70_001]), inverse_frequencies(64, 10000.0))
-    counters = torch.zeros(heads + 7, dtype=torch.int32, device=device)
-    whole = case.run(device, tiling=tiling, splits=1, cos_sin=cos_sin)
-    _, size = case.exact()
-    size[..., 448:] = size[..., 448:].unflatten(-1, (32, 2)).sum(-1, keepdim=True).expand(1, heads, 32, 2).flatten(-2)
-    for splits in numbers:
-        found = case.run(device, tiling=tiling, splits=splits, cos_sin=cos_sin, semaphores=counters)
-        assert ((found.double() - whole.double()).abs() <= 2 * BOUND * size).all(), splits
-        # Weights are rounded under another maximum, and little else differs.
-        assert torch.allclose(found.float(), whole.float(), rtol=2**-6, atol=float(size.max()) * 2**-8), splits
-        assert not counters.any()
-
-
-def test_parts_of_lists_of_any_length(device: str) -> None:
-    """Queries that see no tile, one, fewer than there are parts, and more; each as if it were alone."""
-    case = problem(8, [70, 130], tokens=4)
-    ends = {"window_lengths": torch.tensor([0, 1, 33, 70]).int(), "extra_lengths": torch.tensor([0, 0, 64, 130]).int()}
-    together = case.run(device, tiling=SIXTEEN_HEADS, splits=6, **ends)
-    assert (together[0] == 0).all()
-    for slots, length in zip(case.slots, ends.values(), strict=True):
-        slots[torch.arange(slots.shape[1]) >= length[:, None]] = -1
-    check(case, device, tiling=SIXTEEN_HEADS, splits=6)
-    for token in range(4):
-        alone = Problem(
-            case.q[token : token + 1], case.sink, case.entries, case.stores, [s[token : token + 1] for s in case.slots]
-        )
-        own = {name: length[token : token + 1] for name, length in ends.items()}
-        assert torch.equal(alone.run(device, tiling=SIXTEEN_HEADS, splits=6, **own), together[token : token + 1])
-
-
-def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = problem(20, [70, 130], tokens=2)
-    counters = torch.zeros(2 * 20, dtype=torch.int32, device=device)
-    options = {"tiling": SIXTEEN_HEADS, "splits": 5, "semaphores": counters}
-    forwards = case.run(device, **options)
-    run_backwards(monkeypatch)
-    assert torch.equal(case.run(device, **options), forwards)
-    assert not counters.any()
-
-
 def test_no_queries(device: str) -> None:
     case = problem(8, [64], tokens=1)
     empty = Problem(case.q[:0], case.sink, case.entries, case.stores, [case.slots[0][:0]])
     assert empty.run(device).shape == (0, 8, 512)
-
-
-def test_splits_fill_the_chip() -> None:
-    def splits(queries: int, heads: int, *columns: int) -> int:
-        return choose_splits(queries, heads, columns, 132)
-
-    assert splits(8192, 64, 128, 512) == 1
-    assert splits(132, 64, 128, 512) == 1
-    assert splits(1, 64, 128) == 1  # two tiles are not worth a second kernel
-    assert splits(1, 64, 128, 512) == 10  # a tile each
-    assert 64 <= splits(1, 64, 128, 8192) <= 132
-    assert splits(64, 64, 128, 512) == splits(32, 128, 128, 512) == 2
-    assert splits(1, 8, 0) == 1
-    for queries in (1, 3, 8, 64, 100, 256):
-        assert 1 <= splits(queries, 128, 128, 1024) <= 18
-    assert choose_splits(1, 8, (128, 512), 132, SIXTEEN_HEADS) == 20
-    assert choose_splits(1, 64, (128, 8192), 132, SIXTEEN_HEADS) <= 66
-
-
-@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS], ids=named)
-@pytest.mark.parametrize("queries", [1, 3, 8, 33, 64, 100, 8192])
-def test_programs_of_split_keys_all_have_a_place(queries: int, tiling: Tiling) -> None:
-    """They wait for one another."""
-    for heads in (8, 24, 64, 128):
-        splits = choose_splits(queries, heads, (128, 8192), 132, tiling)
-        programs = queries * -(-heads // tiling.heads) * splits
-        assert splits == 1 or programs <= 132 * tiling.resident
-        assert splits <= most_splits(queries, heads, 132, tiling)
-    assert most_splits(2, 64, 132, HOPPER) == 66
-    assert most_splits(2, 65, 132, SIXTEEN_HEADS) == 26
-
-
-def test_the_measured_tilings() -> None:
-    """What was fastest on an H200."""
-    for queries, heads, columns, expected, splits in [
-        (1, 64, (128,), SIXTEEN_HEADS, 4),
-        (1, 64, (128, 512), SIXTEEN_HEADS, 20),
-        (1, 64, (128, 1024), SIXTEEN_HEADS, 36),
-        (1, 64, (128, 8192), SIXTEEN_HEADS, 65),
-        (2, 64, (128, 8192), HOPPER, 65),
-        (4, 64, (128, 512), SIXTEEN_HEADS, 16),
-        (8, 64, (128,), SIXTEEN_HEADS, 4),
-        (8, 64, (128, 512), HOPPER, 10),
-        (8, 64, (128, 8192), HOPPER, 16),
-        (16, 64, (128,), SIXTEEN_HEADS, 4),
-        (16, 64, (128, 512), HOPPER, 8),
-        (32, 64, (128,), SIXTEEN_HEADS, 1),
-        (64, 64, (128,), HOPPER_TWO_TILES, 1),
-        (64, 64, (128, 512), HOPPER, 2),
-        (256, 64, (128,), HOPPER, 1),
-        (256, 64, (128, 512), HOPPER, 1),
-        (8192, 64, (128, 512), HOPPER, 1),
-        (1, 128, (128,), SIXTEEN_HEADS, 4),
-        (1, 128, (128, 1024), SIXTEEN_HEADS, 18),
-        (8, 128, (128,), SIXTEEN_HEADS, 4),
-        (8, 128, (128, 1024), HOPPER, 8),
-        (64, 128, (128,), HOPPER_TWO_TILES, 1),
-        (8192, 8, (128, 512), SIXTEEN_HEADS, 1),
-    ]:
-        tiling = choose_tiling(queries, heads, columns, 132, packed=True)
-        if default_tiling(64, packed=True) != HOPPER and expected != SIXTEEN_HEADS:
-            continue
-        assert tiling == expected, (queries, heads, columns)
-        assert choose_splits(queries, heads, columns, 132, tiling) == splits, (queries, heads, columns)
-
-
-@pytest.mark.parametrize("heads", [8, 64, 128])
-def test_a_step_and_the_graph_that_pads_it_split_alike(heads: int) -> None:
-    """SGLang captures the powers of two and sizes between them; a step runs in the least graph that holds it."""
-    captured = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 257, 8)]
-    for queries in range(1, 257):
-        graph = min(size for size in captured if size >= queries)
-        for columns in ((128,), (128, 512), (128, 8192)):
-            alone, padded = (
-                (
-                    tiling := choose_tiling(count, heads, columns, 132, packed=True),
-                    choose_splits(count, heads, columns, 132, tiling),
-                )
-                for count in (queries, graph)
-            )
-            assert alone == padded
 
 
 def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
@@ -629,16 +370,6 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
     for changes in wrong:
         with pytest.raises(OperandError):
             run(**changes)
-
-
-@pytest.mark.gpu
-def test_more_programs_than_have_a_place_are_refused(device: str) -> None:
-    """Waiting for one that has no place, they would never end."""
-    case = problem(64, [64, 64], tokens=2)
-    most = most_splits(2, 64, torch.cuda.get_device_properties(device).multi_processor_count, HOPPER)
-    check(case, device, tiling=HOPPER, splits=most)
-    with pytest.raises(OperandError, match=rf"splits: .*{most}\], found {most + 1}"):
-        case.run(device, tiling=HOPPER, splits=most + 1)
 
 
 @pytest.mark.gpu

@@ -21,9 +21,9 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     default_tiling,
     fuses_quantization,
 )
+from tests.triton.support.attention import Problem, check, cos_sin_of, named, problem
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.rows import poisoned_rows, require_quantized
-from tests.triton.test_attention import Problem, check, cos_sin_of, named, problem
 
 FREQUENCIES = inverse_frequencies(64, 160000.0)
 

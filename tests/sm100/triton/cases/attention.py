@@ -11,8 +11,8 @@ from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, SIXTEEN_HEADS, Tiling
 from tests.sm100.triton.cases.case import Outputs, case, next_codes
 from tests.sm100.triton.cases.rows import BF16, outputs_of
+from tests.triton.support.attention import cos_sin_of, problem
 from tests.triton.support.rows import poisoned_rows
-from tests.triton.test_attention import cos_sin_of, problem
 
 
 def attend(
