@@ -96,32 +96,19 @@ def add_parts(
         if len(rows) == 0:
             _count_out(semaphores, part_count + tl.minimum(part_count, shares) - 1)
         share, share_step = split, part_count
+    block = (values, stats, sink, cos_sin, token, first_head, heads, part_count, splits)
     for halvings in tl.static_range(1, MAX_HALVINGS + 1):
         if shares == (1 << halvings):
             if len(rows) > 0:
                 _quantize_shares(
-                    *(
-                        values,
-                        stats,
-                        sink,
-                        cos_sin,
-                        out,
-                        rows,
-                        semaphores,
-                        token,
-                        first_head,
-                        heads,
-                        share,
-                        share_step,
-                        part_count,
-                        splits,
-                    ),
+                    *(block, out, rows, semaphores, share, share_step),
                     *(HAS_COS_SIN, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), GROUP),
                 )
             else:
                 for begin in range(share * (512 >> halvings), 512, share_step * (512 >> halvings)):
                     total = _add_share(
-                        *(values, stats, sink, cos_sin, token, first_head, heads, begin, part_count, splits),
+                        block,
+                        begin,
                         *(HAS_COS_SIN, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
                     )
                     _store_columns(total, out, token, first_head, heads, begin)
@@ -154,20 +141,12 @@ def _count_out(semaphores, last):
 
 @triton.jit
 def _quantize_shares(
-    values,
-    stats,
-    sink,
-    cos_sin,
+    block,
     out,
     rows,
     semaphores,
-    token,
-    first_head,
-    heads,
     share,
     share_step,
-    part_count,
-    splits,
     HAS_COS_SIN: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -178,22 +157,17 @@ def _quantize_shares(
 
     A program holds its share in registers while it waits for the maxima of the others. It has one share only, as there
     are at least as many parts as shares. In the interpreter the last program has all shares, every ``share_step``-th
-    from ``share`` on, and adds each up twice. PARTS: parts loaded at once.
+    from ``share`` on, and adds each up twice. PARTS: parts loaded at once. ``block``: see ``_add_share``.
     """
+    _, stats, _, _, token, first_head, heads, part_count, splits = block
     SHARES: tl.constexpr = 512 // COLUMNS
-    total = _add_share(
-        *(values, stats, sink, cos_sin, token, first_head, heads, share * COLUMNS, part_count, splits),
-        *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
-    )
+    total = _add_share(block, share * COLUMNS, HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3)
     _store_columns(total, out, token, first_head, heads, share * COLUMNS)
     total = rounded(total)
     maxima = head_maxima(total)
     if INTERPRETED:
         for other in range(share + share_step, SHARES, share_step):
-            others = _add_share(
-                *(values, stats, sink, cos_sin, token, first_head, heads, other * COLUMNS, part_count, splits),
-                *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
-            )
+            others = _add_share(block, other * COLUMNS, HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3)
             _store_columns(others, out, token, first_head, heads, other * COLUMNS)
             maxima = tl.maximum(maxima, head_maxima(rounded(others)))
     head = first_head + tl.arange(0, HEADS)
@@ -215,10 +189,7 @@ def _quantize_shares(
     store_quantized(total, scales, rows, token, first_head, heads, share * COLUMNS, GROUP)
     if INTERPRETED:
         for other in range(share + share_step, SHARES, share_step):
-            others = _add_share(
-                *(values, stats, sink, cos_sin, token, first_head, heads, other * COLUMNS, part_count, splits),
-                *(HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3),
-            )
+            others = _add_share(block, other * COLUMNS, HAS_COS_SIN, HEADS, COLUMNS, PARTS, 3)
             store_quantized(rounded(others), scales, rows, token, first_head, heads, other * COLUMNS, GROUP)
 
 
@@ -234,16 +205,8 @@ def _store_columns(total, out, token, first_head, heads, begin):
 
 @triton.jit
 def _add_share(
-    values,
-    stats,
-    sink,
-    cos_sin,
-    token,
-    first_head,
-    heads,
+    block,
     begin,
-    part_count,
-    splits,
     HAS_COS_SIN: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -252,8 +215,10 @@ def _add_share(
 ):
     """Add COLUMNS columns of the output from ``begin`` on, over all parts: fp32 [HEADS, COLUMNS].
 
-    PARTS parts are loaded at a time. STATS: numbers of a part's stats.
+    PARTS parts are loaded at a time. STATS: numbers of a part's stats. ``block``: :func:`add_parts`' arguments that say
+    which parts are added and what is done to the sum, in the order below.
     """
+    values, stats, sink, cos_sin, token, first_head, heads, part_count, splits = block
     head = first_head + tl.arange(0, HEADS)
     head_mask = head < heads
     row = token * heads + head
