@@ -11,6 +11,7 @@ The hardware's last bits may differ (it aligns and truncates; of 8-bit operands 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,26 +182,22 @@ def build_mma(decoder: Decoder) -> Execute:
 @instruction("wgmma.fence")
 def build_fence(decoder: Decoder) -> Execute:
     """Orders accesses to registers: those of the warp before, those of multiplications after."""
-    _check(decoder, "wgmma.fence")
-    decoder.arity(0)
-
-    def execute(warp: Warp, mask: Mask) -> None:
-        _whole(mask, "wgmma.fence")
-        warp.cta.warpgroup(warp.index).follow(warp)
-        warp.multiplied.fence()
-
-    return execute
+    return _without_operands(decoder, "wgmma.fence", lambda warp: warp.multiplied.fence())
 
 
 @instruction("wgmma.commit_group")
 def build_commit(decoder: Decoder) -> Execute:
-    _check(decoder, "wgmma.commit_group")
+    return _without_operands(decoder, "wgmma.commit_group", lambda warp: warp.multiplications.commit())
+
+
+def _without_operands(decoder: Decoder, name: str, act: Callable[[Warp], None]) -> Execute:
+    _check(decoder, name)
     decoder.arity(0)
 
     def execute(warp: Warp, mask: Mask) -> None:
-        _whole(mask, "wgmma.commit_group")
+        _whole(mask, name)
         warp.cta.warpgroup(warp.index).follow(warp)
-        warp.multiplications.commit()
+        act(warp)
 
     return execute
 
