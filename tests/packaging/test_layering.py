@@ -66,6 +66,21 @@ def test_downward_imports_pass(source: str) -> None:
     assert not upward_imports(source, depth=1)
 
 
+ARCHITECTURES = ("sm90", "sm100")
+"""Folders of ``cutedsl_kernels``: what two of them need is in ``common``."""
+
+
+def test_no_architecture_imports_another() -> None:
+    folders = {name: ROOT / "cutedsl_kernels" / name for name in (*ARCHITECTURES, "common")}
+    for own, folder in folders.items():
+        others = {name for name in ARCHITECTURES if name != own}
+        files = sources(folder)
+        assert files
+        for file in files:
+            named = {part for found in imports(file.read_text()) for part in found.module.split(".")}
+            assert not named & others, f"{file.relative_to(ROOT)} imports {named & others}"
+
+
 def test_only_serving_knows_sglang() -> None:
     for file in sources(PACKAGE):
         if file.is_relative_to(SGLANG_IS_KNOWN_TO):
