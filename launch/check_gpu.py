@@ -28,7 +28,7 @@ SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py")
 SANITIZERS = ("memcheck", "racecheck")
 BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
-"""For a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
+"""Seconds for a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
 USAGE_ERROR = 2
 EMULATED_NOTE = (
     "EMULATED: no GPU is used. The PTX of SM100's kernels is executed by tests/sm100/emulator on the CPU;"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def capability() -> tuple[int, int] | None:
-    """Of the first GPU, asked by a process of its own; ``None`` if there is none."""
+    """Compute capability of the first GPU, asked by a process of its own; ``None`` if there is none."""
     code = "import torch; print(*torch.cuda.get_device_capability() if torch.cuda.is_available() else ())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=QUERY_SECONDS)
     numbers = done.stdout.split()

@@ -48,7 +48,7 @@ CACHED, CAPACITY = 2603, 3072
 """The token closes a ratio-4 window, and chooses among 651 entries."""
 LAYER, MODE = 0, ActivationMode.W4A4
 ATTENTION_BOUND, EXPERT_BOUND = 0.2, 0.01
-"""Of the relative error: what roundings to FP4 and bf16 explain (tests/gpu/test_sublayers.py)."""
+"""Bounds of the relative error: what roundings to FP4 and bf16 explain (tests/gpu/test_sublayers.py)."""
 RESULTS = ROOT / "launch" / "results" / "sm100_true_width.md"
 
 

@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20
 """An index of 290,000 tensors, the largest released, takes 27 MB."""
 SHOWN_CHARACTERS = 120
-"""Of a value that an error quotes."""
+"""Characters of a value that an error quotes."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FOREIGN = (

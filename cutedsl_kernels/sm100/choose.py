@@ -30,7 +30,7 @@ MAX_SPLIT_TILE = 64
 """Tokens of a kernel that splits K."""
 SPLITS = (2, 4, 8)
 MIN_SLICE = 2 * TILE_K
-"""Of K, for a CTA of a split-K cluster: a single stage is all latency."""
+"""Elements of K that a CTA of a split-K cluster has at least: a single stage is all latency."""
 NEARLY = 1.01
 """What the model tells apart: shapes within this factor of the least time are as good."""
 PAIR_BITS = 3
@@ -58,7 +58,7 @@ def choose_product(
     clusters: Clusters = B200_CLUSTERS,
     token_tile: int | None = None,
 ) -> KernelShape:
-    """For ``groups`` products of [tokens, k] by [features, k].
+    """Choose for ``groups`` products of [tokens, k] by [features, k].
 
     Args:
         clusters: what the GPU runs at a time.
@@ -86,7 +86,7 @@ def choose_experts(
     clusters: Clusters = B200_CLUSTERS,
     token_tile: int | None = None,
 ) -> KernelShape:
-    """For experts that share ``pairs`` token-expert pairs.
+    """Choose for experts that share ``pairs`` token-expert pairs.
 
     Counts stay on the GPU, so the choice goes by their mean.
 

@@ -27,12 +27,13 @@ OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / B
 
 
 HANDOVER_CYCLES = 100.0
-"""From the end of an MMA over a barrier to warps, a chunk out of tensor memory, and back over a barrier to an MMA."""
+"""Cycles from an MMA's end until the next one may begin: a barrier to the epilogue's warps, which read a chunk out of
+tensor memory, and a barrier back."""
 SECOND_TEAM = 0.6
 """An epilogue's time with a second team of warps over the time without: they share the load/store unit."""
 EXPERT_COUNTS_CYCLES = 1400.0
-"""Until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From the timed
-mode of the emulator."""
+"""Cycles until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From
+the timed mode of the emulator."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,10 @@ class Cost:
 
 
 def epilogue_cycles(shape: KernelShape) -> float:
-    """From a last tile's accumulator that is complete until its stores have been read from shared memory: lines near
-    what the emulator's timed mode has."""
+    """Cycles from a last tile's complete accumulator until its stores have been read from shared memory.
+
+    Straight lines near what the emulator's timed mode has.
+    """
     tokens = shape.token_tile * (1.0 if shape.teams == 1 else SECOND_TEAM)
     if shape.gated:
         return 190.0 + 22.0 * tokens if shape.output == "nvfp4" else 130.0 + 16.4 * tokens

@@ -144,7 +144,7 @@ def quantize_block(values: cute.Tensor, threads: int, row_scale: float) -> tuple
 
 
 def absolute(value: Any) -> Any:
-    """As PTX's own instruction, which SASS has as a modifier of the operand."""
+    """Absolute value by PTX's own instruction, which SASS has as a modifier of the operand."""
     return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 

@@ -16,9 +16,9 @@ PAIR_MASK = 0x81C081C0
 FIRST = ((0, 0), (1, 6), (2, 12))
 """Registers that come from the first word: (register, rotation to the left)."""
 SECOND = ((4, 2), (5, 8), (6, 14))
-"""From the second word."""
+"""Registers that come from the second word, likewise."""
 JOINED = ((3, 4), (7, 10))
-"""From the first word's bits of ``FIRST_REST`` and the second's elsewhere."""
+"""Registers that come from the first word's bits of ``FIRST_REST`` and the second's elsewhere."""
 FIRST_REST = 0x60306030
 """What the first word's own registers leave of it."""
 SECOND_REST = 0x180C180C

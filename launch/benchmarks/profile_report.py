@@ -20,7 +20,7 @@ def device_events(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]
 
 
 def median_launches(events: Sequence[tuple[str, float]], repeats: int) -> list[tuple[str, float]]:
-    """Of ``repeats`` runs one after another: each launch, with the median of its times.
+    """Each launch of a run, with the median of its times over ``repeats`` runs one after another.
 
     Raises:
         ValueError: the runs launched nothing, or different things.

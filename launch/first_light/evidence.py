@@ -21,7 +21,7 @@ FOLDER = ROOT / "build" / "first_light"
 TOLD = ("torch", "triton", "nvidia", "cuda", "sglang", "flashinfer", "numpy", "transformers", "nvfp4", "tvm", "cutlass")
 """Beginnings of the names of distributions whose versions are told."""
 MAX_CODE_BYTES = 64 * 2**20
-"""Of Triton's cache that goes along."""
+"""The most of Triton's cache that goes along."""
 QUERY_SECONDS = 60
 DOCTOR = "import sys; from nvfp4_sgl.cli import main; sys.exit(main(['doctor', '--json']))"
 TRITON_CACHE = "triton_cache"
@@ -71,7 +71,7 @@ def _output(*command: str) -> str:
 
 
 def keep_suspects(outcome: Outcome, cache: Path) -> None:
-    """Of the code that a step compiled, keep what it ended at: CuTeDSL's of that kernel, Triton's made since."""
+    """Keep the code that a failed step ended at: CuTeDSL's of that kernel, and what Triton has compiled since."""
     kept = {code_folder(outcome.folder, name) for name in (outcome.account.kernel, outcome.item) if name}
     for folder in (outcome.folder / "code").glob("*"):
         if outcome.passed or folder not in kept:

@@ -18,7 +18,7 @@ FOLDER_VARIABLE = "NVFP4_SGL_FIRST_LIGHT"
 """Environment variable: the folder of the step that a process runs."""
 NAME = "journal.jsonl"
 MESSAGE_LINES = 6
-"""Of an error's message that a report repeats."""
+"""Lines of an error's message that a report repeats."""
 
 
 def code_folder(step: Path, kernel: str) -> Path:

@@ -18,7 +18,7 @@ from first_light.steps import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 20
-"""For a killed process to be gone; one that waits for a GPU may never be."""
+"""Seconds for a killed process to be gone; one that waits for a GPU may never be."""
 LOG = "log.txt"
 TAIL_LINES = 25
 

@@ -13,9 +13,9 @@ from nvfp4_sgl.targets.choose import Target
 SHOWN = 4
 """Matrices that an error lists at most."""
 K_MULTIPLE = 64
-"""Of K: 32 bytes of codes, and whole groups of four block scales."""
+"""K must be a multiple of this: 32 bytes of codes, and whole groups of four block scales."""
 FEATURE_MULTIPLE, GATED_FEATURE_MULTIPLE = 8, 64
-"""Of a GEMM's rows: bf16 results are stored in 16 bytes; SwiGLU's are the next GEMM's K."""
+"""A GEMM's weight rows must be multiples of these: bf16 results are stored in 16 bytes; SwiGLU's are the next K."""
 MAX_EXPERTS = 511
 """Routed experts, beside which the shared one is a group."""
 

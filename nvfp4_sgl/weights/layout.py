@@ -65,7 +65,7 @@ class ExpertMatrices:
 
 
 def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> list[ExpertMatrices]:
-    """Of every routed expert in order, then of the shared expert."""
+    """Matrices of every routed expert in order, then of the shared expert."""
     share, stem = parallel.share(config.moe_intermediate_size), f"layers.{layer}.ffn"
     names = [f"{stem}.experts.{index}" for index in range(config.n_routed_experts)] + [f"{stem}.shared_experts"]
 

@@ -32,7 +32,7 @@ DECODED = 12 if ON_GPU else 2
 """Either way a ratio-4 window closes in the prompt and one in a decode step."""
 
 ROUNDINGS = 5 if ON_GPU else 1
-"""Of the reference, whose median of medians and largest 90 % quantile count."""
+"""Roundings of the reference; their median of medians and largest 90 % quantile count."""
 
 MEDIAN = {Target.SM90: 1.3, Target.SM100: 1.4}
 """Bound of the median distance, by the reference's. FP4 amplifies what is rounded in other places."""

@@ -165,7 +165,7 @@ def test_nothing_compiles_after_the_warm_up(target: Target, tmp_path: Path) -> N
 
 
 def require_nothing_new(model: Standalone, known: set[Launch], choose: random.Random) -> None:
-    """Of 150 random passes, and of the largest there are."""
+    """Require that 150 random passes, and the largest there are, launch only what is known."""
     assert len(known) > 50
     for n in range(150):
         model.reset()

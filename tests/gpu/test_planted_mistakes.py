@@ -26,12 +26,12 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 TARGETS = [target.name for target in native.targets()]
 SWA, CSA, HCA = range(3)
 CACHED = {0: 4003, 1: 700}
-"""Behind 4003 tokens HCA layers see 31 entries, more than the columns of a plan for half as many."""
+"""After 4003 tokens HCA layers see 31 entries, more than the columns of a plan for half as many."""
 BOUNDS: dict[str, dict[int | str, float]] = {
     "SM90": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05},
     "SM100": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05},
 }
-"""Of the worst row's relative error in attention by layer, and in the experts; of a state's values.
+"""Bounds of the worst row's relative error in attention by layer, and in the experts; and of a state's values.
 
 A query of a CSA layer may choose another entry near the margin."""
 
@@ -101,7 +101,7 @@ MISTAKES = {
 
 @pytest.fixture(autouse=True)
 def chosen_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so few entries at a time that chunks nominate candidates."""
+    """Make chunks of so few entries that each nominates candidates."""
     monkeypatch.setattr(topk, "CHUNK", 128)
 
 
@@ -122,7 +122,7 @@ def recordings(checkpoint: Path) -> dict[str, Recording]:
 
 
 def error_of(target: str, checkpoint: Path, recording: Recording, layer: int, place: str) -> float:
-    """Of the package as it is imported right now; infinite where it refuses to run or gives a NaN."""
+    """Error of the package as it is imported right now; infinite where it refuses to run or gives a NaN."""
     standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
     choose: Any = importlib.import_module("nvfp4_sgl.targets.choose")
     try:

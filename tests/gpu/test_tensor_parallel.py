@@ -73,7 +73,7 @@ def no_grad() -> Iterator[None]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of the worst row."""
+    """Relative error of the worst row."""
     assert bool(torch.isfinite(found).all())
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
@@ -106,7 +106,7 @@ def log_probabilities(model: Standalone) -> Tensor:
 
 
 def median_distance(found: Tensor, expected: Tensor) -> float:
-    """Of the root mean square distances of the positions."""
+    """Median over positions of the root mean square distance."""
     return float((found - expected).square().mean(-1).sqrt().median())
 
 

@@ -26,7 +26,7 @@ from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard
 
 LAYER = 1
-"""Of kind CSA: it merges most."""
+"""A layer of kind CSA: it merges most."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ TOKENS = (1, 5, 8, 17, 64, 65, 300, 1024, 8192)
 
 
 def model_products() -> list[LayerProduct]:
-    """Of Flash and Pro on 1, 2, 4 and 8 ranks."""
+    """Products of Flash and Pro on 1, 2, 4 and 8 ranks."""
     configs = [ModelConfig.from_dict(config_json(base)) for base in (FLASH, PRO)]
     found = [product for config in configs for ranks in (1, 2, 4, 8) for product in layer_products(config, ranks)]
     return list(dict.fromkeys(found))

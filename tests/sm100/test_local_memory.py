@@ -26,7 +26,7 @@ def test_accesses_stay_inside_what_was_written() -> None:
 
 
 def test_generic_addresses() -> None:
-    """Of local memory and of global memory in one kernel; each lane finds its own."""
+    """Generic addresses of local and of global memory in one kernel; each lane finds its own."""
     out = np.zeros(LANES, np.uint32)
     body = """.local .align 16 .b8 depot[32];
     mov.b64 %q0, depot; cvta.local.u64 %q1, %q0; mov.u32 %r0, %tid.x;

@@ -42,12 +42,12 @@ def multiply(
 
 
 def plain_descriptor(a: NarrowOperand, b: NarrowOperand) -> int:
-    """Of kind f8f6f4, K-major, fp32 accumulation."""
+    """Instruction descriptor of kind f8f6f4, K-major, fp32 accumulation."""
     return 1 << 4 | a.number << 7 | b.number << 10 | N // 8 << 17 | M // 16 << 24
 
 
 def scaled_descriptor(a: int, b: int, places: tuple[int, int] = (0, 0)) -> int:
-    """Of a kind with UE8M0 scales, by the numbers of the types."""
+    """Instruction descriptor of a kind with UE8M0 scales, by the numbers of the types."""
     return places[1] << 4 | a << 7 | b << 10 | N // 8 << 17 | 1 << 23 | M // 128 << 27 | places[0] << 29
 
 

@@ -45,7 +45,7 @@ def test_a_split_cluster_works_on_several_tiles() -> None:
 
 
 def test_bytes_loaded_are_the_operands_once() -> None:
-    """Of weights nine bytes for sixteen values; tokens once for each tile of features."""
+    """Nine bytes for sixteen weights; tokens once for each tile of features."""
     statistics = ProductCase(KernelShape(8), tokens=8, features=256, k=384).check()
     assert statistics.engine_bytes["tma_load"] == 256 * 384 * 9 // 16 + 2 * 8 * 384 * 2
     assert statistics.engine_bytes["tma_store"] == 8 * 256 * 2

@@ -53,7 +53,7 @@ class References:
 
 
 _models: list[Standalone] = []
-"""Of a process of :func:`references`."""
+"""Models of a worker process of :func:`references`."""
 
 
 def _load(checkpoint: Path, capacity: int, mode: ActivationMode) -> None:
@@ -72,7 +72,7 @@ def _compute(ids: Sequence[int]) -> Rounded:
 
 @contextmanager
 def references(checkpoint: Path, capacity: int, mode: ActivationMode = ActivationMode.W4A16) -> Iterator[References]:
-    """Of sequences of up to ``capacity`` tokens; ``mode`` is that of the rounded ones."""
+    """References for sequences of up to ``capacity`` tokens; ``mode`` is that of the rounded ones."""
     processes = max(1, (os.cpu_count() or 1) // 2)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_load, initargs=(checkpoint, capacity, mode)) as pool:
@@ -94,7 +94,7 @@ def errors(
 
 
 def whole_vocabulary(size: int) -> dict[str, Any]:
-    """For the body of a request: have the log-probabilities of all tokens at all positions in the answer."""
+    """Fields of a request's body that ask for the log-probabilities of all tokens at all positions."""
     return {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(size))}
 
 

@@ -39,7 +39,7 @@ from tests.support.server_events import tell, tell_freeze, told, told_once
 PATCHES = Path(__file__).parent / "sm100_on_hopper"
 WIDE = ("torch.bfloat16", "torch.float32")
 OUTSIDE = ("embed.weight", "head.weight")
-"""Of the decoder."""
+"""Tensors outside of the decoder's layers."""
 KERNELS = "nvfp4_sgl.triton_kernels."
 """Modules whose Triton kernels are not launched; SGLang's own are."""
 

@@ -14,7 +14,7 @@ PAGE_TOKENS = 256
 """Prefixes are cached in whole pages."""
 
 TOLERANCE = 1e-4
-"""Of log-probabilities: sums are taken in another order when a prompt is partly cached or batched with others."""
+"""Tolerance of log-probabilities: sums take another order when a prompt is partly cached or batched with others."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tests.support.reference_gemms import reference_gemms
 
 GPU_TARGETS = (Target.SM90, Target.SM100)
 MODES = {Target.SM90: ActivationMode.W4A16, Target.SM100: ActivationMode.W4A4}
-"""In which the CPU reference is a target's yardstick."""
+"""Activation mode in which the CPU reference is a target's yardstick."""
 
 
 def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:

@@ -13,7 +13,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 CODE_RMS = 2.9
-"""Of E2M1 codes that are all equally likely."""
+"""Root mean square of E2M1 codes that are all equally likely."""
 SCALES = (0x30, 0x3F)
 """E4M3 codes of block scales, 0.5 to 1.875, about 1.1 rms."""
 GAINS = {".w1": 3.0, ".w3": 3.0, ".w2": 0.15}

@@ -19,7 +19,7 @@ QUANTIZED_STACK = {90: 80, 100: 608}
 at most reads; accumulators stay. The second where the output is quantised."""
 
 SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
-"""Of a multiprocessor, both architectures: bytes of shared memory, of it for each program, registers.
+"""What a multiprocessor of both architectures has: bytes of shared memory, those kept for each program, registers.
 
 Registers are given in eights: a thread that uses 255 has 256."""
 

@@ -154,7 +154,7 @@ class Layer:
 
 
 def tolerance() -> float:
-    """Of the sum of magnitudes: fp32 under the interpreter and on Blackwell, on Hopper 14 bits of each step."""
+    """Tolerance over the sum of magnitudes: fp32 under the interpreter and on Blackwell, 14 bits a step on Hopper."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return 2.0**-9 if hopper else 2.0**-20
 

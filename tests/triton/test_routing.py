@@ -171,7 +171,7 @@ def some_experts(tokens: int, topk: int, count: int) -> Tensor:
 
 
 def check_permutation(experts: Tensor, count: int, tile: int, device: str, *, groups: int = 0) -> None:
-    """Of given experts, by a table that has them for tokens 0, 1, 2, ..."""
+    """Check the permutation for given experts, by a table that has them for tokens 0, 1, 2, ..."""
     tokens = len(experts)
     logits, ids = torch.zeros(tokens, count, device=device), torch.arange(tokens, device=device)
     out = by_table(logits, experts.to(device), ids, groups=groups, tile=tile)

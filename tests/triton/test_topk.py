@@ -30,7 +30,7 @@ def at_sight(visible: list[int]) -> list[tuple[int, int]]:
 
 
 def best(scores: Tensor, entries: Tensor, topk: int) -> list[int]:
-    """Of one query: slots of the ``topk`` largest scores in order of the entries, ties to the lower entry."""
+    """Slots of one query's ``topk`` largest scores in order of the entries, ties to the lower entry."""
     order = sorted(enumerate(scores.tolist()), key=lambda pair: (math.isnan(pair[1]), -pair[1]))  # stable
     return entries[sorted(index for index, _ in order[:topk])].tolist()
 
@@ -208,7 +208,7 @@ def test_more_chosen_than_groups_hold_any(device: str):
 
 
 def test_one_kept_entry_a_thread(device: str):
-    """Of few chosen from a large block each thread holds one key in the end, and its maxima are chains of keys."""
+    """Where few are chosen from a large block, each thread ends with one key, and its maxima are chains of keys."""
     made, scores = new_pass(at_sight([4100] * 2), device), random_scores(2, 4100, 8)
     scores[1] = -scores[1].abs()
     check(made, scores, 100)

@@ -206,7 +206,8 @@ def sparse_attention(
         require_range("query_eps", query_eps, 0.0, 1.0)
         if cos_sin is None:
             raise OperandTypeError(
-                "cos_sin: expected them with query_eps, by which raw queries are rotated, found None"
+                "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"
+                " cos_sin, or leave out query_eps if the queries are rotated already"
             )
     group = _check_outputs(q, out, out_rows)
     quantized = out_rows is not None

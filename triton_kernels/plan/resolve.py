@@ -133,7 +133,7 @@ class Plan:
         Args:
             positions: int64 [T].
             requests: int64 [B].
-            slots, full_to_swa: as in :class:`~.batch.Batch`.
+            slots, full_to_swa: as in :class:`.batch.Batch`.
             window: tokens of a window, a power of two.
             columns: ratio-128 entries of the longest sequence that may come.
         """

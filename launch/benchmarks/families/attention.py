@@ -24,7 +24,7 @@ from . import Case, Peer
 
 WINDOW, WINDOW_PAGE = 128, 256
 GROUP_HEADS = 8
-"""Of o_a, in both models."""
+"""Heads of a group of o_a, in both models."""
 HEADS_AND_TOPK = {"flash": (64, 512), "flash-tp8": (8, 512), "pro": (128, 1024)}
 LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192, 2)}
 """Compressed entries per query (``None``: the model's top-k) and their page size."""

@@ -31,7 +31,7 @@ CONTEXT = 65536
 REQUESTS = (1, 8, 64, 256)
 PREFILL = 8192
 SMALLER = (TWO_LAUNCH_MIN_TOKENS // 2, TWO_LAUNCH_MIN_TOKENS)
-"""Of one request, too: the last size of one launch that is a power of two, and the first of two."""
+"""Sizes that one request has, too: the last power of two that takes one launch, and the first that takes two."""
 DECODE = {"none close": 0, "all close": 127, "as it comes": None}
 """Position of the new tokens in their window of 128; or one after another."""
 OWN_PAGES = 2

@@ -27,9 +27,9 @@ CONTEXTS = {"4k": 4096, "64k": 65536, "1m": 1 << 20}
 DECODING = (1, 8, 64, 256)
 PROMPT = 8192
 SCORES = 1 << 26
-"""That are held at once, in prefill."""
+"""Scores that are held at once, in prefill."""
 ENTRIES = 1 << 24
-"""That are cached at most, over all requests."""
+"""Entries that are cached at most, over all requests."""
 
 
 def _batch(requests: int, tokens: int, context: int) -> Batch:
@@ -86,7 +86,7 @@ class _Queries:
 
 
 def _all_scores(queries: _Queries, pages: Tensor, batch: Batch, scores: Tensor) -> None:
-    """Of all tokens, as many at once as there is room for."""
+    """Scores of all tokens, as many at once as there is room for."""
     for first in range(0, batch.tokens, len(scores)):
         part = slice(first, min(first + len(scores), batch.tokens))
         query = (queries.q[part], queries.weights[part], queries.cos_sin[part], FACTOR)

@@ -22,7 +22,7 @@ DECODING = (1, 8, 64, 256)
 PROMPT = 8192
 WINDOW, RATIO = 128, 128
 SLOTS = 1 << 22
-"""Of the pool; requests of more than so many tokens together share them."""
+"""Slots of the pool; requests of more tokens together share them."""
 
 
 def cases() -> Iterator[Case]:

@@ -89,7 +89,7 @@ def _hash(logits: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, weights:
 
 
 def _sorted(weights: torch.Tensor) -> torch.Tensor:
-    """Of the routed experts: equal scores may come in any order."""
+    """Sorted weights of the routed experts: equal scores may come in any order."""
     return weights[:, :TOPK].sort().values
 
 

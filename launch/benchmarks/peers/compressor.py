@@ -25,7 +25,7 @@ Ours = Callable[[list[Compression]], object]
 
 
 def compress_peers(calls: list[Compression], batch: Batch, frequencies: Tensor, ours: Ours) -> dict[str, Peer]:
-    """Of the compressors of one layer, all of one ratio.
+    """Peers of the compressors of one layer, all of one ratio.
 
     Args:
         ours: does what the case does, on other buffers.
@@ -61,7 +61,7 @@ def compress_peers(calls: list[Compression], batch: Batch, frequencies: Tensor, 
             )
 
     def error() -> float:
-        """Of the entries' bytes, from the same states; the states themselves keep different rows."""
+        """Relative error of the entries' bytes, from the same states; the states themselves keep different rows."""
         mine, theirs = _copies(calls), _copies(calls)
         ours(mine)
         run_on(theirs)

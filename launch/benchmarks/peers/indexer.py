@@ -19,7 +19,7 @@ PAGE, DIM = PAGE_TOKENS // 4, 128
 def query_peers(
     q: Tensor, weights: Tensor, factor: float, frequencies: Tensor, positions: Tensor, codes: Tensor, scaled: Tensor
 ) -> dict[str, Peer]:
-    """Of ``prepare_queries``, whose weights must be values of bf16, as SGLang's are."""
+    """Peers of ``prepare_queries``, whose weights must be values of bf16, as SGLang's are."""
     if not installed("sglang"):
         return {}
     angles = torch.arange(int(positions.max()) + 1, device=q.device, dtype=torch.float32)[:, None] * frequencies
@@ -28,7 +28,7 @@ def query_peers(
     run = partial(function, q, weights.bfloat16(), factor, table, positions)
 
     def error() -> float:
-        """Of codes times weights, to which the scales belong."""
+        """Relative error of codes times weights, to which the scales belong."""
         their_codes, their_weights = run()
         ours = codes.view(torch.float8_e4m3fn).float() * scaled[..., None]
         return relative_error(their_codes.float() * their_weights, ours)
@@ -39,7 +39,7 @@ def query_peers(
 def score_peers(
     codes: Tensor, scaled: Tensor, pages: Tensor, batch: Batch, scores: Tensor, preparations: dict[str, Peer]
 ) -> dict[str, Peer]:
-    """Of ``index_scores`` of all tokens, as many at once as ``scores`` has rows, the last of which it ends with.
+    """Peers of ``index_scores`` of all tokens, ``len(scores)`` tokens at once; ``scores`` keeps the last ones.
 
     The products take our ``codes`` and ``scaled``, but SGLang's preparation of its own, if there is one among
     ``preparations``, is run before them.
@@ -105,7 +105,7 @@ def score_peers(
 
 
 def selection_peers(scores: Tensor, batch: Batch, first: int, slots: Tensor) -> dict[str, Peer]:
-    """Of ``select_entries``: slots in any order. Its plan is made once for all layers."""
+    """Peers of ``select_entries``: slots in any order. Its plan is made once for all layers."""
     if not installed("sglang"):
         return {}
     visible, table = _visible(batch)[first:].contiguous(), _page_table(batch)[first:]

@@ -17,17 +17,17 @@ from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 MHC = "sglang.kernels.ops.layernorm.mhc"
 POST_FACTOR = 2.0
 BLOCK = 64
-"""Of DeepGEMM's product, in tokens and in columns, from which SGLang derives its number of splits."""
+"""Tile of DeepGEMM's product, in tokens and in columns, from which SGLang derives its number of splits."""
 
 
 def next_peers(site: hc.Site, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> dict[str, Peer]:
-    """Of ``hyper_connection_next``; on copies, as ours works in place."""
+    """Peers of ``hyper_connection_next``; on copies, as ours works in place."""
     streams = streams.clone()
     ours = hc.SiteState.allocate(streams.shape[0], streams.shape[2], streams.device)
 
     def peer(run: Callable[[], tuple[Tensor, Tensor]]) -> Peer:
         def error() -> float:
-            """Of the streams or the sublayer's input, whichever is larger."""
+            """Relative error of the streams or of the sublayer's input, whichever is larger."""
             ours.post.copy_(post)
             ours.comb.copy_(comb)
             mixed = hc.hyper_connection_next(site, output, streams, ours, out=torch.empty_like(streams))
@@ -57,7 +57,7 @@ def next_peers(site: hc.Site, output: Tensor, streams: Tensor, post: Tensor, com
 
 
 def pre_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, Peer]:
-    """Of ``hyper_connection_pre``, and DeepGEMM's product with the squares, which is its larger part."""
+    """Peers of ``hyper_connection_pre``, and DeepGEMM's product with the squares, which is its larger part."""
     peers = {}
     if installed("sglang", "tilelang"):
         pre, parameters = foreign(MHC, "mhc_pre"), _parameters(site)
@@ -82,7 +82,7 @@ def pre_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, 
 
 
 def head_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, Peer]:
-    """Of ``hyper_connection_pre`` with the final collapse."""
+    """Peers of ``hyper_connection_pre`` with the final collapse."""
     if not installed("sglang", "sgl_kernel"):
         return {}
     collapse, fn = foreign("sglang.kernels.ops.layernorm.mhc_head", "fused_hc_head"), _whole_fn(site)
@@ -95,7 +95,7 @@ def head_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str,
 
 
 def post_peers(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, mixed: Tensor) -> dict[str, Peer]:
-    """Of ``hyper_connection_post``, which leaves its result in ``mixed``."""
+    """Peers of ``hyper_connection_post``, which leaves its result in ``mixed``."""
     peers = {}
     if installed("sglang"):
         mix = foreign("sglang.kernels.ops.layernorm.mhc_post_split_h", "mhc_post_split_h")

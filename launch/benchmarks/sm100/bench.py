@@ -202,7 +202,7 @@ def row(case: Case, measured: Measured | None) -> dict[str, Any]:
 
 
 def short(name: str) -> str:
-    """Of several merged matrices the first and how many follow."""
+    """The name of the first of several merged matrices, and how many follow."""
     first, *others = name.split(" + ")
     return f"{first} + {len(others)}" if len(others) > 1 else name
 

@@ -56,7 +56,7 @@ class Sample:
         return ((self.found - self.expected).abs() / self.allowed).nan_to_num(nan=torch.inf)
 
     def departure(self, rows: int) -> Departure:
-        """Of the first wrong output; ``rows`` have any."""
+        """The first wrong output, and that ``rows`` rows have any."""
         wrong = self.errors > 1.0
         at = int(torch.nonzero(wrong)[0])
         return Departure(
@@ -237,7 +237,7 @@ class CudaTimer:
         self.repeats = repeats
 
     def seconds(self, launches: list[Callable[[], object]]) -> float:
-        """Of one of several like launches that run after one another: the median over replays of all."""
+        """Seconds of one of several like launches that run after one another: the median over replays of all."""
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for launch in launches:
@@ -283,7 +283,7 @@ def others(load: Workload) -> dict[str, Callable[[], object]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case: seconds, the largest error over what is allowed, and seconds of other libraries."""
+    """Results of one case: seconds, the largest error over what is allowed, and seconds of other libraries."""
 
     seconds: float
     error: float

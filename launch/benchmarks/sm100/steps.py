@@ -19,17 +19,17 @@ BASELINE = Path(__file__).parents[2] / "results" / "sm100_baseline.json"
 """The design before split-K for experts, overlapping launches and the merged shared expert, recorded by
 ``launch/bench_sm100 --modelled --ranks 1 4 8 --record`` when the model was calibrated."""
 DECODE_GOALS = {("flash", 1): 0.75, ("flash", 8): 0.6, ("pro", 8): 0.6}
-"""Of one token's sum over that of the baseline, by model and ranks."""
+"""One token's modelled sum over that of the baseline, by model and ranks."""
 PREFILL_TOKENS = 8192
 WHOLE_WAVES = 9472
 """Tokens of a prefill whose tiles of 256 by 256 are a multiple of 74 for nearly all products: 74 pairs of SMs."""
 PREFILL_SHARE = 0.8
-"""Of the floor over the time of a product of ``PREFILL_TOKENS`` whose floor is LONG_FLOOR or more."""
+"""Floor over time of a product of ``PREFILL_TOKENS`` whose floor is LONG_FLOOR or more, at least."""
 LONG_FLOOR = 25e-6
 SHORT_ALLOWANCE = 6e-6
 """Seconds that a shorter product may take beyond its floor."""
 HANDOFF_SECONDS = 1.5e-6
-"""From an expert's last hidden activation stored to its first loaded by another SM of the same launch: a store, a
+"""Seconds from an expert's last hidden activation stored to its first loaded by another SM of a launch: a store, a
 fence, an atomic and a poll through L2, then the load (assumed)."""
 
 

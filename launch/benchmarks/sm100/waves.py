@@ -40,7 +40,7 @@ class LastWave:
         return B200.clusters.of(2)
 
     def tiles(self, tokens: int) -> int:
-        """Of 256 features by so many tokens."""
+        """Number of tiles of 256 features by ``tokens`` tokens."""
         problem = self.case.problem
         return problem.groups * math.ceil(problem.features / 256) * math.ceil(problem.tokens / tokens)
 

@@ -68,7 +68,7 @@ class NvFp4Weights(nn.Module):
 
     @property
     def operand(self) -> Weights:
-        """As the GEMMs take it."""
+        """The weights as the GEMMs take them."""
         return Weights(self.codes.data, self.block_scales.data, self.scale.data)
 
 

@@ -33,7 +33,7 @@ def sizes(limit: int, kind: Kind = _same_for_all) -> list[int]:
 
 
 def last_of_each(limit: int, kind: Kind) -> list[int]:
-    """Of each kind among 1 to ``limit``, the largest multiple of 16 and the largest other size."""
+    """The largest multiple of 16 and the largest other size of each kind among 1 to ``limit``."""
     return sorted({(size % 16 == 0, kind(size)): size for size in range(1, limit + 1)}.values())
 
 

@@ -25,7 +25,7 @@ class Choices:
 
 
 class ReferenceRouter(nn.Module):
-    """By the token's id in the first layers, by biased scores in the others."""
+    """Choose experts: in the first layers by the token's id, in the others by biased scores."""
 
     def __init__(self, context: Context, layer: int, experts: object):
         super().__init__()

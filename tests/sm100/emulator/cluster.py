@@ -47,7 +47,7 @@ class Cta:
         count = -(-self.threads // LANES)
         self.warps = [Warp(self, number, self.launch.kernel.registers) for number in range(count)]
         self.register_counts: dict[int, int] = {}
-        """By warp: what its last setmaxnreg said."""
+        """What each warp's last setmaxnreg said."""
         self.warpgroups: dict[int, Warpgroup] = {}
         self.shared.hosts = np.array([warp.actor.number for warp in self.warps])
 
@@ -126,7 +126,7 @@ class Cluster:
         self.memory_barriers: dict[tuple[int, int], MemoryBarrier] = {}
         self.barrier = ClusterBarrier(sum(len(cta.warps) for cta in self.ctas))
         self.flags: dict[int, Mailbox] = {}
-        """By word, what strong operations on it told those that acquire from it."""
+        """What strong operations on a word tell those that acquire from it."""
         self.polled = False
         """Whether it looked at global memory, and may go on looking until another cluster has changed it."""
         model = launch.options.timing

@@ -14,7 +14,7 @@ import numpy as np
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 
 ROWS = 16
-"""Of A and of the accumulators in one warp."""
+"""Rows of A and of the accumulators in one warp."""
 _GROUP, _PLACE = np.divmod(LANE_IDS.astype(np.int64)[:, None], 4)
 
 

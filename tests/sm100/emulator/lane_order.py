@@ -15,7 +15,7 @@ from tests.sm100.emulator.ordering_clock import AGENT_MASK, LANE_MASK, LANE_SHIF
 from tests.sm100.emulator.scalar_types import LANES
 
 UNTOLD, WHOLE = LANES, LANES + 1
-"""In place of a lane: an access that counts as in order with the whole warp's, and one that all lanes make together."""
+"""What stands for a lane: an access in order with the whole warp's, and one that all lanes make together."""
 ALWAYS = np.iinfo(np.int64).max
 
 

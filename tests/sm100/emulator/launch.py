@@ -92,7 +92,7 @@ class Launch:
         self.runs: list[ClusterRun] = []
         """Clusters that have begun."""
         self.pending: deque[Triple] = deque(self._origins)
-        """Where the block indices begin of clusters that have not."""
+        """First block indices of clusters that have not begun."""
         self.before: Launch | None = None
         """The launch that griddepcontrol.wait waits for."""
         self.map_order = TensorMapOrder()
@@ -100,7 +100,7 @@ class Launch:
         """Whether stores to global memory may matter to copies that use tensor maps."""
         self.scopes = GlobalScopes()
         self.global_order = GlobalOrder() if len(self.pending) > 1 else None
-        """Of stores to global memory; a cluster alone orders its own."""
+        """Order of stores to global memory; None for one cluster, which orders its own."""
         self.statistics = Statistics()
         self.events = 0
         """Things that may let a waiting warp go on: progress, for the deadlock check."""

@@ -23,7 +23,7 @@ from tests.sm100.emulator.memory import GlobalMemory, Range
 
 READ, WRITTEN = 1, 2
 CHANCE = 0.2
-"""Of an earlier launch to go on after a round of a later one, in the shuffled modes."""
+"""Chance that an earlier launch goes on after a round of a later one, in the shuffled modes."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 from tests.sm100.emulator.errors import UnsupportedError
 
 UNIT_MASKS = {0: 0, 32: 1, 64: 3, 128: 7}
-"""By bytes of the swizzle span; 0 is none."""
+"""Mask of the units that a swizzle exchanges, by bytes of its span; 0 is none."""
 
 
 def swizzle(offsets: np.ndarray, span: int, base: int = 0) -> np.ndarray:

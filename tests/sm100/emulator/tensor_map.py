@@ -21,7 +21,7 @@ ELEMENTS = {
     0: ("u8", 8), 1: ("u16", 16), 2: ("u32", 32), 3: ("s32", 32), 4: ("u64", 64), 5: ("s64", 64), 6: ("f16", 16),
     7: ("f32", 32), 8: ("f64", 64), 10: ("bf16", 16), 11: ("e2m1", 4),
 }  # fmt: skip
-"""By number: type and bits of an element."""
+"""Type and bits of an element, by the number of its type."""
 SPANS = (0, 32, 64, 128)
 _RANK, _TYPE, _SWIZZLE = 0x7 << 4, 0xF << 7, 0x3 << 13
 KNOWN_FLAGS = frozenset({0x40002, 0x240002})

@@ -37,7 +37,7 @@ class TensorMapOrder:
 
     clock: int = 0
     written: dict[int, Written] = field(default_factory=dict)
-    """By address over 64."""
+    """Writes of tensor maps, by address over 64."""
     unreleased: dict[Agent, list[Written]] = field(default_factory=dict)
     acquired: dict[tuple[tuple[int, int, int], int], int] = field(default_factory=dict)
     """Time of the last acquire, by CTA and the map's address."""

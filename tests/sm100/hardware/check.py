@@ -23,7 +23,7 @@ from tests.sm100.hardware.runners import compile_case, emulate, run_on_gpu
 
 WORKERS = 8
 SECONDS = 60
-"""For a case. A process that dies without a word is noticed by this, too."""
+"""Seconds for a case. A process that dies without a word is noticed by this, too."""
 Results = dict[str, bytes]
 Outcome = Results | str
 """Results, or what went wrong."""

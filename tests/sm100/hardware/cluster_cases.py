@@ -16,7 +16,7 @@ from tests.sm100.hardware.case import Case, from_bits, untouched
 
 THREADS = 64
 BOX = (64, 8)
-"""Of bf16, with a 128-byte swizzle."""
+"""Elements of a TMA box of bf16, with a 128-byte swizzle."""
 
 
 class Multicast:

@@ -103,7 +103,7 @@ def test_each_wait_is_needed() -> None:
 
 
 COUNTS = (3, 0, 6, 1)
-"""Of experts; small E2M1 values, as the numbers of the token tiles before each are."""
+"""Rows of each expert. They, and the number of token tiles before each, are small E2M1 values."""
 TILE = 8
 ONE, E2M1 = 2, {0: 0, 1: 2, 2: 4, 3: 5, 4: 6, 6: 7}
 """Codes by value."""

@@ -55,7 +55,7 @@ def test_every_wait_for_a_buffer_of_fp32_is_needed() -> None:
 
 @pytest.mark.parametrize(("tile", "reads"), [(8, ["b64"]), (16, ["v2.b64"]), (256, ["v2.b64"] * 2)])
 def test_row_factors_are_read_16_bytes_at_a_time(tile: int, reads: list[str]) -> None:
-    """Of eight tokens a thread has two."""
+    """A thread has two of every eight tokens."""
     ptx = compile_entry(KernelShape(tile), Epilogue()).ptx
     assert re.findall(r"ld\.shared\.((?:v\d\.)?b64)", ptx) == reads
 

@@ -56,7 +56,10 @@ EPILOGUES = {
 
 @pytest.mark.parametrize("shape", EPILOGUES, ids=str)
 def test_the_cost_model_knows_an_epilogue(shape: KernelShape) -> None:
-    """Of a last tile, which nothing hides. In shuffled turns, so that no warp is first at the port of TMA stores."""
+    """The epilogue of a last tile, which nothing hides.
+
+    Turns are shuffled, so that no warp is first at the port of TMA stores.
+    """
     tokens = shape.token_tile * shape.shared_weights
     times = timeline(shape, features=shape.tile_outputs, k=256, tokens=tokens, options=Options("random", 1))
     ends = TimingModel().cluster_latency if shape.cluster > 1 else 0.0

@@ -20,7 +20,7 @@ FEATURES = 128
 SHAPES = [KernelShape(tile, split_k=split, output="fp32") for tile, split in ((8, 2), (8, 4), (32, 4), (64, 8))]
 FOUR = SHAPES[1]
 EXPONENTS = (7, -3, 7, -3, 6, -4, 7, 0)
-"""Of the block scales of weights and of tokens in each slice: large sums that cancel, with small ones in between."""
+"""Exponents of the block scales in each slice: large sums that cancel, with small ones in between."""
 
 
 def sliced(rows: int, split_k: int, seed: int) -> RandomOperand:

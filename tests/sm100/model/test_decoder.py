@@ -36,7 +36,7 @@ PASSES = ({0: [5, 61, 7, 300, 22], 1: [401, 9]}, {0: [95, 12]}, {0: [77], 1: [8]
 """Token ids by request: two prompts, a chunk that closes a ratio-4 window, a decode step of both."""
 
 SUMS = 1e-3
-"""Of a log-probability: what another order of fp32 sums may change. Found: 0."""
+"""What another order of fp32 sums may change of a log-probability. Found: 0."""
 
 Gemms = Callable[[], AbstractContextManager[Any]]
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_probabilities(model: Standalone, passes: Any = PASSES) -> Tensor:
-    """Of all tokens of all passes."""
+    """Log-probabilities of all tokens of all passes."""
     model.reset()
     return torch.cat([logits for tokens in passes for logits in model.extend(tokens).values()]).log_softmax(-1)
 

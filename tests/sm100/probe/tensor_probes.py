@@ -84,7 +84,7 @@ def random_cells(ctas: int, columns: int, seed: int) -> np.ndarray:
 
 
 def descriptor(offset: int, leading: int, stride: int) -> int:
-    """Of an operand without swizzle, but for where shared memory begins."""
+    """Descriptor of an operand without swizzle, but for where shared memory begins."""
     return offset >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46
 
 

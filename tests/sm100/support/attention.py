@@ -16,7 +16,7 @@ TYPES = {"Float16": torch.float16, "Float8E4M3FN": torch.float8_e4m3fn}
 
 
 def _pointers(dtype: str, output: str, addresses: list[int]) -> list[Any]:
-    """Of queries, keys, values and the output."""
+    """Pointers to queries, keys, values and the output."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_ptr

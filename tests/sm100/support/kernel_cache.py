@@ -24,9 +24,9 @@ from tests.sm100.emulator.host import runtime_library
 
 PTX = "kernel.ptx"
 FORMAT = 2
-"""Of the entries."""
+"""Version of the format of entries."""
 LOADED = library.fingerprint()
-"""Of the sources that this process runs; those on disk may be edited while it does."""
+"""Fingerprint of the sources that this process runs; those on disk may be edited while it does."""
 KEPT_DAYS = 7
 """An entry that nothing has used for longer goes when the next one is made."""
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 TYPES = {"e4m3": (0, 4, 3), "e5m2": (1, 5, 2), "e2m3": (3, 2, 3), "e3m2": (4, 3, 2), "e2m1": (5, 2, 1)}
-"""By name: number in the instruction descriptor of f8f6f4 and mxf8f6f4, bits of exponent and of mantissa."""
+"""Types by name: number in the instruction descriptor of f8f6f4 and mxf8f6f4, bits of exponent and of mantissa."""
 PADDED = 16
 """Elements that fill 16 bytes whatever their bits."""
 POISON = 0xA5
 
 
 def bits_of(name: str) -> int:
-    """Of an element: sign, exponent, mantissa."""
+    """Bits of an element: sign, exponent, mantissa."""
     return 1 + sum(TYPES[name][1:])
 
 

@@ -65,7 +65,7 @@ class ScaledGemm:
 
 
 def _pointers(kind: str, addresses: list[int]) -> list[object]:
-    """Of a, b, their scales and the output."""
+    """Pointers to a, b, their scales and the output."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_ptr

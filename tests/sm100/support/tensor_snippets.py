@@ -122,7 +122,7 @@ def run_tensor_code(
 
 
 def matrix_descriptor(offset: int, leading: int, stride: int) -> int:
-    """Of an operand without swizzle whose first byte is at ``offset`` of the given shared memory."""
+    """Descriptor of an operand without swizzle whose first byte is at ``offset`` of the given shared memory."""
     return (SHARED_BASE + offset) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46
 
 

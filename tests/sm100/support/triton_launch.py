@@ -37,7 +37,7 @@ from tests.sm100.emulator.stream import Stream
 from tests.sm100.emulator.tensor_memory import TENSOR_COLUMNS
 
 MULTIPROCESSORS = 148
-"""Of a B200."""
+"""Multiprocessors of a B200."""
 FORMATS = {
     "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "f32": "f", "fp64": "d",

@@ -20,7 +20,7 @@ WAIT = "wgmma.wait_group.sync.aligned 0;\n"
 
 
 def descriptor(offset: int, leading: int = 0, stride: int = 0, layout: int = 0, base: int = 0) -> int:
-    """Of an operand whose first byte is at ``offset`` of the given shared memory."""
+    """Descriptor of an operand whose first byte is at ``offset`` of the given shared memory."""
     return (SHARED_BASE + offset) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base << 49 | layout << 62
 
 

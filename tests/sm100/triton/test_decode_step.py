@@ -21,7 +21,7 @@ from tests.sm100.triton.interpreted import ROOT
 from tests.support.calm import write_calm
 
 ROUNDING = 0.05
-"""Of a log-probability: sums in another order, by which an FP4 code may round to the other side."""
+"""Bound of a log-probability's error: sums in another order may round an FP4 code to the other side."""
 
 
 def test_nothing_but_emulated_ptx_computes(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ TOGETHER = [
     "routed_tokens",
     "compression_by_128",
 ]
-"""Whose programs wait for one another, or of which the last to come finishes."""
+"""Kernels whose programs wait for one another, or whose last program finishes the work."""
 
 
 @pytest.mark.parametrize("name", TOGETHER)

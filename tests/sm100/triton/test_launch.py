@@ -66,7 +66,7 @@ def test_parameters_and_grid() -> None:
 
 
 def test_specialised_on_alignment_as_for_a_gpu() -> None:
-    """Of a source that begins between multiples of 16 bytes nothing is loaded in wide words."""
+    """Nothing is loaded in wide words from a source that begins between multiples of 16 bytes."""
     base = torch.randn(516)
     loads = {}
     for start in (0, 1):

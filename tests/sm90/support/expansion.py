@@ -14,7 +14,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.expand import expand_pair
 from nvfp4_sgl.cutedsl_kernels.sm90.weights import load_half
 
 PAIRS = 4
-"""Of steps of 16 in a tile."""
+"""Pairs of steps of 16 in a tile."""
 
 
 class Expansion:

@@ -28,11 +28,11 @@ FACTS: dict[str, Any] = {
     "device_sm": 100,
     "device_capability": CAPABILITY,
 }
-"""Of the machine, as SGLang resolves its arguments on a GPU."""
+"""What SGLang is told of the machine as it resolves its arguments on a GPU."""
 
 
 def _answer_the_package(cuda):
-    """By who asks. Where there is no GPU the choice of the target alone is told that there is one."""
+    """Tell the package alone that the GPU is an SM100, and the choice of the target alone that there is one."""
     capability, available = cuda.get_device_capability, cuda.is_available
 
     def get_device_capability(device=None):

@@ -10,7 +10,7 @@ from nvfp4_sgl.cache import plan as reference
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
 UNALLOCATED = 2**30
-"""In the slots of positions that a sequence has not reached."""
+"""Slot of a position that a sequence has not reached."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ SHARED_LIMIT = 227 * 1024
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel.
+    """Resources of one compiled kernel.
 
     Attributes:
         registers: per thread. stack, local: bytes per thread, where registers are spilled. shared: bytes per block.

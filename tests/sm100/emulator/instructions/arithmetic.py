@@ -23,7 +23,7 @@ from tests.sm100.emulator.warp import Mask, Warp
 
 Function = Callable[..., np.ndarray]
 SMALLEST_NORMAL = 2.0**-126
-"""Of f32."""
+"""Smallest normal number of f32."""
 
 
 def flush(values: np.ndarray) -> np.ndarray:
@@ -161,7 +161,7 @@ def build_mul(decoder: Decoder) -> Execute:
 
 @instruction("mad")
 def build_mad(decoder: Decoder) -> Execute:
-    """Of floats another name of fma."""
+    """``mad`` of integers; for floats it is another name of ``fma``."""
     if _is_float(decoder):
         decoder.expect("rn")
         return _float(decoder, "fma")

@@ -19,7 +19,7 @@ RESPONSE_BYTES = 16
 NOBODY = 0xDEADDEAD
 """What the index of a refused request is: it must not be used."""
 SPURIOUS = 0.15
-"""Of requests that fail although clusters are left, in the shuffled modes."""
+"""Share of requests that fail although clusters are left, in the shuffled modes."""
 
 
 def _respond(warp: Warp) -> np.ndarray:

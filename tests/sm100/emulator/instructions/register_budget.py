@@ -8,7 +8,7 @@ from tests.sm100.emulator.warp import Blocked, Mask, Warp
 
 FEWEST, MOST, STEP = 24, 256, 8
 LANE_REGISTERS = 65536 // 32
-"""Of a CTA, for one lane of each of its warps."""
+"""Registers of a CTA for one lane of each of its warps."""
 
 
 @instruction("setmaxnreg")

@@ -16,7 +16,7 @@ from tests.triton.test_routing import poisoned
 
 SCALING = 2.5
 ROUTED = close(2.0**-21)
-"""Of weights: softplus, a root and a sum of six."""
+"""Bound for routing weights: softplus, a root and a sum of six."""
 
 
 def routes_of(out: Routes, semaphore: torch.Tensor) -> Outputs:

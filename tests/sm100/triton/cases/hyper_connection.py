@@ -16,7 +16,7 @@ from tests.triton.support.rows import poisoned_rows
 from tests.triton.test_hyper_connection import make_site, make_streams, poisoned_state
 
 COEFFICIENT = close(0.0, 2.0**-20)
-"""Of post and comb: sums of 4 d products, sigmoid or softmax with Sinkhorn."""
+"""Bound for post and comb: sums of 4 d products, sigmoid or softmax with Sinkhorn."""
 NEAR = {"x": BF16, "post": COEFFICIENT, "comb": COEFFICIENT, "streams": BF16}
 
 
