@@ -72,7 +72,7 @@ class GemmCall(ABC):
 
     def clusters(self, active: Clusters) -> int:
         """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
-        return max(1, min(self.blocks, active.of(self.shape.cluster)))
+        return max(1, min(self.blocks, active.of(self.shape.cluster) * self.shape.ctas_per_sm))
 
     @abstractmethod
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

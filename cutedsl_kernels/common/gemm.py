@@ -12,6 +12,9 @@ from cutlass import Int32
 from .fixed import Fixed
 from .shape import GemmShape
 
+WHOLE_CARVEOUT = 100
+"""Per cent of an SM's L1 and shared memory that may be shared memory."""
+
 
 @dataclass(frozen=True)
 class Work(Fixed):
@@ -55,7 +58,9 @@ class Gemm(ABC):
             block=(self.shape.threads, 1, 1),
             cluster=(cluster, 1, 1),
             smem=storage.size_in_bytes(),
+            # ptxas would spill to fit more CTAs by its own count, which rounds warps up to whole warpgroups.
             min_blocks_per_mp=1,
+            preferred_smem_carveout=WHOLE_CARVEOUT if self.shape.ctas_per_sm > 1 else None,
             stream=stream,
             use_pdl=use_pdl,
         )

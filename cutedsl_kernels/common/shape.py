@@ -21,11 +21,14 @@ TEAM_WARPS = 4
 TEAM_THREADS = TEAM_WARPS * WARP_LANES
 RESERVED_SHARED_BYTES = 1024
 """What CUDA keeps of an SM's shared memory for itself, for each CTA."""
-SHARED_CAPACITY = 228 * 1024 - RESERVED_SHARED_BYTES
-"""Bytes a CTA may have on SM90 and SM100: all of an SM's."""
+SM_SHARED_BYTES = 228 * 1024
+"""Shared memory of an SM of SM90 and SM100."""
+SHARED_CAPACITY = SM_SHARED_BYTES - RESERVED_SHARED_BYTES
+"""Bytes a CTA may have: all of an SM's."""
 NEIGHBOUR_SHARED_BYTES = 32 * 1024
 """Shared memory that a kernel for few tokens leaves free on its SM. A CTA of another kernel fits beside it, so that a
-launch of either can begin while the one before it is ending."""
+launch of either can begin while the one before it is ending. Where several CTAs share an SM, the first to end makes that
+room."""
 NEIGHBOUR_MAX_TOKEN_TILE = 64
 """Up to here kernels leave room for a neighbour. Those for more tokens run too long for that to matter."""
 ALIGNMENT = 1024
@@ -89,6 +92,11 @@ class GemmShape(ABC):
     @abstractmethod
     def threads(self) -> int:
         """Threads of a CTA."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM runs at a time."""
+        return 1
 
     # The epilogue, and the split-K reduction.
 
@@ -170,6 +178,8 @@ class GemmShape(ABC):
     @property
     def max_shared_bytes(self) -> int:
         """What a CTA may take of an SM's shared memory."""
+        if self.ctas_per_sm > 1:
+            return SM_SHARED_BYTES // self.ctas_per_sm - RESERVED_SHARED_BYTES
         if self.token_tile > NEIGHBOUR_MAX_TOKEN_TILE:
             return SHARED_CAPACITY
         return SHARED_CAPACITY - RESERVED_SHARED_BYTES - NEIGHBOUR_SHARED_BYTES

@@ -4,7 +4,7 @@ A code times its block scale has at most six significant bits, so bf16 holds it.
 magnitude: codes arrive as value * 2^-126 (twiddle.py), scales as value * 2^119, and the products are too large by
 2^-VALUE_SHIFT, which the epilogue takes back in fp32.
 
-For 16 codes of a lane: 16 masks, selections and rotations, 12 instructions for four scales, 8 multiplications.
+For 16 codes of a lane: 16 masks, selections and rotations, 4 instructions for four scales, 8 multiplications.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from .layout import SCALE_BIAS
 from .twiddle import FIRST, FIRST_REST, JOINED, PAIR_MASK, SECOND, VALUE_EXPONENT
 
 SCALE_BITS = 0x70007000
-"""The high exponent bits of two bf16: with them a scale's byte, shifted by four, is a normal number."""
-ZERO_SCALE = 0x7000
-"""bf16 that the byte 0 becomes with ``SCALE_BITS``, 2^97, to be subtracted: exactly 0 is left, and every other scale is
-so much larger (2^110 at least) that it is rounded back to itself."""
+"""The high exponent bits of two bf16: with them a scale's byte, shifted by four, is a normal number. So the byte 0 is no
+zero but 2^97; the codes of a block whose scale is 0 are zeros (layout.py)."""
 SCALE_EXPONENT = (0x70 << 1) + SCALE_BIAS - 127
 """Expanded scales are their values times two to this power."""
 VALUE_SHIFT = -(VALUE_EXPONENT + SCALE_EXPONENT)
@@ -40,16 +38,16 @@ def expand_pair(first: Any, second: Any, scales: Any) -> list[Any]:
     for word, taken in ((first, FIRST), (second, SECOND), (joined, JOINED)):
         for register, left in taken:
             registers[register] = _rotate(word, left) & Uint32(PAIR_MASK)
-    factors = [expand_scale(scales, byte) for byte in range(4)]
-    return [_multiply(value, factors[2 * (i // 4) + i % 2]) for i, value in enumerate(registers)]
+    factors = [expand_scales(scales, step) for step in range(2)]
+    return [_multiply(value, factors[i // 4], i % 2) for i, value in enumerate(registers)]
 
 
-def expand_scale(scales: Any, byte: int) -> Any:
-    """A scale as two equal bf16, times 2^SCALE_EXPONENT."""
-    zero = (ZERO_SCALE | 0x8000) * 0x10001
+def expand_scales(scales: Any, step: int) -> Any:
+    """A step's scales of rows g and g + 8, as the halves of a register: bf16, times 2^SCALE_EXPONENT."""
+    zero_byte = 4
+    selected = zero_byte << 12 | 2 * step + 1 << 8 | zero_byte << 4 | 2 * step
     return cute.arch.inline_ptx(
-        f"{{ .reg .b32 s, z; prmt.b32 s, {{$r0}}, 0, {0x4040 | byte << 8 | byte:#x};"
-        f" mad.lo.u32 s, s, 16, {SCALE_BITS}; mov.b32 z, {zero}; add.rn.bf16x2 {{$w0}}, s, z; }}",
+        f"{{ .reg .b32 s; prmt.b32 s, {{$r0}}, 0, {selected:#x}; mad.lo.u32 {{$w0}}, s, 16, {SCALE_BITS}; }}",
         write_only_types=[Uint32],
         read_only_args=[scales],
     )
@@ -57,7 +55,9 @@ def expand_scale(scales: Any, byte: int) -> Any:
 
 def _select(a: Any, b: Any, mask: int) -> Any:
     """Bits of a where the mask has ones, of b elsewhere."""
-    return (a & Uint32(mask)) | (b & Uint32(~mask & 0xFFFFFFFF))
+    return cute.arch.inline_ptx(
+        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {mask:#x}, 0xe4;", write_only_types=[Uint32], read_only_args=[a, b]
+    )
 
 
 def _rotate(word: Any, left: int) -> Any:
@@ -71,8 +71,11 @@ def _rotate(word: Any, left: int) -> Any:
     )
 
 
-def _multiply(values: Any, factors: Any) -> Any:
-    """Two products of bf16."""
+def _multiply(values: Any, factors: Any, row: int) -> Any:
+    """Two bf16 times one half of ``factors``, which the multiplication itself selects: no instruction repeats it."""
     return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[values, factors]
+        "{ .reg .b16 f<2>; .reg .b32 both; mov.b32 {f0, f1}, {$r1};"
+        f" mov.b32 both, {{f{row}, f{row}}}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, both; }}",
+        write_only_types=[Uint32],
+        read_only_args=[values, factors],
     )

@@ -9,7 +9,8 @@ Codes are 32-bit words [warp, half of K, lane, 4]; words 2 i and 2 i + 1 of a ha
 
 Block scales are bytes [warp, g, pair of steps, step, row g or g + 8]: a lane loads 16, a word for each pair of steps.
 A scale's byte is not E4M3 but has five bits of exponent and three of mantissa, without subnormals: 2^e (1 + m/8) has
-the exponent field e + SCALE_BIAS, and 0 is 0. Shifted into a bf16 it needs no normalisation.
+the exponent field e + SCALE_BIAS. Shifted into a bf16 it needs no normalisation. A scale of 0 is stored as 0, which the
+kernel takes for a power of two: the codes of its block are stored as zeros.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ K_MULTIPLE = 64
 """K must be a multiple of this; a tile's second half is zeros where K ends in its middle."""
 SCALE_BIAS = 22
 """Bias of the stored exponents: 2^8, the largest of E4M3, becomes 30, and 2^-9, the smallest, 13."""
+SIGNS = 0x88
+"""Sign bits of the two E2M1 codes of a byte."""
 E4M3_FINITE = 127
 """Bytes of E4M3 that are finite and not negative: 0 to 126."""
 
@@ -63,19 +66,26 @@ def pack_tiles(codes: Tensor, block_scales: Tensor) -> Tensor:
         raise OperandValueError("block_scales: expected finite values that are not negative, found others")
     grid = (-(-rows // TILE_ROWS), -(-k // TILE_K))
     packed = codes.new_empty(*codes.shape[:-2], *grid, TILE_BYTES)
-    packed[..., :CODE_BYTES] = _code_bytes(_tiled(codes, TILE_K // 2))
+    packed[..., :CODE_BYTES] = _code_bytes(_tiled(_without_zero_blocks(codes, stored), TILE_K // 2))
     packed[..., CODE_BYTES:] = _scale_bytes(_tiled(stored, TILE_K // BLOCK))
     return packed
 
 
 def unpack_tiles(packed: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes [..., rows, k/2] and block scales [..., rows, k/16] of what :func:`pack_tiles` made, bit for bit."""
+    """Codes [..., rows, k/2] and block scales [..., rows, k/16] of what :func:`pack_tiles` made, bit for bit
+    but the magnitudes of codes whose block scale is 0: they are 0, too."""
     codes = _plain_codes(packed[..., :CODE_BYTES])
     scales = _plain_scales(packed[..., CODE_BYTES:])
     return (
         _untiled(codes)[..., :rows, : k // 2].contiguous(),
         _untiled(scales)[..., :rows, : k // BLOCK].contiguous().view(torch.float8_e4m3fn),
     )
+
+
+def _without_zero_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Zeros, their signs kept, for the codes of blocks whose scale is 0: the kernel's scales are never 0."""
+    blocks = codes.unflatten(-1, (-1, BLOCK // 2))
+    return torch.where((scales == 0).unsqueeze(-1), blocks & SIGNS, blocks).flatten(-2)
 
 
 def _tiled(plain: Tensor, width: int) -> Tensor:

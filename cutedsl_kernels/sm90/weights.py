@@ -62,6 +62,7 @@ def load_half(tile: Any, warp: Any, lane: Any, half: int) -> tuple[Any, Any]:
 def _load(source: Any, count: int) -> cute.Tensor:
     """``count`` bytes, aligned to as many, as words."""
     words = cute.make_rmem_tensor((count // 4,), Uint32)
-    pointer = cute.recast_ptr(source.align(count), dtype=Uint32)
+    # ``source.align`` would round the address up at run time.
+    pointer = cute.make_ptr(Uint32, source.toint(), source.memspace, assumed_align=count)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count // 4)), words)
     return words

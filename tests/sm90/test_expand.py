@@ -50,8 +50,9 @@ def test_all_codes_with_all_scales() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("add.rn.bf16x2", "min.bf16x2"),  # the byte 0 is no longer 0
-        ("0x4141", "0x4040"),  # another row's scale
+        ("0x4140", "0x4141"),  # another row's scale
+        ("0x4342", "0x4140"),  # another step's scales
+        ("mov.b32 both, {f1, f1}", "mov.b32 both, {f0, f0}"),
     ],
 )
 def test_a_wrong_expansion_is_noticed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:

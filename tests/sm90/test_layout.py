@@ -21,10 +21,12 @@ from tests.support.numpy_nvfp4 import E4M3
 
 
 def random_weights(*shape: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [*shape[:-1], K/2] and E4M3 scales over the whole finite range."""
+    """Codes [*shape[:-1], K/2], signed zeros where the scale is 0, and E4M3 scales over the whole finite range."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 256, (*shape[:-1], shape[-1] // 2), dtype=np.uint8)
     scales = random.integers(0, 127, (*shape[:-1], shape[-1] // 16), dtype=np.uint8)
+    scales[random.random(scales.shape) < 0.02] = 0
+    codes[np.repeat(scales == 0, 8, axis=-1)] &= 0x88
     return torch.from_numpy(codes), torch.from_numpy(scales).view(torch.float8_e4m3fn)
 
 
@@ -43,6 +45,15 @@ def test_padding_is_zeros() -> None:
     codes_of_tile, scales_of_tile = unpack_tiles(pack_tiles(codes, scales), 128, 128)
     assert not codes_of_tile[65:].any() and not codes_of_tile[:, 32:].any()
     assert not scales_of_tile.view(torch.uint8)[65:].any() and not scales_of_tile.view(torch.uint8)[:, 4:].any()
+
+
+def test_blocks_without_a_scale_are_signed_zeros() -> None:
+    """The kernel takes the byte 0 of a scale for a power of two."""
+    codes, scales = random_weights(128, 128)
+    loud = codes.clone()
+    zero = (scales.view(torch.uint8) == 0).repeat_interleave(8, dim=-1)
+    loud[zero] |= 0x77
+    assert zero.any() and torch.equal(pack_tiles(loud, scales), pack_tiles(codes, scales))
 
 
 def test_every_word_is_where_the_fragment_has_it() -> None:
