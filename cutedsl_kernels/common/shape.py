@@ -27,8 +27,8 @@ SHARED_CAPACITY = SM_SHARED_BYTES - RESERVED_SHARED_BYTES
 """Bytes a CTA may have: all of an SM's."""
 NEIGHBOUR_SHARED_BYTES = 32 * 1024
 """Shared memory that a kernel for few tokens leaves free on its SM. A CTA of another kernel fits beside it, so that a
-launch of either can begin while the one before it is ending. Where several CTAs share an SM, the first to end makes that
-room."""
+launch of either can begin while the one before it is ending. Where several CTAs share an SM, the first to end makes
+that room."""
 NEIGHBOUR_MAX_TOKEN_TILE = 64
 """Up to here kernels leave room for a neighbour. Those for more tokens run too long for that to matter."""
 ALIGNMENT = 1024

@@ -18,8 +18,8 @@ from .layout import SCALE_BIAS
 from .twiddle import FIRST, FIRST_REST, JOINED, PAIR_MASK, SECOND, VALUE_EXPONENT
 
 SCALE_BITS = 0x70007000
-"""The high exponent bits of two bf16: with them a scale's byte, shifted by four, is a normal number. So the byte 0 is no
-zero but 2^97; the codes of a block whose scale is 0 are zeros (layout.py)."""
+"""The high exponent bits of two bf16: with them a scale's byte, shifted by four, is a normal number. So the byte 0 is
+no zero but 2^97; the codes of a block whose scale is 0 are zeros (layout.py)."""
 SCALE_EXPONENT = (0x70 << 1) + SCALE_BIAS - 127
 """Expanded scales are their values times two to this power."""
 VALUE_SHIFT = -(VALUE_EXPONENT + SCALE_EXPONENT)
