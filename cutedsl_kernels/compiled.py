@@ -17,13 +17,20 @@ from nvfp4_sgl.errors import OperandValueError
 
 from .common.native import NativeKernel
 from .errors import LibraryError
+from .sm90.shape import KernelShape as HopperShape
 from .sm100.shape import KernelShape
 
 if TYPE_CHECKING:
     from .common.entry import Entry
+    from .common.gemm import Gemm
 
-ARCHITECTURES = ("sm_100a", "sm_103a")
-"""The architectures that kernels are compiled for."""
+SHAPES: dict[str, type[HopperShape] | type[KernelShape]] = {
+    "sm_90a": HopperShape,
+    "sm_100a": KernelShape,
+    "sm_103a": KernelShape,
+}
+"""The kernel shapes of each architecture that kernels are compiled for."""
+ARCHITECTURES = tuple(SHAPES)
 MIN_SWIGLU_LIMIT = 0.27846454276107376
 """Smallest SwiGLU clamp, -min silu(x): with a smaller one, limit² would not bound the SwiGLU's output."""
 FULL_SCALE = 6.0 * 448.0
@@ -42,12 +49,12 @@ class KernelKey:
         programmatic_launch: whether the kernel may start while its predecessor in the stream is ending (PDL).
 
     Raises:
-        OperandValueError: the architecture is unknown, or a limit is given for a kernel that is not gated (or the
-            reverse).
+        OperandValueError: the architecture is unknown or has no kernels of that shape, a limit is given for a kernel
+            that is not gated (or the reverse), or rows have weights on an architecture whose kernels take none.
     """
 
     architecture: str
-    shape: KernelShape
+    shape: HopperShape | KernelShape
     limit: float | None = None
     weighted: bool = False
     programmatic_launch: bool = True
@@ -55,6 +62,10 @@ class KernelKey:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise OperandValueError(f"architecture: expected one of {ARCHITECTURES}, found {self.architecture!r}")
+        if not isinstance(self.shape, SHAPES[self.architecture]):
+            raise OperandValueError(f"shape: expected one of {self.architecture}, found {self.shape}")
+        if self.weighted and isinstance(self.shape, HopperShape):
+            raise OperandValueError(f"weighted: expected False for {self.architecture}, found True")
         if self.shape.gated != (self.limit is not None):
             raise OperandValueError(f"limit: expected one for gated kernels only, found {self.limit} for {self.shape}")
 
@@ -84,11 +95,23 @@ def swiglu_row_scale(limit: float) -> float:
 def entry_of(key: KernelKey) -> Entry:
     """The function that ``cute.compile`` compiles for a key: ``cute.compile(entry, *entry.example())``."""
     from .common.entry import Entry
+
+    gemm = _hopper_gemm(key.shape, key) if isinstance(key.shape, HopperShape) else _blackwell_gemm(key.shape, key)
+    return Entry(gemm, key.programmatic_launch)
+
+
+def _hopper_gemm(shape: HopperShape, key: KernelKey) -> Gemm:
+    from .sm90.epilogue import Epilogue
+    from .sm90.gemm import W4A16Gemm
+
+    return W4A16Gemm(shape, Epilogue(key.limit))
+
+
+def _blackwell_gemm(shape: KernelShape, key: KernelKey) -> Gemm:
     from .sm100.epilogue import Epilogue
     from .sm100.gemm import NvFp4Gemm
 
-    epilogue = Epilogue(key.limit, key.weighted, key.row_scale_constant)
-    return Entry(NvFp4Gemm(key.shape, epilogue), key.programmatic_launch)
+    return NvFp4Gemm(shape, Epilogue(key.limit, key.weighted, key.row_scale_constant))
 
 
 def compile_kernel(key: KernelKey, options: str = "") -> Any:

@@ -40,6 +40,8 @@ OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp
 WHOLE_STORES_REASON = "stores write whole 16 bytes, beyond a row's end too"
 """Why features must be a multiple, for messages. Seen on an H200: a TMA store ends not at the tensor's last element,
 but at the next multiple of 16 bytes."""
+ARCHITECTURES = ("sm_100a", "sm_103a")
+"""Those with block-scaled tensor cores."""
 NVFP4_FEATURES_MULTIPLE = 2 * ALIGNMENT
 """Features of NVFP4 output must be a multiple of this: a row is whole 16 bytes."""
 
@@ -413,8 +415,7 @@ def _expert_down(
 
 def _target(out: Tensor) -> tuple[str, Clusters]:
     """The architecture of a tensor's device, and how many clusters it runs at a time."""
-    runner = launcher.current()
-    return runner.architecture(out.device), runner.clusters(out.device)
+    return launcher.target(out.device, ARCHITECTURES, "NVFP4 activations")
 
 
 _LIBRARY = torch.library.Library("nvfp4_sgl", "FRAGMENT")
@@ -423,7 +424,7 @@ _EXPERTS = "Tensor? offsets, Tensor? counts"
 _WEIGHTS = "Tensor weights, Tensor weight_scales, Tensor alpha"
 
 
-def _register(schema: str, run: Callable[..., None], check: Callable[..., object]) -> None:
+def register(schema: str, run: Callable[..., None], check: Callable[..., object]) -> None:
     """Register an operator for every device, so that a wrong device gets our error; ``check`` runs on fake tensors."""
 
     def trace(*arguments: object) -> None:
@@ -435,14 +436,14 @@ def _register(schema: str, run: Callable[..., None], check: Callable[..., object
     torch.library.register_fake(f"nvfp4_sgl::{name}", trace, lib=_LIBRARY)
 
 
-_register(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _product, _check_product)
-_register(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _grouped_product, _check_grouped_product)
-_register(
+register(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _product, _check_product)
+register(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _grouped_product, _check_grouped_product)
+register(
     f"expert_gate_up({_ROWS}, {_EXPERTS}, {_WEIGHTS}, float limit, Tensor(a!) out, Tensor(b!)? out_scales)",
     _expert_gate_up,
     _check_expert_gate_up,
 )
-_register(
+register(
     f"expert_down({_ROWS}, Tensor? row_weight, {_EXPERTS}, {_WEIGHTS}, Tensor(a!) out)",
     _expert_down,
     _check_expert_down,

@@ -7,19 +7,19 @@ checked calls. The default launcher runs on CUDA; tests replace it by an emulato
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from .common.call import GemmCall
 from .common.clusters import Clusters
 from .compiled import KernelCache, KernelKey
 from .errors import ArchitectureError
 from .occupancy import active_clusters
-from .sm100.call import Call
 
-ARCHITECTURE_OF = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
+ARCHITECTURE_OF = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Architectures by compute capability."""
 
 
@@ -39,7 +39,7 @@ class Launcher(Protocol):
     def clusters(self, device: torch.device) -> Clusters:
         """How many clusters the device runs at a time, for plans and launches. Cheap after the first call."""
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         """Run a checked call on the current stream of its tensors' device, with a grid of ``clusters`` clusters."""
 
     def freeze(self) -> None:
@@ -63,15 +63,14 @@ class CudaLauncher:
     def architecture(self, device: torch.device) -> str:
         if device.type != "cuda":
             raise ArchitectureError(
-                f"device {device}: these kernels are CUDA code for {' and '.join(ARCHITECTURE_OF.values())}; move the"
-                " tensors to a B200, GB200 or B300, or use the torch reference"
+                f"device {device}: these kernels are CUDA code for {', '.join(ARCHITECTURE_OF.values())}; move the"
+                " tensors to such a GPU, or use the torch reference"
             )
         capability, name = _describe(device.index)
         if capability not in ARCHITECTURE_OF:
             raise ArchitectureError(
                 f"device {device}: expected {' or '.join(ARCHITECTURE_OF.values())}, found sm_{capability[0]}"
-                f"{capability[1]} ({name}), which has no block-scaled tensor cores of that kind; use the kernels made"
-                " for it, or the torch reference"
+                f"{capability[1]} ({name}), which no kernel is made for; use the torch reference"
             )
         return ARCHITECTURE_OF[capability]
 
@@ -81,7 +80,7 @@ class CudaLauncher:
     def freeze(self) -> None:
         self.kernels.freeze()
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         device = call.out.device
         kernel, arguments = self.kernels.get(key), call.arguments(clusters)
         if device.index == torch.cuda.current_device():
@@ -102,6 +101,24 @@ _current: Launcher = CudaLauncher()
 def current() -> Launcher:
     """The launcher that operations use."""
     return _current
+
+
+def target(device: torch.device, architectures: Sequence[str], what: str) -> tuple[str, Clusters]:
+    """The device's architecture, one of ``architectures``, and how many clusters it runs at a time.
+
+    Args:
+        what: the operations that have kernels for ``architectures``, for the error.
+
+    Raises:
+        ArchitectureError: the device has another.
+    """
+    found = _current.architecture(device)
+    if found not in architectures:
+        raise ArchitectureError(
+            f"device {device}: expected {' or '.join(architectures)} for {what}, found {found}; use the operations made"
+            " for it, or the torch reference"
+        )
+    return found, _current.clusters(device)
 
 
 def install(launcher: Launcher) -> None:

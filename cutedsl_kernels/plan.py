@@ -20,6 +20,9 @@ from nvfp4_sgl.formats.scale_layout import layout_tile
 from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
+from .sm90 import choose as hopper
+from .sm90.shape import EXPERT_TOKEN_TILES, max_split
+from .sm90.shape import KernelShape as HopperShape
 from .sm100.choose import (
     MAX_EXPERT_TILE,
     MIN_SLICE,
@@ -134,6 +137,38 @@ def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output
     return choose_gated(features, k, rows, output, clusters, token_tile)
 
 
+def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, clusters: Clusters) -> HopperShape:
+    """The kernel for a dense GEMM, or for ``groups`` of them, of bf16 rows.
+
+    Args:
+        features, k, rows: sizes of one GEMM.
+        groups: GEMMs of a block-diagonal one, else 1.
+        output: what is written.
+        clusters: how many clusters the GPU runs at a time.
+    """
+    if _pin is not None:
+        return _pinned_hopper(k, output, gated=False, grouped=False)
+    return hopper.choose_product(features, k, rows, groups, output, clusters)
+
+
+def plan_w4a16_experts(
+    features: int, k: int, rows: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+) -> HopperShape:
+    """The kernel for a grouped GEMM of experts over bf16 rows, whose offsets are multiples of ``token_tile``."""
+    if _pin is not None:
+        return _pinned_hopper(k, output, gated, grouped=True)
+    pairs = pairs_in(rows, experts, token_tile)
+    return hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
+
+
+def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool) -> HopperShape:
+    assert _pin is not None
+    split = min(_pin.split_k, max_split(_pin.token_tile))
+    while split > 1 and k // split < hopper.MIN_SLICE:
+        split //= 2
+    return HopperShape(_pin.token_tile, split, output, gated, grouped)
+
+
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:
     """Rows that suffice for any distribution of ``pairs`` over experts, each expert's rounded up to whole tiles."""
     return (pairs + min(pairs, experts) * (token_tile - 1)) // token_tile * token_tile
@@ -155,11 +190,28 @@ def expert_token_tile_for(pairs: int, experts: int) -> int:
     return _pin.token_tile if _pin is not None else expert_tile(max(pairs, 1), experts)
 
 
+def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
+    """The token tile to align offsets to, if ``experts`` share ``pairs`` token-expert pairs of bf16 rows."""
+    return _pin.token_tile if _pin is not None else hopper.expert_tile(max(pairs, 1), experts)
+
+
+def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
+    """All kernels that plans can need on Hopper, whatever the sizes: bf16 between expert kernels, else ``outputs``."""
+    k = 1 << 20  # long enough for every split of K
+    keys = [KernelKey("sm_90a", shape) for output in outputs for shape in hopper.product_shapes(k, k, output)]
+    for tile in EXPERT_TOKEN_TILES:
+        keys += [KernelKey("sm_90a", shape, limit) for shape in hopper.expert_shapes(k, tile, True, "bf16")]
+        keys += [KernelKey("sm_90a", shape) for shape in hopper.expert_shapes(k, tile, False, "bf16")]
+    return list(dict.fromkeys(key for key in keys if key.shape.stages >= hopper.MIN_STAGES))
+
+
 def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
     """All kernels that plans can need, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
 
     Down kernels of routed experts are included with and without row weights, all others without.
     """
+    if architecture == "sm_90a":
+        return every_w4a16_key(limit, outputs)
     keys = []
     expert_tiles = [tile for tile in TOKEN_TILES if tile <= MAX_EXPERT_TILE]
     k = 1 << 20  # long enough for every split of K

@@ -14,10 +14,25 @@ import torch
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 from . import launcher
+from .common.call import GemmCall
 from .common.clusters import Clusters
 from .common.shape import Output
 from .compiled import KernelKey
-from .plan import expert_token_tile_for, plan_experts, plan_gated, plan_product, rows_of, token_tile_for
+from .plan import (
+    expert_token_tile_for,
+    plan_experts,
+    plan_gated,
+    plan_product,
+    plan_w4a16,
+    plan_w4a16_experts,
+    rows_of,
+    token_tile_for,
+    w4a16_expert_token_tile_for,
+)
+from .sm90.call import Call as HopperCall
+from .sm90.layout import TILE_BYTES, TILE_ROWS
+from .sm90.layout import TILE_K as HOPPER_TILE_K
+from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
 from .sm100.shape import TILE_K, KernelShape
 
@@ -68,12 +83,34 @@ def keys_for(
         weighted: whether the experts' down GEMMs are called with row weights.
         programmatic_launch: as in :class:`.compiled.KernelKey`.
     """
+    if architecture == "sm_90a":
+        return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch)
     found: dict[KernelKey, None] = {}
     for product in products:
         for tokens in range(1, max_tokens + 1):
             shape = _shape(product, tokens, clusters)
             down = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
+            found[key] = None
+    return sorted(found, key=lambda key: key.name)
+
+
+def _w4a16_keys(
+    products: Iterable[SizedProduct], max_tokens: int, limit: float, clusters: Clusters, programmatic_launch: bool
+) -> list[KernelKey]:
+    """:func:`keys_for` on Hopper."""
+    found: dict[KernelKey, None] = {}
+    for product in products:
+        features, k, groups = product.features, product.k, product.groups
+        for tokens in range(1, max_tokens + 1):
+            if product.experts_per_token:
+                pairs = tokens * product.experts_per_token
+                tile = w4a16_expert_token_tile_for(pairs, groups)
+                rows = rows_of(pairs, groups, tile)
+                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, "bf16", clusters)
+            else:
+                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters)
+            key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
@@ -100,8 +137,10 @@ def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def smallest_call(key: KernelKey, device: torch.device) -> Call:
+def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
     """The smallest call of a kernel: one tile of one group, all zeros."""
+    if isinstance(key.shape, HopperShape):
+        return _smallest_w4a16_call(key.shape, device)
     shape = key.shape
     rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
     outputs = shape.tile_outputs
@@ -122,6 +161,25 @@ def smallest_call(key: KernelKey, device: torch.device) -> Call:
         alpha=zeros(2 if shape.gated else 1 if shape.grouped else features, dtype=torch.float32),
         out_scales=zeros(scale_bytes(rows, outputs, shape.token_tile)) if quantized else None,
         row_weight=zeros(rows, dtype=torch.float32) if key.weighted else None,
+        offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
+        counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
+    )
+
+
+def _smallest_w4a16_call(shape: HopperShape, device: torch.device) -> HopperCall:
+    k, rows = HOPPER_TILE_K * shape.split_k, shape.token_tile
+    outputs = TILE_ROWS // 2 if shape.gated else TILE_ROWS
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(*sizes, dtype=dtype, device=device)
+
+    of_alpha = (1, 2) if shape.gated else (1,) if shape.grouped else (1, TILE_ROWS)
+    return HopperCall(
+        shape=shape,
+        weights=zeros(1, 1, shape.split_k, TILE_BYTES, dtype=torch.uint8),
+        tokens=zeros(rows, k, dtype=torch.bfloat16),
+        out=zeros(rows, outputs, dtype=torch.bfloat16 if shape.output == "bf16" else torch.float32),
+        alpha=zeros(*of_alpha),
         offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
         counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
     )

@@ -5,8 +5,8 @@ leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 
 share operands where L2 would not keep up with the tensor core.
 Nothing here was measured on a GPU: the ranking is as good as the model.
 
-A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``planned_tokens``,
-``planned_pairs``), so that all numbers up to a limit ask for few kernels, each of which can be made ready beforehand.
+A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``..common.planned``),
+so that all numbers up to a limit ask for few kernels, each of which can be made ready beforehand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..common.clusters import B200_CLUSTERS, Clusters
+from ..common.planned import planned_pairs, planned_tokens
 from ..common.shape import TOKEN_TILES, Output
 from .cost import B200, Machine, Problem, cost
 from .shape import SCALE_ATOM_ROWS, TILE_K, KernelShape
@@ -33,20 +34,6 @@ MIN_SLICE = 2 * TILE_K
 """Elements of K that a CTA of a split-K cluster has at least: a single stage is all latency."""
 NEARLY = 1.01
 """What the model tells apart: shapes within this factor of the least time are as good."""
-PAIR_BITS = 3
-"""Significant bits of the numbers of token-expert pairs that plans are made for."""
-
-
-def planned_tokens(tokens: int) -> int:
-    """What ``tokens`` are planned as: all that the narrowest tile holds, or whole tiles of 128."""
-    narrow = next((tile for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), None)
-    return narrow or -(-tokens // SCALE_ATOM_ROWS) * SCALE_ATOM_ROWS
-
-
-def planned_pairs(pairs: int) -> int:
-    """What ``pairs`` of tokens and experts are planned as: rounded up to ``PAIR_BITS`` significant bits."""
-    step = 1 << max(0, pairs.bit_length() - PAIR_BITS)
-    return -(-pairs // step) * step
 
 
 def choose_product(

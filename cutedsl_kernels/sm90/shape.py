@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.shape import ALIGNMENT, SPLIT_CHUNK, TEAM_WARPS, TOKEN_TILES, WARP_LANES, GemmShape, Output
+from ..common.shape import (
+    ALIGNMENT,
+    MAX_SPLIT_TILE,
+    SPLIT_CHUNK,
+    SPLITS,
+    TEAM_WARPS,
+    TOKEN_TILES,
+    WARP_LANES,
+    GemmShape,
+    Output,
+)
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
 
 WARPGROUP_ROWS = 64
@@ -23,9 +33,21 @@ CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
 """The widest token tiles whose kernels' registers and shared memory let three CTAs, or two, share an SM."""
 SM_REGISTERS = 65536
+GATE_ROWS = 8
+"""Gates and ups alternate by so many rows: a thread then has both of a feature."""
+EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
+"""Token tiles of kernels for experts: a wider one would pad more than it saves."""
 MIN_STAGES = 3
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
+
+
+def max_split(token_tile: int) -> int:
+    """CTAs that may share K: with more tokens there are tiles enough. The reduction's addresses take registers: 115 at
+    64 tokens with four, so that one CTA alone would fit on an SM."""
+    if token_tile > MAX_SPLIT_TILE:
+        return 1
+    return 2 if token_tile == MAX_SPLIT_TILE else SPLITS[-1]
 
 
 @dataclass(frozen=True)
@@ -36,11 +58,14 @@ class KernelShape(GemmShape):
         ValueError: a combination that does not exist.
     """
 
+    gated: bool = False
+    grouped: bool = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.token_tile == TWO_CTAS_MAX_TILE and self.split_k > 2:
-            # The reduction's addresses take registers: 115 with 4, so that one CTA alone would fit on an SM.
-            raise ValueError(f"split_k is at most 2 for token_tile {self.token_tile}, found {self.split_k}")
+        if self.split_k > max_split(self.token_tile):
+            limit = max_split(self.token_tile)
+            raise ValueError(f"split_k is at most {limit} for token_tile {self.token_tile}, found {self.split_k}")
 
     @classmethod
     def outputs(cls) -> tuple[Output, ...]:

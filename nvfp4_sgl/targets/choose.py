@@ -61,11 +61,11 @@ def _sm90() -> Choice:
 
     return Choice(
         Target.SM90,
-        fused.bf16_boundaries(),
+        fused.w4a16_boundaries(),
         (ActivationMode.W4A16,),
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
-        "GEMMs are bf16 products on weights dequantised at load: 4 times the memory of NVFP4",
+        "matrices that are not NVFP4 are dequantised to bf16 at load",
     )
 
 

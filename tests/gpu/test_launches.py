@@ -23,7 +23,7 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.fused import experts, products_nvfp4
+from nvfp4_sgl.targets.fused import experts, gemm_planner, input_columns
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
 from tests.support import native
@@ -51,10 +51,11 @@ MOST_SM100 = {LayerKind.CSA: 17, LayerKind.HCA: 15, LayerKind.SWA: 15}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
-    return Standalone(path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+    with dry_gemms("sm_90a"):
+        yield Standalone(path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize("requests", [1, 8, 24])
@@ -86,7 +87,7 @@ def counted_products() -> Iterator[list[str]]:
 
     with (
         mock.patch.object(experts, "multiply", count),
-        mock.patch.object(products_nvfp4, "multiply", count),
+        mock.patch.object(input_columns, "multiply", count),
     ):
         yield seen
 
@@ -185,6 +186,6 @@ def require_nothing_new(model: Standalone, known: set[Launch], choose: random.Ra
 def test_a_library_of_gemms_that_is_not_there_stops_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=1, n_routed_experts=6)
     model = Standalone(tmp_path, target=Target.SM100, requests=1, capacity=256)
-    monkeypatch.setenv(products_nvfp4.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
     with launcher.use(launcher.CudaLauncher()), pytest.raises(LibraryError, match="expected kernels.json"):
         model.planner.warm_up(model.decoder, model.table, 64)

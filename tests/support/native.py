@@ -1,7 +1,7 @@
 """Which targets the GPU decoder's tests run on, and what runs their GEMMs there.
 
 On a GPU it is the GPU's own target with nothing replaced. Without one every GPU target is run, its Triton kernels
-interpreted and SM100's GEMMs computed in torch.
+interpreted and its GEMMs computed in torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
 
 @contextmanager
 def gemms(target: Target, on_gpu: bool = ON_GPU) -> Iterator[None]:
-    """GEMMs inside the block are the target's own on its GPU; elsewhere those of SM100 are computed in torch."""
-    if target is Target.SM100 and not on_gpu:
-        with reference_gemms():
-            yield
-    else:
+    """GEMMs inside the block are the target's own on its GPU; elsewhere they are computed in torch."""
+    if on_gpu:
+        yield
+        return
+    with reference_gemms(target.value):
         yield
 
 

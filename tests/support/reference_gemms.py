@@ -1,4 +1,4 @@
-"""The SM100 GEMMs computed in torch: a launcher that executes a checked call from the operands' definition.
+"""The GEMMs of Hopper and SM100 computed in torch: a launcher that executes checked calls from their definition.
 
 For tests of what is composed around the GEMMs; the kernels themselves are executed in the emulator
 (``tests.sm100.support.launcher``), which takes minutes where this takes seconds. Sums are fp32, in an order of their
@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.sm90.call import Call as HopperCall
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.sm90.layout import unpack_tiles
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS as HOPPER_GATE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
@@ -38,15 +43,16 @@ class ReferenceLauncher:
     Once frozen, it refuses a kernel that has not run before, as the launcher on CUDA does.
     """
 
+    name: str = "sm_100a"
     programmatic_launch: bool = True
     keys: list[KernelKey] = field(default_factory=list)
     ready: frozenset[KernelKey] | None = None
 
     def architecture(self, device: torch.device) -> str:
-        return "sm_100a"
+        return self.name
 
     def clusters(self, device: torch.device) -> Clusters:
-        return B200_CLUSTERS
+        return H200_CLUSTERS if self.name == "sm_90a" else B200_CLUSTERS
 
     def freeze(self) -> None:
         self.ready = frozenset(self.keys)
@@ -59,8 +65,15 @@ class ReferenceLauncher:
             )
         self.keys.append(key)
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         self.note(key)
+        if isinstance(call, HopperCall):
+            _multiply_bf16(key, call)
+        else:
+            assert isinstance(call, Call)
+            self._multiply_nvfp4(key, call)
+
+    def _multiply_nvfp4(self, key: KernelKey, call: Call) -> None:
         shape, k = call.shape, call.k
         matrices, features = call.weights.shape[:2]
         blocks = -(-k // 64) * 4
@@ -104,10 +117,37 @@ class ReferenceLauncher:
             call.out_scales.view(torch.uint8).copy_(swizzle_128x4(quantized, shape.token_tile))
 
 
+def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
+    """A call for Hopper: bf16 tokens, tiles of weights."""
+    shape = call.shape
+    features = call.out.shape[-1] * (2 if shape.gated else 1)
+    codes, scales = unpack_tiles(call.weights, features, call.k)
+    if call.offsets is None or call.counts is None:
+        parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
+    else:
+        starts, counts = call.offsets.tolist(), call.counts.tolist()
+        parts = [(e, slice(start, start + counts[e])) for e, start in enumerate(starts)]
+    for group, rows in parts:
+        if rows.start == rows.stop:
+            continue
+        source = call.tokens[rows] if call.tokens.dim() == 2 else call.tokens[rows, group]
+        target = call.out[rows] if call.out.dim() == 2 else call.out[rows, group]
+        product = source.float() @ _unscaled(codes[group], scales[group]).T
+        alpha = call.alpha.view(call.groups, -1)[group]
+        if shape.gated:
+            assert key.limit is not None
+            halves = product.unflatten(1, (-1, 2, HOPPER_GATE_ROWS))
+            gate, up = ((halves[:, :, half] * alpha[half]).flatten(1) for half in range(2))
+            product = clamped_swiglu(gate, up, key.limit)
+        else:
+            product = product * alpha
+        target.copy_(product)
+
+
 @contextmanager
-def reference_gemms() -> Iterator[ReferenceLauncher]:
-    """Operations inside compute in torch."""
-    runner = ReferenceLauncher()
+def reference_gemms(name: str = "sm_100a") -> Iterator[ReferenceLauncher]:
+    """Operations inside compute in torch, as on a GPU of the architecture ``name``."""
+    runner = ReferenceLauncher(name)
     with launcher.use(runner):
         yield runner
 
@@ -115,14 +155,14 @@ def reference_gemms() -> Iterator[ReferenceLauncher]:
 class DryLauncher(ReferenceLauncher):
     """Records what would run, its arguments packed as for a launch; results are memory as it comes."""
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         self.note(key)
         call.arguments(clusters)
 
 
 @contextmanager
-def dry_gemms() -> Iterator[DryLauncher]:
-    """Operations inside compute nothing."""
-    runner = DryLauncher()
+def dry_gemms(name: str = "sm_100a") -> Iterator[DryLauncher]:
+    """Operations inside compute nothing, as on a GPU of the architecture ``name``."""
+    runner = DryLauncher(name)
     with launcher.use(runner):
         yield runner

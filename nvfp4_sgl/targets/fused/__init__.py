@@ -1,43 +1,42 @@
 """The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
-Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The two targets differ in their GEMMs
-alone: ``products_bf16`` (Hopper for now) and ``products_nvfp4`` (SM100). Activations are bf16. Accumulators, and
-everything that the specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for
-nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
+Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The targets differ in their GEMMs alone:
+``products_w4a16`` (Hopper) and ``products_nvfp4`` (SM100). Activations are bf16. Accumulators, and everything that the
+specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for nothing on the host, and
+the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
 """
 
 from dataclasses import replace
 
 from nvfp4_sgl.model.contract import Boundaries
-from nvfp4_sgl.targets.fused import products_bf16 as bf16
 from nvfp4_sgl.targets.fused import products_nvfp4 as nvfp4
+from nvfp4_sgl.targets.fused import products_w4a16 as w4a16
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
 from nvfp4_sgl.targets.fused.experts import FusedRouter
-from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
 
 
-def bf16_boundaries() -> Boundaries:
-    """The boundaries on Hopper: bf16 GEMMs."""
+def w4a16_boundaries() -> Boundaries:
+    """The boundaries on Hopper: NVFP4 weights, bf16 activations."""
     return Boundaries(
-        plan=FusedPlanner,
+        plan=w4a16.W4A16Planner,
         embed=FusedEmbedding,
         site=FusedSite,
-        project_input=bf16.Bf16InputProjection,
-        project=bf16.Bf16Projection,
-        project_groups=bf16.Bf16GroupedProjection,
+        project_input=w4a16.project_input,
+        project=w4a16.project,
+        project_groups=w4a16.project_groups,
         prepare_attention=FusedAttentionInputs,
         select=FusedSelection,
         attend=FusedAttentionCore,
         route=FusedRouter,
-        experts=bf16.Bf16Experts,
+        experts=w4a16.experts,
     )
 
 
 def nvfp4_boundaries() -> Boundaries:
-    """The boundaries on SM100: those of Hopper with NVFP4 GEMMs."""
+    """The boundaries on SM100: those of Hopper with NVFP4 activations in the GEMMs."""
     return replace(
-        bf16_boundaries(),
+        w4a16_boundaries(),
         plan=nvfp4.NvFp4Planner,
         project_input=nvfp4.NvFp4InputProjection,
         project=nvfp4.NvFp4Projection,

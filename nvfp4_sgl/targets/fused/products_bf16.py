@@ -1,8 +1,8 @@
-"""bf16 GEMMs on weights that were dequantised at load, for Hopper for now.
+"""bf16 GEMMs on weights that were dequantised at load: on Hopper, for matrices in another storage than NVFP4.
 
-A stand-in until this architecture has NVFP4 kernels: correct, but with four times the bytes of packed weights. Each
-NVFP4 weight is ``code * block_scale * global_scale`` in fp32, rounded once to bf16 (FP8 weights are exact in bf16).
-Activations are not quantised, so this is the mode ``w4a16``. The GEMMs are torch's, with fp32 accumulation.
+FP8 weights, exact in bf16, take twice their bytes. An NVFP4 weight that is merged with others is ``code * block_scale *
+global_scale`` in fp32, rounded once to bf16. Activations are not quantised. The GEMMs are torch's, with fp32
+accumulation.
 """
 
 from __future__ import annotations

@@ -7,33 +7,23 @@ stored.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.cutedsl_kernels import launcher, operations
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, swiglu_row_scale
-from nvfp4_sgl.cutedsl_kernels.library import Library
+from nvfp4_sgl.cutedsl_kernels import operations
+from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
-from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
-from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.rows import ExpertRows
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, PassRequest, Unmultiplied
-from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.model.contract import Context, Form, Operand, PassRequest
+from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form
-from nvfp4_sgl.targets.fused.planner import FusedPlanner
-from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
-from nvfp4_sgl.targets.reference.projections import columns_of
-from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
@@ -94,31 +84,11 @@ class NvFp4Projection(nn.Module):
         return list(self.product(x, torch.bfloat16))
 
 
-class NvFp4InputProjection(nn.Module):
-    """The first GEMMs of an attention layer: one in NVFP4, and in CSA layers that of the index weights in bf16.
-
-    Up to ``MAX_TOKENS`` tokens, the kernel that prepares attention computes the index weights: they take no launch.
-    """
+class NvFp4InputProjection(InputColumns):
+    """The first GEMMs of an attention layer."""
 
     def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
-        super().__init__()
-        self.projection = NvFp4Projection(context, shards)
-        self.index_weights: nn.Parameter | None = None
-        if index_weights is not None:
-            self.index_weights = frozen(dequantized(load_matrix(context.source, [index_weights]), context.device))
-
-    @property
-    def takes(self) -> Form:
-        return Form.NVFP4 if self.index_weights is None else Form.NVFP4 | Form.VALUES
-
-    def forward(self, x: Operand) -> Columns:
-        """The layer's columns in fp32."""
-        columns = columns_of(self.projection.product(x, torch.float32), indexed=False)
-        if self.index_weights is None:
-            return columns
-        if len(x.require_values()) <= MAX_TOKENS:
-            return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
-        return replace(columns, index_weights=multiply(x.require_values(), self.index_weights, torch.float32))
+        super().__init__(context, NvFp4Projection(context, shards), index_weights)
 
 
 class NvFp4GroupedProjection(nn.Module):
@@ -181,16 +151,8 @@ class NvFp4Experts(nn.Module):
         return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
 
 
-LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
-"""Environment variable: the folder of a library of GEMMs built ahead of time."""
-
-
-class NvFp4Planner(FusedPlanner):
-    """Plans passes, and compiles every GEMM, or loads it from a library built ahead of time, before the first request.
-
-    ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``). GEMMs that it lacks are
-    compiled, about a second a kernel. Nothing is compiled after the warm-up: a GEMM that was overlooked is an error.
-    """
+class NvFp4Planner(GemmPlanner):
+    """Knows what kernels are compiled for by the number of tokens."""
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
         """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
@@ -203,21 +165,3 @@ class NvFp4Planner(FusedPlanner):
             return operations.token_tile_for(count), tile, padded_rows(count * visits, groups, tile) % 16 == 0
 
         return warm_up_passes(self.slots, tokens, kind, operations.token_tile_for)
-
-    @torch.no_grad()
-    def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
-        """Run every GEMM, then every pass; then refuse to compile."""
-        context, runner = self.context, launcher.current()
-        if (folder := os.environ.get(LIBRARY_VARIABLE)) and isinstance(runner, launcher.CudaLauncher):
-            runner.kernels = KernelCache(Library(Path(folder)))
-        keys = keys_for(
-            layer_products(context.config, context.parallel.size),
-            max(tokens, self.slots.requests),
-            context.config.swiglu_limit,
-            runner.architecture(context.device),
-            runner.clusters(context.device),
-            programmatic_launch=runner.programmatic_launch,
-        )
-        warm_up_gemms(keys, context.device)
-        super().warm_up(decoder, table, tokens)
-        runner.freeze()

@@ -29,12 +29,12 @@ def _warm_up_with_one_size(warm_up):
 
 
 def _compute_gemms_in_torch(model):
-    """Those of SM100, the only ones that go through a launcher."""
+    """Those that go through a launcher."""
     from nvfp4_sgl.cutedsl_kernels import launcher
     from tests.support.reference_gemms import ReferenceLauncher
     from tests.support.server_events import tell_freeze
 
-    runner = ReferenceLauncher()
+    runner = ReferenceLauncher(os.environ["INTERPRETED_TARGET"])
     tell_freeze(runner)
     launcher.install(runner)
 

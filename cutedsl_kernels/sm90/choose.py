@@ -1,0 +1,87 @@
+"""Which Hopper kernel serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
+
+A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``..common.planned``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from ..common.clusters import Clusters
+from ..common.planned import planned_pairs, planned_tokens
+from ..common.shape import SPLITS, TOKEN_TILES, Output
+from .cost import Problem, microseconds
+from .layout import TILE_K
+from .shape import EXPERT_TOKEN_TILES, MIN_STAGES, KernelShape, max_split
+
+MIN_SLICE = 2 * TILE_K
+"""Least K of a CTA of a split-K cluster: a single stage is all latency."""
+NEARLY = 1.01
+"""Shapes within this factor of the least time are as good: the model tells no more apart."""
+H200_CLUSTERS = Clusters(132, 66, 30, 15)
+"""What an H200 runs at a time, as its driver says (2026-11-22)."""
+
+
+def choose_product(features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters) -> KernelShape:
+    """For ``groups`` products of [tokens, k] by [features, k]."""
+    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters)
+
+
+@lru_cache(maxsize=4096)
+def _choose_product(features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters) -> KernelShape:
+    problem = Problem(features, k, tokens, groups)
+    return _best(product_shapes(k, tokens, output), problem, clusters)
+
+
+def choose_experts(
+    features: int, k: int, pairs: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+) -> KernelShape:
+    """For experts that share ``pairs`` token-expert pairs, ``features`` of them written, twice as many if gated.
+
+    Counts stay on the GPU, so the choice goes by their mean.
+    """
+    return _choose_experts(features, k, planned_pairs(pairs), experts, gated, token_tile, output, clusters)
+
+
+@lru_cache(maxsize=4096)
+def _choose_experts(
+    features: int, k: int, pairs: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+) -> KernelShape:
+    problem = Problem(features * (2 if gated else 1), k, pairs, experts, is_routed=True)
+    return _best(expert_shapes(k, token_tile, gated, output), problem, clusters)
+
+
+def expert_tile(pairs: int, experts: int) -> int:
+    """Tokens of an expert's tile: the narrowest that holds the mean of the experts that are visited."""
+    problem = Problem(1, 1, planned_pairs(pairs), experts, is_routed=True)
+    mean = problem.rows / problem.visited
+    return next((tile for tile in EXPERT_TOKEN_TILES if mean <= tile), EXPERT_TOKEN_TILES[-1])
+
+
+def product_shapes(k: int, tokens: int, output: Output) -> Iterator[KernelShape]:
+    """What :func:`choose_product` chooses from: no tile more than twice as wide as the tokens."""
+    widest = next((tile for tile in TOKEN_TILES if tokens <= tile), TOKEN_TILES[-1])
+    for tile in TOKEN_TILES:
+        if tile <= widest:
+            yield from _splits(k, KernelShape(tile, output=output))
+
+
+def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:
+    """What :func:`choose_experts` chooses from."""
+    yield from _splits(k, KernelShape(token_tile, output=output, gated=gated, grouped=True))
+
+
+def _splits(k: int, shape: KernelShape) -> Iterator[KernelShape]:
+    """The shape with K whole, then split."""
+    yield shape
+    for split in SPLITS[1:]:
+        if split <= max_split(shape.token_tile) and k // split >= MIN_SLICE:
+            yield KernelShape(shape.token_tile, split, shape.output, shape.gated, shape.grouped)
+
+
+def _best(shapes: Iterable[KernelShape], problem: Problem, clusters: Clusters) -> KernelShape:
+    """The shape that takes least; of those that take nearly as little the first, which is the simplest."""
+    fitting = [(microseconds(shape, problem, clusters), shape) for shape in shapes if shape.stages >= MIN_STAGES]
+    least = min(time for time, _ in fitting)
+    return next(shape for time, shape in fitting if time <= least * NEARLY)

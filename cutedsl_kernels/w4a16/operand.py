@@ -1,0 +1,152 @@
+"""The weight operand of the w4a16 GEMMs: tiles in the order in which wgmma's register operand takes them.
+
+value[r, k] = e2m1(code[r, k]) · block_scale[r, k // 16] · scale. ``sm90/layout.py`` describes a tile. Tiles are made
+once, on the GPU, right after the weights arrive there; nothing else of them is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import require_dimensions, require_dtype, require_multiple, require_shape
+
+from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS, pack_tiles
+from ..sm90.shape import GATE_ROWS
+
+
+@dataclass(frozen=True)
+class TiledWeights:
+    """The weight of a GEMM, or a stack of weights of a grouped one.
+
+    Dense: [1, F, K], scale [1, F]. Grouped: [G, F, K], scale [G, F]. Experts: [E, F, K], scale [E]. Gated experts:
+    [E, 2 I, K], scale [E, 2], gate before up; the rows are 8 gates, the 8 ups of the same features, the next 8 gates
+    and so on.
+
+    A layer's experts can be loaded one at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
+    ``put_expert`` or ``put_gated_expert`` for each.
+
+    Attributes:
+        tiles: uint8 [matrices, ceil(features / 128), ceil(K / 128), 9216].
+        scale: fp32, the global scales (alphas) as above.
+        features: rows of each matrix.
+        k: K.
+    """
+
+    tiles: Tensor
+    scale: Tensor
+    features: int
+    k: int
+
+    @classmethod
+    def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
+        """The weight [F, K] of a dense GEMM.
+
+        Args:
+            codes: uint8 [F, K/2], the even k in the low nibble, K a multiple of 64.
+            block_scales: E4M3 [F, K/16], finite and not negative.
+            alpha: the global scale, fp32 0-d, [1] or, for a weight merged of several, [F].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or a block scale does not fit.
+        """
+        require_dimensions("codes", codes, 2, "[F, K/2]")
+        require_dtype("alpha", alpha, torch.float32)
+        if alpha.numel() not in (1, codes.shape[0]):
+            raise OperandValueError(f"alpha: expected 1 or {codes.shape[0]} values, found shape {tuple(alpha.shape)}")
+        of_rows = alpha.reshape(-1).expand(codes.shape[0])
+        return cls._make(codes[None], block_scales[None], of_rows[None])
+
+    @classmethod
+    def grouped(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
+        """The weights [G, F, K] of a block-diagonal GEMM, one for each group of the tokens' columns.
+
+        Args:
+            codes: uint8 [G, F, K/2], K a multiple of 64.
+            block_scales: E4M3 [G, F, K/16], finite and not negative.
+            alpha: fp32 [G, F].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or a block scale does not fit.
+        """
+        require_dimensions("codes", codes, 3, "[G, F, K/2]")
+        require_dtype("alpha", alpha, torch.float32)
+        require_shape("alpha", alpha, codes.shape[:2], "[G, F]")
+        return cls._make(codes, block_scales, alpha)
+
+    @classmethod
+    def allocate_experts(cls, experts: int, features: int, k: int, device: torch.device) -> TiledWeights:
+        """Room for the down projections [E, F, K] of experts, contents undefined."""
+        return cls._allocate(experts, features, k, (experts,), device)
+
+    @classmethod
+    def allocate_gated_experts(cls, experts: int, features: int, k: int, device: torch.device) -> TiledWeights:
+        """Room for the gate and up projections [E, 2, I, K] of experts, contents undefined."""
+        require_multiple("features", "I", features, GATE_ROWS, "gates and ups alternate by so many")
+        return cls._allocate(experts, 2 * features, k, (experts, 2), device)
+
+    def put_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+        """Copy one expert's down projection into the stack.
+
+        Args:
+            expert: its index.
+            codes: uint8 [F, K/2]. block_scales: E4M3 [F, K/16], finite and not negative. Any device.
+            alpha: fp32, one value.
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or a block scale does not fit.
+        """
+        require_shape("codes", codes, (self.features, self.k // 2), "[F, K/2]")
+        self._put(expert, codes, block_scales, alpha)
+
+    def put_gated_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+        """Copy one expert's gate and up projections, the gate first, into the stack.
+
+        Args:
+            expert: its index.
+            codes: uint8 [2, I, K/2]. block_scales: E4M3 [2, I, K/16], finite and not negative. Any device.
+            alpha: fp32 [2].
+
+        Raises:
+            OperandTypeError: a dtype is not one of those above.
+            OperandValueError: a shape or a block scale does not fit.
+        """
+        require_shape("codes", codes, (2, self.features // 2, self.k // 2), "[2, I, K/2]")
+        require_shape("block_scales", block_scales, (2, self.features // 2, self.k // 16), "[2, I, K/16]")
+        # As bytes: torch does not permute e4m3 everywhere.
+        scales = interleave_gates(block_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+        self._put(expert, interleave_gates(codes), scales, alpha)
+
+    def _put(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+        require_dtype("alpha", alpha, torch.float32)
+        if alpha.numel() != self.scale[expert].numel():
+            expected = self.scale[expert].numel()
+            raise OperandValueError(f"alpha: expected {expected} values, found shape {tuple(alpha.shape)}")
+        device = self.tiles.device
+        self.tiles[expert].copy_(pack_tiles(codes.to(device), block_scales.to(device)))
+        self.scale[expert].copy_(alpha.reshape(self.scale[expert].shape))
+
+    @classmethod
+    def _make(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
+        tiles = pack_tiles(codes, block_scales)
+        return cls(tiles, alpha.contiguous(), codes.shape[1], codes.shape[2] * 2)
+
+    @classmethod
+    def _allocate(
+        cls, matrices: int, features: int, k: int, of_scale: tuple[int, ...], device: torch.device
+    ) -> TiledWeights:
+        require_multiple("k", "K", k, K_MULTIPLE, "whole halves of a tile")
+        grid = (-(-features // TILE_ROWS), -(-k // TILE_K))
+        tiles = torch.empty(matrices, *grid, TILE_BYTES, dtype=torch.uint8, device=device)
+        return cls(tiles, torch.empty(of_scale, dtype=torch.float32, device=device), features, k)
+
+
+def interleave_gates(plain: Tensor) -> Tensor:
+    """Interleave rows [2, I, n] of gates and ups to [2 I, n], as gated kernels take them; a copy."""
+    return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)

@@ -1,0 +1,53 @@
+"""The first GEMMs of an attention layer: one with NVFP4 weights; in CSA layers that of the index weights in bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
+from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
+from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
+from nvfp4_sgl.weights.matrix import load_matrix
+from nvfp4_sgl.weights.source import Shard, frozen
+
+
+class MergedProjection(Protocol):
+    """The GEMM with NVFP4 weights."""
+
+    @property
+    def takes(self) -> Form: ...
+
+    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The columns of each shard, [T, rows] in ``dtype``."""
+
+
+class InputColumns(nn.Module):
+    """The columns of ``projection`` and of the index weights.
+
+    Up to ``MAX_TOKENS`` tokens, the kernel that prepares attention computes the index weights: they take no launch.
+    """
+
+    def __init__(self, context: Context, projection: MergedProjection, index_weights: Shard | None):
+        super().__init__()
+        self.projection = projection
+        self.index_weights: nn.Parameter | None = None
+        if index_weights is not None:
+            self.index_weights = frozen(dequantized(load_matrix(context.source, [index_weights]), context.device))
+
+    @property
+    def takes(self) -> Form:
+        return self.projection.takes if self.index_weights is None else self.projection.takes | Form.VALUES
+
+    def forward(self, x: Operand) -> Columns:
+        """The layer's columns in fp32."""
+        columns = columns_of(self.projection.product(x, torch.float32), indexed=False)
+        if self.index_weights is None:
+            return columns
+        if len(x.require_values()) <= MAX_TOKENS:
+            return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
+        return replace(columns, index_weights=multiply(x.require_values(), self.index_weights, torch.float32))

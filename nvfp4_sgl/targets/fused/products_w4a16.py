@@ -1,0 +1,188 @@
+"""GEMMs of NVFP4 weights with bf16 activations on Hopper (mode ``w4a16``).
+
+NVFP4 weights stay packed: their tiles for the tensor core are made once, on the GPU, and expanded to bf16 in registers
+(exact). Matrices in another storage are dequantised at load (:mod:`.products_bf16`), each boundary by itself. Router,
+index weights and LM head are bf16, as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
+from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.model.contract import (
+    Context,
+    Experts,
+    Form,
+    GroupedProjection,
+    InputProjection,
+    Operand,
+    PassRequest,
+    Projection,
+)
+from nvfp4_sgl.targets.fused import products_bf16 as bf16
+from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.targets.fused.input_columns import InputColumns
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
+from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.matrix import load_matrix, merge
+from nvfp4_sgl.weights.source import Shard, frozen
+
+
+def _is_nvfp4(context: Context, shards: Sequence[Shard]) -> bool:
+    return all(context.source.storage(shard.stem) is Storage.NVFP4 for shard in shards)
+
+
+def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
+    """Merge NVFP4 shards and copy them to the device, packed."""
+    matrix = load_matrix(context.source, shards, groups=groups)
+    assert isinstance(matrix, NvFp4Tensor), shards
+    return matrix.to(context.device)
+
+
+class W4A16Weights(nn.Module):
+    """The weight operand of a GEMM as parameters: tiles and global scales."""
+
+    def __init__(self, weights: TiledWeights):
+        super().__init__()
+        self.tiles, self.scale = frozen(weights.tiles), frozen(weights.scale)
+        self.features, self.k = weights.features, weights.k
+
+    @property
+    def operand(self) -> TiledWeights:
+        """As the GEMMs take it."""
+        return TiledWeights(self.tiles.data, self.scale.data, self.features, self.k)
+
+
+def project(context: Context, shards: Sequence[Shard]) -> Projection:
+    """Matrices that read the same activation: packed if all are NVFP4, else dequantised."""
+    return (W4A16Projection if _is_nvfp4(context, shards) else bf16.Bf16Projection)(context, shards)
+
+
+class W4A16Projection(nn.Module):
+    """Matrices that read the same activation, merged into one GEMM; each keeps its global scale, an alpha a feature."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard]):
+        super().__init__()
+        parts = [_load(context, shard) for shard in shards]
+        self.sizes = [part.shape[0] for part in parts]
+        merged = merge(parts)
+        self.weights = W4A16Weights(TiledWeights.dense(merged.packed, merged.block_scale, merged.global_scale))
+
+    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The columns of each shard, slices [T, rows] in ``dtype``."""
+        result = operations.product(x.require_values(), self.weights.operand, dtype=dtype)
+        return result.split(self.sizes, dim=1)
+
+    def forward(self, x: Operand) -> list[Tensor]:
+        """The columns of each shard in bf16."""
+        return list(self.product(x, torch.bfloat16))
+
+
+def project_input(context: Context, shards: Sequence[Shard], index_weights: Shard | None) -> InputProjection:
+    """The first GEMMs of an attention layer: packed if all but the index weights are NVFP4, else dequantised."""
+    make = W4A16InputProjection if _is_nvfp4(context, shards) else bf16.Bf16InputProjection
+    return make(context, shards, index_weights)
+
+
+class W4A16InputProjection(InputColumns):
+    """The first GEMMs of an attention layer."""
+
+    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
+        super().__init__(context, W4A16Projection(context, shards), index_weights)
+
+
+def project_groups(context: Context, shard: Shard, groups: int) -> GroupedProjection:
+    """The block-diagonal GEMM of the attention output: packed if it is NVFP4, else dequantised."""
+    make = W4A16GroupedProjection if _is_nvfp4(context, [shard]) else bf16.Bf16GroupedProjection
+    return make(context, shard, groups)
+
+
+class W4A16GroupedProjection(nn.Module):
+    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4)."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, shard: Shard, groups: int):
+        super().__init__()
+        matrix = _load(context, shard, groups=groups)
+        self.weights = W4A16Weights(TiledWeights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale))
+
+    def forward(self, x: Operand, form: Form) -> Operand:
+        """The result [T, G * N] in ``form``."""
+        result = operations.grouped_product(x.require_values(), self.weights.operand)
+        return in_form(result.flatten(1), form)
+
+
+def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
+    """Routed experts and the shared one: packed if all are NVFP4, else dequantised."""
+    shards = [shard for expert in matrices for shard in (*expert.gate_up, expert.down)]
+    return (W4A16Experts if _is_nvfp4(context, shards) else bf16.Bf16Experts)(context, matrices)
+
+
+class W4A16Experts(nn.Module):
+    """Routed experts and the shared one as two grouped GEMMs; the epilogue of the first does SwiGLU."""
+
+    takes = Form.VALUES
+
+    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+        super().__init__()
+        self._config, self._device, self._groups = context.config, context.device, len(matrices)
+        w13: TiledWeights | None = None
+        w2: TiledWeights | None = None
+        # One expert at a time, so that the host never holds a whole layer.
+        for index, expert in enumerate(matrices):
+            gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
+            if w13 is None or w2 is None:
+                _, features, k = gate_up.shape
+                w13 = TiledWeights.allocate_gated_experts(len(matrices), features, k, context.device)
+                w2 = TiledWeights.allocate_experts(len(matrices), k, features, context.device)
+            w13.put_gated_expert(index, gate_up.packed, gate_up.block_scale, gate_up.global_scale[:, 0])
+            w2.put_expert(index, down.packed, down.block_scale, down.global_scale)
+        assert w13 is not None and w2 is not None
+        self.w13, self.w2 = W4A16Weights(w13), W4A16Weights(w2)
+
+    def new_routes(self, tokens: int) -> Routes:
+        """Routes whose groups begin at multiples of the GEMMs' token tile."""
+        visits = self._config.num_experts_per_tok + 1
+        tile = operations.w4a16_expert_token_tile_for(tokens * visits, self._groups)
+        return Routes.allocate(tokens, visits, self._groups, tile, self._device)
+
+    def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
+        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32."""
+        values = x.require_values()
+        groups = (routes.tile, routes.offsets, routes.counts)
+        rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
+        scatter_rows(values, routes.destination, rows)
+        hidden = operations.expert_gate_up(rows, *groups, self.w13.operand, self._config.swiglu_limit)
+        output = operations.expert_down(hidden, *groups, self.w2.operand)
+        return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
+
+
+class W4A16Planner(GemmPlanner):
+    """Knows what kernels are compiled for by the number of tokens."""
+
+    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
+        """Passes of every kind: routing kernels are compiled for the token tile of the experts' GEMMs and for whether
+        the number of padded rows is a multiple of 16."""
+        config = self.context.config
+        visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
+
+        def kind(count: int) -> tuple[int, bool]:
+            tile = operations.w4a16_expert_token_tile_for(count * visits, groups)
+            return tile, padded_rows(count * visits, groups, tile) % 16 == 0
+
+        return warm_up_passes(self.slots, tokens, kind)
