@@ -166,7 +166,7 @@ def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool) -> Hopper
     split = min(_pin.split_k, max_split(_pin.token_tile))
     while split > 1 and k // split < hopper.MIN_SLICE:
         split //= 2
-    return HopperShape(_pin.token_tile, split, output, gated, grouped)
+    return HopperShape(_pin.token_tile, split, output, gated=gated, grouped=grouped)
 
 
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:

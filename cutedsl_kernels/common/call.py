@@ -21,8 +21,10 @@ class GemmCall(ABC):
         shape: the kernel's.
         weights: [groups, ...], in the layout of the architecture.
         tokens: [rows, ...] or [rows, groups, ...], the last dimension contiguous.
-        out: [rows, features] or [rows, groups, features].
+        out: [rows, outputs] or [rows, groups, outputs].
         alpha: fp32, the weights' global scales.
+        offsets, counts: int32 [groups] of a grouped kernel, else None: each expert's first row, a multiple of the token
+            tile, and its rows.
 
     Raises:
         ValueError: a CTA of the cluster would have nothing to add up.
@@ -33,6 +35,8 @@ class GemmCall(ABC):
     tokens: Tensor
     out: Tensor
     alpha: Tensor
+    offsets: Tensor | None = None
+    counts: Tensor | None = None
 
     STAGE_K: ClassVar[int]
     """Elements of K in a pipeline stage."""
@@ -44,13 +48,24 @@ class GemmCall(ABC):
 
     @property
     @abstractmethod
+    def features(self) -> int:
+        """Weight rows."""
+
+    @property
+    def outputs(self) -> int:
+        """Output features."""
+        return self.features // self.shape.rows_per_feature
+
+    @property
+    @abstractmethod
     def k(self) -> int:
         """Elements of K."""
 
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """Number of blocks of tiles of all groups; a cluster takes one at a time."""
+        """Number of blocks of tiles of all groups, of a grouped kernel the most there can be; a cluster takes one at a
+        time."""
 
     @property
     def rows(self) -> int:
@@ -70,6 +85,15 @@ class GemmCall(ABC):
         """Elements of ``tokens`` between its rows, and between its groups."""
         return self.tokens.stride(0), self.tokens.stride(1) if self.tokens.dim() == 3 else 0
 
+    @property
+    def alpha_strides(self) -> tuple[int, int]:
+        """Elements of ``alpha`` between features (between gate and up, if gated), and between groups."""
+        if self.shape.gated:
+            return 1, 2
+        if self.shape.grouped and self.alpha.numel() == self.groups:
+            return 0, 1
+        return self.alpha.stride(-1), self.alpha.stride(0)
+
     def clusters(self, active: Clusters) -> int:
         """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
         return max(1, min(self.blocks, active.of(self.shape.cluster) * self.shape.ctas_per_sm))
@@ -81,3 +105,8 @@ class GemmCall(ABC):
     @abstractmethod
     def arguments(self, clusters: int) -> Arguments:
         """What the compiled kernel takes, for a launch on ``clusters`` persistent clusters."""
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of the first element; 0 for a tensor that a kernel does not have."""
+    return 0 if tensor is None else tensor.data_ptr()

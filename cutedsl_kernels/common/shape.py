@@ -59,6 +59,9 @@ class GemmShape(ABC):
         token_tile: N of the MMA: tokens of a tile.
         split_k: CTAs of a cluster that share the K of one tile and reduce over distributed shared memory.
         output: what is written.
+        gated: the weights' rows are gates and ups in turn (the architecture's ``GATE_ROWS`` of each), joined by SwiGLU:
+            half as many features come out.
+        grouped: experts with device-side offsets instead of a batch of equal products.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -67,6 +70,8 @@ class GemmShape(ABC):
     token_tile: int
     split_k: int = 1
     output: Output = "bf16"
+    gated: bool = False
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
@@ -97,6 +102,11 @@ class GemmShape(ABC):
     def ctas_per_sm(self) -> int:
         """CTAs that an SM runs at a time."""
         return 1
+
+    @property
+    def rows_per_feature(self) -> int:
+        """Weight rows that make an output feature: a gate and an up, or one."""
+        return 2 if self.gated else 1
 
     # The epilogue, and the split-K reduction.
 
@@ -160,6 +170,11 @@ class GemmShape(ABC):
     @abstractmethod
     def fixed_bytes(self) -> int:
         """All but the stages; a bound."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """The table of experts of a grouped kernel."""
+        return 4 * EXPERT_TABLE_WORDS if self.grouped else 0
 
     @property
     def staging_bytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..common.arguments import Arguments
-from ..common.call import GemmCall
+from ..common.call import GemmCall, address
 from .shape import SCALE_ATOM_BYTES, TILE_K, KernelShape
 
 
@@ -37,20 +37,12 @@ class Call(GemmCall):
     row_scale: Tensor
     out_scales: Tensor | None = None
     row_weight: Tensor | None = None
-    offsets: Tensor | None = None
-    counts: Tensor | None = None
 
     STAGE_K = TILE_K
 
     @property
     def features(self) -> int:
-        """Weight rows."""
         return self.weights.shape[1]
-
-    @property
-    def outputs(self) -> int:
-        """Output features."""
-        return self.features // self.shape.rows_per_feature
 
     @property
     def k(self) -> int:
@@ -58,7 +50,6 @@ class Call(GemmCall):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of tiles, of a grouped kernel the most there can be; a cluster takes one at a time."""
         shape = self.shape
         across = -(-self.features // (shape.tile_features * shape.shared_tokens))
         down = -(-self.rows // (shape.token_tile * (1 if shape.grouped else shape.shared_weights)))
@@ -75,19 +66,19 @@ class Call(GemmCall):
         row_scale = self.row_scale
         token_row, token_group = self.token_strides
         out_row, out_group = self.out_strides
-        alpha_feature, alpha_group = self._alpha_strides()
+        alpha_feature, alpha_group = self.alpha_strides
         return Arguments(
             weights=self.weights.data_ptr(),
             weight_scales=self.weight_scales.data_ptr(),
             tokens=self.tokens.data_ptr(),
             token_scales=self.token_scales.data_ptr(),
             out=self.out.data_ptr(),
-            out_scales=_address(self.out_scales),
+            out_scales=address(self.out_scales),
             row_scale=row_scale.data_ptr(),
-            row_weight=_address(self.row_weight),
+            row_weight=address(self.row_weight),
             alpha=self.alpha.data_ptr(),
-            offsets=_address(self.offsets),
-            counts=_address(self.counts),
+            offsets=address(self.offsets),
+            counts=address(self.counts),
             features=self.features,
             k=self.k,
             rows=self.rows,
@@ -105,15 +96,3 @@ class Call(GemmCall):
             alpha_group=alpha_group,
             out_scale_row=-(-self.outputs // 64) * SCALE_ATOM_BYTES,
         )
-
-    def _alpha_strides(self) -> tuple[int, int]:
-        """Strides of ``alpha``: of features (of gate and up, if gated) and of groups."""
-        if self.shape.gated:
-            return 1, 2
-        if self.shape.grouped and self.alpha.numel() == self.groups:
-            return 0, 1
-        return self.alpha.stride(-1), self.features
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -19,10 +19,9 @@ from ..common.fixed import Fixed
 from ..common.fragment import EpilogueWarp, values_of
 from ..common.shape import TEAM_THREADS, WARP_LANES
 from ..common.store import PlainStore
+from ..common.swiglu import clamped_swiglu
 from .quantized_store import QuantizedStore
 from .shape import LANES, KernelShape
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -174,15 +173,3 @@ class DeviceEpilogue(Fixed):
 def multiply_pair(values: Any, first: int, low: Any, high: Any) -> None:
     """``values[first] *= low; values[first + 1] *= high`` in fp32, as one instruction of SM100."""
     values[first], values[first + 1] = cute.arch.mul_packed_f32x2((values[first], values[first + 1]), (low, high))
-
-
-def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; +0 where that would be NaN (spec section 6.2).
-
-    The sigmoid takes the hardware's ex2.approx and rcp.approx: relative error below 2^-21.
-    """
-    gate = cute.arch.fmin(gate, limit)
-    up = cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
-    sigmoid = cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(gate * Float32(-LOG2_E)))
-    hidden = (gate * sigmoid) * up
-    return cutlass.select_(hidden == hidden, hidden, Float32(0.0))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from ..common.shape import (
     ALIGNMENT,
-    EXPERT_TABLE_WORDS,
     SPLIT_CHUNK,
     TEAM_THREADS,
     TEAM_WARPS,
@@ -42,12 +41,9 @@ class KernelShape(GemmShape):
     """What is fixed when a kernel is compiled.
 
     Attributes:
-        token_tile, split_k, output: as :class:`GemmShape` says.
+        token_tile, split_k, output, gated, grouped: as :class:`GemmShape` says.
         pair: two CTAs of a cluster work on 256 features as one tensor core (cta_group::2), each holding half of the
             tokens' codes.
-        gated: the weights' rows are gates and ups in turn, ``GATE_ROWS`` of each, joined by SwiGLU: half as many
-            features come out.
-        grouped: experts with device-side offsets instead of a batch of equal products.
         shared_tokens: pairs of a cluster along the features, which receive the tokens by one multicast.
         shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
             reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
@@ -57,8 +53,6 @@ class KernelShape(GemmShape):
     """
 
     pair: bool = False
-    gated: bool = False
-    grouped: bool = False
     shared_tokens: int = 1
     shared_weights: int = 1
 
@@ -89,11 +83,6 @@ class KernelShape(GemmShape):
     def tile_features(self) -> int:
         """Weight rows of a tile: of a CTA or a pair."""
         return LANES * (2 if self.pair else 1)
-
-    @property
-    def rows_per_feature(self) -> int:
-        """Weight rows that make an output feature: a gate and an up, or one."""
-        return 2 if self.gated else 1
 
     @property
     def tile_outputs(self) -> int:
@@ -212,8 +201,7 @@ class KernelShape(GemmShape):
     @property
     def small_bytes(self) -> int:
         """Row factors, expert offsets, barriers (no more than 512 bytes) and alignment; a bound."""
-        experts = EXPERT_TABLE_WORDS * 4 if self.grouped else 0
-        return self.teams * 2 * self.token_tile * 4 + experts + 512 + 2 * ALIGNMENT
+        return self.teams * 2 * self.token_tile * 4 + self.expert_bytes + 512 + 2 * ALIGNMENT
 
     @property
     def fixed_bytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..common.arguments import Arguments
-from ..common.call import GemmCall
+from ..common.call import GemmCall, address
 from .layout import TILE_K, TILE_ROWS
 from .shape import KernelShape
 
@@ -17,10 +17,13 @@ class Call(GemmCall):
     """The tensors and sizes of one launch.
 
     Attributes:
-        weights: uint8 [groups, ceil(features / 128), ceil(k / 128), 9216], as ``layout.pack_tiles`` makes them.
-        tokens: bf16 [rows, k] or [rows, groups, k], the last dimension contiguous.
-        out: bf16 or fp32 [rows, features] or [rows, groups, features].
-        alpha: fp32 [groups, features], the weights' global scales.
+        weights: uint8 [groups, ceil(features / 128), ceil(k / 128), 9216], as ``layout.pack_tiles`` makes them. Rows of
+            gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and so on.
+        tokens: bf16 [rows, k] or [rows, groups, k], the last dimension contiguous. A grouped kernel has [rows, k].
+        out: bf16 or fp32 [rows, outputs] or [rows, groups, outputs]; outputs are features, or half of them if gated.
+            A grouped kernel also writes the rows behind an expert's that are in its last token tile.
+        alpha: fp32, the weights' global scales: [groups, features], [groups] for experts, or [groups, 2] for gates and
+            ups; the last two contiguous.
     """
 
     shape: KernelShape
@@ -29,7 +32,7 @@ class Call(GemmCall):
 
     @property
     def features(self) -> int:
-        return self.out.shape[-1]
+        return self.out.shape[-1] * self.shape.rows_per_feature
 
     @property
     def k(self) -> int:
@@ -37,16 +40,18 @@ class Call(GemmCall):
 
     @property
     def blocks(self) -> int:
-        """Number of tiles of all groups; a cluster takes one at a time."""
-        return -(-self.features // TILE_ROWS) * -(-self.rows // self.shape.token_tile) * self.groups
+        tiles = -(-self.features // TILE_ROWS) * -(-self.rows // self.shape.token_tile)
+        return tiles if self.shape.grouped else tiles * self.groups
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [self.weights, self.tokens, self.alpha], [self.out]
+        read = [self.weights, self.tokens, self.alpha, self.offsets, self.counts]
+        return [tensor for tensor in read if tensor is not None], [self.out]
 
     def arguments(self, clusters: int) -> Arguments:
         """``GemmCall.arguments``; 0 for what these kernels do not have."""
         token_row, token_group = self.token_strides
         out_row, out_group = self.out_strides
+        alpha_feature, alpha_group = self.alpha_strides
         return Arguments(
             weights=self.weights.data_ptr(),
             weight_scales=0,
@@ -57,8 +62,8 @@ class Call(GemmCall):
             row_scale=0,
             row_weight=0,
             alpha=self.alpha.data_ptr(),
-            offsets=0,
-            counts=0,
+            offsets=address(self.offsets),
+            counts=address(self.counts),
             features=self.features,
             k=self.k,
             rows=self.rows,
@@ -72,7 +77,7 @@ class Call(GemmCall):
             out_group=out_group,
             row_scale_row=0,
             row_scale_group=0,
-            alpha_feature=self.alpha.stride(-1),
-            alpha_group=self.alpha.stride(0),
+            alpha_feature=alpha_feature,
+            alpha_group=alpha_group,
             out_scale_row=0,
         )

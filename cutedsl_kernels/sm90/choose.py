@@ -6,6 +6,7 @@ A choice goes by sizes alone, and by few of them: numbers of tokens are rounded 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from ..common.clusters import Clusters
@@ -77,7 +78,7 @@ def _splits(k: int, shape: KernelShape) -> Iterator[KernelShape]:
     yield shape
     for split in SPLITS[1:]:
         if split <= max_split(shape.token_tile) and k // split >= MIN_SLICE:
-            yield KernelShape(shape.token_tile, split, shape.output, shape.gated, shape.grouped)
+            yield replace(shape, split_k=split)
 
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, clusters: Clusters) -> KernelShape:

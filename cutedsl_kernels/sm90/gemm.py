@@ -5,6 +5,9 @@ Computes, for each group g, token row t and feature f::
     acc       = sum over k of tokens[t, k] * (code * block_scale)(weights[g, f, k])       fp32
     out[t, f] = epilogue(acc)                                                             see epilogue.py
 
+Groups are a batch of equal products, or experts: device-side offsets and counts say which rows are whose. A gated
+kernel joins a gate and an up to an output.
+
 Operands: weights in the tiles of layout.py; bf16 tokens, K contiguous. K a multiple of 64; any number of tokens;
 features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
@@ -13,7 +16,8 @@ in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens 
 into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
-previous kernel has ended; tokens are read, and outputs written, after that.
+previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
+read the counts, which say whose weights are needed.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K; with split_k the
 partial sums of slices of K are added in their order. The result does not depend on timing.
@@ -33,8 +37,8 @@ from ..common.fragment import EpilogueWarp
 from ..common.gemm import Gemm
 from ..common.load_warp import load_stages
 from ..common.ring import Ring
-from ..common.schedule import BatchedSchedule, Place
-from ..common.shape import ALIGNMENT, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
+from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
+from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .expand import expand_pair
@@ -56,6 +60,11 @@ class W4A16Gemm(Gemm):
     shape: KernelShape
     epilogue: Epilogue
 
+    def __init__(self, shape: KernelShape, epilogue: Epilogue) -> None:
+        if shape.gated != (epilogue.limit is not None):
+            raise ValueError(f"limit: expected one for gated kernels only, found {epilogue.limit} for {shape}")
+        super().__init__(shape, epilogue)
+
     # Host side, traced once per compilation.
 
     def _mma(self) -> cute.TiledMma:
@@ -75,21 +84,24 @@ class W4A16Gemm(Gemm):
 
         Args:
             arguments: traced ``Arguments``. Weights are tiles, uint8 [groups, ceil(features / 128), ceil(k / 128),
-                TILE_BYTES]; tokens are bf16. Scales of rows and of operands, offsets and counts are not used.
+                TILE_BYTES]; tokens are bf16. Scales of rows and of operands are not used.
         """
         a = arguments
         shape = self.shape
         layout = self._token_layout()
+        # Experts' rows lie in one matrix.
+        batch = Int32(1) if shape.grouped else a.groups
         source = cute.make_tensor(
-            a.tokens, cute.make_layout((a.rows, a.k, a.groups), stride=(a.token_row, 1, a.token_group))
+            a.tokens, cute.make_layout((a.rows, a.k, batch), stride=(a.token_row, 1, a.token_group))
         )
         tma_tokens = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
         )
-        outputs = self.epilogue.host(shape, a)
+        outputs = self.epilogue.host(shape, a, batch)
         self.storage = self._storage(layout)
+        offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
         kernel = self.kernel(
-            self._mma(), a.weights, *tma_tokens, outputs, cute.ceil_div(a.features, TILE_ROWS),
+            self._mma(), a.weights, *tma_tokens, outputs, offsets, counts, cute.ceil_div(a.features, TILE_ROWS),
             cute.ceil_div(a.rows, shape.token_tile), a.groups, cute.ceil_div(a.k, TILE_K),
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
@@ -103,6 +115,7 @@ class W4A16Gemm(Gemm):
             empty: cute.struct.MemRange[Int64, shape.stages]
             partials_full: cute.struct.MemRange[Int64, CONSUMER_WARPS]
             partials_empty: cute.struct.MemRange[Int64, CONSUMER_WARPS]
+            experts: cute.struct.MemRange[Int32, max(shape.expert_bytes // 4, 1)]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.staging_bytes], ALIGNMENT]
             tokens: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.outer)], ALIGNMENT]
@@ -120,6 +133,8 @@ class W4A16Gemm(Gemm):
         atom: cute.CopyAtom,
         tokens: cute.Tensor,
         outputs: Any,
+        offsets: Any,
+        counts: Any,
         feature_tiles: Int32,
         token_tiles: Int32,
         groups: Int32,
@@ -144,7 +159,22 @@ class W4A16Gemm(Gemm):
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
                 cute.arch.mbarrier_init_fence()
-        schedule = BatchedSchedule(Place(1, 1, Int32(0), Int32(0)), feature_tiles, token_tiles, groups)
+        schedule: Any
+        place = Place(1, 1, Int32(0), Int32(0))
+        if cutlass.const_expr(shape.grouped):
+            per_expert = cute.make_layout(groups)
+            # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even the
+            # weights are chosen.
+            cute.arch.griddepcontrol_wait()
+            schedule = GroupedSchedule(
+                place, feature_tiles, shape.token_tile, groups,
+                cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
+                storage.experts.get_tensor(cute.make_layout(EXPERT_TABLE_WORDS)),
+            )  # fmt: skip
+            if warp == 0:
+                schedule.prepare(thread)
+        else:
+            schedule = BatchedSchedule(place, feature_tiles, token_tiles, groups)
         self._synchronise()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
@@ -165,7 +195,7 @@ class W4A16Gemm(Gemm):
                 load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
                 policy = Int64(EVICT_LAST) if once else None
                 loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
-                load_stages(loads, ring, schedule, total, work, True)
+                load_stages(loads, ring, schedule, total, work, not shape.grouped)
         if cutlass.const_expr(shape.cluster > 1):
             # Others may still write, or signal, into this CTA's shared memory.
             self._synchronise()
@@ -185,8 +215,9 @@ class W4A16Gemm(Gemm):
         fragment = mma.partition_shape_A((WARPGROUP_ROWS, HALF_STEPS * 16))
         halves = [cute.make_rmem_tensor(fragment, BFloat16) for _ in range(2)]
         weights = storage.weights.data_ptr()
-        # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not shape.grouped):
+            # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
+            cute.arch.griddepcontrol_wait()
         position = ring.consumer()
         phase = Int32(0)
         tile = work.first

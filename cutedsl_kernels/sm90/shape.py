@@ -25,6 +25,9 @@ WARPGROUP_ROWS = 64
 """M of wgmma."""
 WARP_ROWS = 16
 """Rows of a warpgroup's M that one of its warps holds."""
+GATE_ROWS = 8
+"""Gated weights alternate between this many rows of gates and as many of the ups of the same features: a thread's rows
+g and g + 8."""
 TEAMS = TILE_ROWS // WARPGROUP_ROWS
 """Warpgroups that multiply, each 64 of a tile's rows."""
 CONSUMER_WARPS = TEAM_WARPS * TEAMS
@@ -33,8 +36,6 @@ CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
 """The widest token tiles whose kernels' registers and shared memory let three CTAs, or two, share an SM."""
 SM_REGISTERS = 65536
-GATE_ROWS = 8
-"""Gates and ups alternate by so many rows: a thread then has both of a feature."""
 EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
 """Token tiles of kernels for experts: a wider one would pad more than it saves."""
 MIN_STAGES = 3
@@ -58,11 +59,12 @@ class KernelShape(GemmShape):
         ValueError: a combination that does not exist.
     """
 
-    gated: bool = False
-    grouped: bool = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.grouped and self.token_tile not in EXPERT_TOKEN_TILES:
+            raise ValueError(
+                f"token_tile is at most {EXPERT_TOKEN_TILES[-1]} for grouped kernels, found {self.token_tile}"
+            )
         if self.split_k > max_split(self.token_tile):
             limit = max_split(self.token_tile)
             raise ValueError(f"split_k is at most {limit} for token_tile {self.token_tile}, found {self.split_k}")
@@ -112,7 +114,7 @@ class KernelShape(GemmShape):
     @property
     def warp_outputs(self) -> int:
         """Output features of a warp."""
-        return WARP_ROWS
+        return WARP_ROWS // self.rows_per_feature
 
     @property
     def chunk(self) -> int:
@@ -161,5 +163,5 @@ class KernelShape(GemmShape):
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the stages: staging, partial sums, barriers and alignment; a bound."""
-        return self.staging_bytes + self.partial_bytes + 512 + 3 * ALIGNMENT
+        """All but the stages: staging, partial sums, experts, barriers and alignment; a bound."""
+        return self.staging_bytes + self.partial_bytes + self.expert_bytes + 512 + 3 * ALIGNMENT
