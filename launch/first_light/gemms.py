@@ -17,11 +17,11 @@ from first_light.journal import Journal
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
-from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import EmulatedLauncher
 
@@ -58,7 +58,7 @@ class JournalledLauncher:
     def freeze(self) -> None:
         self._runner.freeze()
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         self._journal.launch(key.name, repr(key))
         self._runner.launch(key, call, clusters)
 

@@ -154,7 +154,7 @@ def test_nothing_compiles_after_the_warm_up(target: Target, tmp_path: Path) -> N
     """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not."""
     choose = random.Random(0)
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS))
-    with dry_gemms():
+    with dry_gemms(target.value):
         model = Standalone(tmp_path, target=target, requests=REQUESTS, capacity=CAPACITY)
         slots = torch.zeros(2, CAPACITY, dtype=torch.int32)
         planner = model.decoder.context.boundaries.plan(

@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from torch import Tensor
 from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-
 
 
 class Launch(NamedTuple):

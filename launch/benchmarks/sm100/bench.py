@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.sm100.cases import MODELS, Case, cases
-from benchmarks.sm100.facts import KernelFacts, kernel_facts
+from benchmarks.sm100.facts import KernelFacts, kernel_facts, shape_of
 from benchmarks.sm100.measure import CudaTimer, Measured, measure
 from benchmarks.sm100.steps import (
     PREFILL_TOKENS,
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table([{key: value for key, value in one.items() if key not in ("model", "ranks")} for one in here]))
             print()
     if args.json:
-        kernels = [{"kernel": label(key.shape), **asdict(found)} for key, found in facts.items()]
+        kernels = [{"kernel": label(shape_of(key)), **asdict(found)} for key, found in facts.items()]
         args.json.write_text(json.dumps({"measured": device is not None, "kernels": kernels, "cases": rows}, indent=1))
     wrong = [one for one in rows if one.get("error", 0.0) > 1.0]
     for one in wrong:
@@ -133,7 +133,7 @@ def describe(keys: Iterable[KernelKey]) -> dict[KernelKey, KernelFacts]:
     """Facts of each kernel; seconds to a minute each, so progress goes to stderr."""
     found = {}
     for key in keys:
-        print(f"compiling and emulating: {label(key.shape)}", file=sys.stderr, flush=True)
+        print(f"compiling and emulating: {label(shape_of(key))}", file=sys.stderr, flush=True)
         found[key] = kernel_facts(key)
     return found
 
@@ -150,7 +150,7 @@ def label(shape: KernelShape) -> str:
 
 
 def kernel_row(key: KernelKey, facts: KernelFacts) -> dict[str, Any]:
-    shape = key.shape
+    shape = shape_of(key)
     return {
         "kernel": label(shape),
         "stages": shape.stages,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, entry_of
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
 from tests.sm100.emulator import Options, Statistics, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.sass import compile_binary
@@ -47,7 +47,7 @@ def kernel_facts(key: KernelKey) -> KernelFacts:
     entry = entry_of(key)
     binary = compile_binary(key.architecture, entry, *entry.example())
     short, long = _emulate(key, k // 2), _emulate(key, k)
-    shape, times = key.shape, long.timelines[0]
+    shape, times = shape_of(key), long.timelines[0]
     # A stage is issued once for each CTA, or pair, of a cluster.
     issued = k // 2 // TILE_K * _tiles(key)
     # Behind the teams of the epilogue.
@@ -68,14 +68,20 @@ def kernel_facts(key: KernelKey) -> KernelFacts:
     )
 
 
+def shape_of(key: KernelKey) -> KernelShape:
+    """The shape of an SM100 kernel."""
+    assert isinstance(key.shape, KernelShape), key
+    return key.shape
+
+
 def _tiles(key: KernelKey) -> int:
     """Tiles of an emulated run: two for every CTA or pair of a cluster; a split-K cluster has one."""
-    shape = key.shape
+    shape = shape_of(key)
     return 2 * shape.shared_tokens * shape.shared_weights if shape.split_k == 1 else 1
 
 
 def _emulate(key: KernelKey, k: int) -> Statistics:
-    shape = key.shape
+    shape = shape_of(key)
     blocks = 2 if shape.split_k == 1 else 1
     features = shape.tile_outputs * shape.shared_tokens * blocks
     tokens = shape.token_tile * shape.shared_weights

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels import custom_ops, launcher  # noqa: F401
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
@@ -40,7 +41,8 @@ class Recorder:
     def freeze(self) -> None:
         pass
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
+        assert isinstance(call, Call)
         self.calls.append(call)
 
 

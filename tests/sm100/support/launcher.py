@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from tests.sm100.emulator import Compiled, Options, emulated
 from tests.sm100.support.entries import compile_key
 
@@ -37,7 +37,7 @@ class EmulatedLauncher:
     def freeze(self) -> None:
         """Tests compile when they like."""
 
-    def launch(self, key: KernelKey, call: Call, clusters: int) -> None:
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         read, written = ([_span(tensor) for tensor in tensors] for tensors in call.tensors())
         with emulated(self.options, reads=read, writes=written) as emulator:
             emulator(self.compile(key), call.arguments(clusters), 0)
