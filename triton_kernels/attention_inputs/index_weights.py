@@ -27,6 +27,11 @@ COLUMNS_PER_STEP = tl.constexpr(512)
 """Columns that a program multiplies in one step of its loop."""
 
 
+def padded_tokens(tokens: int) -> int:
+    """The number of tokens that the kernel is compiled for; 0 for more than it takes."""
+    return triton.next_power_of_2(tokens) if tokens <= MAX_TOKENS else 0
+
+
 class IndexWeightArguments(NamedTuple):
     """:class:`IndexWeights` as a kernel takes them; strides in elements, PADDED (a power of two) a constant."""
 
@@ -89,7 +94,7 @@ class IndexWeights:
             x_row=self.x.stride(0),
             out_row=self.out.stride(0),
             programs=self.programs,
-            PADDED=tl.constexpr(triton.next_power_of_2(tokens)),
+            PADDED=tl.constexpr(padded_tokens(tokens)),
         )
 
 

@@ -24,6 +24,7 @@ from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
@@ -156,7 +157,8 @@ class NvFp4Planner(GemmPlanner):
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
         """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
-        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16."""
+        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16, and the kernel that
+        prepares attention for the number of tokens whose index weights it computes."""
         config = self.context.config
         visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
 
@@ -164,4 +166,7 @@ class NvFp4Planner(GemmPlanner):
             tile = operations.expert_token_tile_for(count * visits, groups)
             return operations.token_tile_for(count), tile, padded_rows(count * visits, groups, tile) % 16 == 0
 
-        return warm_up_passes(self.slots, tokens, kind, operations.token_tile_for)
+        def tile(count: int) -> tuple[int, int]:
+            return operations.token_tile_for(count), padded_tokens(count)
+
+        return warm_up_passes(self.slots, tokens, kind, tile)

@@ -32,6 +32,7 @@ from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
@@ -177,7 +178,8 @@ class W4A16Planner(GemmPlanner):
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
         """Passes of every kind: routing kernels are compiled for the token tile of the experts' GEMMs and for whether
-        the number of padded rows is a multiple of 16."""
+        the number of padded rows is a multiple of 16, and the kernel that prepares attention for the number of tokens
+        whose index weights it computes."""
         config = self.context.config
         visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
 
@@ -185,4 +187,4 @@ class W4A16Planner(GemmPlanner):
             tile = operations.w4a16_expert_token_tile_for(count * visits, groups)
             return tile, padded_rows(count * visits, groups, tile) % 16 == 0
 
-        return warm_up_passes(self.slots, tokens, kind)
+        return warm_up_passes(self.slots, tokens, kind, padded_tokens)
