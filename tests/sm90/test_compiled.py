@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
+from tests.sm90.support.products import entry_of
+from tests.sm100.emulator import compile_for
 from tests.sm100.support.sass import compile_binary
 
+SHAPES = [
+    KernelShape(8),
+    KernelShape(16),
+    KernelShape(16, split_k=8),
+    KernelShape(64, split_k=2),
+    KernelShape(256),
+    KernelShape(8, gated=True, grouped=True),
+    KernelShape(16, grouped=True),
+    KernelShape(32, split_k=8, gated=True, grouped=True),
+    KernelShape(64, split_k=2, gated=True, grouped=True),
+    KernelShape(128, gated=True, grouped=True),
+]
 
-@pytest.mark.parametrize(
-    "shape",
-    [KernelShape(8), KernelShape(16), KernelShape(16, split_k=8), KernelShape(64, split_k=2), KernelShape(256)],
-    ids=str,
-)
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sass(shape: KernelShape) -> None:
     """The loop's instructions, and registers that let as many CTAs share an SM as the shape promises."""
-    from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
-    from nvfp4_sgl.cutedsl_kernels.sm90.epilogue import Epilogue
-    from nvfp4_sgl.cutedsl_kernels.sm90.gemm import W4A16Gemm
-
-    entry = Entry(W4A16Gemm(shape, Epilogue()))
+    entry = entry_of(shape)
     binary = compile_binary("sm_90a", entry, *entry.example())
     assert binary.count("HGMMA") == 8, "a stage of 128 of K"
     assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
@@ -32,11 +41,14 @@ def test_sass(shape: KernelShape) -> None:
 
 def every_shape() -> list[KernelShape]:
     return [
-        KernelShape(tile, split, output)
+        KernelShape(tile, split, output, gated, grouped)
         for tile in TOKEN_TILES
         for split in SPLITS
         for output in ("bf16", "fp32")
+        for gated in (False, True)
+        for grouped in (False, True)
         if split == 1 or tile <= 32 or (tile == 64 and split == 2)
+        if tile <= 128 or not grouped
     ]
 
 
@@ -45,3 +57,13 @@ def test_memory_budgets(shape: KernelShape) -> None:
     assert shape.stages >= MIN_STAGES
     assert shape.shared_bytes <= shape.max_shared_bytes
     assert shape.ctas_per_sm * (shape.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("shape", [KernelShape(8), *(shape for shape in SHAPES if shape.grouped)], ids=str)
+def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
+    """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
+    entry = entry_of(shape)
+    compile_for("sm_90a", entry, *entry.example())
+    gemm: Any = entry.gemm
+    taken = gemm.storage.size_in_bytes()
+    assert taken <= shape.shared_bytes <= taken + 4 * 1024

@@ -1,0 +1,81 @@
+"""Experts on Hopper, launched as programmatic dependents, wait for the kernels that count their tokens and make them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape, span
+from tests.sm100.emulator import Compiled, HazardError, Options, emulated
+from tests.sm100.support.snippets import make_launch
+
+MODES = {"immediate": Options(overlap=True), "random": Options("random", 1, overlap=True)}
+GATE_UP = ExpertCase(KernelShape(8, gated=True, grouped=True), (3, 0, 8), features=64, k=128)
+DOWN = ExpertCase(KernelShape(8, grouped=True), GATE_UP.counts, features=72, k=GATE_UP.features)
+WAIT = "griddepcontrol.wait;"
+TOO_EARLY = r"without griddepcontrol\.wait"
+
+ROUTE = """mov.u32 %r0, %tid.x; ld.param.b64 %q0, [p0]; ld.param.b64 %q1, [p1];
+    griddepcontrol.launch_dependents;
+    setp.ge.u32 %p0, %r0, {words};
+    @%p0 ret;
+    mad.wide.u32 %q2, %r0, 4, %q0; mad.wide.u32 %q3, %r0, 4, %q1;
+    ld.global.b32 %r1, [%q2]; st.global.b32 [%q3], %r1; ret;"""
+"""Copies offsets and counts to where the next kernels read them, as the last thing it does."""
+
+
+def run_layer(options: Options, gate_up: Compiled | None = None, down: Compiled | None = None) -> tuple[Tensor, Tensor]:
+    """Routing, gates and ups, down, each after the other: outputs of the second kernel and of the third."""
+    (first, _), (second, _) = GATE_UP.build(), DOWN.build()
+    assert first.offsets is not None and first.counts is not None
+    known = torch.stack([first.offsets, first.counts])
+    routes = torch.zeros_like(known)
+    first = replace(first, offsets=routes[0], counts=routes[1])
+    second = replace(second, tokens=first.out, offsets=routes[0], counts=routes[1])
+    reads = [first.weights, first.tokens, first.alpha, second.weights, second.alpha]
+    with emulated(options, reads=[span(t) for t in reads], writes=[routes, first.out, second.out]) as emulator:
+        body, buffers = ROUTE.format(words=known.numel()), [known.numpy(), routes.numpy()]
+        route = make_launch(body, buffers, target="sm_90a", options=options, stream=emulator.stream)
+        emulator.stream.submit(route, programmatic=False)
+        emulator(gate_up or compile_shape(first.shape), first.arguments(2), 0)
+        emulator(down or compile_shape(second.shape), second.arguments(2), 0)
+    GATE_UP.compare(first, GATE_UP.build()[1])
+    DOWN.compare(second, DOWN.build()[1])
+    return first.out, second.out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_kernel_takes_what_those_before_it_write(mode: str) -> None:
+    alone = run_layer(Options())
+    for found, expected in zip(run_layer(MODES[mode]), alone, strict=True):
+        for rows in GATE_UP.rows():
+            assert torch.equal(found[rows], expected[rows]) and expected[rows].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["gate_up", "down"])
+def test_experts_need_their_wait(kernel: str) -> None:
+    """There is one, before anything is read of what others write."""
+    compiled = compile_shape({"gate_up": GATE_UP, "down": DOWN}[kernel].shape)
+    mutant: dict[str, Any] = {kernel: compiled.patched(WAIT, "")}
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_layer(MODES["immediate"], **mutant)
+
+
+def test_weights_loaded_before_the_counts_are_known_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a kernel without experts: weights, then the wait."""
+    from nvfp4_sgl.cutedsl_kernels.sm90 import gemm
+
+    right: Callable[..., Any] = gemm.load_stages
+    monkeypatch.setattr(gemm, "load_stages", lambda *arguments: right(*arguments[:-1], True))
+    mutant = compile_anew(GATE_UP.shape)
+    assert len(re.findall(re.escape(WAIT), mutant.ptx)) == 2
+    early = Compiled(mutant.function, mutant.ptx.replace(WAIT, "", 1))
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_layer(MODES["immediate"], gate_up=early)

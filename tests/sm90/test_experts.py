@@ -1,0 +1,207 @@
+"""Experts on the Hopper kernel, gated and not, executed in the emulator, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nvfp4_sgl.cutedsl_kernels.common.fixed import Fixed
+from nvfp4_sgl.cutedsl_kernels.common.shape import Output
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape
+from tests.sm100.emulator import EmulatorError, Options
+from tests.sm100.support.mutants import without_each
+
+
+def gate_up(token_tile: int, split_k: int = 1, output: Output = "bf16", grouped: bool = True) -> KernelShape:
+    return KernelShape(token_tile, split_k, output, gated=True, grouped=grouped)
+
+
+def down(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelShape:
+    return KernelShape(token_tile, split_k, output, grouped=True)
+
+
+CASES = [
+    # Empty experts first, in the middle and last; one row, a full tile, one more.
+    ExpertCase(gate_up(8), (0, 1, 9, 0, 8, 0), features=72, k=192),
+    ExpertCase(gate_up(8, output="fp32"), (3, 0, 16), features=72, k=64, backwards=True),
+    ExpertCase(gate_up(16), (17, 0, 16), features=8, k=64),
+    ExpertCase(gate_up(32, output="fp32"), (33, 1), features=8, k=64),
+    ExpertCase(gate_up(64), (64, 3), features=16, k=64),
+    ExpertCase(gate_up(128), (1, 129), features=8, k=64),
+    ExpertCase(down(8), (0, 2, 8, 11, 0), features=136, k=192, backwards=True),
+    ExpertCase(down(16, output="fp32"), (5, 16), features=12, k=64),
+    ExpertCase(down(32), (33, 0, 4), features=16, k=64),
+    ExpertCase(down(64, output="fp32"), (3, 65), features=8, k=64),
+    ExpertCase(down(128), (128, 0, 2), features=8, k=64),
+    # K split over a cluster: one SwiGLU of the whole sum.
+    ExpertCase(gate_up(8, split_k=2), (0, 1, 9, 8), features=72, k=320),
+    ExpertCase(gate_up(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
+    ExpertCase(gate_up(64, split_k=2), (2, 65), features=8, k=256),
+    ExpertCase(down(8, split_k=4), (0, 9, 2), features=72, k=576),
+    ExpertCase(down(32, split_k=2, output="fp32"), (33, 4), features=12, k=256),
+    # One expert that all rows visit.
+    ExpertCase(gate_up(8, grouped=False), (11,), features=72, k=192),
+    ExpertCase(gate_up(16, split_k=2, grouped=False, output="fp32"), (18,), features=16, k=320),
+    ExpertCase(gate_up(256, grouped=False), (5,), features=8, k=64),
+]
+
+
+def name(case: ExpertCase) -> str:
+    shape = case.shape
+    kind = "gate up" if shape.gated else "down"
+    kind += f" split {shape.split_k}" * (shape.split_k > 1) + " backwards" * case.backwards
+    return f"{kind} {shape.token_tile} {shape.output} {case.counts} {case.features}x{case.k}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_equals_fp64_after_rounding(case: ExpertCase) -> None:
+    case.check()
+
+
+MODES = {
+    "random": (Options("random", 1), 2),
+    "loads starved": (Options("starved", 2, "tma_load"), 1),
+    "stores starved": (Options("starved", 3, "tma_store"), 1),
+    "tensor core starved": (Options("starved", 4, "warpgroup"), 1),
+}
+"""When engines act, and on how many clusters."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [gate_up(8), down(8), gate_up(8, split_k=2)], ids=str)
+def test_results_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
+    """Three tiles or more, a full one and an empty expert among them."""
+    ExpertCase(shape, (0, 16, 3), features=40, k=448).check(*MODES[mode])
+
+
+@pytest.mark.parametrize("loudness", [-12.0, 2.0])
+def test_the_limit_acts_where_it_must(loudness: float) -> None:
+    """Quiet gates and ups all stay below it; of loud ones many are beyond it, on either side."""
+    case = ExpertCase(gate_up(8), (8, 5), features=64, k=128, loudness=loudness)
+    call, weights = case.build()
+    (gates, ups), *_ = case.factored(call, weights)
+    beyond = [np.mean(values > 10) for values in (gates.values, -gates.values, ups.values, -ups.values)]
+    assert (min(beyond) > 0.05) if loudness > 0 else (max(beyond) == 0)
+    case.check()
+
+
+@pytest.mark.parametrize("shape", [down(8), gate_up(8, split_k=2)], ids=str)
+def test_no_expert_has_a_token(shape: KernelShape) -> None:
+    statistics = ExpertCase(shape, (0, 0, 0), features=128, k=256).check(clusters=2)
+    assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0
+
+
+def test_only_experts_with_tokens_are_read() -> None:
+    """Their weights once; rows of whole tiles are written."""
+    statistics = ExpertCase(gate_up(8), (0, 5, 0, 0, 1), features=64, k=256).check()
+    assert statistics.engine_bytes["tma_load"] == 2 * (128 * 256 * 9 // 16 + 8 * 256 * 2)
+    assert statistics.engine_bytes["tma_store"] == 2 * 8 * 64 * 2
+
+
+def test_most_experts_there_can_be() -> None:
+    """Of 512, tokens at both ends and in the middle, around the ends of the runs of 16."""
+    counts = [0] * 512
+    for expert in (0, 15, 16, 31, 255, 256, 510, 511):
+        counts[expert] = 1 + expert % 9
+    ExpertCase(down(8), tuple(counts), features=8, k=64, spare=0).check(clusters=2)
+
+
+def test_a_wider_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="token_tile is at most 128 for grouped kernels, found 256"):
+        down(256)
+
+
+def test_a_limit_is_for_gated_kernels() -> None:
+    from nvfp4_sgl.cutedsl_kernels.sm90.epilogue import Epilogue
+    from nvfp4_sgl.cutedsl_kernels.sm90.gemm import W4A16Gemm
+
+    for shape, limit in ((down(8), 10.0), (gate_up(8), None)):
+        with pytest.raises(ValueError, match=f"limit: expected one for gated kernels only, found {limit}"):
+            W4A16Gemm(shape, Epilogue(limit))
+
+
+# Planted mistakes.
+
+Swiglu = Callable[[Any, Any, float], Any]
+SWIGLUS: dict[str, Callable[[Swiglu], Swiglu]] = {
+    "gate and up swapped": lambda right: lambda gate, up, limit: right(up, gate, limit),
+    "no limit": lambda right: lambda gate, up, limit: right(gate, up, 2.0**60),
+    "another limit": lambda right: lambda gate, up, limit: right(gate, up, limit * 0.75),
+}
+
+
+@pytest.mark.parametrize("mistake", SWIGLUS)
+def test_another_swiglu_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvfp4_sgl.cutedsl_kernels.sm90 import epilogue
+
+    case = CASES[0]
+    monkeypatch.setattr(epilogue, "clamped_swiglu", SWIGLUS[mistake](epilogue.clamped_swiglu))
+    with pytest.raises(AssertionError, match="wrong"):
+        case.check(compiled=compile_anew(case.shape))
+
+
+def test_swapped_alphas_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvfp4_sgl.cutedsl_kernels.sm90.epilogue import DeviceEpilogue
+
+    right = DeviceEpilogue.factors
+    monkeypatch.setattr(DeviceEpilogue, "factors", lambda self, *where: right(self, *where)[::-1])
+    with pytest.raises(AssertionError, match="wrong"):
+        CASES[0].check(compiled=compile_anew(CASES[0].shape))
+
+
+class Changed(Fixed):
+    """A tensor by expert that is read otherwise."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, expert: Any) -> Any:
+        return self.read(expert)
+
+
+def misplaced(monkeypatch: pytest.MonkeyPatch, field: str, read: Callable[[Any, Any, Any], Any]) -> None:
+    """Compile kernels whose schedule reads offsets or counts by ``read(tensor, expert, experts)``."""
+    from nvfp4_sgl.cutedsl_kernels.sm90 import gemm
+
+    right = gemm.GroupedSchedule
+
+    def make(*arguments: Any) -> Any:
+        schedule = right(*arguments)
+        tensor = getattr(schedule, field)
+        return replace(schedule, **{field: Changed(lambda expert: read(tensor, expert, schedule.experts))})
+
+    monkeypatch.setattr(gemm, "GroupedSchedule", make)
+
+
+def test_rows_of_the_next_expert_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cutlass
+
+    case = ExpertCase(down(8), (8, 3, 5), features=136, k=64)
+    misplaced(monkeypatch, "offsets", lambda offsets, expert, count: offsets[cutlass.min(expert + 1, count - 1)])
+    with pytest.raises(AssertionError, match="wrong"):
+        case.check(compiled=compile_anew(case.shape))
+
+
+@pytest.mark.parametrize("shape", [down(8), gate_up(16), gate_up(8, split_k=2)], ids=str)
+def test_a_row_more_of_a_full_expert_is_noticed(shape: KernelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tile behind it alone: other experts' rows come later, and overwrite what is wrong."""
+    case = ExpertCase(shape, (shape.token_tile, 3), features=16, k=256)
+    misplaced(monkeypatch, "counts", lambda counts, expert, _: counts[expert] + 1)
+    mutant = compile_anew(shape)
+    with pytest.raises(AssertionError, match="nobody's rows were written"):
+        case.check(compiled=mutant)
+    replace(case, spare=0).check(compiled=mutant)
+
+
+def test_a_table_that_is_not_waited_for_is_noticed() -> None:
+    """Warps read what one of them has written of the experts."""
+    case = ExpertCase(down(8), (8, 3), features=16, k=64)
+    (_, mutant), *others = without_each(compile_shape(case.shape), r"bar(?:rier)?(?:\.cta)?\.sync")
+    assert not others
+    with pytest.raises(EmulatorError):
+        case.check(compiled=mutant)
