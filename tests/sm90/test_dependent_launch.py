@@ -1,4 +1,4 @@
-"""Experts on Hopper, launched as programmatic dependents, wait for the kernels that count their tokens and make them."""
+"""Experts on Hopper, launched as programmatic dependents, wait for the kernels that make and count their tokens."""
 
 from __future__ import annotations
 
