@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         return None
     return {
         "version": __version__,
+        "weights": model.verified.describe(),
+        "routing": "by the model"
+        if not model.uniform_experts
+        else f"SIMULATED: uniform, not by scores ({arguments.UNIFORM_EXPERTS})",
         "model_class": _name(model),
         "attention_backend": _name(runner.attn_backend),
         "kv_pool": _name(runner.token_to_kv_pool),

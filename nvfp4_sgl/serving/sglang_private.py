@@ -78,6 +78,7 @@ FUNCTIONS = {
         "sglang.srt.model_executor.forward_context:get_attn_backend", "how the model reaches its backend"
     ),
     "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
+    "envs": Private("sglang.srt.environ:envs", "SGLang's environment variables, parsed as it parses them"),
     "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
@@ -98,7 +99,7 @@ FUNCTIONS = {
         "sglang.srt.layers.attention.attention_registry:register_attention_backend", "our backend's factory"
     ),
 }
-"""Functions that we call, available as attributes of this module."""
+"""Functions that we call and objects that we ask, available as attributes of this module."""
 
 HOOKS = {
     "parse_quantization": Private(
@@ -234,6 +235,21 @@ def served_arguments() -> Any:
 def model_path() -> Path:
     """Directory of the served checkpoint."""
     return Path(__getattr__("resolution_result")(served_arguments(), "model_path"))
+
+
+def load_format() -> str:
+    """``--load-format`` as resolved."""
+    return str(__getattr__("resolution_result")(served_arguments(), "load_format"))
+
+
+def model_overrides() -> str:
+    """``--json-model-override-args`` as given: JSON."""
+    return str(__getattr__("resolution_result")(served_arguments(), "json_model_override_args"))
+
+
+def environment_flag(name: str) -> bool:
+    """Whether SGLang takes the environment variable ``name`` as set to true."""
+    return bool(getattr(__getattr__("envs"), name).get())
 
 
 def largest_prefill() -> int:
