@@ -42,6 +42,10 @@ float32 because the CPU path is the reference; small pools because rows are exac
 DUMMY = "dummy"
 """``--load-format`` of random weights."""
 
+CPU_SWA_RATIO = 0.5
+"""Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
+256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""
+
 OVERRIDABLE = ("activation_mode",)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields.
 Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too."""
@@ -218,8 +222,8 @@ def served(path: str | Path, load_format: str | None, overrides: Mapping[str, An
 
 def served_here() -> Verified:
     """:func:`served` by this process's arguments."""
-    load_format = private.load_format()
-    return served(private.model_path(), load_format, parse_overrides(private.model_overrides(), load_format))
+    load_format, overrides = private.resolved("load_format"), private.resolved("json_model_override_args")
+    return served(private.model_path(), load_format, parse_overrides(overrides, load_format))
 
 
 def complete_overrides(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,9 +317,7 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
         # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
         declared["kv_cache_dtype"] = "bfloat16"
     if private.resolving_view(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
-        # SGLang's 0.1 suits pools of millions of tokens. A request holds up to two 256-token window pages, so the
-        # 16 requests and 16384 tokens of the CPU defaults need one half.
-        declared["swa_full_tokens_ratio"] = 0.5
+        declared["swa_full_tokens_ratio"] = CPU_SWA_RATIO
     return declared
 
 

@@ -19,6 +19,7 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
@@ -35,6 +36,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model_config = self.verified.config
         self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
         self.choice = choose(detect_target())
+        longest = private.resolved("context_length") or self.model_config.max_position_embeddings
+        self.memory = forecast_here(self.verified, self.choice.target, int(longest))
         mode = private.activation_mode(config)
         self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)

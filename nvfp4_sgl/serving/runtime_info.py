@@ -53,11 +53,12 @@ def log(scheduler: Any) -> None:
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Hook: add :func:`describe_runtime` and how full the pools are to what ``/server_info`` collects."""
+    """Hook: add :func:`describe_runtime`, how full the pools are and the forecast of memory to ``/server_info``."""
     output = original(scheduler, request)
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is not None:
-        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler)}
+        memory = scheduler.tp_worker.model_runner.model.memory.as_json()
+        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler), "memory": memory}
     return output
 
 

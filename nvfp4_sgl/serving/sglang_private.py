@@ -77,6 +77,10 @@ FUNCTIONS = {
     "get_attn_backend": Private(
         "sglang.srt.model_executor.forward_context:get_attn_backend", "how the model reaches its backend"
     ),
+    "get_available_gpu_memory": Private(
+        "sglang.srt.utils.common:get_available_gpu_memory",
+        "what is free before weights are loaded, as SGLang counts it",
+    ),
     "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
     "envs": Private("sglang.srt.environ:envs", "SGLang's environment variables, parsed as it parses them"),
     "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
@@ -237,14 +241,9 @@ def model_path() -> Path:
     return Path(__getattr__("resolution_result")(served_arguments(), "model_path"))
 
 
-def load_format() -> str:
-    """``--load-format`` as resolved."""
-    return str(__getattr__("resolution_result")(served_arguments(), "load_format"))
-
-
-def model_overrides() -> str:
-    """``--json-model-override-args`` as given: JSON."""
-    return str(__getattr__("resolution_result")(served_arguments(), "json_model_override_args"))
+def resolved(name: str) -> Any:
+    """An argument as resolved."""
+    return __getattr__("resolution_result")(served_arguments(), name)
 
 
 def environment_flag(name: str) -> bool:

@@ -64,6 +64,10 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
         assert info["weights"].startswith("RANDOM (nvfp4-full") and "no model" in info["weights"]
         assert "SIMULATED" in info["routing"] and arguments.UNIFORM_EXPERTS in info["routing"]
         assert "nvfp4_sgl: weights: RANDOM" in server.text()
+        memory = info["memory"]
+        assert memory["setting"]["ranks"] == ranks and memory["setting"]["row_bytes"] == 4
+        assert memory["tokens"] == info["pools"]["full"]["capacity"] == 16384
+        assert "memory of a rank: weights" in server.text()
     assert len(ids) == len(PROMPT) + 7 and all(math.isfinite(value) for value in logprobs)
     dummy = verify_dummy(model, {"num_hidden_layers": 4})
     alone = Standalone(dummy, requests=1, capacity=512, uniform_experts=True)
@@ -73,6 +77,19 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
     expected = [float(rows[place, token]) for place, token in enumerate(ids)]
     assert logprobs == pytest.approx(expected, abs=1e-4)
     assert ids[len(PROMPT) - 1 :] == rows[len(PROMPT) - 1 :].argmax(-1).tolist()
+
+
+def test_too_little_memory_ends_the_server_before_it_loads(model: Path, tmp_path: Path) -> None:
+    """With the arithmetic and the flag to change, and no traceback."""
+    log = tmp_path / "server.log"
+    with Server.launch(model, *DUMMY, "--mem-fraction-static", "0.0001", log=log) as server:
+        assert server.wait_exit() != 0
+        output = server.text()
+    (message,) = [line for line in output.splitlines() if "nvfp4-sgl: error: too little memory" in line]
+    assert "--mem-fraction-static 0.0001 of" in message and "raise --mem-fraction-static above" in message
+    for part in ("weights   ", "ratio-128 states", "free   "):
+        assert part in output[output.index("nvfp4-sgl: error:") :]
+    assert "Traceback" not in output
 
 
 REFUSED = {
