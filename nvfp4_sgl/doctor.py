@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
@@ -22,10 +22,17 @@ from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
 
+if TYPE_CHECKING:
+    from nvfp4_sgl.checkpoint.verified import Verified
+
 DISTRIBUTION = "nvfp4-sgl"
 PLUGIN_NAME = "nvfp4_sgl"
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLUGIN_GROUP = "sglang.srt.plugins"
+TARGETS = ("cpu", "sm_90a", "sm_100a")
+REQUESTS, CHUNK, FRACTION = 256, 8192, 0.85
+"""What memory is forecast with on a GPU: SGLang's defaults for DeepSeek-V4, and a ``--mem-fraction-static`` like those
+that it chooses. On a CPU this package's defaults are."""
 KV_ROW_MODES = {
     "exact": "rows in the model's dtype (--kv-cache-dtype auto, the default)",
     "packed": "SGLang's 584-byte entries (--kv-cache-dtype fp8_e4m3)",
@@ -69,24 +76,34 @@ class Report:
     entry_points: list[EntryPointState] = field(default_factory=list)
     checkpoint: dict[str, Any] | None = None
     checkpoint_table: str = ""
+    memory: dict[str, Any] | None = None
+    memory_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl doctor``."""
     parser.add_argument("dir", nargs="?", type=Path, metavar="DIR", help="a checkpoint directory to verify as well")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that memory is forecast for")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="forecast memory for this target rather than this machine's; what is free is then unknown",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if a server would start here, 1 if something stands in its way."""
-    report = examine(args.dir)
+    report = examine(args.dir, args.tp, args.target)
     print(json.dumps(asdict(report), indent=2) if args.json else render(report))
     return 1 if report.problems else 0
 
 
-def examine(directory: Path | None = None) -> Report:
+def examine(directory: Path | None = None, ranks: int = 1, target: str | None = None) -> Report:
     """Examine this process's surroundings, and the checkpoint in ``directory`` if one is given.
+
+    The memory that one of ``ranks`` needs is forecast for ``target``, this machine's unless given.
 
     Findings that would stop a server are put into ``problems``; only defects raise.
     """
@@ -112,7 +129,7 @@ def examine(directory: Path | None = None) -> Report:
         return report
     examine_target(report)
     if directory is not None:
-        examine_checkpoint(report, directory)
+        examine_checkpoint(report, directory, ranks, target)
     return report
 
 
@@ -184,17 +201,61 @@ def device_name(index: int) -> str:
     )
 
 
-def examine_checkpoint(report: Report, directory: Path) -> None:
-    """Verify the checkpoint in ``directory`` and fill in its summary."""
-    from nvfp4_sgl.checkpoint.verified import verify
+def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str | None) -> None:
+    """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
+    from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
+    from nvfp4_sgl.weights.parallel import TensorParallel
 
     try:
-        summary = verify(directory).summary
+        verified = verify(directory) if holds_weights(directory) else verify_dummy(directory)
+        TensorParallel(size=ranks).check(verified.config)
     except Nvfp4SglError as error:
         report.problems.append(f"checkpoint: {error}")
         return
-    report.checkpoint = {"directory": str(directory), "format": summary.format}
+    summary = verified.summary
+    report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": verified.describe()}
     report.checkpoint_table = summary.table()
+    if target or report.target:
+        examine_memory(report, verified, ranks, target)
+
+
+def examine_memory(report: Report, verified: Verified, ranks: int, target: str | None) -> None:
+    """Forecast the memory of one of ``ranks`` with SGLang's defaults, or on a CPU with ours."""
+    from nvfp4_sgl.memory.forecast import Setting, forecast
+    from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
+    from nvfp4_sgl.targets.choose import Target
+
+    chosen, context = Target(target or report.target), verified.config.max_position_embeddings
+    if chosen is Target.CPU:
+        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, CPU_SWA_RATIO
+
+        setting = Setting(
+            ranks,
+            requests=CPU_DEFAULTS["max_running_requests"],
+            context=context,
+            chunk=CPU_DEFAULTS["chunked_prefill_size"],
+            dtype_bytes=4,
+            row_bytes=4,
+            swa_ratio=CPU_SWA_RATIO,
+            fraction=CPU_DEFAULTS["mem_fraction_static"],
+            most_tokens=CPU_DEFAULTS["max_total_tokens"],
+        )
+    else:
+        setting = Setting(ranks, REQUESTS, context, CHUNK, 2, None, PACKED_SWA_RATIO, FRACTION)
+    found = forecast(verified, chosen, setting, free_bytes(ranks) if chosen.value == report.target else None)
+    report.memory, report.memory_lines = found.as_json(), found.lines()
+    if problem := found.problem():
+        report.problems.append(f"memory: {problem}")
+
+
+def free_bytes(ranks: int) -> int:
+    """Bytes free for a rank: of the first GPU, or without one its share of the host's memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024 // ranks
 
 
 def render(report: Report) -> str:
@@ -215,6 +276,10 @@ def render(report: Report) -> str:
     lines += ["", "SGLang entry points"]
     lines += [f"  {s.group:<20} {'enabled' if s.enabled else s.reason}" for s in report.entry_points]
     if report.checkpoint is not None:
-        lines += ["", f"Checkpoint {report.checkpoint['directory']}", report.checkpoint_table]
+        lines += ["", f"Checkpoint {report.checkpoint['directory']}", f"weights: {report.checkpoint['weights']}"]
+        lines += [report.checkpoint_table]
+    if report.memory is not None:
+        lines += ["", f"Memory of a rank, --tp-size {report.memory['setting']['ranks']}, a forecast"]
+        lines += [f"  {line}" for line in report.memory_lines]
     lines += ["", *(f"PROBLEM: {problem}" for problem in report.problems)] if report.problems else ["", "No problems."]
     return "\n".join(lines)

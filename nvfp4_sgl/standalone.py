@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.local import LocalCaches
-from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.linear import ActivationMode
@@ -39,7 +37,7 @@ class Standalone:
     """A decoder with embedding, LM head and caches.
 
     Args:
-        path: checkpoint directory.
+        model: checkpoint directory, or a model that was verified already, as random weights are.
         target: whose boundaries run.
         device: a CUDA device for a GPU target, or the CPU under Triton's interpreter; the CPU for the CPU target.
         mode: what enters GEMMs with NVFP4 weights; the target's default unless given.
@@ -47,11 +45,12 @@ class Standalone:
         dtype: model dtype; GPU targets take bf16.
         requests, capacity: sequences held at once, and tokens of each.
         parallel: this rank's share.
+        uniform_experts: simulate uniform routing.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        model: str | Path | Verified,
         *,
         target: Target = Target.CPU,
         device: torch.device | str = "cpu",
@@ -61,15 +60,14 @@ class Standalone:
         requests: int = 4,
         capacity: int = 2048,
         parallel: TensorParallel | None = None,
+        uniform_experts: bool = False,
     ):
         choice = choose(target)
         if target is not Target.CPU:
             packed, dtype = True, torch.bfloat16
         self.device, self.dtype = torch.device(device), dtype
-        self.config = ModelConfig.from_dir(path)
-        inventory = Inventory.open(path)
-        inventory.verify(self.config)
-        reader = CheckpointReader(inventory)
+        verified = model if isinstance(model, Verified) else verify(model)
+        self.config, reader = verified.config, verified.reader(self.device)
         self.table, self.head = (reader.read(f"{name}.weight").to(self.device, dtype) for name in ("embed", "head"))
         context = Context(
             reader,
@@ -79,6 +77,7 @@ class Standalone:
             dtype,
             mode or choice.modes[0],
             parallel or TensorParallel(),
+            uniform_experts,
         )
         self.decoder = Decoder(context)
         reader.finish()

@@ -12,7 +12,9 @@ DEFAULT_SERVER = frozenset(
 )
 """Files that talk to the same server, started with default flags."""
 
-OWN_SERVERS = frozenset(f"tests/serving/test_{name}.py" for name in ("logprobs_variants", "process_failures"))
+OWN_SERVERS = frozenset(
+    f"tests/serving/test_{name}.py" for name in ("dummy_weights", "logprobs_variants", "process_failures")
+)
 """Files of which every test starts a server of its own."""
 
 INDEPENDENT = "tests/triton/"

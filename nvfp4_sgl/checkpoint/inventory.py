@@ -63,7 +63,10 @@ class Inventory:
         if weight_map is not None:
             _check_files(directory, set(weight_map.values()), {file.name for file in present})
         if not present:
-            raise CheckpointError(f"{directory}: holds no *.safetensors file; other weight formats are not read")
+            raise CheckpointError(
+                f"{directory}: holds no *.safetensors file; other weight formats are not read. For random weights, with"
+                " no files, pass --load-format dummy"
+            )
         entries: dict[str, Entry] = {}
         for file in present:
             for entry in read_header(file):

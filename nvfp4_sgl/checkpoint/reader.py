@@ -68,7 +68,7 @@ class CheckpointReader:
         part = tensor
         for dim, extent in ((0, rows), (1, cols)):
             if extent is not None:
-                start, stop = _bounds(entry, name, dim, extent)
+                start, stop = bounds(entry, name, dim, extent)
                 part = part.narrow(dim, start, stop - start)
         if cols is not None:
             part = part.contiguous()
@@ -98,8 +98,8 @@ class CheckpointReader:
         self._require(stem, Storage.FP8)
         entry = self._entry(f"{stem}.weight")
         n, k = entry.shape
-        row = slice(*_bounds(entry, entry.name, 0, rows or slice(None)))
-        col = slice(*_bounds(entry, entry.name, 1, cols or slice(None)))
+        row = slice(*bounds(entry, entry.name, 0, rows or slice(None)))
+        col = slice(*bounds(entry, entry.name, 1, cols or slice(None)))
         # Whole blocks are read, so that scales and values keep to the same grid; the edges are cut afterwards.
         outer_rows, outer_cols = _whole_blocks(row, n), _whole_blocks(col, k)
         part = Fp8BlockTensor(
@@ -205,7 +205,8 @@ class CheckpointReader:
         return None, ""
 
 
-def _bounds(entry: Entry, name: str, dim: int, extent: slice) -> tuple[int, int]:
+def bounds(entry: Entry, name: str, dim: int, extent: slice) -> tuple[int, int]:
+    """Start and stop of ``extent`` in dimension ``dim`` of a tensor; CheckpointError if it is no range of it."""
     size = entry.shape[dim] if dim < len(entry.shape) else 0
     start = extent.start if extent.start is not None else 0
     stop = extent.stop if extent.stop is not None else size

@@ -40,14 +40,14 @@ def draw(spec: TensorSpec, seed: int, *, experts: int) -> Tensor:
         return order[:, : spec.shape[1]].contiguous()
     x = torch.randn(spec.shape, generator=generator)
     if spec.role is Role.FP32:
-        return _fp32(spec.name, x)
+        return fp32_values(spec.name, x, spec.shape[-1])
     if len(spec.shape) == 1:
         return (1.0 + 0.1 * x).bfloat16()
     if spec.name == "embed.weight":
         return x.bfloat16()
     outlier = torch.rand(spec.shape, generator=generator) < OUTLIER_SHARE
     x = torch.where(outlier, OUTLIER_GAIN * x, x) * spec.shape[-1] ** -0.5
-    return (x * _gain(spec.name)).bfloat16()
+    return (x * gain(spec.name)).bfloat16()
 
 
 def _tensor_seed(name: str, seed: int) -> int:
@@ -55,17 +55,20 @@ def _tensor_seed(name: str, seed: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _gain(name: str) -> float:
-    if name.endswith((".w1", ".w3")):
+def gain(name: str) -> float:
+    """Factor of a matrix's elements over ``K ** -0.5``, by its stem or by the tensor's name."""
+    stem = name.removesuffix(".weight")
+    if stem.endswith((".w1", ".w3")):
         return GATE_UP_GAIN
-    if name.endswith(".w2"):
+    if stem.endswith(".w2"):
         return DOWN_GAIN
-    return HEAD_GAIN if name == "head.weight" else 1.0
+    return HEAD_GAIN if stem == "head" else 1.0
 
 
-def _fp32(name: str, x: Tensor) -> Tensor:
+def fp32_values(name: str, x: Tensor, width: int) -> Tensor:
+    """The fp32 parameter ``name``, with ``width`` columns, or a part of it, from numbers ``x`` of deviation 1."""
     if name.endswith("_fn"):
-        return x * x.shape[-1] ** -0.5
+        return x * width**-0.5
     if name.endswith("_scale"):
         return 1.0 + 0.25 * x
     if name.endswith(("_base", ".ape")):

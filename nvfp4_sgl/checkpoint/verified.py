@@ -1,25 +1,47 @@
-"""The one check of a checkpoint directory: what ``inspect`` and ``doctor`` pass is what the server loads."""
+"""The one check of a model directory: what ``inspect`` and ``doctor`` pass is what the server loads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.inventory import Inventory
+import torch
+
+from nvfp4_sgl.checkpoint.dummy import DummyReader, dummy_inventory
+from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
+from nvfp4_sgl.checkpoint.overrides import FLAG, completed
 from nvfp4_sgl.checkpoint.quantization import check_quantization_config
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.config import ModelConfig, read_config_json
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint whose headers match its configuration; ``raw`` is config.json."""
+    """Tensors that match their configuration: those of a checkpoint, or random ones.
+
+    Attributes:
+        raw: config.json, overrides included.
+        is_dummy: weights are random, whatever files are in the directory.
+    """
 
     raw: dict[str, Any]
     config: ModelConfig
     inventory: Inventory
     summary: CheckpointSummary
+    is_dummy: bool = False
+
+    def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
+        """What hands the tensors out; random ones are made on ``device``, others lie on the CPU."""
+        return DummyReader(self.inventory, device) if self.is_dummy else CheckpointReader(self.inventory)
+
+    def describe(self) -> str:
+        """Where the weights come from, in words."""
+        if self.is_dummy:
+            return f"RANDOM ({self.summary.format}, --load-format dummy): this is no model, its answers mean nothing"
+        return f"{self.summary.format} checkpoint {self.inventory.directory}"
 
 
 def verify(directory: str | Path) -> Verified:
@@ -31,7 +53,31 @@ def verify(directory: str | Path) -> Verified:
     """
     raw = read_config_json(directory)
     config = ModelConfig.from_dict(raw, source=str(Path(directory) / "config.json"))
-    inventory = Inventory.open(directory)
+    return _verified(raw, config, Inventory.open(directory))
+
+
+def verify_dummy(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Verified:
+    """Random weights for ``directory``'s config.json; other files are not looked at.
+
+    Args:
+        overrides: fields that replace config.json's; what depends on them follows (:func:`.overrides.completed`).
+
+    Raises:
+        ConfigError: config.json is absent, unreadable or not servable, or claims a storage that is not supported.
+    """
+    raw, source = read_config_json(directory), str(Path(directory) / "config.json")
+    if overrides:
+        raw, source = raw | completed(raw, overrides), f"{source} with {FLAG}"
+    config = ModelConfig.from_dict(raw, source=source)
+    return _verified(raw, config, dummy_inventory(raw, config, Path(directory)), is_dummy=True)
+
+
+def holds_weights(directory: str | Path) -> bool:
+    """Whether there are files of weights in ``directory``, or an index of some."""
+    return (Path(directory) / INDEX).exists() or any(Path(directory).glob("*.safetensors"))
+
+
+def _verified(raw: dict[str, Any], config: ModelConfig, inventory: Inventory, *, is_dummy: bool = False) -> Verified:
     summary = inventory.verify(config)
     check_quantization_config(raw, summary)
-    return Verified(raw, config, inventory, summary)
+    return Verified(raw, config, inventory, summary, is_dummy)

@@ -331,6 +331,7 @@ class Context:
         dtype: the model dtype, which activations between boundaries have.
         mode: what enters GEMMs with NVFP4 weights.
         parallel: this rank's share; the whole model unless given.
+        uniform_experts: routing by scores is simulated (:mod:`.uniform_experts`).
     """
 
     source: WeightSource
@@ -340,6 +341,7 @@ class Context:
     dtype: torch.dtype = torch.float32
     mode: ActivationMode = ActivationMode.W4A16
     parallel: TensorParallel = field(default_factory=TensorParallel)
+    uniform_experts: bool = False
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Tensor ``name`` on the device, in the checkpoint's dtype."""

@@ -11,7 +11,8 @@ from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight, activation_oper
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 
 
-def _route_weights(scores: Tensor, experts: Tensor, scaling: float) -> Tensor:
+def route_weights(scores: Tensor, experts: Tensor, scaling: float) -> Tensor:
+    """fp32 [T, topk]: the chosen experts' shares in the sum of their scores, fp32 [T, E], times ``scaling``."""
     chosen = scores.gather(1, experts)
     return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
 
@@ -33,7 +34,7 @@ def route_topk(x: Tensor, gate: Tensor, bias: Tensor, topk: int, scaling: float)
     """
     scores = router_scores(x, gate)
     experts = (scores + bias).topk(topk, dim=-1, sorted=False).indices
-    return experts, _route_weights(scores, experts, scaling)
+    return experts, route_weights(scores, experts, scaling)
 
 
 def route_hash(x: Tensor, gate: Tensor, table: Tensor, token_ids: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ def route_hash(x: Tensor, gate: Tensor, table: Tensor, token_ids: Tensor, scalin
         x: [T, d]. gate: [E, d]. table: int [vocab, topk]. token_ids: int [T].
     """
     experts = table[token_ids].long()
-    return experts, _route_weights(router_scores(x, gate), experts, scaling)
+    return experts, route_weights(router_scores(x, gate), experts, scaling)
 
 
 def expert_mlp(

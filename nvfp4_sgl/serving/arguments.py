@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.ops.linear import ActivationMode
@@ -38,11 +39,19 @@ float32 because the CPU path is the reference; small pools because rows are exac
 ``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
 """
 
+DUMMY = "dummy"
+"""``--load-format`` of random weights."""
+
+CPU_SWA_RATIO = 0.5
+"""Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
+256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""
+
 OVERRIDABLE = ("activation_mode",)
-"""Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields."""
+"""Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields.
+Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "load_format": ("auto", "safetensors"),
+    "load_format": ("auto", "safetensors", DUMMY),
     "model_impl": ("auto", "sglang"),
     "page_size": (None, 256),
 }
@@ -118,6 +127,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that select something not implemented here, with the values that leave it off."""
 
+UNIFORM_EXPERTS = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
+"""Environment variable of SGLang that has routing by scores simulated (:mod:`nvfp4_sgl.model.uniform_experts`)."""
+ROUND_ROBIN = "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"
+"""Environment variable of SGLang that deals tokens out to experts in turn."""
+
 CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 """Environment variable: CPUs of each rank, groups separated by ``|``."""
 
@@ -140,13 +154,12 @@ def preflight(server_args: Any) -> None:
     given = private.given_arguments(server_args)
     if not is_our_checkpoint(given["model_path"]):
         return
-    path = Path(given["model_path"])
-    overrides = parse_overrides(given["json_model_override_args"])
-    raw = read_config_json(path)
+    overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
-    check_activation_mode(raw, overrides)
-    checkpoint = verify(path)
-    check_target(given, {**raw, **overrides}, checkpoint.config, checkpoint.inventory)
+    check_simulation()
+    check_activation_mode(read_config_json(given["model_path"]), overrides)
+    verified = served(given["model_path"], given["load_format"], overrides)
+    check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
     bind_threads(given["tp_size"])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
@@ -180,21 +193,42 @@ def check_options(given: Mapping[str, Any], options: Mapping[str, tuple[Any, ...
             raise ConfigError(f"{flag(name)} {given[name]}: expected one of {values}{where}")
 
 
-def parse_overrides(text: str | None) -> dict[str, Any]:
-    """``--json-model-override-args`` as a dictionary of :data:`OVERRIDABLE` fields."""
+def parse_overrides(text: str | None, load_format: str | None = None) -> dict[str, Any]:
+    """``--json-model-override-args`` as a dictionary of fields that can be overridden with ``load_format``."""
     try:
         overrides = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise ConfigError(f"--json-model-override-args: not valid JSON ({error})") from error
     if not isinstance(overrides, dict):
         raise ConfigError(f"--json-model-override-args: expected a JSON object, found {text}")
+    allowed = OVERRIDABLE + (config_overrides.SIZES if load_format == DUMMY else ())
     for field in overrides:
-        if field not in OVERRIDABLE:
+        if field not in allowed:
+            remedy = "change config.json instead"
+            if field in config_overrides.SIZES:
+                remedy = "it is the checkpoint's; random weights of other sizes come with --load-format dummy"
             raise ConfigError(
-                f"--json-model-override-args: field '{field}' cannot be overridden, only {', '.join(OVERRIDABLE)};"
-                " change config.json instead"
+                f"--json-model-override-args: field '{field}' cannot be overridden, only {', '.join(allowed)}; {remedy}"
             )
     return overrides
+
+
+def served(path: str | Path, load_format: str | None, overrides: Mapping[str, Any]) -> Verified:
+    """What is served from ``path``: its checkpoint, or random weights by ``overrides`` of its config.json."""
+    if load_format != DUMMY:
+        return verify(path)
+    return verify_dummy(path, {name: value for name, value in overrides.items() if name not in OVERRIDABLE})
+
+
+def served_here() -> Verified:
+    """:func:`served` by this process's arguments."""
+    load_format, overrides = private.resolved("load_format"), private.resolved("json_model_override_args")
+    return served(private.model_path(), load_format, parse_overrides(overrides, load_format))
+
+
+def complete_overrides(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides as SGLang's own config must see them: with what follows from them."""
+    return config_overrides.completed(read_config_json(path), overrides)
 
 
 def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -203,6 +237,14 @@ def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) 
     if mode is not None and mode not in known:
         where = "--json-model-override-args" if "activation_mode" in overrides else "config.json"
         raise ConfigError(f"{where}: activation_mode {mode!r}: expected one of {', '.join(known)}")
+
+
+def check_simulation() -> None:
+    """Refuse SGLang's other simulation of routing."""
+    if private.environment_flag(ROUND_ROBIN):
+        raise UnsupportedError(
+            f"{ROUND_ROBIN}: not implemented for {ARCHITECTURE} by this package; unset it, or use {UNIFORM_EXPERTS}=1"
+        )
 
 
 def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: ModelConfig, inventory: Inventory) -> None:
@@ -275,9 +317,7 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
         # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
         declared["kv_cache_dtype"] = "bfloat16"
     if private.resolving_view(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
-        # SGLang's 0.1 suits pools of millions of tokens. A request holds up to two 256-token window pages, so the
-        # 16 requests and 16384 tokens of the CPU defaults need one half.
-        declared["swa_full_tokens_ratio"] = 0.5
+        declared["swa_full_tokens_ratio"] = CPU_SWA_RATIO
     return declared
 
 

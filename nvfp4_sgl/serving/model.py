@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
@@ -32,9 +32,12 @@ class DeepseekV4ForCausalLM(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
         super().__init__()
         self.config = config
-        self.path = private.model_path()
-        self.model_config = ModelConfig.from_dir(self.path)
+        self.verified = arguments.served_here()
+        self.model_config = self.verified.config
+        self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
         self.choice = choose(detect_target())
+        longest = private.resolved("context_length") or self.model_config.max_position_embeddings
+        self.memory = forecast_here(self.verified, self.choice.target, int(longest))
         mode = private.activation_mode(config)
         self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
@@ -53,24 +56,35 @@ class DeepseekV4ForCausalLM(nn.Module):
 
         SGLang's iterator is left alone: it neither checks that every tensor is used nor sees what a shard lacks.
         """
-        inventory = Inventory.open(self.path)
-        summary = inventory.verify(self.model_config)
-        reader = CheckpointReader(inventory)
+        if self.verified.is_dummy:
+            raise UnsupportedError("--load-format dummy: expected no weights to load, found some; restart the server")
+        self._load()
+        return {name for name, _ in self.named_parameters()}
+
+    def post_load_weights(self) -> None:
+        """Draw random weights: SGLang calls this, and not :meth:`load_weights`, with ``--load-format dummy``."""
+        if not self.verified.is_dummy:
+            raise UnsupportedError("weights are replaced while the server runs: not implemented; restart the server")
+        self._load()
+
+    def _load(self) -> None:
+        device = self.embed.weight.device
+        reader = self.verified.reader(device)
         for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
             module.weight.weight_loader(module.weight, reader.read(name))
         context = Context(
             reader,
             self.model_config,
             self.choice.boundaries,
-            self.embed.weight.device,
+            device,
             self.embed.weight.dtype,
             self.activation_mode,
             TensorParallel(private.tp_rank(), private.tp_size(), all_reduce),
+            self.uniform_experts,
         )
         self.decoder = Decoder(context)
         reader.finish()
-        logger.info("checkpoint\n%s", summary.table())
-        return {name for name, _ in self.named_parameters()}
+        logger.info("weights: %s\n%s", self.verified.describe(), self.verified.summary.table())
 
     @torch.no_grad()
     def forward(

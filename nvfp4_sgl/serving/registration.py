@@ -31,7 +31,7 @@ def register_all() -> None:
     private.install_hooks(
         {
             "parse_quantization": hide_quantization,
-            "load_hf_config": drop_quantization,
+            "load_hf_config": load_hf_config,
             "normalize_sampling": requests.normalize_sampling,
             "verify_sampling": requests.verify_sampling,
         }
@@ -79,8 +79,14 @@ def hide_quantization(original: Callable[..., Any], model_config: Any) -> Any:
     return None if is_ours(model_config.hf_config) else original(model_config)
 
 
-def drop_quantization(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As :func:`hide_quantization`, for code that reads ``hf_config.quantization_config`` itself."""
+def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As :func:`hide_quantization`, for code that reads ``hf_config.quantization_config`` itself.
+
+    What follows from overridden sizes of random weights (``compress_ratios``) is overridden, too.
+    """
+    overrides = kwargs.get("model_override_args")
+    if overrides and arguments.is_our_checkpoint(args[0]):
+        kwargs["model_override_args"] = arguments.complete_overrides(args[0], overrides)
     config = original(*args, **kwargs)
     if is_ours(config) and getattr(config, "quantization_config", None) is not None:
         del config.quantization_config

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         return None
     return {
         "version": __version__,
+        "weights": model.verified.describe(),
+        "routing": "by the model"
+        if not model.uniform_experts
+        else f"SIMULATED: uniform, not by scores ({arguments.UNIFORM_EXPERTS})",
         "model_class": _name(model),
         "attention_backend": _name(runner.attn_backend),
         "kv_pool": _name(runner.token_to_kv_pool),
@@ -49,11 +53,12 @@ def log(scheduler: Any) -> None:
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Hook: add :func:`describe_runtime` and how full the pools are to what ``/server_info`` collects."""
+    """Hook: add :func:`describe_runtime`, how full the pools are and the forecast of memory to ``/server_info``."""
     output = original(scheduler, request)
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is not None:
-        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler)}
+        memory = scheduler.tp_worker.model_runner.model.memory.as_json()
+        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler), "memory": memory}
     return output
 
 

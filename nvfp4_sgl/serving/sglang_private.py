@@ -77,7 +77,12 @@ FUNCTIONS = {
     "get_attn_backend": Private(
         "sglang.srt.model_executor.forward_context:get_attn_backend", "how the model reaches its backend"
     ),
+    "get_available_gpu_memory": Private(
+        "sglang.srt.utils.common:get_available_gpu_memory",
+        "what is free before weights are loaded, as SGLang counts it",
+    ),
     "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
+    "envs": Private("sglang.srt.environ:envs", "SGLang's environment variables, parsed as it parses them"),
     "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
@@ -98,7 +103,7 @@ FUNCTIONS = {
         "sglang.srt.layers.attention.attention_registry:register_attention_backend", "our backend's factory"
     ),
 }
-"""Functions that we call, available as attributes of this module."""
+"""Functions that we call and objects that we ask, available as attributes of this module."""
 
 HOOKS = {
     "parse_quantization": Private(
@@ -234,6 +239,16 @@ def served_arguments() -> Any:
 def model_path() -> Path:
     """Directory of the served checkpoint."""
     return Path(__getattr__("resolution_result")(served_arguments(), "model_path"))
+
+
+def resolved(name: str) -> Any:
+    """An argument as resolved."""
+    return __getattr__("resolution_result")(served_arguments(), name)
+
+
+def environment_flag(name: str) -> bool:
+    """Whether SGLang takes the environment variable ``name`` as set to true."""
+    return bool(getattr(__getattr__("envs"), name).get())
 
 
 def largest_prefill() -> int:

@@ -27,6 +27,7 @@ def test_what_is_running(server: Server) -> None:
     assert info["kv_rows"] == "exact rows in float32"
     assert info["activation_mode"] == "w4a16"
     assert info["dtype"] == "float32"
+    assert info["weights"].startswith("nvfp4-full checkpoint /") and info["routing"] == "by the model"
     assert info["target"] == "cpu"
     assert info["boundaries"] == choose(Target.CPU).boundaries.names()
     for key in ("model_class", "attention_backend", "kv_rows", "activation_mode", "boundaries"):

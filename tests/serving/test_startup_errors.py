@@ -102,7 +102,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dtype": (("--dtype", "float16"), ("--dtype float16",)),
     "cache dtype": (("--kv-cache-dtype", "fp8_e5m2"), ("--kv-cache-dtype fp8_e5m2",)),
     "page size": (("--page-size", "64"), ("--page-size 64",)),
-    "random weights": (("--load-format", "dummy"), ("--load-format dummy",)),
+    "other weights": (("--load-format", "pt"), ("--load-format pt", "safetensors", "dummy")),
     "other implementation": (("--model-impl", "transformers"), ("--model-impl transformers",)),
     "speculation": (("--speculative-algorithm", "EAGLE"), ("--speculative-algorithm EAGLE",)),
     "pipeline": (("--pp-size", "2"), ("--pp-size 2",)),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.model.uniform_experts import UniformExperts
 from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
@@ -30,9 +31,12 @@ class FusedRouter(nn.Module):
         stem, self._config, self._experts = f"layers.{layer}.ffn.gate", context.config, (experts,)
         self.weight = frozen(context.read(f"{stem}.weight").bfloat16())
         self._is_hash = context.config.is_hash_routed(layer)
+        self._uniform: UniformExperts | None = None
         if self._is_hash:
             self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
         else:
+            if context.uniform_experts:
+                self._uniform = UniformExperts(context.config, layer, context.device)
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
@@ -42,6 +46,8 @@ class FusedRouter(nn.Module):
         shared_arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
         if self._is_hash:
             route_hash(logits, self.tid2eid, token_ids, *shared_arguments, shared_expert=True)
+        elif self._uniform is not None:
+            route_hash(*self._uniform.operands(len(x)), *shared_arguments, shared_expert=True)
         else:
             route_topk(logits, self.bias, *shared_arguments, shared_expert=True)
         return routes

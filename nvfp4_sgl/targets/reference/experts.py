@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.model.contract import Context, Form, Operand
-from nvfp4_sgl.ops.moe import expert_mlp, route_hash, route_topk, routed_experts
+from nvfp4_sgl.model.uniform_experts import UniformExperts
+from nvfp4_sgl.ops.moe import expert_mlp, route_hash, route_topk, route_weights, routed_experts
 from nvfp4_sgl.targets.reference.projections import working_copy
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix, stack
@@ -32,15 +34,22 @@ class ReferenceRouter(nn.Module):
         stem, self._config = f"layers.{layer}.ffn.gate", context.config
         self.weight = frozen(context.read(f"{stem}.weight"))
         self._is_hash = context.config.is_hash_routed(layer)
+        self._uniform: UniformExperts | None = None
         if self._is_hash:
             self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
         else:
+            if context.uniform_experts:
+                self._uniform = UniformExperts(context.config, layer, context.device)
             self.bias = frozen(context.read(f"{stem}.bias"))
 
     def forward(self, x: Tensor, token_ids: Tensor, step: BatchPlan) -> Choices:
         config, scaling = self._config, self._config.routed_scaling_factor
         if self._is_hash:
             return Choices(*route_hash(x, self.weight, self.tid2eid, token_ids, scaling))
+        if self._uniform is not None:
+            logits, table, bases = self._uniform.operands(len(x))
+            experts = table[bases].long()
+            return Choices(experts, route_weights(softplus(logits).sqrt(), experts, scaling))
         return Choices(*route_topk(x, self.weight, self.bias, config.num_experts_per_tok, scaling))
 
 

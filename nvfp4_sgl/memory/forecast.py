@@ -1,0 +1,165 @@
+"""The sum: what a rank needs, by part, how many tokens fit, and an error with the arithmetic where it is too much."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
+from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.memory.pools import bytes_per_server, bytes_per_token
+from nvfp4_sgl.memory.weights import weight_bytes
+from nvfp4_sgl.targets.choose import Target
+
+GPU_RUNTIME_BYTES = 3 << 29
+"""Estimated: CUDA context, compiled kernels, NCCL and captured graphs of a rank, 1.5 GiB."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a server is asked for.
+
+    Attributes:
+        ranks: ``--tp-size``.
+        requests, context, chunk: ``--max-running-requests``, ``--context-length``, ``--chunked-prefill-size``.
+        dtype_bytes: of an element of the model dtype.
+        row_bytes: of an element of exact cache rows; ``None`` for packed entries.
+        swa_ratio: ``--swa-full-tokens-ratio``.
+        fraction: ``--mem-fraction-static``: what weights and pools may take of the memory that is free at first.
+        most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
+    """
+
+    ranks: int
+    requests: int
+    context: int
+    chunk: int
+    dtype_bytes: int
+    row_bytes: int | None
+    swa_ratio: float
+    fraction: float
+    most_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of one rank by part.
+
+    Attributes:
+        weights, server, token: by part; ``token`` for each token of capacity, ``server`` whatever that is.
+        estimated: graphs and workspaces, which only a run can tell; in what ``fraction`` leaves over.
+        free: of the rank's device, before anything is loaded; of a CPU its share of the host's; ``None`` if unknown.
+        tokens: that fit, whole pages, at most ``--max-total-tokens``; ``None`` if ``free`` is.
+    """
+
+    setting: Setting
+    weights: dict[str, int]
+    server: dict[str, int]
+    token: dict[str, float]
+    estimated: dict[str, int]
+    free: int | None
+    tokens: int | None
+
+    @property
+    def fixed(self) -> int:
+        """Weights and the pools that do not depend on the number of tokens."""
+        return sum(self.weights.values()) + sum(self.server.values())
+
+    def lines(self) -> list[str]:
+        """The arithmetic, a line a part."""
+        setting = self.setting
+        found = [f"weights             {gb(sum(self.weights.values()))}  {_parts(self.weights)}"]
+        found.append(f"pools, requests     {gb(sum(self.server.values()))}  {_parts(self.server)}")
+        per_token = ", ".join(f"{name} {value:.0f}" for name, value in self.token.items())
+        found.append(f"pools, a token      {sum(self.token.values()):7.0f} B   {per_token}")
+        found.append(f"estimated           {gb(sum(self.estimated.values()))}  {_parts(self.estimated)}")
+        if self.free is not None and self.tokens is not None:
+            budget = self.free * setting.fraction
+            found.append(
+                f"free                {gb(self.free)}  of which weights and pools may take {setting.fraction:.3g}:"
+                f" {gb(budget).strip()}; {gb(max(budget - self.fixed, 0)).strip()} are left for tokens"
+            )
+            found.append(f"tokens              {self.tokens:10,d}  of {setting.requests} requests at once")
+        return found
+
+    def problem(self) -> str | None:
+        """Why a server would not start, with the arithmetic and the flags to change; ``None`` if it would."""
+        if self.free is None or self.tokens is None:
+            return None
+        setting = self.setting
+        least = PAGE_TOKENS * max(1, round(1 / setting.swa_ratio))  # one page of window rows
+        estimated, budget = sum(self.estimated.values()), self.free * setting.fraction
+        short = []
+        if self.tokens < least:
+            needed = self.fixed + least * sum(self.token.values())
+            short.append(
+                f"weights and pools for {least} tokens need {gb(needed).strip()},"
+                f" --mem-fraction-static {setting.fraction:.3g} of {gb(self.free).strip()} free is {gb(budget).strip()}"
+            )
+            if needed + estimated <= self.free:
+                short.append(f"raise --mem-fraction-static above {needed / self.free:.3f}")
+        elif self.free - budget < estimated and self.fixed + estimated > self.free:
+            short.append(
+                f"weights, pools and an estimated {gb(estimated).strip()} of workspaces exceed {gb(self.free).strip()}"
+            )
+        if not short:
+            return None
+        flags = "a larger --tp-size, a smaller --max-running-requests or --context-length, or another device"
+        arithmetic = "".join(f"\n  {line}" for line in self.lines())
+        return f"too little memory on a rank of --tp-size {setting.ranks}: {'; '.join(short)}; use {flags}{arithmetic}"
+
+    def check(self) -> None:
+        """:class:`UnsupportedError` with :meth:`problem` if there is one."""
+        if problem := self.problem():
+            raise UnsupportedError(problem)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``/server_info`` and ``doctor --json``; bytes."""
+        return asdict(self)
+
+
+def forecast(verified: Verified, target: Target, setting: Setting, free: int | None) -> Forecast:
+    """What one rank of a server needs; ``free`` as in :class:`Forecast`.
+
+    Raises:
+        ConfigError: the model cannot be split over so many ranks.
+    """
+    config = verified.config
+    storage = verified.inventory.storage
+    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes)
+    server = bytes_per_server(config, setting.requests, setting.context)
+    token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio)
+    tokens = None
+    if free is not None:
+        left = free * setting.fraction - sum(weights.values()) - sum(server.values())
+        tokens = max(int(left / sum(token.values())), 0) // PAGE_TOKENS * PAGE_TOKENS
+        tokens = tokens if setting.most_tokens is None else min(tokens, setting.most_tokens)
+    return Forecast(setting, weights, server, token, _estimated(config, target, setting), free, tokens)
+
+
+def _estimated(config: ModelConfig, target: Target, setting: Setting) -> dict[str, int]:
+    """Graphs and workspaces: the large buffers of a pass, each once."""
+    visits, hidden = config.num_experts_per_tok + 1, config.hidden_size
+    inner, heads = config.moe_intermediate_size // setting.ranks, config.num_attention_heads // setting.ranks
+    streams = 3 * config.hc_mult * hidden
+    rows = visits * (2 * hidden + 3 * inner)
+    queries = 2 * heads * config.head_dim
+    chunk = setting.chunk * (streams + max(rows, queries)) * setting.dtype_bytes
+    if target is Target.CPU:
+        return {"activations of a prefill chunk": chunk}
+    scores = setting.requests * setting.context if LayerKind.CSA in config.layer_kinds else 0  # 4 bytes for 4 tokens
+    return {
+        "activations of a prefill chunk": chunk,
+        "index scores of graphs": scores,
+        "CUDA context, kernels, graphs": GPU_RUNTIME_BYTES,
+    }
+
+
+def gb(nbytes: float) -> str:
+    """In units of 10^9 bytes."""
+    return f"{nbytes / 1e9:7.2f} GB"
+
+
+def _parts(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in parts.items())

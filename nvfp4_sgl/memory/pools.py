@@ -1,0 +1,55 @@
+"""Bytes of SGLang's pools for DeepSeek-V4, as its ``DSV4PoolConfigurator`` (0.5.23) sizes them.
+
+A token of a sequence has compressed entries for good; the share ``swa_ratio`` of tokens also has window rows, and each
+page of window rows the states of the ratio-4 compressors. What belongs to requests is there once a request.
+"""
+
+from __future__ import annotations
+
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.formats import index_entry, kv_entry
+
+PACKED_SWA_RATIO = 0.1
+"""SGLang's default of ``--swa-full-tokens-ratio``."""
+STATE_BYTES = 4
+"""An element of a compressor's state: fp32."""
+TABLE_MARGIN = 4
+"""Columns of the table of slots beyond the context length."""
+
+
+def bytes_per_token(config: ModelConfig, row_bytes: int | None, swa_ratio: float) -> dict[str, float]:
+    """Bytes by kind of cache that each token of capacity takes.
+
+    Args:
+        row_bytes: of an element of exact rows; ``None`` for packed entries.
+        swa_ratio: window rows a token.
+    """
+    csa, hca = (config.layer_kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
+    state_width = 4 * (config.head_dim + config.index_head_dim)
+    index = index_entry.LAYOUT.page_bytes(1) if row_bytes is None else config.index_head_dim * row_bytes
+    return {
+        "window rows": swa_ratio * config.num_hidden_layers * _row(config, row_bytes, PAGE_TOKENS),
+        "ratio-4 states": swa_ratio * csa * STATE_RING[4] / PAGE_TOKENS * state_width * STATE_BYTES,
+        "ratio-4 entries": csa * _row(config, row_bytes, PAGE_TOKENS // 4) / 4,
+        "index keys": csa * index / 4,
+        "ratio-128 entries": hca * _row(config, row_bytes, PAGE_TOKENS // 128) / 128,
+    }
+
+
+def bytes_per_server(config: ModelConfig, requests: int, context: int) -> dict[str, int]:
+    """Bytes that do not depend on the number of tokens.
+
+    Args:
+        requests: that run at once. context: tokens of the longest.
+    """
+    ring, hca = STATE_RING[128], config.layer_kinds.count(LayerKind.HCA)
+    rows = -(-((requests + 1) * ring + ring + 1) // 128) * 128
+    return {
+        "ratio-128 states": hca * rows * 2 * config.head_dim * STATE_BYTES,
+        "table of slots": (requests + 1) * (context + TABLE_MARGIN) * 4,
+    }
+
+
+def _row(config: ModelConfig, row_bytes: int | None, page: int) -> float:
+    return kv_entry.LAYOUT.page_bytes(page) / page if row_bytes is None else config.head_dim * row_bytes

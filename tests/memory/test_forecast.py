@@ -1,0 +1,280 @@
+"""Forecasts of memory against dimensions multiplied out by hand, tensors that are held, and SGLang's own sizing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from nvfp4_sgl import cli
+from nvfp4_sgl.checkpoint.names import Storage
+from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
+from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
+from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO, bytes_per_server, bytes_per_token
+from nvfp4_sgl.memory.weights import EXPERTS, MATRICES, OTHERS, VOCABULARY, weight_bytes
+from nvfp4_sgl.ops.linear import PreparedWeight
+from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.support.mutation import mutated
+
+GB = 10**9
+
+FLASH = BASE | {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "n_routed_experts": 256,
+    "num_hash_layers": 3,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "compress_ratios": [0, 0, *([4, 128] * 20), 4, 0],
+}
+PRO = FLASH | {
+    "hidden_size": 7168,
+    "moe_intermediate_size": 3072,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "n_routed_experts": 384,
+    "index_topk": 1024,
+    "compress_ratios": [128, 128, *([4, 128] * 29), 4, 0],
+    "routed_scaling_factor": 2.5,
+}
+
+
+def parameters(
+    d: int, inner: int, experts: int, heads: int, q_lora: int, groups: int, csa: int, hca: int, layers: int
+) -> tuple[int, int]:
+    """(elements of expert matrices, of other NVFP4 matrices): DeepSeek's dimensions multiplied out."""
+    attention = (
+        q_lora * d + 512 * d + heads * 512 * q_lora + groups * 1024 * (heads * 512 // groups) + d * groups * 1024
+    )
+    csa_more = 2 * 1024 * d + 2 * 256 * d + 64 * 128 * q_lora
+    return layers * experts * 3 * d * inner, layers * attention + csa * csa_more + hca * 2 * 512 * d
+
+
+RELEASES: Mapping[str, tuple[dict[str, Any], tuple[int, ...], float, float]] = {
+    # config, dimensions, parameters in total, GB of routed experts (both DEEPSEEK_V4.md §11)
+    "Flash": (FLASH, (4096, 2048, 256, 64, 1024, 8, 21, 20, 43), 284.3e9, 155.8),
+    "Pro": (PRO, (7168, 3072, 384, 128, 1536, 16, 30, 31, 61), 1573.0e9, 870.4),
+}
+FLASH_BYTES_PER_TOKEN = 7087
+"""Packed entries, SGLang's default share of window rows."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_weights_of_the_releases(release: str) -> None:
+    """NVFP4 is 0.5625 bytes a weight. An fp32 alpha a row adds 0.3 % to dense matrices, next to nothing to experts."""
+    raw, dimensions, total, routed = RELEASES[release]
+    config = ModelConfig.from_dict(raw)
+    d, inner, layers = dimensions[0], dimensions[1], dimensions[-1]
+    expert_elements, other_elements = parameters(*dimensions)
+    shared = layers * 3 * d * inner
+    assert expert_elements * 0.5625 / GB == pytest.approx(routed, abs=0.05)
+    every = expert_elements + shared + other_elements + 2 * 129280 * d
+    assert every == pytest.approx(total, rel=2e-3)  # without routers, norms, mHC
+    for ranks in (1, 2, 4, 8):
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, ranks, 2)
+        assert found[EXPERTS] == pytest.approx((expert_elements + shared) * 0.5625 / ranks, rel=1e-3)
+        assert found[VOCABULARY] == 2 * 129280 * d * 2 // ranks
+        assert found[MATRICES] >= other_elements * 0.5625 / ranks
+    whole = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, 1, 2)
+    assert whole[MATRICES] == pytest.approx(other_elements * 0.5625, rel=4e-3)
+    assert (
+        weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM90, 1, 2)[EXPERTS] == (expert_elements + shared) * 2
+    )
+    on_cpu = weight_bytes(config, lambda stem: Storage.NVFP4, Target.CPU, 1, 4)
+    assert on_cpu[EXPERTS] == pytest.approx((expert_elements + shared) * 4, rel=1e-3)
+
+
+def test_flash_as_its_headers_say() -> None:
+    """161.7 GB were measured from the headers of a generated checkpoint, 81.3 and 41.0 GB for ranks of two and four."""
+    config = ModelConfig.from_dict(FLASH)
+    for ranks, measured in ((1, 161.7), (2, 81.3), (4, 41.0)):
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, ranks, 2)
+        assert sum(found.values()) / GB == pytest.approx(measured, abs=0.15)
+
+
+def test_pools_of_flash() -> None:
+    config = ModelConfig.from_dict(FLASH)
+    token = bytes_per_token(config, None, PACKED_SWA_RATIO)
+    window, entry, state = 43 * 585, 21 * (585 + 132) / 4 + 20 * 864 / 128, 21 * 8 / 256 * 4 * (512 + 128) * 4
+    assert sum(token.values()) == pytest.approx(0.1 * (window + state) + entry)
+    assert round(sum(token.values())) == FLASH_BYTES_PER_TOKEN
+    server = bytes_per_server(config, 256, 1 << 20)
+    # A ring of 128 rows of 512 + 512 fp32 for 257 slots and one spare ring and row, up to whole rings.
+    assert server["ratio-128 states"] == 20 * 259 * 128 * 1024 * 4
+    assert server["table of slots"] == 257 * (2**20 + 4) * 4
+
+
+@pytest.mark.parametrize("row_bytes", [2, 4])
+def test_pools_as_sglang_sizes_exact_rows(row_bytes: int) -> None:
+    config = ModelConfig.from_dict(FLASH)
+    sizing = kv_pool.pool_types()[1].__new__(kv_pool.pool_types()[1])
+    kinds = [kind.value for kind in config.layer_kinds]
+    owners = {ratio: [n for n, kind in enumerate(kinds) if kind == ratio] for ratio in (4, 128)}
+    for name, value in {
+        "row_bytes": row_bytes,
+        "attn_head_dim": 512,
+        "indexer_head_dim": 128,
+        "encoder_replay": False,
+        "ring_sizes": {4: 8, 128: 128},
+        "page_size": 256,
+        "num_layers_total": 43,
+        "stage_owner_layers": owners,
+        "_unified": False,
+        "swa_cap_tokens": None,
+        "swa_ratio": 0.5,
+        "disaggregation_mode": "null",
+    }.items():
+        setattr(sizing, name, value)
+    sizing.bytes_per_swa_token = sizing._get_bytes_per_swa_token()
+    assert sum(bytes_per_token(config, row_bytes, 0.5).values()) == pytest.approx(sizing._get_bytes_per_full_token())
+    assert bytes_per_server(config, 16, 4096)["ratio-128 states"] == sizing._get_c128_state_fixed_bytes(16)
+
+
+# --- what a decoder holds -----------------------------------------------------------------------------------------
+
+
+def model(folder: Path, format: TinyFormat = TinyFormat.NVFP4_FULL) -> Verified:
+    (folder / "config.json").write_text(json.dumps(tiny_config(format, {"vocab_size": 512})))
+    return verify_dummy(folder)
+
+
+def tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, and what the reference keeps beside them."""
+    yield from module.parameters()
+    for part in module.modules():
+        for value in vars(part).values():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, PreparedWeight):
+                    yield from (tensor for tensor in (item.values, item.alpha) if tensor is not None)
+
+
+def held(verified: Verified, target: Target, ranks: int) -> int:
+    alone = Standalone(verified, target=target, capacity=256, requests=1, parallel=TensorParallel(0, ranks))
+    storages = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors(alone.decoder) if t.numel()}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS])
+@pytest.mark.parametrize("target", list(Target))
+def test_weights_are_what_a_decoder_holds(target: Target, format: TinyFormat, ranks: int, tmp_path: Path) -> None:
+    if target is Target.SM100 and format is TinyFormat.NVFP4_EXPERTS:
+        return  # refused there
+    verified = model(tmp_path, format)
+    found = weight_bytes(verified.config, verified.inventory.storage, target, ranks, 4)
+    assert found[EXPERTS] + found[MATRICES] + found[OTHERS] == held(verified, target, ranks)
+
+
+# --- the sum ------------------------------------------------------------------------------------------------------
+
+
+def flash(free: int | None, **changes: Any) -> Forecast:
+    fields: dict[str, Any] = {
+        "ranks": 2,
+        "requests": 256,
+        "context": 1 << 20,
+        "chunk": 8192,
+        "dtype_bytes": 2,
+        "row_bytes": None,
+        "swa_ratio": 0.1,
+        "fraction": 0.85,
+    } | changes
+    return forecast(FLASH_VERIFIED, Target.SM100, Setting(**fields), free)
+
+
+class _Headers:
+    """Of a checkpoint all in NVFP4."""
+
+    @staticmethod
+    def storage(stem: str) -> Storage:
+        return Storage.NVFP4
+
+
+FLASH_VERIFIED: Any = type("V", (), {"config": ModelConfig.from_dict(FLASH), "inventory": _Headers})
+
+
+def test_tokens_that_fit() -> None:
+    found = flash(140 * GB)
+    expected = (140 * GB * 0.85 - found.fixed) / sum(found.token.values())
+    assert found.tokens is not None and 0 <= expected - found.tokens < 256 and found.tokens % 256 == 0
+    assert found.problem() is None
+    found.check()
+    assert flash(140 * GB, most_tokens=4096).tokens == 4096
+    assert flash(None).tokens is None and flash(None).problem() is None
+    least = found.fixed + 2560 * sum(found.token.values())
+    assert flash(int(least / 0.85) + 10**6).problem() is None
+    assert flash(int(least / 0.85) - 10**6).problem() is not None
+
+
+REFUSED: Mapping[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "weights": (80 * GB, {}, ("--tp-size 2", "80.00 GB free", "68.00 GB", "experts 78.22", "a larger --tp-size")),
+    "fraction": (110 * GB, {"fraction": 0.5}, ("raise --mem-fraction-static above 0.77",)),
+    "requests": (140 * GB, {"requests": 4096}, ("ratio-128 states 42.9", "--max-running-requests")),
+    "workspaces": (100 * GB, {"fraction": 0.99, "chunk": 1 << 17}, ("estimated", "exceed 100.00 GB")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_too_little_memory(case: str) -> None:
+    free, changes, texts = REFUSED[case]
+    with pytest.raises(UnsupportedError) as error:
+        flash(free, **changes).check()
+    for text in texts:
+        assert text in str(error.value), error.value
+
+
+def test_a_split_that_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match="--tp-size 3"):
+        flash(140 * GB, ranks=3)
+
+
+def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
+    model(tmp_path)
+    assert cli.main(["doctor", str(tmp_path), "--tp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "weights: RANDOM" in out and "Memory of a rank, --tp-size 2" in out and "ratio-128 states" in out
+    assert cli.main(["doctor", str(tmp_path), "--tp", "2", "--target", "sm_100a", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["free"] is None and memory["weights"][EXPERTS] > 0
+    assert cli.main(["doctor", str(tmp_path), "--tp", "3"]) == 1
+    assert "--tp-size 3" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(FLASH))
+    monkeypatch.setattr("nvfp4_sgl.doctor.free_bytes", lambda ranks: 24 * GB)
+    assert cli.main(["doctor", str(tmp_path)]) == 1
+    assert "PROBLEM: memory: too little memory" in capsys.readouterr().out
+
+
+def test_a_mistake_is_noticed() -> None:
+    """Experts that are not split over ranks."""
+    import importlib
+
+    line = "experts += nbytes"
+    with mutated("memory.weights", line, "experts += nbytes * ranks"):
+        module = importlib.import_module("nvfp4_sgl.memory.weights")
+        config = importlib.import_module("nvfp4_sgl.config").ModelConfig.from_dict(FLASH)
+        target = importlib.import_module("nvfp4_sgl.targets.choose").Target.SM100
+        nvfp4 = importlib.import_module("nvfp4_sgl.checkpoint.names").Storage.NVFP4
+        assert sum(module.weight_bytes(config, lambda stem: nvfp4, target, 2, 2).values()) / GB > 81.3 + 0.15
+
+
+def test_the_fields_of_a_forecast_are_json() -> None:
+    assert json.loads(json.dumps(flash(140 * GB).as_json()))["tokens"] == flash(140 * GB).tokens
