@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 
 from nvfp4_sgl.checkpoint.names import Role, Storage, TensorSpec, tensor_specs
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 from nvfp4_sgl.model.products import LayerProduct, step_products
 from nvfp4_sgl.targets.choose import Target
@@ -29,14 +30,16 @@ def weight_bytes(
     Raises:
         ConfigError: the model cannot be split so.
     """
+    specs = tensor_specs(config)
+    linear = [spec.name for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
+    others = [name for name in linear if storage(name) is not Storage.NVFP4]
     experts = matrices = 0
     for product, layers in step_products(config, ranks).items():
-        nbytes = layers * _PRODUCT_BYTES[target](product)
+        nbytes = layers * _PRODUCT_BYTES[target](product, _is_nvfp4(product, others))
         if product.experts_per_token:
             experts += nbytes
         else:
             matrices += nbytes
-    specs = tensor_specs(config)
     if target is Target.CPU:
         experts += 4 * sum(_alphas(s, config, ranks, storage) for s in specs.values() if s.role is Role.EXPERT_LINEAR)
         matrices += 4 * sum(_alphas(s, config, ranks, storage) for s in specs.values() if s.role is Role.LINEAR)
@@ -51,24 +54,48 @@ def weight_bytes(
     }
 
 
-def _cpu_bytes(product: LayerProduct) -> int:
+def _cpu_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
     """Decoded to fp32; alphas are counted apart."""
     return 4 * _elements(product)
 
 
-def _sm90_bytes(product: LayerProduct) -> int:
-    """Dequantised to bf16."""
-    return 2 * _elements(product)
+def _sm90_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
+    """NVFP4: whole tiles of codes and block scales, alphas as on SM100. Others: dequantised to bf16."""
+    if not is_nvfp4:
+        return 2 * _elements(product)
+    rows = _rows(product)
+    tiles = -(-rows // TILE_ROWS) * -(-product.k // TILE_K) * TILE_BYTES
+    return product.groups * (tiles + 4 * _alphas_of_group(product))
 
 
-def _sm100_bytes(product: LayerProduct) -> int:
-    """Codes, padded block scales, alphas: one a row of dense matrices, one a matrix of experts."""
-    rows = product.features * (2 if product.gated else 1)
-    alphas = (2 if product.gated else 1) if product.experts_per_token else rows
-    return product.groups * (rows * product.k // 2 + scale_bytes(rows, product.k) + 4 * alphas)
+def _sm100_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
+    """Codes, padded block scales, alphas; no other storage is served."""
+    rows = _rows(product)
+    return product.groups * (rows * product.k // 2 + scale_bytes(rows, product.k) + 4 * _alphas_of_group(product))
 
 
-_PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct], int]] = {
+def _rows(product: LayerProduct) -> int:
+    """Weight rows of a group."""
+    return product.features * (2 if product.gated else 1)
+
+
+def _alphas_of_group(product: LayerProduct) -> int:
+    """Global scales of a group: one a row of dense matrices, one a matrix of experts."""
+    return (2 if product.gated else 1) if product.experts_per_token else _rows(product)
+
+
+def _is_nvfp4(product: LayerProduct, others: Collection[str]) -> bool:
+    """Whether all matrices of a GEMM, in all layers that have it, are NVFP4; ``others`` are those that are not.
+
+    Experts are packed all or none.
+    """
+    if product.experts_per_token:
+        return not any(".ffn." in name for name in others)
+    parts = tuple(f".attn.{part}" for part in product.name.split(" + "))
+    return not any(name.endswith(parts) for name in others)
+
+
+_PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct, bool], int]] = {
     Target.CPU: _cpu_bytes,
     Target.SM90: _sm90_bytes,
     Target.SM100: _sm100_bytes,

@@ -173,7 +173,8 @@ def misplaced(monkeypatch: pytest.MonkeyPatch, field: str, read: Callable[[Any, 
     def make(*arguments: Any) -> Any:
         schedule = right(*arguments)
         tensor = getattr(schedule, field)
-        return replace(schedule, **{field: Changed(lambda expert: read(tensor, expert, schedule.experts))})
+        changed: dict[str, Any] = {field: Changed(lambda expert: read(tensor, expert, schedule.experts))}
+        return replace(schedule, **changed)
 
     monkeypatch.setattr(gemm, "GroupedSchedule", make)
 

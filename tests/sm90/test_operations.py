@@ -75,8 +75,8 @@ def test_experts(runner: EmulatedLauncher) -> None:
     w2 = TiledWeights.allocate_experts(len(counts), width, inner, torch.device("cpu"))
     ups = [matrix(2, inner, width, seed=10 + i) for i in range(len(counts))]
     downs = [matrix(width, inner, seed=20 + i) for i in range(len(counts))]
-    for i, (up, down) in enumerate(zip(ups, downs, strict=True)):
-        w13.put_gated_expert(i, up.packed, up.block_scale, up.global_scale.reshape(2))
+    for i, (gate_up, down) in enumerate(zip(ups, downs, strict=True)):
+        w13.put_gated_expert(i, gate_up.packed, gate_up.block_scale, gate_up.global_scale.reshape(2))
         w2.put_expert(i, down.packed, down.block_scale, down.global_scale)
     offsets = [sum(-(-count // tile) * tile for count in counts[:i]) for i in range(len(counts))]
     tokens = random_tokens(40, width, seed=5) * 0.05
