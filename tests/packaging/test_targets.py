@@ -102,7 +102,8 @@ def test_matrices_that_sm100_does_not_read_are_named():
         ({"q_lora_rank": 1024 + 32}, 1, "wq_b.*: K is 1056, expected a multiple of 64"),
     ],
 )
-def test_sizes_that_sm100_does_not_take_are_named(change: Any, ranks: int, message: str):
+@pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
+def test_sizes_that_no_kernel_takes_are_named(change: Any, ranks: int, message: str, target: Target):
     config = replace(ModelConfig.from_dict(config_json(FLASH)), **change)
-    with pytest.raises(ConfigError, match=message):
-        check_target(Target.SM100, config, ranks, ALL_NVFP4.storage)
+    with pytest.raises(ConfigError, match=f"target {target.value}.*{message}"):
+        check_target(target, config, ranks, ALL_NVFP4.storage)
