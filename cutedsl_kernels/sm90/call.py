@@ -20,8 +20,8 @@ class Call(GemmCall):
         weights: uint8 [groups, ceil(features / 128), ceil(k / 128), 9216], as ``layout.pack_tiles`` makes them. Rows of
             gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and so on.
         tokens: bf16 [rows, k] or [rows, groups, k], the last dimension contiguous. A grouped kernel has [rows, k].
-        out: bf16 or fp32 [rows, outputs] or [rows, groups, outputs]; outputs are features, or half of them if gated.
-            A grouped kernel also writes the rows behind an expert's that are in its last token tile.
+        out: bf16 or fp32 [rows, outputs] or [rows, groups, outputs]. Outputs are features, or half of them, a multiple
+            of 8, if gated. A grouped kernel also writes the rows behind an expert's that are in its last token tile.
         alpha: fp32, the weights' global scales: [groups, features], [groups] for experts, or [groups, 2] for gates and
             ups; the last two contiguous.
     """

@@ -9,7 +9,6 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from tests.sm90.support.products import entry_of
-from tests.sm100.emulator import compile_for
 from tests.sm100.support.sass import compile_binary
 
 SHAPES = [
@@ -22,7 +21,6 @@ SHAPES = [
     KernelShape(16, grouped=True),
     KernelShape(32, split_k=8, gated=True, grouped=True),
     KernelShape(64, split_k=2, gated=True, grouped=True),
-    KernelShape(128, gated=True, grouped=True),
 ]
 
 
@@ -37,6 +35,10 @@ def test_sass(shape: KernelShape) -> None:
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
     assert binary.registers <= shape.max_registers
     assert binary.count("USETMAXREG") == (2 if shape.reallocates else 0)
+    # The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more.
+    gemm: Any = entry.gemm
+    taken = gemm.storage.size_in_bytes()
+    assert taken <= shape.shared_bytes <= taken + 4 * 1024
 
 
 def every_shape() -> list[KernelShape]:
@@ -57,13 +59,3 @@ def test_memory_budgets(shape: KernelShape) -> None:
     assert shape.stages >= MIN_STAGES
     assert shape.shared_bytes <= shape.max_shared_bytes
     assert shape.ctas_per_sm * (shape.shared_bytes + 1024) <= 228 * 1024
-
-
-@pytest.mark.parametrize("shape", [KernelShape(8), *(shape for shape in SHAPES if shape.grouped)], ids=str)
-def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
-    """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
-    entry = entry_of(shape)
-    compile_for("sm_90a", entry, *entry.example())
-    gemm: Any = entry.gemm
-    taken = gemm.storage.size_in_bytes()
-    assert taken <= shape.shared_bytes <= taken + 4 * 1024

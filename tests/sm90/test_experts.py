@@ -30,20 +30,17 @@ CASES = [
     ExpertCase(gate_up(8), (0, 1, 9, 0, 8, 0), features=72, k=192),
     ExpertCase(gate_up(8, output="fp32"), (3, 0, 16), features=72, k=64, backwards=True),
     ExpertCase(gate_up(16), (17, 0, 16), features=8, k=64),
-    ExpertCase(gate_up(32, output="fp32"), (33, 1), features=8, k=64),
     ExpertCase(gate_up(64), (64, 3), features=16, k=64),
     ExpertCase(gate_up(128), (1, 129), features=8, k=64),
     ExpertCase(down(8), (0, 2, 8, 11, 0), features=136, k=192, backwards=True),
     ExpertCase(down(16, output="fp32"), (5, 16), features=12, k=64),
     ExpertCase(down(32), (33, 0, 4), features=16, k=64),
-    ExpertCase(down(64, output="fp32"), (3, 65), features=8, k=64),
     ExpertCase(down(128), (128, 0, 2), features=8, k=64),
     # K split over a cluster: one SwiGLU of the whole sum.
-    ExpertCase(gate_up(8, split_k=2), (0, 1, 9, 8), features=72, k=320),
+    ExpertCase(gate_up(8, split_k=2), (0, 9, 1), features=72, k=320),
     ExpertCase(gate_up(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
-    ExpertCase(gate_up(64, split_k=2), (2, 65), features=8, k=256),
-    ExpertCase(down(8, split_k=4), (0, 9, 2), features=72, k=576),
-    ExpertCase(down(32, split_k=2, output="fp32"), (33, 4), features=12, k=256),
+    ExpertCase(down(8, split_k=4), (0, 9, 2), features=16, k=576),
+    ExpertCase(down(32, split_k=2, output="fp32"), (3, 32), features=12, k=256),
     # One expert that all rows visit.
     ExpertCase(gate_up(8, grouped=False), (11,), features=72, k=192),
     ExpertCase(gate_up(16, split_k=2, grouped=False, output="fp32"), (18,), features=16, k=320),
@@ -127,11 +124,11 @@ def test_a_limit_is_for_gated_kernels() -> None:
 
 # Planted mistakes.
 
+MUTATED = ExpertCase(gate_up(8), (0, 7, 8), features=16, k=128)
 Swiglu = Callable[[Any, Any, float], Any]
 SWIGLUS: dict[str, Callable[[Swiglu], Swiglu]] = {
     "gate and up swapped": lambda right: lambda gate, up, limit: right(up, gate, limit),
     "no limit": lambda right: lambda gate, up, limit: right(gate, up, 2.0**60),
-    "another limit": lambda right: lambda gate, up, limit: right(gate, up, limit * 0.75),
 }
 
 
@@ -139,7 +136,7 @@ SWIGLUS: dict[str, Callable[[Swiglu], Swiglu]] = {
 def test_another_swiglu_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from nvfp4_sgl.cutedsl_kernels.sm90 import epilogue
 
-    case = CASES[0]
+    case = MUTATED
     monkeypatch.setattr(epilogue, "clamped_swiglu", SWIGLUS[mistake](epilogue.clamped_swiglu))
     with pytest.raises(AssertionError, match="wrong"):
         case.check(compiled=compile_anew(case.shape))
@@ -151,7 +148,7 @@ def test_swapped_alphas_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = DeviceEpilogue.factors
     monkeypatch.setattr(DeviceEpilogue, "factors", lambda self, *where: right(self, *where)[::-1])
     with pytest.raises(AssertionError, match="wrong"):
-        CASES[0].check(compiled=compile_anew(CASES[0].shape))
+        MUTATED.check(compiled=compile_anew(MUTATED.shape))
 
 
 class Changed(Fixed):
@@ -188,7 +185,7 @@ def test_rows_of_the_next_expert_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         case.check(compiled=compile_anew(case.shape))
 
 
-@pytest.mark.parametrize("shape", [down(8), gate_up(16), gate_up(8, split_k=2)], ids=str)
+@pytest.mark.parametrize("shape", [down(8), gate_up(8, split_k=2)], ids=str)
 def test_a_row_more_of_a_full_expert_is_noticed(shape: KernelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tile behind it alone: other experts' rows come later, and overwrite what is wrong."""
     case = ExpertCase(shape, (shape.token_tile, 3), features=16, k=256)
