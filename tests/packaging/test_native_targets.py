@@ -39,10 +39,10 @@ def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_gpu_both_with_gemms_in_torch():
     assert native.targets(on_gpu=False) == (Target.SM90, Target.SM100)
-    with native.gemms(Target.SM100, on_gpu=False):
-        assert type(launcher.current()) is ReferenceLauncher
-    with native.gemms(Target.SM90, on_gpu=False):
-        assert type(launcher.current()) is launcher.CudaLauncher
+    for target in native.GPU_TARGETS:
+        with native.gemms(target, on_gpu=False):
+            runner = launcher.current()
+            assert type(runner) is ReferenceLauncher and runner.name == target.value
 
 
 @pytest.mark.parametrize("target", native.GPU_TARGETS)
