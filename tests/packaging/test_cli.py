@@ -143,7 +143,10 @@ def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("target", "mode", "note"),
-    [(Target.SM90, "w4a16", "matrices that are not NVFP4 are dequantised"), (Target.SM100, "w4a4", "never yet on a Blackwell GPU")],
+    [
+        (Target.SM90, "w4a16", "matrices that are not NVFP4 are dequantised"),
+        (Target.SM100, "w4a4", "never yet on a Blackwell GPU"),
+    ],
 )
 def test_doctor_says_what_a_gpu_would_run(
     target: Target, mode: str, note: str, monkeypatch: pytest.MonkeyPatch
