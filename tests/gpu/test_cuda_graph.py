@@ -76,14 +76,14 @@ class Recorder(TorchDispatchMode):
 
 LIBRARY_PRODUCTS = {"aten.mm.out", "aten.mm.dtype_out"}
 EXPERT_PRODUCTS = {
-    Target.SM90: {"aten._grouped_mm.default"},
+    Target.SM90: {"nvfp4_sgl.w4a16_experts.default"},
     Target.SM100: {"nvfp4_sgl.expert_gate_up.default", "nvfp4_sgl.expert_down.default"},
 }
 PRODUCTS = {
-    Target.SM90: LIBRARY_PRODUCTS | {"aten.bmm.out"},
+    Target.SM90: LIBRARY_PRODUCTS | {"nvfp4_sgl.w4a16_product.default"},
     Target.SM100: LIBRARY_PRODUCTS | {"nvfp4_sgl.product.default", "nvfp4_sgl.grouped_product.default"},
 }
-"""Beside those of the experts. Router, LM head and, of many tokens, index weights are the library's on SM100, too."""
+"""Beside those of the experts. Router, LM head and, of many tokens, index weights are the library's."""
 
 
 @pytest.mark.parametrize("decode", [True, False])
