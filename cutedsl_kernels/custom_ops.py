@@ -41,7 +41,7 @@ WHOLE_STORES_REASON = "stores write whole 16 bytes, beyond a row's end too"
 """Why features must be a multiple, for messages. Seen on an H200: a TMA store ends not at the tensor's last element,
 but at the next multiple of 16 bytes."""
 ARCHITECTURES = ("sm_100a", "sm_103a")
-"""Those with block-scaled tensor cores."""
+"""Architectures with block-scaled tensor cores."""
 NVFP4_FEATURES_MULTIPLE = 2 * ALIGNMENT
 """Features of NVFP4 output must be a multiple of this: a row is whole 16 bytes."""
 

@@ -108,5 +108,5 @@ class GemmCall(ABC):
 
 
 def address(tensor: Tensor | None) -> int:
-    """Of the first element; 0 for a tensor that a kernel does not have."""
+    """Address of the first element; 0 for a tensor that a kernel does not have."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -25,7 +25,7 @@ LAUNCH_US = 1.0
 SPLIT_US = {1: 0.0, 2: 1.0, 4: 1.0, 8: 2.0}
 """Clusters, and the exchange of partial sums."""
 BYTES_PER_US = 4.25e6
-"""Of a copy on an H200, read and written."""
+"""Bandwidth of a copy on an H200, bytes read and written."""
 
 
 @dataclass(frozen=True)

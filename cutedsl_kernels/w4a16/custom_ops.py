@@ -34,7 +34,7 @@ from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS
 from ..sm90.shape import EXPERT_TOKEN_TILES, GATE_ROWS
 
 ARCHITECTURES = ("sm_90a",)
-"""Those that have w4a16 kernels."""
+"""Architectures that have w4a16 kernels."""
 WHAT = "bf16 activations"
 
 

@@ -29,14 +29,14 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats import fp8_block, nvfp4, ue8m0
 
 SEED = 0
-"""Of the weights that are served."""
+"""Seed of the weights that are served."""
 FILE = Path("(random weights)")
 """What errors name in place of a file."""
 MAX_WORDS_AT_ONCE = 1 << 24
 """Words drawn in one piece: 128 MiB, and as much again on the way."""
 
 CODE_RMS = (2 * (0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 16) ** 0.5
-"""Of E2M1 codes that are all equally likely."""
+"""Root mean square of E2M1 codes that are all equally likely."""
 BLOCK_SCALE_CODES = range(0x6F, 0x7F)
 """E4M3 codes of block scales, all equally likely: 120 to 448, as where a global scale is a matrix's maximum / 2688."""
 GLOBAL_SCALE_SPREAD = 0.25

@@ -115,7 +115,7 @@ def _alphas(spec: TensorSpec, config: ModelConfig, ranks: int, storage: Callable
 
 
 def _other_bytes(spec: TensorSpec, target: Target, ranks: int) -> int:
-    """Of a tensor that is no GEMM of :func:`step_products`; GPUs keep mHC's matrices as three bf16 parts."""
+    """Bytes of a tensor that is no GEMM of :func:`step_products`; GPUs keep mHC's matrices as three bf16 parts."""
     name, on_cpu = spec.name, target is Target.CPU
     if spec.role.is_matrix or name in ("embed.weight", "head.weight"):
         return 0

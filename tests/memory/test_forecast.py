@@ -201,7 +201,7 @@ def flash(free: int | None, **changes: Any) -> Forecast:
 
 
 class _Headers:
-    """Of a checkpoint all in NVFP4."""
+    """Headers of a checkpoint all in NVFP4."""
 
     @staticmethod
     def storage(stem: str) -> Storage:

@@ -101,7 +101,7 @@ def test_only_experts_with_tokens_are_read() -> None:
 
 
 def test_most_experts_there_can_be() -> None:
-    """Of 512, tokens at both ends and in the middle, around the ends of the runs of 16."""
+    """512 experts; the first and last, and some around the ends of runs of 16, have tokens."""
     counts = [0] * 512
     for expert in (0, 15, 16, 31, 255, 256, 510, 511):
         counts[expert] = 1 + expert % 9

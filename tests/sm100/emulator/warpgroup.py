@@ -140,7 +140,7 @@ class MultiplicationGroups:
         self.open = []
 
     def all_but(self, keep: int) -> list[Multiplication]:
-        """Those of all committed groups but the last ``keep``."""
+        """Instructions of all committed groups but the last ``keep``."""
         return [one for group in self.committed[: max(0, len(self.committed) - keep)] for one in group]
 
     def forget_all_but(self, keep: int) -> None:

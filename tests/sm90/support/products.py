@@ -182,7 +182,7 @@ class ExpertCase:
         return torch.tensor([*(starts[::-1] if self.backwards else starts), ends[-1]], dtype=torch.int32)
 
     def rows(self) -> list[slice]:
-        """Of each expert, those with a token."""
+        """Each expert's rows that hold a token."""
         starts = self.offsets().tolist()
         return [slice(start, start + count) for start, count in zip(starts, self.counts, strict=False)]
 

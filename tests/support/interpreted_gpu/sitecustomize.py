@@ -29,7 +29,7 @@ def _warm_up_with_one_size(warm_up):
 
 
 def _compute_gemms_in_torch(model):
-    """Those that go through a launcher."""
+    """The GEMMs that go through a launcher."""
     from nvfp4_sgl.cutedsl_kernels import launcher
     from tests.support.reference_gemms import ReferenceLauncher
     from tests.support.server_events import tell_freeze
