@@ -1,0 +1,138 @@
+"""Hopper's GEMMs on a Hopper GPU: every kernel shape against the dequantised weights, exactness, graphs, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels import plan
+from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import EXPERT_TOKEN_TILES, KernelShape, max_split
+from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
+from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.ops.swiglu import clamped_swiglu
+from nvfp4_sgl.targets.choose import Target
+from tests.support import native
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 10.0
+SHAPES = [KernelShape(tile, split) for tile in TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    if native.targets() != (Target.SM90,):
+        pytest.skip("these kernels are made for Hopper")
+    torch.manual_seed(0)
+    yield
+
+
+def weights(*shape: int, scales: tuple[int, int] = (0x28, 0x48)) -> NvFp4Tensor:
+    """Random codes [groups, features, K] and block scales of those E4M3 bytes; a global scale for each feature."""
+    codes = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8, device="cuda")
+    blocks = torch.randint(*scales, (*shape[:2], shape[2] // 16), dtype=torch.uint8, device="cuda")
+    return NvFp4Tensor(codes, blocks.view(torch.float8_e4m3fn), torch.rand(shape[:2], device="cuda") + 0.5)
+
+
+def tokens(*shape: int) -> Tensor:
+    """bf16 with outliers."""
+    values = torch.randn(*shape, device="cuda")
+    return torch.where(torch.rand_like(values) < 0.01, values * 100, values).bfloat16()
+
+
+def assert_close(found: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Within one rounding to bf16 and what the order of fp32 sums can change."""
+    expected, magnitude = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    allowed = expected.abs() * 2.0**-8 + magnitude * 2.0**-20
+    assert found.isfinite().all() and bool(((found.double() - expected).abs() <= allowed).all())
+
+
+def tiled(plain: NvFp4Tensor) -> TiledWeights:
+    return TiledWeights.grouped(plain.packed, plain.block_scale, plain.global_scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape(shape: KernelShape) -> None:
+    """Ragged features and tokens, several tiles of each, groups; launched in a row, each on another's heels."""
+    rows = shape.token_tile + 5
+    plain, x = weights(2, 1160, 2112), tokens(rows, 2, 2112)
+    packed = tiled(plain)
+    with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
+        outs = [torch.full((rows, 2, 1160), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        for out in outs:
+            operations.grouped_product(x, packed, out=out)
+    for group in range(2):
+        assert_close(outs[0][:, group], x[:, group], plain.dequantize()[group])
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+@pytest.mark.parametrize("tile", TOKEN_TILES)
+def test_expansion_is_exact(tile: int) -> None:
+    """Tokens that are the unit matrix give the weights: all codes with all finite block scales, bit for bit."""
+    plain = weights(1, 256, 128, scales=(0, 127))
+    plain.block_scale.view(torch.uint8).view(-1)[:127] = torch.arange(127, device="cuda")
+    exact = NvFp4Tensor(plain.packed, plain.block_scale, torch.ones(1, 256, device="cuda"))
+    unit = torch.eye(128, dtype=torch.bfloat16, device="cuda").unsqueeze(1)
+    with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=KernelShape(tile, output="fp32"))):
+        found = operations.grouped_product(unit, tiled(exact), dtype=torch.float32)
+    assert torch.equal(found[:, 0], exact.unscaled()[0].T)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 300, 4096])
+def test_the_planned_kernel_in_a_graph(rows: int) -> None:
+    """Replayed with other tokens; equal to an eager call bit for bit."""
+    plain, x = weights(1, 4096, 4096), tokens(rows, 1, 4096)
+    packed, out = tiled(plain), torch.empty(rows, 1, 4096, dtype=torch.bfloat16, device="cuda")
+    operations.grouped_product(x, packed, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            operations.grouped_product(x, packed, out=out)
+    x.copy_(tokens(rows, 1, 4096))
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, operations.grouped_product(x, packed))
+    assert_close(out[:, 0], x[:, 0], plain.dequantize()[0])
+
+
+@pytest.mark.parametrize("tile", EXPERT_TOKEN_TILES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_experts(tile: int, split: int) -> None:
+    """Empty, ragged and full experts, gate and up with SwiGLU, then down."""
+    if split > max_split(tile):
+        pytest.skip("no such kernel")
+    counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]
+    inner, width = 512, 2048
+    sizes = [-(-count // tile) * tile for count in counts]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    experts = len(counts)
+    w13 = TiledWeights.allocate_gated_experts(experts, inner, width, torch.device("cuda"))
+    w2 = TiledWeights.allocate_experts(experts, width, inner, torch.device("cuda"))
+    ups, downs = weights(experts, 2 * inner, width), weights(experts, width, inner)
+    gates = torch.rand(experts, 2, device="cuda") * 0.001
+    scales = torch.rand(experts, device="cuda")
+    for i in range(experts):
+        halves = (part[i].unflatten(0, (2, inner)) for part in (ups.packed, ups.block_scale.view(torch.uint8)))
+        codes, blocks = halves
+        w13.put_gated_expert(i, codes, blocks.view(torch.float8_e4m3fn), gates[i])
+        w2.put_expert(i, downs.packed[i], downs.block_scale[i], scales[i])
+    x = tokens(sum(sizes), width)
+    first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
+    chosen = [KernelShape(tile, split, gated=gated, grouped=True) for gated in (True, False)]
+    with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(side_effect=chosen)):
+        hidden = operations.expert_gate_up(x, tile, first_rows, counted, w13, LIMIT)
+        output = operations.expert_down(hidden, tile, first_rows, counted, w2)
+    for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
+        rows = slice(first, first + count)
+        matrix = ups.unscaled()[i].unflatten(0, (2, inner)) * gates[i][:, None, None]
+        gate, up = (x[rows].float() @ half.T for half in matrix)
+        expected = clamped_swiglu(gate, up, LIMIT)
+        assert torch.allclose(hidden[rows].float(), expected, rtol=2.0**-7, atol=1e-3 * LIMIT)
+        assert_close(output[rows], hidden[rows], downs.unscaled()[i] * scales[i])
