@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with these arguments, or those of the process."""
     parser = argparse.ArgumentParser(prog="nvfp4_sgl.cutedsl_kernels.build", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write the library")
-    parser.add_argument("--architecture", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES[:1])
+    parser.add_argument("--architecture", nargs="+", choices=ARCHITECTURES, default=["sm_100a"])
     parser.add_argument("--limit", type=float, required=True, help="the model's swiglu_limit")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="of results")
     chosen = parser.parse_args(arguments)

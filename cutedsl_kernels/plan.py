@@ -46,7 +46,7 @@ class Pin:
         token_tile: the token tile of every kernel, those of experts included; at most 128.
         split_k: CTAs that share K. Their sums are added in the order of K, so this and K alone determine the order in
             which a result is summed. If K is too short for so many, as many as it is long enough for.
-        pair: whether CTAs work in pairs; for a token tile of 128.
+        pair: whether CTAs work in pairs; for a token tile of 128, on SM100.
 
     Raises:
         OperandValueError: there are no such kernels.
@@ -145,6 +145,9 @@ def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, cl
         groups: GEMMs of a block-diagonal one, else 1.
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
+
+    Raises:
+        OperandValueError: plans are pinned to pairs, or to a split of K that Hopper has not.
     """
     if _pin is not None:
         return _pinned_hopper(k, output, gated=False, grouped=False)
@@ -154,8 +157,16 @@ def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, cl
 def plan_w4a16_experts(
     features: int, k: int, rows: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
 ) -> HopperShape:
-    """The kernel for a grouped GEMM of experts over bf16 rows, whose offsets are multiples of ``token_tile``."""
+    """The kernel for a grouped GEMM of experts over bf16 rows, whose offsets are multiples of ``token_tile``.
+
+    Raises:
+        OperandValueError: plans are pinned to another token tile, or to a split of K that Hopper has not.
+    """
     if _pin is not None:
+        if token_tile != _pin.token_tile:
+            raise OperandValueError(
+                f"token_tile: expected {_pin.token_tile}, to which plans are pinned, found {token_tile}"
+            )
         return _pinned_hopper(k, output, gated, grouped=True)
     pairs = pairs_in(rows, experts, token_tile)
     return hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
@@ -163,7 +174,11 @@ def plan_w4a16_experts(
 
 def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool) -> HopperShape:
     assert _pin is not None
-    split = min(_pin.split_k, max_split(_pin.token_tile))
+    if _pin.pair or _pin.split_k > max_split(_pin.token_tile):
+        raise OperandValueError(
+            f"pin: expected no pairs and split_k at most {max_split(_pin.token_tile)} on Hopper, found {_pin}"
+        )
+    split = _pin.split_k
     while split > 1 and k // split < hopper.MIN_SLICE:
         split //= 2
     return HopperShape(_pin.token_tile, split, output, gated=gated, grouped=grouped)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Clusters(NamedTuple):
     """For each size of cluster how many run at a time, with a multiprocessor (SM) for each CTA.
 
-    All kernels here take an SM each, so this depends on the GPU and the size alone. Launched with more clusters, a
+    SM100's kernels take an SM a CTA, so this depends on the GPU and the size alone. Launched with more clusters, a
     persistent kernel takes twice as long: the rest begin when the others have ended. An H200 of 132 SMs runs 30
     clusters of four and 15 of eight.
     """

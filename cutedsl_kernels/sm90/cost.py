@@ -1,9 +1,10 @@
 """How long a Hopper kernel takes, by a model with figures measured on an H200; plain Python.
 
-Measured (2026-11-22, graph replay, weights rotated through more than L2, one CTA an SM): the time of a stage of 128 of
-K by token tile, what a tile costs beside its stages, and what splitting K costs. Estimated from the count of
-instructions and from the tensor core's rate: the time that a stage keeps an SM busy, which bounds CTAs that share it.
-The figures rank shapes; they are not a promise.
+Measured (2026-11-22, graph replay, weights rotated through more than L2, one CTA an SM): what a tile costs beside its
+stages, what splitting K costs, and a stage of 128 of K by token tile: 0.42 µs up to 16 tokens, scaled here by the
+instructions that the main loop has lost since (220 to 173). Estimated from the count of instructions and from the
+tensor core's rate: the time that a stage keeps an SM busy, which bounds CTAs that share it. The figures rank shapes;
+they are not a promise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .shape import KernelShape
 STAGE_US = {8: 0.33, 16: 0.33, 32: 0.36, 64: 0.50, 128: 0.72, 256: 1.17}
 """A stage of a CTA that has its SM to itself."""
 BUSY_US = {8: 0.20, 16: 0.20, 32: 0.25, 64: 0.40, 128: 0.60, 256: 1.17}
-"""The part of it in which issue slots or the tensor core are taken."""
+"""The part of a stage in which an SM's issue slots or its tensor core are taken; an estimate."""
 TILE_US = {8: 0.3, 16: 0.3, 32: 0.5, 64: 0.8, 128: 2.0, 256: 4.5}
 """A tile's epilogue, which its warps do not overlap with the next tile's stages."""
 LAUNCH_US = 1.0

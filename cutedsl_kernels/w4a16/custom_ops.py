@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.errors import OperandTypeError, OperandValueError
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
     ALIGNMENT,
     require_aligned,
@@ -131,7 +131,7 @@ def _check_experts(
     if limit is None:
         _check_alpha(op, alpha, (experts,), "[experts]")
     elif not limit > 0:
-        raise OperandTypeError(f"{op}: limit: expected a positive clamp, found {limit!r}")
+        raise OperandValueError(f"{op}: limit: expected a positive clamp, found {limit!r}")
     else:
         _check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
     return _check_out(op, out, (rows, features), "[rows, features]")

@@ -61,8 +61,10 @@ def tiled(plain: NvFp4Tensor) -> TiledWeights:
 def test_every_shape(shape: KernelShape) -> None:
     """Ragged features and tokens, several tiles of each, groups; launched in a row, each on another's heels."""
     rows = shape.token_tile + 5
-    plain, x = weights(2, 1160, 2112), tokens(rows, 2, 2112)
+    plain = weights(2, 1160, 2112)
     packed = tiled(plain)
+    # Made after the weights: a GEMM loads these before the launch before it has ended.
+    x = tokens(rows, 2, 2112)
     with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
         outs = [torch.full((rows, 2, 1160), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         for out in outs:
@@ -87,8 +89,9 @@ def test_expansion_is_exact(tile: int) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 64, 300, 4096])
 def test_the_planned_kernel_in_a_graph(rows: int) -> None:
     """Replayed with other tokens; equal to an eager call bit for bit."""
-    plain, x = weights(1, 4096, 4096), tokens(rows, 1, 4096)
+    plain = weights(1, 4096, 4096)
     packed, out = tiled(plain), torch.empty(rows, 1, 4096, dtype=torch.bfloat16, device="cuda")
+    x = tokens(rows, 1, 4096)
     operations.grouped_product(x, packed, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -109,7 +112,7 @@ def test_experts(tile: int, split: int) -> None:
     if split > max_split(tile):
         pytest.skip("no such kernel")
     counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]
-    inner, width = 512, 2048
+    inner, width = 1024, 2048
     sizes = [-(-count // tile) * tile for count in counts]
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     experts = len(counts)

@@ -178,8 +178,8 @@ MISTAKES = {
     "up not clamped": ("ops.swiglu", "up.clamp(-limit, limit)", "up"),
     "bias in the routing weights": (
         MOE,
-        "_route_weights(scores, experts, scaling)\n\n\ndef route_hash",
-        "_route_weights(scores + bias, experts, scaling)\n\n\ndef route_hash",
+        "route_weights(scores, experts, scaling)\n\n\ndef route_hash",
+        "route_weights(scores + bias, experts, scaling)\n\n\ndef route_hash",
     ),
     "softplus without the root": (MOE, ".t()).sqrt()", ".t())"),
     "no routed scaling": (MOE, "+ 1e-20) * scaling", "+ 1e-20)"),

@@ -18,6 +18,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.errors import OperandError, OperandTypeError, OperandValueError
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import scale_bytes
+from tests.support.reference_gemms import dry_gemms
 
 E4M3 = torch.float8_e4m3fn
 T, F, K, G, E, TILE = 24, 64, 128, 2, 3, 8
@@ -231,19 +232,28 @@ def test_nvfp4_output_has_whole_rows_of_16_bytes() -> None:
 
 
 class TestArchitecture:
-    """The launcher for CUDA, asked about devices that are not Blackwell."""
+    """The launcher for CUDA, asked about devices that have no kernels."""
 
     def test_a_cpu_tensor(self) -> None:
-        with launcher.use(launcher.CudaLauncher()), pytest.raises(ArchitectureError, match="cpu.*sm_100a and sm_103a"):
+        with (
+            launcher.use(launcher.CudaLauncher()),
+            pytest.raises(ArchitectureError, match="cpu.*sm_90a, sm_100a, sm_103a"),
+        ):
             call("product")
 
-    @pytest.mark.parametrize(("capability", "found"), [((9, 0), "sm_90"), ((12, 0), "sm_120"), ((8, 0), "sm_80")])
+    @pytest.mark.parametrize(("capability", "found"), [((12, 0), "sm_120"), ((8, 0), "sm_80")])
     def test_another_gpu(self, capability: tuple[int, int], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launcher, "_describe", lambda index: (capability, "NVIDIA X"))
-        with pytest.raises(ArchitectureError, match=rf"cuda:0.*sm_100a or sm_103a, found {found} \(NVIDIA X\)"):
+        with pytest.raises(ArchitectureError, match=rf"cuda:0.*or sm_103a, found {found} \(NVIDIA X\)"):
             launcher.CudaLauncher().architecture(torch.device("cuda:0"))
 
-    @pytest.mark.parametrize(("capability", "name"), [((10, 0), "sm_100a"), ((10, 3), "sm_103a")])
+    def test_hopper_is_sent_to_its_own_operations(self) -> None:
+        with dry_gemms("sm_90a"):
+            match = "expected sm_100a or sm_103a for NVFP4 activations, found sm_90a"
+            with pytest.raises(ArchitectureError, match=match):
+                call("product")
+
+    @pytest.mark.parametrize(("capability", "name"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")])
     def test_ours(self, capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launcher, "_describe", lambda index: (capability, "NVIDIA B200"))
         assert launcher.CudaLauncher().architecture(torch.device("cuda:0")) == name
