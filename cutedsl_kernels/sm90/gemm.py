@@ -190,7 +190,7 @@ class W4A16Gemm(Gemm):
             if cutlass.const_expr(shape.reallocates):
                 cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == load_warp:
-                # A tile of weights is read once if all tokens fit a tile; tokens by every CTA.
+                # Kernels for few tokens mostly read a tile of weights once, but tokens by every CTA.
                 once = shape.token_tile <= MAX_SPLIT_TILE
                 load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
                 policy = Int64(EVICT_LAST) if once else None

@@ -71,8 +71,8 @@ MISTAKES = {
     ),
     "shared expert left out": Mistake(
         "targets.fused.experts",
-        "shared_expert=True)\n        else",
-        "shared_expert=False)\n        else",
+        "shared_expert=True)\n        elif",
+        "shared_expert=False)\n        elif",
         SWA,
         "experts",
     ),

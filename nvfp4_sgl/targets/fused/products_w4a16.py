@@ -129,7 +129,7 @@ class W4A16GroupedProjection(nn.Module):
 
 
 def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
-    """Routed experts and the shared one: packed if all are NVFP4, else dequantised."""
+    """Routed experts and the shared one: packed if all are NVFP4, else all dequantised, at four times the memory."""
     shards = [shard for expert in matrices for shard in (*expert.gate_up, expert.down)]
     return (W4A16Experts if _is_nvfp4(context, shards) else bf16.Bf16Experts)(context, matrices)
 
