@@ -90,13 +90,15 @@ def _check_weights(op: str, weights: Tensor, weight_scales: Tensor, k: int) -> N
         )
 
 
-def _check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Check global scales, fp32 of ``shape``."""
     require_dtype(f"{op}: alpha", alpha, torch.float32)
     require_shape(f"{op}: alpha", alpha, shape, meaning)
     require_contiguous(f"{op}: alpha", alpha)
 
 
-def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
+def check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
+    """Check a bf16 or fp32 result of ``shape``; returns which it is."""
     require_dtype(f"{op}: out", out, *OUTPUTS)
     require_shape(f"{op}: out", out, shape, meaning)
     require_rows(f"{op}: out", out, ALIGNMENT)
@@ -167,8 +169,8 @@ def _check_product(
     require_dimensions(f"{op}: weights", weights, 2, "[features, K/2]")
     k = _check_tokens(op, tokens, token_scales, row_scale, token_tile)
     _check_weights(op, weights, weight_scales, k)
-    _check_alpha(op, alpha, (weights.shape[0],), "[features]")
-    return _check_out(op, out, (tokens.shape[0], weights.shape[0]), "[rows, features]")
+    check_alpha(op, alpha, (weights.shape[0],), "[features]")
+    return check_out(op, out, (tokens.shape[0], weights.shape[0]), "[rows, features]")
 
 
 def _product(
@@ -221,8 +223,8 @@ def _check_grouped_product(
     if groups == 0:
         raise OperandValueError(f"{op}: tokens: expected at least one group, found shape {tuple(tokens.shape)}")
     _check_weights(op, weights, weight_scales, k)
-    _check_alpha(op, alpha, (groups, features), "[groups, features]")
-    return _check_out(op, out, (rows, groups, features), "[rows, groups, features]")
+    check_alpha(op, alpha, (groups, features), "[groups, features]")
+    return check_out(op, out, (rows, groups, features), "[rows, groups, features]")
 
 
 def _grouped_product(
@@ -281,9 +283,9 @@ def _check_expert_gate_up(
     _check_experts(op, offsets, counts, experts)
     require_multiple(f"{op}: weights", "rows of an expert", weights.shape[1], 2 * GATE_ROWS, "16 gates, 16 ups, …")
     _check_weights(op, weights, weight_scales, k)
-    _check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
+    check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
     if out_scales is None:
-        return _check_out(op, out, (rows, features), "[rows, features]")
+        return check_out(op, out, (rows, features), "[rows, features]")
     require_dtype(f"{op}: out (with out_scales: NVFP4 codes)", out, torch.uint8)
     require_multiple(f"{op}: weights", "features", features, NVFP4_FEATURES_MULTIPLE, WHOLE_STORES_REASON)
     require_shape(f"{op}: out", out, (rows, features // 2), "[rows, features/2]")
@@ -365,12 +367,12 @@ def _check_expert_down(
     rows, experts, features = tokens.shape[0], weights.shape[0], weights.shape[1]
     _check_experts(op, offsets, counts, experts)
     _check_weights(op, weights, weight_scales, k)
-    _check_alpha(op, alpha, (experts,), "[experts]")
+    check_alpha(op, alpha, (experts,), "[experts]")
     if row_weight is not None:
         require_dtype(f"{op}: row_weight", row_weight, torch.float32)
         require_shape(f"{op}: row_weight", row_weight, (rows,), "[rows]")
         require_contiguous(f"{op}: row_weight", row_weight)
-    return _check_out(op, out, (rows, features), "[rows, features]")
+    return check_out(op, out, (rows, features), "[rows, features]")
 
 
 def _expert_down(

@@ -28,7 +28,7 @@ from nvfp4_sgl.formats.checks import (
 from .. import launcher, plan
 from ..common.shape import MAX_EXPERTS, Output
 from ..compiled import KernelKey
-from ..custom_ops import OUTPUTS, WHOLE_STORES_REASON, register
+from ..custom_ops import check_alpha, check_out, register
 from ..sm90.call import Call
 from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS
 from ..sm90.shape import EXPERT_TOKEN_TILES, GATE_ROWS
@@ -36,6 +36,7 @@ from ..sm90.shape import EXPERT_TOKEN_TILES, GATE_ROWS
 ARCHITECTURES = ("sm_90a",)
 """Architectures that have w4a16 kernels."""
 WHAT = "bf16 activations"
+"""What an error on another architecture says these operators take."""
 
 
 def _check_operands(op: str, tokens: Tensor, weights: Tensor, features: int) -> None:
@@ -52,20 +53,6 @@ def _check_operands(op: str, tokens: Tensor, weights: Tensor, features: int) -> 
     require_contiguous(f"{op}: weights", weights)
     if not weights.shape[0] or not features:
         raise OperandValueError(f"{op}: weights: expected at least one feature, found shape {tuple(weights.shape)}")
-
-
-def _check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    require_dtype(f"{op}: alpha", alpha, torch.float32)
-    require_shape(f"{op}: alpha", alpha, shape, meaning)
-    require_contiguous(f"{op}: alpha", alpha)
-
-
-def _check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
-    require_dtype(f"{op}: out", out, *OUTPUTS)
-    require_shape(f"{op}: out", out, shape, meaning)
-    require_rows(f"{op}: out", out, ALIGNMENT)
-    require_multiple(f"{op}: out", "features", shape[-1], ALIGNMENT // out.element_size(), WHOLE_STORES_REASON)
-    return OUTPUTS[out.dtype]
 
 
 def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
@@ -91,8 +78,8 @@ def _check_product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) 
         raise OperandValueError(
             f"{op}: weights: expected {groups} matrices, as tokens have groups, found {weights.shape[0]}"
         )
-    _check_alpha(op, alpha, (groups, features), "[groups, features]")
-    return _check_out(op, out, (*tokens.shape[:-1], features), "[rows, features] or [rows, groups, features]")
+    check_alpha(op, alpha, (groups, features), "[groups, features]")
+    return check_out(op, out, (*tokens.shape[:-1], features), "[rows, features] or [rows, groups, features]")
 
 
 def _product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) -> None:
@@ -129,12 +116,12 @@ def _check_experts(
         require_shape(f"{op}: {name}", tensor, (experts,), "[experts]")
         require_contiguous(f"{op}: {name}", tensor)
     if limit is None:
-        _check_alpha(op, alpha, (experts,), "[experts]")
+        check_alpha(op, alpha, (experts,), "[experts]")
     elif not limit > 0:
         raise OperandValueError(f"{op}: limit: expected a positive clamp, found {limit!r}")
     else:
-        _check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
-    return _check_out(op, out, (rows, features), "[rows, features]")
+        check_alpha(op, alpha, (experts, 2), "[experts, gate and up]")
+    return check_out(op, out, (rows, features), "[rows, features]")
 
 
 def _experts(

@@ -105,12 +105,11 @@ def test_the_planned_kernel_in_a_graph(rows: int) -> None:
     assert_close(out[:, 0], x[:, 0], plain.dequantize()[0])
 
 
-@pytest.mark.parametrize("tile", EXPERT_TOKEN_TILES)
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    ("tile", "split"), [(tile, split) for tile in EXPERT_TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
+)
 def test_experts(tile: int, split: int) -> None:
     """Empty, ragged and full experts, gate and up with SwiGLU, then down."""
-    if split > max_split(tile):
-        pytest.skip("no such kernel")
     counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]
     inner, width = 1024, 2048
     sizes = [-(-count // tile) * tile for count in counts]
