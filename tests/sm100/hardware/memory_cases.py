@@ -13,8 +13,8 @@ from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 from tests.sm100.hardware.case import Case, from_bits, untouched
 
 THREADS = 64
-ACCESSES = ("b8", "b16", "b32", "b64", "v2.b32", "v4.b32", "v2.b64", "v2.b16", "v4.b8")
-BYTES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8}
+ACCESSES = ("b8", "b16", "b32", "b64", "v2.b32", "v4.b32", "v2.b64", "v2.b16", "v4.b8", "f32")
+BYTES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "f32": 4}
 
 
 def _parts(access: str) -> tuple[int, int]:
@@ -29,7 +29,8 @@ def _copy(load: str, store: str, access: str) -> str:
     names = [f"x{i}" for i in range(count)]
     held = "{ " + ", ".join(names) + " }" if count > 1 else names[0]
     # 8-bit elements live in registers of 16 bits.
-    declared = f".reg .b{max(16, 8 * size)} " + ", ".join(names)
+    kind = "f32" if access == "f32" else f"b{max(16, 8 * size)}"
+    declared = f".reg .{kind} " + ", ".join(names)
     return f"{{ {declared}; {load}.{access} {held}, [{{$r0}}]; {store}.{access} [{{$r1}}], {held}; }}"
 
 

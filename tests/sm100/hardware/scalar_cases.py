@@ -43,6 +43,7 @@ INTEGER = [
     Snippet("setp.lt.s32 p, a, b; setp.lt.s32 q, b, c; or.pred p, p, q; mov.pred q, p; not.pred q, q;"
             " mov.f32 d, a; selp.f32 d, d, b, q;", "i0 i1 i2", label="or.pred"),
     Snippet("setp.lt.s32 q, b, c; setp.gt.and.s32 p, a, b, q; selp.b32 d, a, c, p;", "i0 i1 i2", label="setp.gt.and"),
+    Snippet("setp.lt.s32 q, b, c; setp.ne.and.s32 p, a, b, q; selp.b32 d, a, c, p;", "i0 i1 i2", label="setp.ne.and"),
 ]  # fmt: skip
 
 OTHER_WIDTHS = [
@@ -55,12 +56,14 @@ OTHER_WIDTHS = [
     *_binary("shl.b64", "shr.u64", "shr.s64", operands="q0 n", width=64),
     *_compare("setp.lt.s64", "setp.ge.u64", operands="q0 q1"),
     Snippet(f"{_HALVES} and.b16 y, x, y; setp.ne.b16 p, x, y; selp.b32 d, 1, 0, p;", "i0 i1", label="setp.ne.b16"),
+    Snippet(f"{_HALVES} setp.lt.s16 p, x, y; selp.b16 x, y, x, p; cvt.u32.u16 d, x;", "i0 i1", label="selp.b16"),
     *[Snippet(f"{_HALVES} {opcode} x, x, y; cvt.u32.u16 d, x;", "i0 i1", label=opcode)
       for opcode in ("add.s16", "sub.s16", "mul.lo.s16", "mul.hi.s16", "min.s16", "max.u16", "or.b16", "xor.b16")],
     *[Snippet(f"{_HALVES} {opcode} x, x, b; cvt.u32.u16 d, x;", "i0 n", label=opcode)
       for opcode in ("shl.b16", "shr.u16", "shr.s16")],
     *[Snippet(f"{_HALVES} {opcode} d, x, y;", "i0 i1", label=opcode) for opcode in ("mul.wide.s16", "mul.wide.u16")],
     Snippet(f"{_HALVES} cvt.s16.s8 x, y; cvt.u32.u16 d, x;", "i0 i1", label="cvt.s16.s8"),
+    *_unary("cvt.s8.s32", operands="i0"),
 ]  # fmt: skip
 """Integers of 16 and 64 bits."""
 
