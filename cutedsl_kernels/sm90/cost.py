@@ -1,10 +1,12 @@
 """How long a Hopper kernel takes, by a model with figures measured on an H200; plain Python.
 
-Measured (2026-11-22, graph replay, weights rotated through more than L2, one CTA an SM): what a tile costs beside its
-stages, what splitting K costs, and a stage of 128 of K by token tile: 0.42 µs up to 16 tokens, scaled here by the
-instructions that the main loop has lost since (220 to 173). Estimated from the count of instructions and from the
-tensor core's rate: the time that a stage keeps an SM busy, which bounds CTAs that share it. The figures rank shapes;
-they are not a promise.
+Up to 64 tokens a tile the figures are a fit to 262 times of all kernel shapes (2026-11-22, CUDA graphs, weights rotated
+through more than L2), ``launch/results/hopper_shapes_h200.json``; half of these are within 6 % of the model. For wider
+tiles they are those of ``launch/results/hopper_gemm_h200.md``. The figures rank shapes; they are not a promise.
+
+Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
+which expands weights and exchanges sums for all of its CTAs. Reading weights again for other token tiles shows in no
+measured time: it hides behind their expansion.
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ from ..common.clusters import Clusters
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
 from .shape import KernelShape
 
-STAGE_US = {8: 0.33, 16: 0.33, 32: 0.36, 64: 0.50, 128: 0.72, 256: 1.17}
-"""A stage of a CTA that has its SM to itself."""
-BUSY_US = {8: 0.20, 16: 0.20, 32: 0.25, 64: 0.40, 128: 0.60, 256: 1.17}
-"""The part of a stage in which an SM's issue slots or its tensor core are taken; an estimate."""
-TILE_US = {8: 0.3, 16: 0.3, 32: 0.5, 64: 0.8, 128: 2.0, 256: 4.5}
-"""A tile's epilogue, which its warps do not overlap with the next tile's stages."""
-LAUNCH_US = 1.0
+LAUNCH_US = 1.1
 """A launch that overlaps its neighbours'."""
-SPLIT_US = {1: 0.0, 2: 1.0, 4: 1.0, 8: 2.0}
-"""Clusters, and the exchange of partial sums."""
-BYTES_PER_US = 4.25e6
+STAGE_US = {8: 0.34, 16: 0.35, 32: 0.41, 64: 0.46, 128: 0.72, 256: 1.17}
+"""A stage of 128 of K of a CTA that has its SM to itself, by token tile."""
+BUSY_US = {8: 0.28, 16: 0.30, 32: 0.35, 64: 0.36, 128: 0.72, 256: 1.17}
+"""The part of a stage that an SM cannot give to another CTA at the same time. CTAs of the two widest tiles do not share
+an SM."""
+TILE_US = {8: 0.3, 16: 0.3, 32: 0.6, 64: 1.4, 128: 2.0, 256: 4.5}
+"""A tile's epilogue, which its warps do not overlap with the next tile's stages."""
+EXCHANGE_US = {1: 0.0, 2: 0.8, 4: 0.95, 8: 0.5}
+"""The exchange of a tile's partial sums in a cluster, by split of K."""
+EXCHANGE_TOKEN_US = {1: 0.0, 2: 0.0, 4: 0.0, 8: 0.05}
+"""What each token of the tile adds to that."""
+PACKED = 0.69
+"""How full a launch makes the SMs when one of them is full. CTAs do not spread evenly over SMs that hold those of other
+launches, too: of kernels that put three CTAs on an SM, 64 took 1.3 to 2.3 times as long as 32."""
+BYTES_PER_US = 4.24e6
 """Bandwidth of a copy on an H200, bytes read and written."""
 
 
@@ -62,12 +70,22 @@ class Problem:
 
 def microseconds(shape: KernelShape, problem: Problem, clusters: Clusters) -> float:
     """The modelled time of a launch."""
-    tile, stages = shape.token_tile, -(-problem.k // TILE_K)
-    tiles = max(1, round(-(-problem.features // TILE_ROWS) * problem.token_tiles(tile)))
-    running = min(tiles, clusters.of(shape.cluster) * shape.ctas_per_sm)
-    sharing = min(shape.ctas_per_sm, -(-running * shape.cluster // clusters.multiprocessors))
-    stage = max(STAGE_US[tile], sharing * BUSY_US[tile])
-    turns = -(-tiles // running)
-    multiplying = turns * (-(-stages // shape.split_k) * stage + TILE_US[tile])
-    weight_bytes = problem.visited * -(-problem.features // TILE_ROWS) * stages * TILE_BYTES
-    return LAUNCH_US + SPLIT_US[shape.split_k] + max(multiplying, weight_bytes / BYTES_PER_US)
+    stages = -(-problem.k // TILE_K)
+    feature_tiles = -(-problem.features // TILE_ROWS)
+    tiles = max(1, round(feature_tiles * problem.token_tiles(shape.token_tile)))
+    places = clusters.multiprocessors * shape.ctas_per_sm
+    full_turns, rest = divmod(tiles, clusters.of(shape.cluster) * shape.ctas_per_sm)
+    multiplying = full_turns * _turn(shape, stages, shape.ctas_per_sm)
+    if rest:
+        packed = min(1.0, rest * shape.cluster / places / PACKED)
+        multiplying += _turn(shape, stages, 1 + (shape.ctas_per_sm - 1) * packed)
+    weight_bytes = problem.visited * feature_tiles * stages * TILE_BYTES
+    return LAUNCH_US + max(multiplying, weight_bytes / BYTES_PER_US)
+
+
+def _turn(shape: KernelShape, stages: int, sharing: float) -> float:
+    """The time of a tile, of ``stages`` of K, where ``sharing`` CTAs share the fullest SM."""
+    tile, split, own_stages = shape.token_tile, shape.split_k, -(-stages // shape.split_k)
+    finishing = TILE_US[tile] + EXCHANGE_US[split] + EXCHANGE_TOKEN_US[split] * tile
+    alone, busy = (own_stages * stage[tile] + finishing for stage in (STAGE_US, BUSY_US))
+    return max(alone, sharing * busy)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
+from statistics import geometric_mean, median
+from typing import NamedTuple
+
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
+from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.plan import every_key
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS, choose_experts, choose_product, expert_tile
-from nvfp4_sgl.cutedsl_kernels.sm90.cost import Problem, microseconds
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import (
+    H200_CLUSTERS,
+    choose_experts,
+    choose_product,
+    expert_tile,
+    product_shapes,
+)
+from nvfp4_sgl.cutedsl_kernels.sm90.cost import BYTES_PER_US, LAUNCH_US, Problem, microseconds
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.model.products import LayerProduct
+from tests.packaging.checkout import ROOT
 
 FLASH = [(1536, 4096), (4096, 4096), (40960, 1024), (16384, 1024), (4096, 8192), (4096, 1024), (4096, 512)]
 
@@ -31,11 +44,73 @@ def test_many_tokens_take_the_widest_tile() -> None:
         assert choose_product(features, k, 8192, 1, "bf16", H200_CLUSTERS).token_tile == TOKEN_TILES[-1]
 
 
+@pytest.mark.parametrize(
+    "features,k,tokens,tile",
+    [
+        (4096, 4096, 512, 128),
+        (4096, 8192, 512, 128),
+        (32768, 1024, 512, 256),
+        (4096, 4096, 4096, 256),
+        (4096, 8192, 4096, 256),
+        (32768, 1024, 4096, 256),
+    ],
+)
+def test_hundreds_of_tokens_take_the_tile_measured_best(features: int, k: int, tokens: int, tile: int) -> None:
+    """launch/results/hopper_gemm_h200.md."""
+    assert choose_product(features, k, tokens, 1, "bf16", H200_CLUSTERS).token_tile == tile
+
+
 def test_bandwidth_bounds_the_time() -> None:
-    """No shape is modelled to be faster than its weights arrive."""
-    problem = Problem(40960, 1024, 1)
-    floor = 40960 * 1024 * 9 / 16 / 4.25e6
-    assert all(microseconds(KernelShape(tile), problem, H200_CLUSTERS) > floor for tile in TOKEN_TILES)
+    """A GPU of ten times as many SMs would expand weights faster than they arrive."""
+    many = Clusters(*(10 * count for count in H200_CLUSTERS))
+    arrival = 40960 * 1024 * 9 / 16 / BYTES_PER_US
+    modelled = microseconds(KernelShape(8), Problem(40960, 1024, 1), many)
+    assert modelled == pytest.approx(LAUNCH_US + arrival)
+    assert modelled < microseconds(KernelShape(8), Problem(40960, 1024, 1), H200_CLUSTERS)
+
+
+class Measured(NamedTuple):
+    """A GEMM's times of all its kernel shapes on an H200, in microseconds."""
+
+    problem: Problem
+    output: Output
+    times: dict[KernelShape, float]
+
+    @property
+    def chosen(self) -> float:
+        """The time of the chosen shape."""
+        features, k, tokens, groups, _ = astuple(self.problem)
+        return self.times[choose_product(features, k, tokens, groups, self.output, H200_CLUSTERS)]
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Measured]:
+    found = []
+    for gemm in json.loads((ROOT / "launch" / "results" / "hopper_shapes_h200.json").read_text())["gemms"]:
+        problem = Problem(gemm["features"], gemm["k"], gemm["tokens"], gemm["groups"])
+        times = {KernelShape(tile, split, gemm["output"]): us for tile, split, us in gemm["us"]}
+        assert set(times) == set(product_shapes(problem.k, problem.rows, gemm["output"]))
+        found.append(Measured(problem, gemm["output"], times))
+    return found
+
+
+def test_chosen_shapes_are_near_the_best_measured(measured: list[Measured]) -> None:
+    """All within 10 %, nine of ten within 5 %, 1 % on average."""
+    losses = sorted(gemm.chosen / min(gemm.times.values()) for gemm in measured)
+    assert losses[-1] < 1.10
+    assert losses[len(losses) * 9 // 10] < 1.05
+    assert geometric_mean(losses) < 1.01
+
+
+def test_modelled_times_are_near_the_measured(measured: list[Measured]) -> None:
+    """Half within 7 %, and neither fast nor slow on the whole."""
+    errors = [
+        microseconds(shape, gemm.problem, H200_CLUSTERS) / us - 1
+        for gemm in measured
+        for shape, us in gemm.times.items()
+    ]
+    assert median(map(abs, errors)) < 0.07
+    assert abs(median(errors)) < 0.02
 
 
 def test_experts_share_a_tile_for_both_products() -> None:
