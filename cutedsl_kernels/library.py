@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,28 +57,40 @@ def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
     Raises:
         LibraryError: the linker failed.
     """
-    link(((key, compile_kernel(key)) for key in keys), folder, linker)
+    with tempfile.TemporaryDirectory() as objects:
+        entries = {key: export(key, Path(objects)) for key in keys}
+        link(entries, Path(objects), folder, linker)
 
 
-def link(kernels: Iterable[tuple[KernelKey, Any]], folder: Path, linker: str = "gcc") -> None:
-    """Link compiled kernels, results of ``cute.compile`` by key, into a library in ``folder``.
+def export(key: KernelKey, objects: Path, compiled: Any = None) -> str:
+    """Write a kernel's object file ``<name>.o`` to ``objects`` and return the name of its entry.
+
+    Args:
+        compiled: the result of ``cute.compile``, if there is one already.
+    """
+    compiled = compiled or compile_kernel(key)
+    compiled.export_to_c(file_path=str(objects), file_name=key.name, function_prefix=key.name)
+    return str(compiled.function_name)
+
+
+def link(entries: Mapping[KernelKey, str], objects: Path, folder: Path, linker: str = "gcc") -> None:
+    """Link the objects of kernels, whose entries are given, into a library in ``folder``.
+
+    The manifest is written last: a build that is cut off leaves no library.
 
     Raises:
         LibraryError: the linker failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    entries = {}
-    with tempfile.TemporaryDirectory() as objects:
-        for key, compiled in kernels:
-            compiled.export_to_c(file_path=objects, file_name=key.name, function_prefix=key.name)
-            entries[key.name] = {"kernel": repr(key), "entry": compiled.function_name}
-        library = Path(objects) / LIBRARY
-        command = [linker, "-shared", "-o", str(library), *(f"{objects}/{name}.o" for name in entries)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise LibraryError(f"{LIBRARY}: {linker} failed: {done.stderr.strip()[-500:]}")
-        code = library.read_bytes()
-    manifest = fingerprint() | {"sha256": hashlib.sha256(code).hexdigest(), "kernels": entries}
+    library = objects / LIBRARY
+    command = [linker, "-shared", "-o", str(library), *(f"{objects}/{key.name}.o" for key in entries)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LibraryError(f"{LIBRARY}: {linker} failed: {done.stderr.strip()[-500:]}")
+    code = library.read_bytes()
+    kernels = {key.name: {"kernel": repr(key), "entry": entry} for key, entry in entries.items()}
+    manifest = fingerprint() | {"sha256": hashlib.sha256(code).hexdigest(), "kernels": kernels}
+    (folder / MANIFEST).unlink(missing_ok=True)
     (folder / LIBRARY).write_bytes(code)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 

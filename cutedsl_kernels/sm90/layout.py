@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
-from nvfp4_sgl.formats.checks import require_dtype, require_multiple, require_shape
+from nvfp4_sgl.formats.checks import holds_any, require_dtype, require_multiple, require_shape
 
 from ..common.shape import BLOCK
 from .twiddle import FIRST, FIRST_REST, JOINED, PAIR_MASK, SECOND, SECOND_REST
@@ -62,10 +62,12 @@ def pack_tiles(codes: Tensor, block_scales: Tensor) -> Tensor:
     require_multiple("codes", "K", k, K_MULTIPLE, "whole halves of a tile")
     require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
     stored = block_scales.view(torch.uint8)
-    if bool((stored >= E4M3_FINITE).any()):
+    if holds_any(stored >= E4M3_FINITE):
         raise OperandValueError("block_scales: expected finite values that are not negative, found others")
     grid = (-(-rows // TILE_ROWS), -(-k // TILE_K))
     packed = codes.new_empty(*codes.shape[:-2], *grid, TILE_BYTES)
+    if packed.is_meta:
+        return packed
     packed[..., :CODE_BYTES] = _code_bytes(_tiled(_without_zero_blocks(codes, stored), TILE_K // 2))
     packed[..., CODE_BYTES:] = _scale_bytes(_tiled(stored, TILE_K // BLOCK))
     return packed

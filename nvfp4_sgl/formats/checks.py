@@ -1,4 +1,4 @@
-"""Checks of arguments from their metadata alone: nothing here reads a tensor's data or waits for the device.
+"""Checks of arguments from their metadata alone: nothing but :func:`holds_any` reads data or waits for the device.
 
 For formats, ops and kernels alike. :class:`OperandTypeError` and :class:`OperandValueError` name the argument, what was
 expected and what was found.
@@ -128,3 +128,8 @@ def require_same_device(reference: str, tensor: Tensor, **others: Tensor | None)
             raise OperandValueError(
                 f"{name}: expected device {tensor.device}, that of {reference}, found {other.device}"
             )
+
+
+def holds_any(mask: Tensor) -> bool:
+    """Whether any element is true; waits for the device. A meta tensor has no elements, so none is."""
+    return not mask.is_meta and bool(mask.any())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,7 +55,23 @@ class Decoder(nn.Module):
         """Residual streams [T, n, d] of embeddings [T, d], in the model dtype."""
         return self.embedding.expand(embedded)
 
-    def forward(self, streams: Tensor, token_ids: Tensor, step: Any, caches: Sequence[LayerCache]) -> Tensor:
+    def distinct_layers(self) -> list[int]:
+        """One layer of each kind, by their places in the range: between them they launch whatever the range does."""
+        first: dict[Hashable, int] = {}
+        for place, (layer, block) in enumerate(zip(self.range, self.layers, strict=True)):
+            modules = tuple((name, type(module)) for name, module in block.named_modules())
+            tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in block.state_dict().items())
+            first.setdefault((self.context.config.kind(layer), modules, tensors), place)
+        return list(first.values())
+
+    def forward(
+        self,
+        streams: Tensor,
+        token_ids: Tensor,
+        step: Any,
+        caches: Sequence[LayerCache],
+        only: Sequence[int] | None = None,
+    ) -> Tensor:
         """Hidden states [T, d] for the LM head; streams [T, n, d] if the range ends before the last layer.
 
         Args:
@@ -63,13 +79,15 @@ class Decoder(nn.Module):
             token_ids: int [T]; the first layers route by them.
             step: the planned pass.
             caches: one a layer of the range.
+            only: places of the layers that run, all unless given; with some left out the result means nothing.
         """
         all_reduce = self.context.parallel.all_reduce
-        blocks: list[Any] = list(self.layers)
+        places = range(len(self.layers)) if only is None else only
+        blocks: list[Any] = [self.layers[place] for place in places]
         following = [block.hc_attn for block in blocks[1:]] + [self.hc_head]
         x, mix = blocks[0].hc_attn.enter(streams, step)
-        for block, after, cache in zip(blocks, following, caches, strict=True):
-            output = all_reduce(Collective.ATTENTION_OUTPUT, block.attn(x, step, cache))
+        for block, after, place in zip(blocks, following, places, strict=True):
+            output = all_reduce(Collective.ATTENTION_OUTPUT, block.attn(x, step, caches[place]))
             x, streams, mix = block.hc_ffn.advance(output, streams, mix, step)
             output = all_reduce(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
             if after is None:

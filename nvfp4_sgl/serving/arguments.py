@@ -276,8 +276,8 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> str:
 
 
 def bind_threads(tp_size: int) -> None:
-    """Give each rank its CPUs by ``SGLANG_CPU_OMP_THREADS_BIND``, where SGLang would demand a NUMA node for each."""
-    if tp_size > 1 and not os.environ.get(CPU_BINDING):
+    """Give each CPU rank its cores by ``SGLANG_CPU_OMP_THREADS_BIND``: SGLang would demand a NUMA node for each."""
+    if detect_target() is Target.CPU and tp_size > 1 and not os.environ.get(CPU_BINDING):
         os.environ[CPU_BINDING] = split_cpus(sorted(os.sched_getaffinity(0)), tp_size)
 
 

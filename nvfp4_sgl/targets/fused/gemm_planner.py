@@ -1,40 +1,98 @@
-"""Plans passes where GEMMs are kernels of ``cutedsl_kernels``: all of them are ready before the first request."""
+"""Plans passes where GEMMs are kernels of ``cutedsl_kernels``: all kernels are ready before the first request."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
+from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.targets.fused.compile_ahead import TRITON_FOLDER, compile_missing, library_folder
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
+from nvfp4_sgl.triton_kernels import ahead
+
+logger = logging.getLogger(__name__)
 
 LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
-"""Environment variable: the folder of a library of GEMMs built ahead of time."""
+"""Environment variable: the folder of kernels built ahead of time."""
+
+
+def _has_all(held: Library, keys: Sequence[KernelKey]) -> bool:
+    """Whether a library that was built ahead of time is complete; says if not."""
+    lacking = {key.name for key in keys} - held.names
+    if lacking:
+        logger.warning(
+            "%s=%s: %d of %d GEMMs are not there and are compiled now; build it again for this model, --tp-size and"
+            " --chunked-prefill-size", LIBRARY_VARIABLE, held.folder, len(lacking), len(keys),
+        )  # fmt: skip
+    return not lacking
+
+
+class DryLauncher:
+    """Stands for a GPU's launcher: plans are the GPU's, and calls compute nothing."""
+
+    def __init__(self, architecture: str, clusters: Clusters, programmatic_launch: bool = True) -> None:
+        self._architecture, self._clusters = architecture, clusters
+        self.programmatic_launch = programmatic_launch
+
+    def architecture(self, device: torch.device) -> str:
+        return self._architecture
+
+    def clusters(self, device: torch.device) -> Clusters:
+        return self._clusters
+
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
+        """Launch nothing: the GEMMs that a model needs follow from its sizes."""
+
+    def freeze(self) -> None:
+        """Nothing is compiled anyway."""
 
 
 class GemmPlanner(FusedPlanner):
-    """Plans passes, and compiles every GEMM, or loads it from a library built ahead of time, before the first request.
+    """Plans passes, and has every kernel compiled, or loads it from a cache, before the first request.
 
-    ``NVFP4_SGL_KERNELS`` names the library (``python -m nvfp4_sgl.cutedsl_kernels.build``). GEMMs that it lacks are
-    compiled, about a second a kernel. Nothing is compiled after the warm-up: a GEMM that was overlooked is an error.
+    ``NVFP4_SGL_KERNELS`` names a library of GEMMs (``nvfp4-sgl build``); without one, or where it lacks some, they are
+    compiled in parallel and kept in the user's cache folder. Nothing is compiled after the warm-up: a GEMM that was
+    overlooked is an error.
     """
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
-        """Run every GEMM, then every pass; then refuse to compile."""
+        """Compile what is missing; run every GEMM, then every pass; then refuse to compile."""
+        device, runner = self.context.device, launcher.current()
+        if isinstance(runner, launcher.CudaLauncher):
+            given = os.environ.get(LIBRARY_VARIABLE)
+            held = Library(Path(given)) if given else None
+            keys = self.gemms(tokens)
+            folder = library_folder(keys)
+            if held is not None:
+                folder = held.folder if _has_all(held, keys) else folder
+                ahead.adopt(held.folder / TRITON_FOLDER)
+            major, minor = torch.cuda.get_device_capability(device)
+            compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
+            runner.kernels = KernelCache(Library(folder))
+        else:
+            keys = self.gemms(tokens)
+        warm_up_gemms(keys, device)
+        super().warm_up(decoder, table, tokens)
+        runner.freeze()
+
+    def gemms(self, tokens: int) -> Sequence[KernelKey]:
+        """The GEMMs that passes of up to ``tokens`` tokens need."""
         context, runner = self.context, launcher.current()
-        if (folder := os.environ.get(LIBRARY_VARIABLE)) and isinstance(runner, launcher.CudaLauncher):
-            runner.kernels = KernelCache(Library(Path(folder)))
-        keys = keys_for(
+        return keys_for(
             layer_products(context.config, context.parallel.size),
             max(tokens, self.slots.requests),
             context.config.swiglu_limit,
@@ -42,6 +100,11 @@ class GemmPlanner(FusedPlanner):
             runner.clusters(context.device),
             programmatic_launch=runner.programmatic_launch,
         )
-        warm_up_gemms(keys, context.device)
-        super().warm_up(decoder, table, tokens)
-        runner.freeze()
+
+    def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
+        """The Triton kernels of the warm-up that are not loaded yet, told by a pass that launches none."""
+        device, runner = self.context.device, launcher.current()
+        dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch)
+        with launcher.use(dry), ahead.recording() as variants:
+            FusedPlanner.warm_up(self, decoder, table, tokens)
+        return list(variants)

@@ -87,9 +87,10 @@ class FusedPlanner:
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
-        """Run the decoder on every pass of :meth:`warm_up_passes`."""
+        """Run a layer of each kind on every pass of :meth:`warm_up_passes`."""
+        layers = decoder.distinct_layers()
         for request in self.warm_up_passes(tokens):
             step, ids = self.plan(request), torch.zeros_like(request.positions)
             # Ranks of a split vocabulary start from embeddings rather than ids.
             decoder.expand(table[:1].expand(len(ids), -1).contiguous())
-            decoder(decoder.embed(ids, table), ids, step, self.caches)
+            decoder(decoder.embed(ids, table), ids, step, self.caches, only=layers)

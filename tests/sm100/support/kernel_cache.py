@@ -73,7 +73,9 @@ def _store(key: KernelKey, compiled: Compiled, entry: Path) -> None:
     _prune(entry.parent)
     making = Path(tempfile.mkdtemp(prefix="making-", dir=entry.parent))
     try:
-        library.link([(key, compiled.function)], making)
+        with tempfile.TemporaryDirectory() as objects:
+            entry_point = library.export(key, Path(objects), compiled.function)
+            library.link({key: entry_point}, Path(objects), making)
         (making / PTX).write_text(compiled.ptx)
         making.rename(entry)
     except OSError:

@@ -21,12 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.common.rounding import INTERPRETED
 from tests.sm100.emulator import Options, UnsupportedError
 from tests.sm100.emulator.launch import Launch
@@ -43,19 +41,6 @@ FORMATS = {
     "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
 """How scalars are packed, by Triton's names of their types."""
-
-
-class _Driver:
-    """Enough of a driver to specialise and compile for; kernels are cached by its device."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 100, 32)
-
-    def get_current_device(self) -> str:
-        return "emulated sm_100a"
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -181,20 +166,17 @@ def emulated_triton(options: Options | None = None, multiprocessors: int = MULTI
             compiled, (x, y, z), arguments
         )
 
-    before = driver._active
-    driver.set_active(_Driver())
     _current.append(emulator)
     try:
         with (
             mock.patch.object(CompiledKernel, "run", property(launcher)),
             mock.patch.object(CompiledKernel, "launch_metadata", lambda *arguments: None),
-            mock.patch.object(chip, "processors", lambda device: multiprocessors),
+            ahead.targeting(100, multiprocessors),
         ):
             yield emulator
             emulator.stream.synchronize()
     finally:
         _current.pop()
-        driver.set_active(before)
 
 
 _current: list[EmulatedTriton] = []

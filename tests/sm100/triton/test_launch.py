@@ -87,14 +87,14 @@ def test_memory_of_other_tensors_is_out_of_reach() -> None:
 
 
 def test_nothing_is_left_of_it() -> None:
-    before, processors = driver._active, chip.processors
+    before, device = driver._active, torch.device("cpu")
     with emulated_triton(multiprocessors=77) as emulator:
         assert current_emulator() is emulator
-        assert chip.processors(torch.device("cpu")) == 77
+        assert chip.processors(device) == 77
         with emulated_triton() as inner:
             assert current_emulator() is inner
         assert current_emulator() is emulator
-    assert current_emulator() is None and driver._active is before and chip.processors is processors
+    assert current_emulator() is None and driver._active is before and chip.processors(device) == 1
 
 
 def test_a_program_that_waits_for_ever_is_reported() -> None:

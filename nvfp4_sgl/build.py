@@ -1,0 +1,180 @@
+"""``nvfp4-sgl build``: compile every kernel that a server of a checkpoint needs, on any machine.
+
+The checkpoint's model is built with tensors that have sizes and no storage, and its warm-up is followed without a
+launch (:mod:`nvfp4_sgl.targets.fused.compile_ahead`). So neither a GPU nor memory for weights is needed, and
+config.json is enough. The machine that serves needs the same Triton, CuTeDSL and version of this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.dummy import DummyReader
+from nvfp4_sgl.checkpoint.verified import Verified, holds_weights, verify, verify_dummy
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
+from nvfp4_sgl.doctor import CHUNK, REQUESTS
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.model.contract import Context, Slots
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.targets.choose import Target, choose, detect_target
+from nvfp4_sgl.targets.fused import compile_ahead
+from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.weights.parallel import TensorParallel
+
+META = torch.device("meta")
+"""Tensors with sizes and no storage."""
+EXTRA_TOKENS = 4
+"""Columns that SGLang adds to a table of slots."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the kernels of a server depend on beside the checkpoint.
+
+    Attributes:
+        ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.
+        chunk: ``--chunked-prefill-size``.
+    """
+
+    ranks: int
+    context: int
+    requests: int = REQUESTS
+    chunk: int = CHUNK
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``nvfp4-sgl build``."""
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a checkpoint directory, or one with config.json alone")
+    parser.add_argument(
+        "--target", choices=("sm_90a", "sm_100a"), help="what to compile for; default: this machine's GPU"
+    )
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of --tp-size (default: 1)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="OUT",
+        help="where to put the kernels, for NVFP4_SGL_KERNELS=OUT on the machine that serves;"
+        " default: this user's caches, where a server here finds them by itself",
+    )
+    parser.add_argument("--context-length", type=int, metavar="TOKENS", help="as served; default: the model's")
+    parser.add_argument("--max-running-requests", type=int, default=REQUESTS, metavar="N", help=f"default: {REQUESTS}")
+    parser.add_argument("--chunked-prefill-size", type=int, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, and say how much and how long it took."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    target = Target(args.target) if args.target else detect_target()
+    if target is Target.CPU:
+        raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
+    verified = verify(args.dir) if holds_weights(args.dir) else verify_dummy(args.dir)
+    context = args.context_length or verified.config.max_position_embeddings
+    settings = [Serving(ranks, context, args.max_running_requests, args.chunked_prefill_size) for ranks in args.tp]
+    started = time.monotonic()
+    gemms, variants = build(verified, target, settings, args.output)
+    where = args.output or "this user's caches"
+    print(
+        f"{gemms} GEMMs and {variants} Triton kernels for {target.value} in {where}, {time.monotonic() - started:.0f} s"
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is assumed of a target's GPU; another one of its architecture finds most of the kernels."""
+
+    capability: int
+    processors: int
+    clusters: Clusters
+
+
+GPUS = {
+    Target.SM90: Gpu(90, H200_CLUSTERS.multiprocessors, H200_CLUSTERS),
+    Target.SM100: Gpu(100, B200_CLUSTERS.multiprocessors, B200_CLUSTERS),
+}
+
+
+def build(
+    verified: Verified, target: Target, settings: Sequence[Serving], output: Path | None = None
+) -> tuple[int, int]:
+    """Compile the kernels of servers of one checkpoint.
+
+    Args:
+        verified: the checkpoint, or random weights; no values are read.
+        output: where the kernels go; this user's caches if ``None``.
+
+    Returns:
+        How many GEMMs and Triton kernels these servers need.
+
+    Raises:
+        ConfigError: the model cannot be split over so many ranks.
+        LibraryError: a kernel does not compile.
+    """
+    gpu = GPUS[target]
+    found = [needed(verified, target, setting) for setting in settings]
+    variants = list(dict.fromkeys(variant for _, more in found for variant in more))
+    # A library for each number of ranks, as servers look for them; one for all where a folder is given.
+    libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
+    with ahead.cached_in(None if output is None else output / compile_ahead.TRITON_FOLDER):
+        for keys in libraries:
+            unique = sorted(set(keys), key=lambda key: key.name)
+            folder = output or compile_ahead.library_folder(unique)
+            compile_ahead.compile_missing(unique, variants, folder, gpu.capability)
+    return len({key for keys, _ in found for key in keys}), len(variants)
+
+
+def with_distinct_layers(verified: Verified) -> ModelConfig:
+    """The checkpoint's configuration with only the first layers, up to the last that is unlike all before it."""
+    config, inventory = verified.config, verified.inventory
+    storages: dict[int, list[tuple[str, str]]] = {layer: [] for layer in range(config.num_hidden_layers)}
+    for name, entry in inventory.entries.items():
+        _, found, rest = name.partition("layers.")
+        layer, _, tensor = rest.partition(".")
+        if found and name.startswith("layers.") and int(layer) in storages:
+            storages[int(layer)].append((tensor, entry.dtype))
+    kinds = [
+        (config.kind(layer), config.is_hash_routed(layer), tuple(sorted(storages[layer])))
+        for layer in range(config.num_hidden_layers)
+    ]
+    count = 1 + max(kinds.index(kind) for kind in kinds)
+    return replace(config, num_hidden_layers=count, layer_kinds=config.layer_kinds[:count])
+
+
+@torch.no_grad()
+def needed(verified: Verified, target: Target, setting: Serving) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
+    """The GEMMs and Triton kernels of a server."""
+    gpu, choice, config = GPUS[target], choose(target), with_distinct_layers(verified)
+    dry = DryLauncher(target.value, gpu.clusters)
+    with launcher.use(dry), ahead.targeting(gpu.capability, gpu.processors):
+        context = Context(
+            DummyReader(verified.inventory, META),
+            config,
+            choice.boundaries,
+            META,
+            torch.bfloat16,
+            choice.modes[0],
+            TensorParallel(0, setting.ranks),
+        )
+        decoder = Decoder(context)
+        # The caches' sizes choose no kernel, those of the table of slots do.
+        caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META)
+        columns = setting.context + EXTRA_TOKENS
+        table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
+        slots = Slots(table, caches.full_to_swa.to(META), setting.requests, setting.context)
+        planner = choice.boundaries.plan(context, slots, caches.layers)
+        assert isinstance(planner, GemmPlanner)
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
+        return planner.gemms(setting.chunk), planner.triton_variants(decoder, embedding, setting.chunk)

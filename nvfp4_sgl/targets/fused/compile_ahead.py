@@ -1,0 +1,154 @@
+"""Compiles the kernels of a warm-up in parallel, before it runs: Triton's into Triton's cache, GEMMs into a library.
+
+A dry pass first tells what the warm-up needs (:mod:`nvfp4_sgl.triton_kernels.ahead`). Processes of their own then
+compile what no cache holds: a kernel takes about a second of one core, and the compilers hold Python's lock. Ranks of a
+host share the result: the first compiles, the others wait and load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+from nvfp4_sgl.cutedsl_kernels import library
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, export, link
+from nvfp4_sgl.triton_kernels.ahead import Variant
+
+logger = logging.getLogger(__name__)
+
+TRITON_FOLDER = "triton"
+"""Folder of Triton's kernels inside one that was built for another machine."""
+MAX_WORKERS = 32
+"""Processes: beyond, their start (importing torch) takes longer than what is left to each."""
+TASKS_A_WORKER = 4
+"""No more processes than leave each so many tasks."""
+LOG_CHARACTERS = 2000
+"""Characters of a failed process's output that an error quotes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes share; each takes the next task that has no claim yet.
+
+    Attributes:
+        tasks: kernels to compile. capability: what Triton compiles for, e.g. 90.
+        objects: where object files, claims and names of entries go.
+    """
+
+    tasks: Sequence[KernelKey | Variant]
+    capability: int
+    objects: Path
+
+    def claim(self) -> Iterator[tuple[int, KernelKey | Variant]]:
+        """Tasks that no other process has taken."""
+        for index, task in enumerate(self.tasks):
+            try:
+                os.close(os.open(self.objects / f"{index}.claim", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            yield index, task
+
+    def entry_file(self, index: int) -> Path:
+        """Where the name of a GEMM's entry is written."""
+        return self.objects / f"{index}.entry"
+
+
+def cache_root() -> Path:
+    """The user's cache folder of this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvfp4-sgl"
+
+
+def library_folder(keys: Iterable[KernelKey]) -> Path:
+    """Where the library of these kernels is kept, by all that they are made from."""
+    made_from = json.dumps([library.fingerprint(), sorted(key.name for key in keys)], sort_keys=True)
+    return cache_root() / "libraries" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Processes of this user take turns."""
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with (cache_root() / "compiling").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], folder: Path, capability: int) -> None:
+    """Compile the GEMMs of ``keys`` into a library in ``folder`` unless one is there, and ``variants`` for Triton.
+
+    Args:
+        capability: what Triton compiles for: the device's or, under :func:`.ahead.targeting`, the one stood in for.
+
+    Raises:
+        LibraryError: a kernel does not compile, or the linker failed; holds the compiler's output.
+    """
+    with _one_at_a_time():
+        missing: list[KernelKey | Variant] = [variant for variant in variants if not variant.is_compiled]
+        gemms = [] if (folder / MANIFEST).exists() else list(keys)
+        if not missing and not gemms:
+            return
+        started = time.monotonic()
+        count = _workers(len(gemms) + len(missing))
+        logger.info("compiling %d GEMMs and %d Triton kernels with %d processes", len(gemms), len(missing), count)
+        with tempfile.TemporaryDirectory() as objects:
+            # A GEMM takes longer than most Triton kernels: those first.
+            job = Job([*gemms, *missing], capability, Path(objects))
+            _run(job, count)
+            if gemms:
+                entries = {key: job.entry_file(index).read_text() for index, key in enumerate(gemms)}
+                link(entries, job.objects, folder)
+        logger.info("compiled in %.1f s", time.monotonic() - started)
+
+
+def _workers(tasks: int) -> int:
+    return max(1, min(len(os.sched_getaffinity(0)), MAX_WORKERS, tasks // TASKS_A_WORKER))
+
+
+def _run(job: Job, count: int) -> None:
+    """Start processes that compile ``job``, and wait for all."""
+    path = job.objects / "job"
+    path.write_bytes(pickle.dumps(job))
+    # The processes must find the modules that this one has, wherever they came from; they need no GPU.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
+    }
+    command = [sys.executable, "-m", "nvfp4_sgl.targets.fused.compile_worker", str(path)]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(count)
+    ]
+    failures = []
+    for process in processes:
+        output, _ = process.communicate()
+        if process.returncode:
+            failures.append(output.strip())
+    if failures:
+        raise LibraryError(f"compiling kernels failed: {failures[0][-LOG_CHARACTERS:]}")
+
+
+def work(job: Job) -> None:
+    """Compile tasks until none is left; what each of the processes does."""
+    for index, task in job.claim():
+        if isinstance(task, KernelKey):
+            job.entry_file(index).write_text(export(task, job.objects))
+        else:
+            task.compile()

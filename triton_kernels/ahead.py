@@ -1,0 +1,179 @@
+"""Compile Triton kernels before their first launch: in other processes, or on a machine without the GPU.
+
+:func:`recording` notes what launches would compile and does nothing else. A :class:`Variant` so noted can be compiled
+in any process with the same Triton and the same sources, by :meth:`Variant.compile`; the result is in Triton's cache on
+disk, where the launch then finds it. :func:`targeting` stands in for the GPU where there is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from .common import chip
+from .common.rounding import INTERPRETED
+
+PACKAGE = __name__.rpartition(".")[0] + "."
+"""Modules of this package begin with it."""
+WARP = 32
+GROUP = "__grp__"
+"""Beginning of the name of a file in which Triton lists a kernel's other files."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and what it is specialised for.
+
+    Attributes:
+        module: of the kernel. name: of its function.
+        specialization: Triton's description in JSON: types, alignments, constants, options, target. Arguments that are
+            named tuples have lost their names in it.
+        source: the same but for the options, pickled: signature, constants and alignments.
+    """
+
+    module: str
+    name: str
+    specialization: str
+    source: bytes = field(compare=False, repr=False)
+
+    @property
+    def kernel(self) -> JITFunction[Any]:
+        """The function that Triton compiles."""
+        found = getattr(importlib.import_module(self.module), self.name)
+        assert isinstance(found, JITFunction), (self.module, self.name)
+        return found
+
+    def compile(self) -> None:
+        """Compile it for the active driver's target and write it to Triton's cache; then note that it is there."""
+        signature, constants, alignments = pickle.loads(self.source)
+        options = json.loads(self.specialization)["options"]
+        triton.compile(
+            ASTSource(self.kernel, signature, constants, alignments),
+            target=driver.active.get_current_target(),
+            options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
+        )
+        self._note.parent.mkdir(parents=True, exist_ok=True)
+        self._note.touch()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has run with these sources, this Triton and this cache folder."""
+        return self._note.exists()
+
+    @property
+    def _note(self) -> Path:
+        """A file beside Triton's own, which are named by what only a compilation can tell."""
+        parts = (triton.__version__, self.kernel.cache_key, self.specialization)
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return Path(triton.knobs.cache.dir) / "nvfp4_sgl_compiled" / digest
+
+
+@contextmanager
+def recording() -> Iterator[dict[Variant, None]]:
+    """Launches of this package's kernels that would compile are noted, in order, and are not made.
+
+    Kernels that the process has loaded before are launched as ever. Other packages' kernels are left alone.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on, which compiles nothing.
+    """
+    if INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1: the interpreter compiles nothing that could be noted; unset it")
+    noted: dict[Variant, None] = {}
+    before = triton.knobs.runtime.jit_cache_hook
+
+    def note(**launch: Any) -> bool:
+        kernel = launch["fn"]
+        if not kernel.module.startswith(PACKAGE):
+            return bool(before(**launch)) if before is not None else False
+        described = launch["compile"]
+        source = pickle.dumps((described["signature"], described["constants"], described["configs"][0]))
+        noted[Variant(kernel.module, kernel.name, described["specialization_data"], source)] = None
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = note
+    try:
+        yield noted
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+class _Stand:
+    """Enough of a driver to specialise and compile for a GPU; it cannot launch."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, WARP)
+
+    def get_current_device(self) -> str:
+        return f"no device, for sm_{self._capability}"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def targeting(capability: int, processors: int) -> Iterator[None]:
+    """Specialise and compile for a GPU that is not here.
+
+    Args:
+        capability: its compute capability, e.g. 90.
+        processors: its multiprocessors, by which some tilings are chosen.
+    """
+    before = driver._active
+    driver.set_active(_Stand(capability))
+    try:
+        with chip.assume(processors):
+            yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
+def cached_in(folder: Path | None) -> Iterator[None]:
+    """Let Triton's cache be in ``folder``; where it is, if ``None``."""
+    before = triton.knobs.cache.dir
+    if folder is not None:
+        triton.knobs.cache.dir = str(folder)
+    try:
+        yield
+    finally:
+        triton.knobs.cache.dir = before
+
+
+def adopt(folder: Path) -> None:
+    """Copy what another cache ``folder`` holds into Triton's, where it is not there yet."""
+    for source in folder.glob("*/*"):
+        target = Path(triton.knobs.cache.dir) / source.relative_to(folder)
+        if target.exists():
+            continue
+        content = source.read_bytes()
+        if source.name.startswith(GROUP):
+            content = _moved(content, target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Moved into place when complete: other processes read this folder.
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
+            copy.write(content)
+        Path(copy.name).rename(target)
+
+
+def _moved(group: bytes, folder: Path) -> bytes:
+    """Triton's list of a kernel's files, which has their whole paths, with the files in ``folder``."""
+    held = json.loads(group)
+    return json.dumps({**held, "child_paths": {name: str(folder / name) for name in held["child_paths"]}}).encode()
