@@ -66,7 +66,7 @@ class CudaLauncher:
                 f"device {device}: these kernels are CUDA code for {', '.join(ARCHITECTURE_OF.values())}; move the"
                 " tensors to such a GPU, or use the torch reference"
             )
-        capability, name = _describe(device.index)
+        capability, name = _describe(_index(device))
         if capability not in ARCHITECTURE_OF:
             raise ArchitectureError(
                 f"device {device}: expected {' or '.join(ARCHITECTURE_OF.values())}, found sm_{capability[0]}"
@@ -75,7 +75,7 @@ class CudaLauncher:
         return ARCHITECTURE_OF[capability]
 
     def clusters(self, device: torch.device) -> Clusters:
-        return active_clusters(device.index)
+        return active_clusters(_index(device))
 
     def freeze(self) -> None:
         self.kernels.freeze()
@@ -83,11 +83,16 @@ class CudaLauncher:
     def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         device = call.out.device
         kernel, arguments = self.kernels.get(key), call.arguments(clusters)
-        if device.index == torch.cuda.current_device():
+        if _index(device) == torch.cuda.current_device():
             kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
             return
         with torch.cuda.device(device):
             kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _index(device: torch.device) -> int:
+    """The number of a CUDA device; "cuda" alone is the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache

@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     gemms, variants = build(verified, target, settings, args.output)
     where = args.output or "this user's caches"
-    print(
-        f"{gemms} GEMMs and {variants} Triton kernels for {target.value} in {where}, {time.monotonic() - started:.0f} s"
-    )
+    seconds = time.monotonic() - started
+    print(f"{gemms} GEMMs and {variants} Triton kernels for {target.value} are in {where}; took {seconds:.0f} s")
     return 0
 
 

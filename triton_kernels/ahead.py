@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import pickle
 import tempfile
@@ -112,17 +113,22 @@ def recording() -> Iterator[dict[Variant, None]]:
         triton.knobs.runtime.jit_cache_hook = before
 
 
+_numbers = itertools.count()
+
+
 class _Stand:
     """Enough of a driver to specialise and compile for a GPU; it cannot launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
+        # Triton keeps what it has loaded by device: none of another stand-in's can be launched here.
+        self._device = f"stand-in {next(_numbers)} for sm_{capability}"
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._capability, WARP)
 
     def get_current_device(self) -> str:
-        return f"no device, for sm_{self._capability}"
+        return self._device
 
     def get_current_stream(self, device: str) -> int:
         return 0

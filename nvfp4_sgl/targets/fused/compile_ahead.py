@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 TRITON_FOLDER = "triton"
 """Folder of Triton's kernels inside one that was built for another machine."""
-MAX_WORKERS = 32
-"""Processes: beyond, their start (importing torch) takes longer than what is left to each."""
-TASKS_A_WORKER = 4
-"""No more processes than leave each so many tasks."""
+MAX_PROCESSES = 64
+"""Processes that compile at a time; each takes a few hundred MB."""
 LOG_CHARACTERS = 2000
 """Characters of a failed process's output that an error quotes."""
 
@@ -104,7 +102,7 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         if not missing and not gemms:
             return
         started = time.monotonic()
-        count = _workers(len(gemms) + len(missing))
+        count = _processes(len(gemms) + len(missing))
         logger.info("compiling %d GEMMs and %d Triton kernels with %d processes", len(gemms), len(missing), count)
         with tempfile.TemporaryDirectory() as objects:
             # A GEMM takes longer than most Triton kernels: those first.
@@ -116,39 +114,35 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         logger.info("compiled in %.1f s", time.monotonic() - started)
 
 
-def _workers(tasks: int) -> int:
-    return max(1, min(len(os.sched_getaffinity(0)), MAX_WORKERS, tasks // TASKS_A_WORKER))
+def _processes(tasks: int) -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES, tasks)
 
 
-def _run(job: Job, count: int) -> None:
-    """Start processes that compile ``job``, and wait for all."""
+def _run(job: Job, processes: int) -> None:
+    """Compile ``job`` in processes of its own."""
     path = job.objects / "job"
     path.write_bytes(pickle.dumps(job))
-    # The processes must find the modules that this one has, wherever they came from; they need no GPU.
+    # They must find the modules that this process has, wherever these came from; they need no GPU.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
     }
-    command = [sys.executable, "-m", "nvfp4_sgl.targets.fused.compile_worker", str(path)]
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(count)
-    ]
-    failures = []
-    for process in processes:
-        output, _ = process.communicate()
-        if process.returncode:
-            failures.append(output.strip())
-    if failures:
-        raise LibraryError(f"compiling kernels failed: {failures[0][-LOG_CHARACTERS:]}")
+    command = [sys.executable, "-m", "nvfp4_sgl.targets.fused.compile_worker", str(path), str(processes)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise LibraryError(f"compiling kernels failed: {done.stdout.strip()[-LOG_CHARACTERS:]}")
 
 
 def work(job: Job) -> None:
     """Compile tasks until none is left; what each of the processes does."""
     for index, task in job.claim():
-        if isinstance(task, KernelKey):
-            job.entry_file(index).write_text(export(task, job.objects))
-        else:
-            task.compile()
+        try:
+            if isinstance(task, KernelKey):
+                job.entry_file(index).write_text(export(task, job.objects))
+            else:
+                task.compile()
+        except Exception as error:
+            error.add_note(f"while compiling {task}")
+            raise

@@ -1,0 +1,262 @@
+"""Kernels compiled ahead: noted without a launch, compiled in other processes, found by the launch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+from nvfp4_sgl import build, cli
+from nvfp4_sgl.build import Serving, needed, with_distinct_layers
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.library import Library
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused import compile_ahead
+from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.triton_kernels.ahead import Variant
+from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
+from tests.sm100.emulator.host import runtime_library
+
+GPU_TARGETS = (Target.SM90, Target.SM100)
+CAPACITY, REQUESTS = 1024, 6
+META = torch.device("meta")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "full"
+    write_tiny(path, "nvfp4-full", seed=11)
+    return path
+
+
+@pytest.fixture(scope="module")
+def verified(tiny: Path) -> Verified:
+    return verify(tiny)
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Empty caches: Triton's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    with ahead.cached_in(tmp_path / "triton"):
+        yield tmp_path / "triton"
+
+
+def normalise(rows: int = 4, width: int = 1024) -> None:
+    """A launch on tensors without storage."""
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device=META)
+    rms_norm(x, torch.empty(width, dtype=torch.bfloat16, device=META), 1e-6, out=torch.empty_like(x))
+
+
+def noted(launch: Callable[[], None]) -> list[Variant]:
+    with ahead.targeting(90, 132), ahead.recording() as variants:
+        launch()
+    return list(variants)
+
+
+def hits(launch: Callable[[], None]) -> list[bool]:
+    """For each kernel that a launch loads whether Triton found it on disk. Nothing runs."""
+    found: list[bool] = []
+
+    def listen(*args: Any, cache_hit: bool, **more: Any) -> None:
+        found.append(cache_hit)
+
+    with (
+        ahead.targeting(90, 132),
+        mock.patch.object(CompiledKernel, "run", property(lambda self: lambda *arguments: None)),
+        mock.patch.object(CompiledKernel, "launch_metadata", lambda *arguments: None),
+        mock.patch.object(triton.knobs.compilation, "listener", listen),
+    ):
+        launch()
+    return found
+
+
+def test_launches_are_noted_and_not_made() -> None:
+    names = [variant.name for variant in noted(lambda: [normalise(), normalise(5), normalise(width=512)][0])]
+    assert len(names) == 2 and len(set(names)) == 1
+
+
+def test_what_was_compiled_elsewhere_is_found_by_the_launch(caches: Path) -> None:
+    variants = noted(normalise)
+    assert not variants[0].is_compiled
+    compile_ahead.compile_missing([], variants, caches, 90)
+    assert variants[0].is_compiled
+    assert hits(normalise) == [True]
+    assert hits(lambda: normalise(width=512)) == [False]
+
+
+def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
+    folder = compile_ahead.library_folder([key])
+    compile_ahead.compile_missing([key], variants, folder, 90)
+    assert Library(folder, runtime=runtime_library(), devices=1).names == {key.name}
+    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=AssertionError("a process")))
+    compile_ahead.compile_missing([key], variants, folder, 90)
+    with pytest.raises(AssertionError, match="a process"):
+        compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
+
+
+def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
+    job = compile_ahead.Job([KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16, 32)], 90, tmp_path)
+    first, second = job.claim(), job.claim()
+    taken = [next(first)[0], next(second)[0], next(first)[0]]
+    assert taken == [0, 1, 2] and not list(first) and not list(second)
+
+
+def test_a_kernel_that_does_not_compile_is_named(caches: Path) -> None:
+    variant = Variant("nvfp4_sgl.triton_kernels.hyper_connection.streams", "no_such_kernel", "{}", b"")
+    job = compile_ahead.Job([variant], 90, caches)
+    caches.mkdir()
+    with pytest.raises(LibraryError, match="compiling kernels failed(.|\n)*no_such_kernel"):
+        compile_ahead._run(job, 1)
+
+
+def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "INTERPRETED", True)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1: .* unset it"), ahead.recording():
+        pass
+
+
+def test_tilings_are_those_of_the_gpu_assumed() -> None:
+    with ahead.targeting(100, 148):
+        assert chip.processors(torch.device("cpu")) == 148
+    assert chip.processors(torch.device("cpu")) == 1
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+class OnTheCpu:
+    """A model on a GPU target whose launches are noted, on real tensors."""
+
+    def __init__(self, path: Path, target: Target) -> None:
+        gpu = build.GPUS[target]
+        self._gpu, self._dry = gpu, DryLauncher(target.value, gpu.clusters)
+        read = CheckpointReader.read
+        # Aligned, as on a GPU: what is read lies in the file as it comes.
+        with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
+            self.model = Standalone(path, target=target, requests=REQUESTS, capacity=CAPACITY)
+        table = torch.zeros(REQUESTS + 1, CAPACITY + build.EXTRA_TOKENS, dtype=torch.int32)
+        slots = Slots(table, self.model.caches.full_to_swa, REQUESTS, CAPACITY)
+        context = self.model.decoder.context
+        self.planner = context.boundaries.plan(context, slots, self.model.caches.layers)
+        assert isinstance(self.planner, GemmPlanner)
+
+    def variants(self, work: Callable[[], object]) -> set[Variant]:
+        """What ``work`` launches."""
+        with (
+            ahead.targeting(self._gpu.capability, self._gpu.processors),
+            launcher.use(self._dry),
+            ahead.recording() as found,
+        ):
+            work()
+        return set(found)
+
+    def warm_up(self, planner: Any = None) -> set[Variant]:
+        planner = planner or self.planner
+        return self.variants(lambda: planner.warm_up(self.model.decoder, self.model.table, CAPACITY))
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS, ids=lambda target: target.value)
+def test_no_pass_launches_what_the_warm_up_does_not(target: Target, tiny: Path) -> None:
+    cpu = OnTheCpu(tiny, target)
+    warm, model = cpu.warm_up(cpu.model.planner), cpu.model
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(2, 500, (count,), generator=generator).tolist()
+
+    def serve() -> None:
+        for count in torch.randint(1, 800, (8,), generator=generator).tolist():
+            model.reset()
+            model.extend({0: tokens(count)})
+            model.extend({0: tokens(3), 1: tokens(129), 2: tokens(1)})
+            for requests in (1, 3, REQUESTS):
+                model.extend({request: tokens(1) for request in range(requests)})
+
+    missed = cpu.variants(serve) - warm
+    assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS, ids=lambda target: target.value)
+def test_a_model_without_storage_needs_the_same_kernels(target: Target, tiny: Path, verified: Verified) -> None:
+    gemms, variants = needed(verified, target, Serving(1, CAPACITY, REQUESTS, CAPACITY))
+    cpu = OnTheCpu(tiny, target)
+    assert set(variants) == cpu.warm_up()
+    with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
+        assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
+
+
+def test_a_layer_of_each_kind_launches_what_all_do(tiny: Path) -> None:
+    cpu = OnTheCpu(tiny, Target.SM90)
+    decoder, layers = cpu.model.decoder, cpu.model.config.num_hidden_layers
+    assert len(decoder.distinct_layers()) < layers
+    some = cpu.warm_up()
+    with mock.patch.object(type(decoder), "distinct_layers", lambda self: list(range(layers))):
+        assert cpu.warm_up() == some
+
+
+def test_layers_to_build_hold_every_kind(verified: Verified) -> None:
+    config, short = verified.config, with_distinct_layers(verified)
+
+    def kinds(of: Any) -> set[Any]:
+        return {(of.kind(layer), of.is_hash_routed(layer)) for layer in range(of.num_hidden_layers)}
+
+    assert short.num_hidden_layers < config.num_hidden_layers and kinds(short) == kinds(config)
+
+
+def test_built_on_one_machine_found_on_another(
+    tiny: Path, caches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One Triton variant a kernel and one GEMM, of all that the command would compile."""
+    everything = build.needed
+
+    def few(*arguments: Any) -> tuple[Sequence[KernelKey], Sequence[Variant]]:
+        gemms, variants = everything(*arguments)
+        return list(gemms)[:1], list({variant.name: variant for variant in variants}.values())
+
+    monkeypatch.setattr(build, "needed", few)
+    out = tmp_path / "out"
+    options = ["--target", "sm_90a", "--output", str(out), "--context-length", "512"]
+    assert cli.main(["build", str(tiny), *options, "--max-running-requests", "1", "--chunked-prefill-size", "16"]) == 0
+    variants = few(verify(tiny), Target.SM90, Serving(1, 512, 1, 16))[1]
+    assert f"1 GEMMs and {len(variants)} Triton kernels for sm_90a are in {out}" in capsys.readouterr().out
+    moved = shutil.move(out, tmp_path / "carried")
+    assert not any(variant.is_compiled for variant in variants) and not caches.exists()
+    ahead.adopt(Path(moved) / compile_ahead.TRITON_FOLDER)
+    assert all(variant.is_compiled for variant in variants)
+    compiled: list[bool] = []
+    with (
+        mock.patch.object(
+            triton.knobs.compilation, "listener", lambda *args, cache_hit, **more: compiled.append(cache_hit)
+        ),
+        ahead.targeting(90, 132),
+    ):
+        for variant in variants:
+            variant.compile()
+    assert compiled == [True] * len(variants)
+
+
+def test_build_asks_for_a_target_where_no_gpu_is(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, which is the default")
+    assert cli.main(["build", str(tiny)]) == 2
+    assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
