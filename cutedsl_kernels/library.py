@@ -10,8 +10,7 @@ import ctypes
 import hashlib
 import json
 import subprocess
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,19 +50,10 @@ def fingerprint() -> dict[str, object]:
     }
 
 
-def build(keys: Iterable[KernelKey], folder: Path, linker: str = "gcc") -> None:
-    """Compile ``keys`` into a library in ``folder``; takes about a second a kernel and needs no GPU.
-
-    Raises:
-        LibraryError: the linker failed.
-    """
-    with tempfile.TemporaryDirectory() as objects:
-        entries = {key: export(key, Path(objects)) for key in keys}
-        link(entries, Path(objects), folder, linker)
-
-
 def export(key: KernelKey, objects: Path, compiled: Any = None) -> str:
     """Write a kernel's object file ``<name>.o`` to ``objects`` and return the name of its entry.
+
+    Needs no GPU, but then CuTeDSL's runtime library (:func:`find_runtime`) must have been loaded.
 
     Args:
         compiled: the result of ``cute.compile``, if there is one already.
@@ -99,7 +89,7 @@ class Library:
     """A loaded library: a source of kernels for :class:`.compiled.KernelCache`.
 
     Args:
-        folder: the folder that :func:`build` wrote.
+        folder: the folder that :func:`link` wrote.
         runtime: CuTeDSL's runtime library, which the code calls; found in the installed CuTeDSL if not given.
         devices: how many devices to load each kernel into; all visible ones if not given.
 

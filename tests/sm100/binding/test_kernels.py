@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.cutedsl_kernels import build, compiled, launcher, plan, warm_up
+from nvfp4_sgl.cutedsl_kernels import compiled, launcher, plan, warm_up
 from nvfp4_sgl.cutedsl_kernels.common.arguments import Arguments
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
-from nvfp4_sgl.cutedsl_kernels.compiled import ARCHITECTURES, KernelCache, KernelKey, compile_kernel
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
@@ -179,12 +179,3 @@ def test_warm_up_runs_each_kernel_once() -> None:
     with emulated_operations() as runner:
         warm_up.warm_up(keys, torch.device("cpu"))
     assert runner.keys == keys
-
-
-def test_the_build_command_compiles_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    asked: list[tuple[list[KernelKey], object]] = []
-    monkeypatch.setattr(build, "build", lambda keys, folder: asked.append((list(keys), folder)))
-    build.main(["--output", str(tmp_path), "--architecture", *ARCHITECTURES, "--limit", "10", "--dtype", "fp32"])
-    ((keys, folder),) = asked
-    assert folder == tmp_path
-    assert keys == [key for name in ARCHITECTURES for key in plan.every_key(name, LIMIT, ("fp32",))]

@@ -14,7 +14,7 @@ from nvfp4_sgl.cutedsl_kernels import library
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library, build
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library, export, link
 from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.packaging.checkout import ROOT
@@ -30,8 +30,9 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("library")
-    build(KEYS, folder)
+    folder, objects = tmp_path_factory.mktemp("library"), tmp_path_factory.mktemp("objects")
+    runtime_library()
+    link({key: export(key, objects) for key in KEYS}, objects, folder)
     return folder
 
 

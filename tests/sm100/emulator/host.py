@@ -63,7 +63,8 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
     source = Path(__file__).with_name("host_runtime.c")
     command = ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return ctypes.CDLL(str(library)), library
+    # Before any other runtime: code that was compiled ahead finds its functions in the first one.
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL), library
 
 
 def runtime_library() -> Path:
