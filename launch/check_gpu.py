@@ -1,7 +1,8 @@
 """Checks this machine's GPU, behind launch/check_gpu, whose head says how to call it.
 
-On Hopper everything runs to the end and what failed is listed. A Blackwell GPU, on which none of this has run yet, gets
-the steps of ``first_light`` instead, which stop at the first thing that departs from the reference.
+On Hopper everything runs to the end, in parts that are kept, and what failed is listed (``hopper_parts``). A Blackwell
+GPU, on which none of this has run yet, gets the steps of ``first_light`` instead, which stop at the first thing that
+departs from the reference.
 """
 
 from __future__ import annotations
@@ -13,19 +14,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import hopper_parts
 from first_light import evidence
-from first_light.outcome import ROOT, Outcome, run_step
+from first_light.outcome import Outcome, run_step
 from first_light.steps import EMULATED, FIRST_LIGHT, Step
 
-HOPPER_STEPS = ("kernels", "decoder", "server")
-SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py")
-"""On Hopper: SGLang with this GPU's model, and with SM100's up to the first launch."""
-SANITIZERS = ("memcheck", "racecheck")
 BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
 """Seconds for a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
@@ -40,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/check_gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--emulated", action="store_true", help="the numeric part of first light on the CPU; no GPU")
     parser.add_argument("--output", type=Path, help="where first light puts its folder (default: build/first_light)")
+    parser.add_argument("--again", action="store_true", help="on Hopper: also what has passed with this code")
     parser.add_argument("what", nargs="?", default="all", help="one step instead of all")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="for pytest; of memcheck and racecheck, files of tests/")
     args = parser.parse_args(arguments)
@@ -49,11 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         print("check_gpu: no CUDA device here; launch/check_gpu --emulated needs none", file=sys.stderr)
         return USAGE_ERROR
-    if args.what in SANITIZERS:
-        return in_turn({args.what: sanitizer(args.what, args.rest)})
-    if found in BLACKWELL:
+    if found in BLACKWELL and args.what not in hopper_parts.SANITIZERS:
         return first_light(FIRST_LIGHT, args.what, args.rest, args.output)
-    return hopper(args.what, args.rest)
+    return hopper(args.what, args.rest, again=args.again)
+
+
+def gpu_name() -> str:
+    """Name of the first GPU, asked by a process of its own."""
+    code = "import torch; print(torch.cuda.get_device_name())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=QUERY_SECONDS)
+    return done.stdout.strip()
 
 
 def capability() -> tuple[int, int] | None:
@@ -64,62 +67,27 @@ def capability() -> tuple[int, int] | None:
     return (int(numbers[0]), int(numbers[1])) if done.returncode == 0 and len(numbers) == 2 else None
 
 
-def hopper(what: str, rest: Sequence[str]) -> int:
-    """Each of the old steps, all to their ends; 1 if any failed."""
-    left_out = [argument for file in SERVER_TESTS for argument in ("--deselect", file)]
-    commands = {
-        "kernels": pytest("tests/triton"),
-        "decoder": pytest("tests/gpu", *left_out),
-        "server": pytest(*SERVER_TESTS),
-        **{tool: sanitizer(tool) for tool in SANITIZERS},
-    }
-    if what != "all" and what not in commands:
-        return unknown(what, commands)
-    return in_turn(commands if what == "all" else {what: [*commands[what], *rest]})
+def hopper(what: str, rest: Sequence[str], *, again: bool) -> int:
+    """A step's parts, or all; files among the arguments choose parts, the rest goes to pytest. 1 if any failed."""
+    if what != "all" and what not in hopper_parts.STEPS:
+        return unknown(what, hopper_parts.STEPS)
+    files = [argument for argument in rest if argument.endswith(".py")]
+    more = [argument for argument in rest if argument not in files]
+    chosen = hopper_parts.parts(hopper_parts.STEPS if what == "all" else [what])
+    if files:
+        chosen = [part for part in chosen if part.file in files]
+        if missing := set(files) - {part.file for part in chosen}:
+            return unknown(" ".join(sorted(missing)), [part.file for part in hopper_parts.parts([what])])
+    return hopper_parts.run(chosen, gpu_name(), again=again, more=(*extra_arguments(), *more))
 
 
-def unknown(what: str, known: Sequence[str] | dict[str, list[str]]) -> int:
+def unknown(what: str, known: Sequence[str]) -> int:
     print(f"check_gpu: {what}: expected {', '.join(known)} or nothing", file=sys.stderr)
     return USAGE_ERROR
 
 
 def extra_arguments() -> list[str]:
     return shlex.split(os.environ.get("PYTEST_ARGUMENTS", ""))
-
-
-def pytest(*arguments: str) -> list[str]:
-    """Each test by name as it ends: a run that is cut off has still said what failed."""
-    return [sys.executable, "-m", "pytest", "-v", *extra_arguments(), *arguments]
-
-
-def sanitizer(tool: str, files: Sequence[str] = ()) -> list[str]:
-    """compute-sanitizer over files of tests/triton, all unless given."""
-    files = files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "triton").glob("test_*.py"))]
-    # Triton asks for more shared memory by a call that older drivers refuse, and then by another.
-    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    left_out = "not fit and not spill and not resources and not refus"
-    return [
-        *("compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9"),
-        *(sys.executable, "-m", "pytest", "-q", *extra_arguments(), "-m", "not gpu", "-k", left_out, *files),
-    ]
-
-
-def in_turn(commands: dict[str, list[str]]) -> int:
-    """Run all; 1 if any failed."""
-    failed = []
-    for name, command in commands.items():
-        started = time.monotonic()
-        print(f"== {name}", flush=True)
-        environment = dict(os.environ)
-        if name in SANITIZERS:
-            # Every tensor its own allocation: torch's pool would hide accesses past the end of one inside another.
-            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
-            failed.append(name)
-        print(f"== {name}: {time.monotonic() - started:.0f} s\n", flush=True)
-    if failed:
-        print(f"failed: {' '.join(failed)}")
-    return 1 if failed else 0
 
 
 def first_light(

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -109,7 +110,7 @@ def run_step(step: Step, folder: Path, more: tuple[str, ...] = ()) -> Outcome:
         except subprocess.TimeoutExpired:
             late, code = True, -signal.SIGKILL
         finally:
-            _end(process)
+            end(process)
         copier.join(END_SECONDS)
     account = Account.read(folder)
     if account.departure:
@@ -131,7 +132,7 @@ def _copy(process: subprocess.Popen[bytes], log: object) -> None:
         sys.stdout.flush()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """End what is left of a process and of those it started, servers with sessions of their own among them."""
     if process.poll() is not None:
         return

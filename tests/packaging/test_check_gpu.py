@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.packaging.checkout import ROOT
@@ -17,10 +18,12 @@ from tests.packaging.checkout import ROOT
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
 import check_gpu
+import hopper_parts
 from first_light import steps
 from first_light.journal import Account, Journal
 from first_light.outcome import Outcome, run_step
 from first_light.steps import PYTEST, Step
+from hopper_parts import Part
 
 FAULTS = ROOT / "tests" / "support" / "planted_faults"
 JOURNAL = "from first_light.journal import Journal; journal = Journal.of_this_process(); "
@@ -158,11 +161,11 @@ def test_a_journal_cut_off_in_the_middle_is_read(tmp_path: Path):
 
 
 def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *arguments: str) -> Any:
-    """What ``launch/check_gpu`` would run on a GPU of that capability; an exit code if nothing."""
+    """What ``launch/check_gpu`` would run on such a GPU, and what pytest gets; an exit code if nothing."""
     ran: list[Any] = []
 
-    def in_turn(commands: dict[str, list[str]]) -> int:
-        ran.extend(commands.items())
+    def run(chosen: Any, gpu: str, *, again: bool, more: Any) -> int:
+        ran.extend((part.name, list(more)) for part in chosen)
         return 0
 
     def first_light(chosen: Any, what: str, rest: Any, *others: Any, **more: Any) -> int:
@@ -170,26 +173,92 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
         return 0
 
     monkeypatch.setattr(check_gpu, "capability", lambda: capability)
-    monkeypatch.setattr(check_gpu, "in_turn", in_turn)
+    monkeypatch.setattr(check_gpu, "gpu_name", lambda: "a GPU")
+    monkeypatch.setattr(hopper_parts, "run", run)
     monkeypatch.setattr(check_gpu, "first_light", first_light)
     code = check_gpu.main(list(arguments))
     return dict(ran) if code == 0 else code
 
 
-def test_steps_of_hopper(monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
-    assert list(found) == ["kernels", "decoder", "server", "memcheck", "racecheck"]
-    servers = ["tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py"]
-    assert found["decoder"][-5:] == ["tests/gpu", "--deselect", servers[0], "--deselect", servers[1]]
-    assert found["server"][-2:] == servers and all((ROOT / server).exists() for server in servers)
-    assert "--durations" in found["kernels"]
-    assert found["memcheck"][:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
-    assert sum(argument.startswith("tests/triton/test_") for argument in found["racecheck"]) > 10
-    assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels"][-3:] == ["tests/triton", "-k", "rope"]
-    only = steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py")["racecheck"]
-    assert only[-1] == "tests/triton/test_rope.py" and "tests/triton/test_topk.py" not in only
+    assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS)
+    assert [name for name in found if name.startswith("server")] == ["server-test_server", "server-test_sm100_server"]
+    assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
+    assert found["kernels-test_rope"] == ["--durations", "3"]
+    for tool in hopper_parts.SANITIZERS:
+        assert len([name for name in found if name.startswith(tool)]) > 10
+    monkeypatch.delenv("PYTEST_ARGUMENTS")
+    assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_topk"] == ["-k", "rope"]
+    assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py") == {"racecheck-test_rope": []}
+    assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/gpu/test_server.py") == 2
     assert steps_of(monkeypatch, (9, 0), "instructions") == 2
+
+
+def test_commands_of_parts():
+    report = Path("report.xml")
+    natively = Part("kernels", "tests/triton/test_rope.py").command(report, ["-k", "x"])
+    assert natively[1:] == ["-m", "pytest", "-v", "--junitxml=report.xml", "-k", "x", "tests/triton/test_rope.py"]
+    checked = Part("memcheck", "tests/triton/test_rope.py").command(report)
+    assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
+    assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
+    assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
+    assert [part.is_alone for part in hopper_parts.parts(["server"])] == [True, True]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hopper_parts, "RESULTS", tmp_path / "results")
+    return tmp_path
+
+
+def part_of(folder: Path, name: str, body: str) -> Part:
+    file = folder / f"test_{name}.py"
+    file.write_text(body)
+    return Part("kernels", str(file))
+
+
+def test_what_passed_is_kept_and_what_did_not_runs_again(results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    good = part_of(results, "good", "import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
+    bad = part_of(results, "bad", "def test_a(): pass\ndef test_wrong(): assert False\n")
+    assert hopper_parts.run([good, bad], "a GPU") == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 parts passed: 2 tests passed, 1 skipped" in said
+    assert "NOT PASSED  kernels-test_bad: failed, 1 passed, 0 skipped, 1 failed" in said and "::test_wrong" in said
+    Path(bad.file).write_text("def test_a(): pass\n")
+    ran: list[Part] = []
+    run_part = hopper_parts.run_part
+
+    def note(part: Part, *more: Any) -> Any:
+        ran.append(part)
+        return run_part(part, *more)
+
+    monkeypatch.setattr(hopper_parts, "run_part", note)
+    assert hopper_parts.run([good, bad], "a GPU") == 0 and ran == [bad]
+    assert "2 of 2 parts passed: 2 tests passed, 1 skipped" in capsys.readouterr().out
+    assert hopper_parts.run([good], "another GPU") == 0 and ran == [bad, good]
+    assert hopper_parts.run([good], "another GPU", again=True) == 0 and ran == [bad, good, good]
+
+
+def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hopper_parts, "ROOT", results)
+    (results / "tests").mkdir()
+    before = hopper_parts.fingerprint("a GPU")
+    assert before == hopper_parts.fingerprint("a GPU") != hopper_parts.fingerprint("another")
+    (results / "tests" / "more.py").write_text("1\n")
+    assert hopper_parts.fingerprint("a GPU") != before
+
+
+def test_a_part_that_does_not_end_is_ended(results: Path):
+    """With what it has started."""
+    started = "print(subprocess.Popen(['sleep', '600']).pid)"
+    body = f"import subprocess, time\ndef test_a():\n    {started}\n    time.sleep(600)\n"
+    result = hopper_parts.run_part(part_of(results, "slow", body), "code", ["-s"], seconds=8)
+    assert (result.verdict, result.passed) == ("out of time", 0) and result.seconds < 30
+    log = (hopper_parts.RESULTS / "kernels-test_slow.txt").read_text()
+    child = next(int(line) for line in log.split() if line.isdigit() and int(line) > 100)
+    assert not psutil.pid_exists(child)
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
@@ -197,7 +266,7 @@ def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.Mon
     found = steps_of(monkeypatch, capability)
     assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings"]
     assert steps_of(monkeypatch, capability, "layer", "-k", "experts") == {"layer": ["-k", "experts"]}
-    assert list(steps_of(monkeypatch, capability, "memcheck")) == ["memcheck"]
+    assert {name.partition("-")[0] for name in steps_of(monkeypatch, capability, "memcheck")} == {"memcheck"}
 
 
 def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):

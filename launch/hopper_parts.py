@@ -1,0 +1,188 @@
+"""Everything that a Hopper GPU checks, in parts that end within minutes and are kept: a run that was cut off goes on.
+
+A part is a test file in a process of its own, natively or under compute-sanitizer. What it came to is written to
+``build/check_gpu``, under the sources and the GPU that it ran with; a part that passed there does not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from first_light.outcome import ROOT, end
+
+RESULTS = ROOT / "build" / "check_gpu"
+PART_SECONDS = 480
+"""A part that takes longer is ended. What it compiled stays in the caches: the next run gets further."""
+CORES_A_PART = 3
+"""Cores for each part that runs at a time: most of the time goes to compiling."""
+SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml")
+SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py")
+"""SGLang with this GPU's model, and with SM100's up to the first launch. Each takes half of the GPU's memory."""
+SANITIZERS = ("memcheck", "racecheck")
+STEPS = ("kernels", "decoder", "server", *SANITIZERS)
+LEFT_OUT = "not fit and not spill and not resources and not refus"
+"""Tests that launch nothing, for a sanitizer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A test file of a step."""
+
+    step: str
+    file: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.step}-{Path(self.file).stem}"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else may run beside it."""
+        return self.step == "server"
+
+    def command(self, report: Path, more: Sequence[str] = ()) -> list[str]:
+        """The process; tests are named as they end, and summed up in ``report``."""
+        test = [sys.executable, "-m", "pytest", "-v", f"--junitxml={report}", *more]
+        if self.step not in SANITIZERS:
+            return [*test, self.file]
+        # Triton asks for more shared memory by a call that older drivers refuse, and then by another.
+        options = ["--report-api-errors", "no"] if self.step == "memcheck" else []
+        sanitizer = ["compute-sanitizer", "--tool", self.step, *options, "--error-exitcode", "9"]
+        return [*sanitizer, *test, "-m", "not gpu", "-k", LEFT_OUT, self.file]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a part came to: ``verdict`` is "passed", "failed" or "out of time"; ``failures`` name tests."""
+
+    name: str
+    fingerprint: str
+    verdict: str
+    seconds: float
+    passed: int = 0
+    skipped: int = 0
+    failures: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        counts = f"{self.passed} passed, {self.skipped} skipped, {len(self.failures)} failed"
+        return f"{self.name}: {self.verdict}, {counts}, {self.seconds:.0f} s"
+
+
+def parts(steps: Iterable[str] = STEPS) -> list[Part]:
+    """The parts of ``steps``, in the order in which they run."""
+    kernels = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "triton").glob("test_*.py"))
+    gpu = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    files = {
+        "kernels": kernels,
+        "decoder": [file for file in gpu if file not in SERVER_TESTS],
+        "server": list(SERVER_TESTS),
+        **dict.fromkeys(SANITIZERS, kernels),
+    }
+    return [Part(step, file) for step in STEPS if step in steps for file in files[step]]
+
+
+def fingerprint(how: str) -> str:
+    """Of how it is tested, the GPU's name for instance, and of all that is tested."""
+    digest = hashlib.sha256(how.encode())
+    for name in SOURCES:
+        top = ROOT / name
+        for path in sorted(top.rglob("*.py")) if top.is_dir() else [top] if top.exists() else []:
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kept(part: Part, code: str) -> Result | None:
+    """What the part came to with this code, if it passed."""
+    try:
+        held = json.loads((RESULTS / f"{part.name}.json").read_text())
+        result = Result(**{**held, "failures": tuple(held["failures"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return result if result.verdict == "passed" and result.fingerprint == code else None
+
+
+def run_part(part: Part, code: str, more: Sequence[str] = (), seconds: float = PART_SECONDS) -> Result:
+    """Run a part to its end or its limit, and keep what it came to; its output is ``build/check_gpu/<name>.txt``."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    report, log = RESULTS / f"{part.name}.xml", RESULTS / f"{part.name}.txt"
+    report.unlink(missing_ok=True)
+    environment = dict(os.environ)
+    if part.step in SANITIZERS:
+        # Every tensor its own allocation: torch's pool would hide accesses past the end of one inside another.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    started = time.monotonic()
+    with log.open("w") as output:
+        command = part.command(report, more)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            verdict = "failed" if process.wait(seconds) else "passed"
+        except subprocess.TimeoutExpired:
+            verdict = "out of time"
+        finally:
+            end(process)
+    passed, skipped, failures = counts(report)
+    result = Result(part.name, code, verdict, round(time.monotonic() - started, 1), passed, skipped, failures)
+    (RESULTS / f"{part.name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+    print(result.line(), flush=True)
+    return result
+
+
+def counts(report: Path) -> tuple[int, int, tuple[str, ...]]:
+    """Tests of a JUnit report that passed, were skipped, and the names of those that failed."""
+    if not report.exists():
+        return 0, 0, ()
+    passed, skipped, failures = 0, 0, []
+    for case in ElementTree.parse(report).iter("testcase"):
+        outcome = {child.tag for child in case}
+        if outcome & {"failure", "error"}:
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+        elif "skipped" in outcome:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, skipped, tuple(failures)
+
+
+def run(chosen: Sequence[Part], gpu: str, *, again: bool = False, more: Sequence[str] = ()) -> int:
+    """Run what has not passed yet and sum up; 1 if anything has not passed at the end.
+
+    Args:
+        gpu: its name.
+        again: run also what has passed.
+        more: arguments for pytest; with some, whatever has passed without them runs, too.
+    """
+    code = fingerprint(f"{gpu} {list(more)}")
+    done = {} if again else {part: result for part in chosen if (result := kept(part, code))}
+    left = [part for part in chosen if part not in done]
+    print(f"{gpu}: {len(chosen)} parts, {len(done)} of which have passed before; logs: {RESULTS}", flush=True)
+    together = [part for part in left if not part.is_alone]
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES_A_PART)) as pool:
+        done |= dict(zip(together, pool.map(lambda part: run_part(part, code, more), together), strict=True))
+    for part in left:
+        if part.is_alone:
+            done[part] = run_part(part, code, more)
+    return summed_up([done[part] for part in chosen])
+
+
+def summed_up(results: Sequence[Result]) -> int:
+    """Print all parts' results together; 1 if one did not pass."""
+    bad = [result for result in results if result.verdict != "passed"]
+    print(
+        f"\n{len(results) - len(bad)} of {len(results)} parts passed: {sum(result.passed for result in results)} tests"
+        f" passed, {sum(result.skipped for result in results)} skipped"
+    )
+    for result in bad:
+        print(f"NOT PASSED  {result.line()}; {RESULTS / result.name}.txt")
+        for failure in result.failures:
+            print(f"    {failure}")
+    return 1 if bad else 0
