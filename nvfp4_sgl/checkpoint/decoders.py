@@ -182,7 +182,8 @@ class MxFp4AsNvFp4(Decoder):
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         has_scale = "scale" in stored or "weight_scale_inv" in stored
-        return has_scale and stored.get("weight") in ("I8", "U8") and "weight_scale" not in stored
+        weight = stored.get("weight")
+        return weight == "I8" or (has_scale and weight == "U8" and "weight_scale" not in stored)
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""

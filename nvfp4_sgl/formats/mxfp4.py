@@ -121,8 +121,8 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     :class:`OperandValueError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the
     exponents of one matrix spread over more than 17: such a tensor has no exact NVFP4 form.
     """
-    own = largest_exponent(tensor)
-    top = own if exponent is None else exponent
+    _require_no_nan(tensor)
+    top = largest_exponent(tensor) if exponent is None else exponent
     m = (top - TOP).clamp_min(LOWEST_GLOBAL_EXPONENT)
     k = tensor.scale.int() - ue8m0.BIAS - m[..., None, None]
     k = torch.where(_is_zero_block(tensor), 0, k)

@@ -19,7 +19,7 @@ from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.errors import ConfigError
 from tests.support.damage import copy_checkpoint
 
-SIZES = {"num_hidden_layers": 3, "n_routed_experts": 8}
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

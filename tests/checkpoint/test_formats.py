@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +27,22 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.weights.parallel import TensorParallel
-from tests.support.damage import change_json, change_tensor, copy_checkpoint, load_stored, store
+from tests.support.damage import (
+    change_json,
+    change_tensor,
+    copy_checkpoint,
+    file_of,
+    load_stored,
+    set_byte,
+    set_float,
+    store,
+)
 from tests.support.dequantize import dequantize_checkpoint
 from tests.support.matrices import values_of
 from tests.support.oracle import hf_model
 from tests.support.ranks import Exchange
 
-SIZES = {"num_hidden_layers": 3, "n_routed_experts": 8}
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}
 """One layer of each kind."""
 STORED = {
     TinyFormat.NVFP4_FULL: {Storage.NVFP4},
@@ -42,6 +53,7 @@ STORED = {
     TinyFormat.BF16: {Storage.PLAIN},
 }
 EXPERT = "layers.2.ffn.experts.5.w1"
+Change = Callable[[str, list[int], bytes], tuple[str, list[int], bytes]]
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +227,74 @@ def test_a_dspark_release_is_read_and_its_draft_left_out(
     for spec in tensor_specs(ModelConfig.from_dir(directory)).values():
         _ = reader.read_matrix(spec.name) if spec.role.is_matrix else reader.read(spec.name)
     reader.finish()
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+DAMAGED: Mapping[str, tuple[TinyFormat, str, Change, str]] = {
+    "MXFP4, NaN": (TinyFormat.DEEPSEEK, f"{EXPERT}.scale", set_byte(9, 0xFF), r"no NaN scale.*\[1, 1\]"),
+    "inverse global scale of 0": (
+        TinyFormat.COMPRESSED_TENSORS,
+        f"{EXPERT}.weight_global_scale",
+        set_float(0, 0.0),
+        r"an inverse scale > 0.*found 0\.0",
+    ),
+    "inverse global scale without end": (
+        TinyFormat.COMPRESSED_TENSORS,
+        f"{EXPERT}.weight_global_scale",
+        set_float(0, float("inf")),
+        "an inverse scale > 0.*found inf",
+    ),
+    "negative block scale": (
+        TinyFormat.COMPRESSED_TENSORS,
+        f"{EXPERT}.weight_scale",
+        set_byte(3, 0xB8),
+        r"block scales that are numbers.*\[0, 3\]",
+    ),
+    "negative FP8 scale": (
+        TinyFormat.DEEPSEEK_BASE,
+        f"{EXPERT}.scale",
+        set_float(1, -1.0),
+        r"finite scales >= 0.*\[0, 1\]",
+    ),
+    "NaN FP8 scale": (TinyFormat.DEEPSEEK_BASE, f"{EXPERT}.scale", set_float(0, float("nan")), "finite scales"),
+    "NaN FP8 value": (TinyFormat.DEEPSEEK_BASE, f"{EXPERT}.weight", set_byte(5, 0x7F), r"no NaN.*\[0, 5\]"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_values_that_cannot_be_are_refused(
+    case: str, checkpoints: dict[tuple[TinyFormat, TinyNames], Path], tmp_path: Path
+) -> None:
+    format, name, change, message = DAMAGED[case]
+    directory = copy_checkpoint(checkpoints[format, TinyNames.ORIGINAL], tmp_path / "copy")
+    change_tensor(directory, name, change)
+    reader = verify(directory).reader()
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}' in .*{message}"):
+        reader.read_matrix(EXPERT)
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [
+        (TinyFormat.COMPRESSED_TENSORS, "weight_packed"),
+        (TinyFormat.COMPRESSED_TENSORS, "weight_scale"),
+        (TinyFormat.COMPRESSED_TENSORS, "weight_global_scale"),
+        (TinyFormat.DEEPSEEK_BASE, "weight"),
+        (TinyFormat.DEEPSEEK_BASE, "scale"),
+        (TinyFormat.DEEPSEEK, "weight"),
+        (TinyFormat.DEEPSEEK, "scale"),
+    ],
+)
+def test_a_part_that_is_missing_is_named(
+    format: TinyFormat, suffix: str, checkpoints: dict[tuple[TinyFormat, TinyNames], Path], tmp_path: Path
+) -> None:
+    directory = copy_checkpoint(checkpoints[format, TinyNames.ORIGINAL], tmp_path / "copy")
+    file = file_of(directory, f"{EXPERT}.{suffix}")
+    (directory / INDEX).unlink()
+    store(file, {name: stored for name, stored in load_stored(file).items() if name != f"{EXPERT}.{suffix}"})
+    with pytest.raises(CheckpointError, match=rf"'{EXPERT}\.[a-z_]+'"):
+        verify(directory)
 
 
 # --- exactness ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.oracle import cached_hf_model
 TOKENS = 60
 BOUND = 1e-4
 """Largest difference of a log-probability that is not a mistake."""
-SIZES = {"num_hidden_layers": 3, "n_routed_experts": 8}
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}
 
 
 @pytest.fixture(scope="module")
