@@ -77,8 +77,8 @@ ALSO_PROVIDED_BY = {
     "compressed_tensors": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
-into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types; ``compressed_tensors`` with SGLang,
-which reads checkpoints through it."""
+into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
+``compressed_tensors`` with SGLang, which reads checkpoints through it."""
 
 
 @pytest.mark.parametrize(
