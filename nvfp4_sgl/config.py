@@ -23,6 +23,8 @@ MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 """Beyond these config.json is damaged; Pro has 61 layers of 384 experts. They bound what is built before files are
 looked at."""
+DSPARK_STAGES = 8
+"""Most draft stages of a DSpark release that ``compress_ratios`` may have entries for; Flash-0731 has three."""
 
 
 class LayerKind(enum.Enum):
@@ -156,13 +158,17 @@ class _Parser:
         if not isinstance(ratios, list) or any(type(r) is not int or r not in known for r in ratios):
             raise self.fail("compress_ratios", "a list of 0, 4 and 128")
         # Releases have one entry for their draft layer, or none, whatever num_nextn_predict_layers says.
-        most = layers + max(self.draft_layers(), 1)
+        most = layers + max(self.draft_layers(), DSPARK_STAGES if self.has_dspark() else 1)
         if not layers <= len(ratios) <= most:
             raise ConfigError(
                 f"{self.source}: field 'compress_ratios': expected {layers} entries (one a layer) to {most} (with"
                 f" draft layers), found {len(ratios)}"
             )
         return tuple(known[r] for r in ratios[:layers])
+
+    def has_dspark(self) -> bool:
+        """Whether the release bundles a DSpark draft, whose stages num_nextn_predict_layers does not count."""
+        return any(field.startswith("dspark_") for field in self.raw)
 
     def draft_layers(self) -> int:
         """``num_nextn_predict_layers``, which may be absent."""

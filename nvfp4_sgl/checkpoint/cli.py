@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
 
 
@@ -20,6 +20,12 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[format.value for format in TinyFormat],
         default=TinyFormat.NVFP4_FULL.value,
         help="storage of the matrices (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=[names.value for names in TinyNames],
+        default=TinyNames.ORIGINAL.value,
+        help="of the tensors (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace a tiny checkpoint that is already there")
@@ -36,7 +42,8 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tiny(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
-    summary = write_tiny(args.directory, args.format, args.seed, force=args.force, **dict(args.overrides))
+    overrides = dict(args.overrides)
+    summary = write_tiny(args.directory, args.format, args.seed, force=args.force, names=args.names, **overrides)
     print(f"wrote {args.directory} ({args.format}, seed {args.seed})\n{summary.table()}")
     return 0
 
@@ -44,12 +51,28 @@ def run_tiny(args: argparse.Namespace) -> int:
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl inspect``."""
     parser.add_argument("directory", type=Path, help="checkpoint directory")
+    parser.add_argument(
+        "--scales",
+        action="store_true",
+        help="read the scales of MXFP4 matrices too, and list those that NVFP4 cannot hold exactly",
+    )
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Check names, shapes, dtypes and quantization_config from the headers; print what is stored."""
-    print(f"{args.directory}: complete\n{verify(args.directory).summary.table()}")
-    return 0
+    """Check names, shapes, dtypes and what exporters say of them from the headers; print what is stored.
+
+    With ``--scales`` return 1 if an MXFP4 matrix has no exact NVFP4 form.
+    """
+    verified = verify(args.directory)
+    print(f"{args.directory}: complete\n{verified.summary.table()}")
+    if not args.scales:
+        return 0
+    total = sum(storage.is_converted for storage in verified.summary.storages.values())
+    problems = verified.reader().problems()
+    print(f"MXFP4 read as NVFP4, every value as it is: {total - len(problems)} of {total} matrices")
+    for stem, reason in problems.items():
+        print(f"  not exact: {stem}: {reason}")
+    return 1 if problems else 0
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.claimed import claimed_storages
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.names import Role, Storage, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.random_words import key_of, normal_numbers, random_bytes, words
 from nvfp4_sgl.checkpoint.reader import DTYPES, CheckpointReader, bounds
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny_weights import fp32_values, gain
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.formats import fp8_block, nvfp4, ue8m0
+from nvfp4_sgl.formats import ue8m0
 
 SEED = 0
 """Seed of the weights that are served."""
@@ -70,17 +71,12 @@ def dummy_inventory(raw: Mapping[str, Any], config: ModelConfig, directory: Path
 
 
 def _entries(spec: TensorSpec, storage: Storage) -> Iterator[Entry]:
-    if storage is Storage.NVFP4:
-        n, k = spec.shape
-        yield _entry(f"{spec.name}.weight", "U8", (n, k // 2))
-        yield _entry(f"{spec.name}.weight_scale", "F8_E4M3", (n, k // nvfp4.BLOCK))
-        yield _entry(f"{spec.name}.weight_scale_2", "F32", ())
-    elif storage is Storage.FP8:
-        n, k = spec.shape
-        yield _entry(f"{spec.name}.weight", "F8_E4M3", (n, k))
-        yield _entry(f"{spec.name}.scale", "F8_E8M0", (-(-n // fp8_block.BLOCK), -(-k // fp8_block.BLOCK)))
-    else:
+    if not spec.role.is_matrix:
         yield _entry(spec.key, {Role.FP32: "F32", Role.TID2EID: "I64"}.get(spec.role, "BF16"), spec.shape)
+        return
+    for part in storage.decoder.parts:
+        if not part.optional:
+            yield _entry(f"{spec.name}.{part.suffixes[0]}", part.dtypes[0], part.shapes(*spec.shape)[0])
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
@@ -125,7 +121,7 @@ class DummyReader(CheckpointReader):
         """How a tensor is made: by its dtype, which tells apart what is stored."""
         name, key = entry.name, key_of(entry.name, self._seed)
         width = entry.shape[1] if len(entry.shape) == 2 else 1
-        if entry.dtype in ("U8", "F8_E4M3", "F8_E8M0"):
+        if entry.dtype in ("U8", "I8", "F8_E4M3", "F8_E8M0"):
             as_stored = self._byte_codes(entry)
             return lambda rows, columns: as_stored(random_bytes(key, rows, columns, width, self._device))
         if entry.dtype == "I64":
@@ -144,21 +140,24 @@ class DummyReader(CheckpointReader):
 
     def _byte_codes(self, entry: Entry) -> Callable[[Tensor], Tensor]:
         """Random bytes to stored ones."""
-        if entry.dtype == "U8":
-            return lambda drawn: drawn
+        if entry.dtype in ("U8", "I8"):
+            return lambda drawn: drawn.view(DTYPES[entry.dtype])
         if entry.name.endswith(".weight_scale"):
             first, count = BLOCK_SCALE_CODES.start, len(BLOCK_SCALE_CODES)
             return lambda drawn: ((drawn & (count - 1)) + first).view(torch.float8_e4m3fn)
         if entry.dtype == "F8_E4M3":
             first, count = FP8_MAGNITUDE_CODES.start, len(FP8_MAGNITUDE_CODES)
             return lambda drawn: ((drawn & 0x80) + (drawn & (count - 1)) + first).view(torch.float8_e4m3fn)
-        exponent, threshold = self._fp8_scale(entry.name.removesuffix(".scale"))
+        exponent, threshold = self._power_scale(entry.name.removesuffix(".scale"))
         return lambda drawn: (exponent + (drawn < threshold).to(torch.uint8)).view(torch.float8_e8m0fnu)
 
-    def _fp8_scale(self, stem: str) -> tuple[int, int]:
+    def _power_scale(self, stem: str) -> tuple[int, int]:
         """(UE8M0 byte, threshold): as many of 256 blocks have twice that scale as give the matrix its rms."""
-        width = self._entry(f"{stem}.weight").shape[1]
-        wanted = (gain(stem) * width**-0.5 / _rms_of_codes(FP8_MAGNITUDE_CODES)) ** 2
+        weight = self._entry(f"{stem}.weight")
+        is_fp8 = weight.dtype == "F8_E4M3"
+        width = weight.shape[1] * (1 if is_fp8 else 2)
+        rms = _rms_of_codes(FP8_MAGNITUDE_CODES) if is_fp8 else CODE_RMS
+        wanted = (gain(stem) * width**-0.5 / rms) ** 2
         exponent = math.floor(math.log2(wanted) / 2)
         share = (wanted / 4.0**exponent - 1) / 3
         return exponent + ue8m0.BIAS, round(share * 256)

@@ -2,7 +2,7 @@
 
 :meth:`Inventory.open` trusts nothing: every file listed must be there and whole, every tensor must be where the index
 says, once. :meth:`Inventory.verify` then demands exactly the tensors of :func:`names.tensor_specs`, each with the
-shape and dtype of one of the storages that its role allows. Nothing is ignored but ``mtp.*``.
+shape and dtype of one of the storages that its role allows. Nothing is left out but draft layers, ``mtp.*``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, Storage, TensorSpec, tensor_specs
-from nvfp4_sgl.checkpoint.safetensors_header import Entry, read_header
+from nvfp4_sgl.checkpoint.decoders import Part
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.safetensors_header import Entry, called, read_header
+from nvfp4_sgl.checkpoint.storage import SUFFIXES, Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
+from nvfp4_sgl.checkpoint.transformers_names import MARKS, PREFIX, original_name
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.files import MAX_INDEX_BYTES, read_json, require_directory, shown
@@ -23,16 +26,11 @@ from nvfp4_sgl.files import MAX_INDEX_BYTES, read_json, require_directory, shown
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-PREFIX = "model."
-"""Some repackagings put this before every name; it is stripped if every name has it."""
-
 SHOWN = 20
 """Problems listed in full; the rest are counted."""
 
-_FOREIGN_LAYOUTS = (
-    (re.compile(r"\.self_attn\.|\.mlp\.experts\.|embed_tokens\.weight$|^lm_head\.weight$"), "transformers' names"),
-    (re.compile(r"\.(weight_packed|weight_global_scale|input_global_scale)$"), "compressed-tensors' names"),
-)
+DSPARK_MARK = re.compile(r"\.(main_proj|markov_head|confidence_head)\.")
+"""Tensors that DSpark's draft layers have and MTP's have not."""
 
 
 class Inventory:
@@ -40,7 +38,7 @@ class Inventory:
 
     Attributes:
         directory: where the files are.
-        entries: every tensor, by DeepSeek's original name.
+        entries: every tensor, by DeepSeek's original name; an entry's own name is that in the file.
         config, summary: what :meth:`verify` was given and found; ``None`` before.
     """
 
@@ -82,13 +80,22 @@ class Inventory:
 
     def storage(self, stem: str) -> Storage:
         """Format of the matrix ``stem``; CheckpointError if no such matrix is there."""
-        if f"{stem}.weight_scale_2" in self.entries:
-            return Storage.NVFP4
-        if f"{stem}.scale" in self.entries:
-            return Storage.FP8
-        if f"{stem}.weight" in self.entries:
-            return Storage.PLAIN
-        raise CheckpointError(f"{self.directory}: tensor '{stem}.weight' is missing")
+        if self.summary is not None and stem in self.summary.storages:
+            return self.summary.storages[stem]
+        stored = self.stored(stem)
+        if not stored:
+            raise CheckpointError(f"{self.directory}: tensor '{stem}.weight' is missing")
+        return Storage.of(stored)
+
+    def stored(self, stem: str) -> dict[str, str]:
+        """Dtypes by suffix of what is stored under ``stem``."""
+        found = ((suffix, self.entries.get(f"{stem}.{suffix}")) for suffix in SUFFIXES)
+        return {suffix: entry.dtype for suffix, entry in found if entry is not None}
+
+    def part_name(self, stem: str, part: Part) -> str:
+        """Name of a part of the matrix ``stem``: of its alternatives the one that is there, else the usual one."""
+        names = [f"{stem}.{suffix}" for suffix in part.suffixes]
+        return next((name for name in names if name in self.entries), names[0])
 
     def verify(self, config: ModelConfig) -> CheckpointSummary:
         """Demand exactly the tensors of ``config``'s decoder; returns what they are stored as.
@@ -109,20 +116,21 @@ class Inventory:
         for spec in tensor_specs(config).values():
             storage, nbytes = audit.check(spec)
             summary.add(spec, storage, nbytes)
-        skipped = 0
+        drafts = []
         for name, entry in self.entries.items():
             if name.startswith(MTP_PREFIX):
-                skipped += 1
+                drafts.append(name)
                 summary.skipped_bytes += entry.nbytes
             elif name not in audit.seen:
                 audit.problems.append(
-                    f"tensor '{name}' in {entry.file}: no such tensor in this model or storage, expected none,"
-                    f" found {_describe(entry)}"
+                    f"tensor {called(name, entry)} in {entry.file}: no such tensor in this model or storage, expected"
+                    f" none, found {_describe(entry)}"
                 )
         audit.report()
-        summary.skipped = skipped
-        if skipped:
-            logger.info("skipped %d tensors mtp.*: multi-token prediction is not used", skipped)
+        if drafts:
+            summary.skipped = len(drafts)
+            summary.draft = "DSpark draft" if any(map(DSPARK_MARK.search, drafts)) else "MTP draft"
+            logger.info("left out %d tensors mtp.* (%s): nothing is drafted here", len(drafts), summary.draft)
         self.config, self.summary = config, summary
         return summary
 
@@ -174,14 +182,8 @@ def _check_index(index: Path, weight_map: Mapping[str, str], entries: Mapping[st
 
 
 def _original_names(directory: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
-    for pattern, layout in _FOREIGN_LAYOUTS:
-        for name in entries:
-            if pattern.search(name):
-                raise CheckpointError(
-                    f"{directory}: written with {layout} (tensor '{name}' in {entries[name].file.name}); expected"
-                    " DeepSeek's original names ('layers.0.attn.wq_a.weight'). Use the original release, or a"
-                    " quantised checkpoint that keeps its names"
-                )
+    if any(MARKS.search(name) for name in entries):
+        return _from_transformers(directory, entries)
     prefixed = sum(name.startswith(PREFIX) for name in entries)
     if prefixed not in (0, len(entries)):
         name = next(name for name in entries if name.startswith(PREFIX))
@@ -192,6 +194,26 @@ def _original_names(directory: Path, entries: dict[str, Entry]) -> dict[str, Ent
     if not prefixed:
         return entries
     return {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
+
+
+def _from_transformers(directory: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    renamed: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        original = original_name(name)
+        if original is None:
+            raise CheckpointError(
+                f"{directory}: some tensors have transformers' names, but '{name}' in {entry.file.name} is none of"
+                " them; expected those of a checkpoint whose experts are stored one by one"
+                " ('model.layers.0.mlp.experts.0.gate_proj.weight'), or DeepSeek's original names"
+                " ('layers.0.attn.wq_a.weight')"
+            )
+        if original in renamed:
+            raise CheckpointError(
+                f"tensor '{original}' is there twice, as '{name}' in {entry.file} and as '{renamed[original].name}' in"
+                f" {renamed[original].file}; remove the one that does not belong to this checkpoint"
+            )
+        renamed[original] = entry
+    return renamed
 
 
 class _Audit:
@@ -209,36 +231,20 @@ class _Audit:
         dtypes = {Role.PLAIN: ("BF16", "F32"), Role.FP32: ("F32",), Role.TID2EID: ("I64", "I32")}[spec.role]
         return None, self._tensor(spec.name, dtypes, [spec.shape])
 
-    def _matrix(self, spec: TensorSpec) -> tuple[Storage | None, int]:
+    def _matrix(self, spec: TensorSpec) -> tuple[Storage, int]:
         stem, (n, k) = spec.name, spec.shape
-        weight = self.entries.get(f"{stem}.weight")
-        scale = self.entries.get(f"{stem}.scale")
-        if scale is not None and weight is not None and weight.dtype in ("I8", "U8"):
-            self.seen |= {weight.name, scale.name, f"{stem}.weight", f"{stem}.scale"}
+        storage = Storage.of(self.inventory.stored(stem))
+        if k % storage.decoder.column_multiple:
             self.problems.append(
-                f"tensor '{stem}.weight' in {weight.file}: MXFP4 (found {_describe(weight)} with scale"
-                f" {_describe(scale)}) is not supported yet; expected NVFP4, FP8 128x128 or BF16/F32: convert the"
-                " experts to NVFP4 first"
+                f"tensor '{stem}': {storage.value} needs a multiple of {storage.decoder.column_multiple} columns, the"
+                f" model has {k}"
             )
-            return None, 0
-        is_nvfp4 = any(f"{stem}.{suffix}" in self.entries for suffix in ("weight_scale", "weight_scale_2"))
-        if is_nvfp4 or (weight is not None and weight.dtype == "U8"):
-            if k % 16:
-                self.problems.append(f"tensor '{stem}': NVFP4 needs a multiple of 16 columns, the model has {k}")
-            nbytes = (
-                self._tensor(f"{stem}.weight", ("U8",), [(n, k // 2)])
-                + self._tensor(f"{stem}.weight_scale", ("F8_E4M3",), [(n, k // 16)])
-                + self._tensor(f"{stem}.weight_scale_2", ("F32",), [(), (1,)])
-            )
-            if f"{stem}.input_scale" in self.entries:
-                nbytes += self._tensor(f"{stem}.input_scale", ("F32",), [(), (1,)])
-            return Storage.NVFP4, nbytes
-        if scale is not None or (weight is not None and weight.dtype == "F8_E4M3"):
-            return Storage.FP8, (
-                self._tensor(f"{stem}.weight", ("F8_E4M3",), [(n, k)])
-                + self._tensor(f"{stem}.scale", ("F8_E8M0",), [(-(-n // 128), -(-k // 128))])
-            )
-        return Storage.PLAIN, self._tensor(f"{stem}.weight", ("BF16", "F32"), [(n, k)])
+        nbytes = 0
+        for part in storage.decoder.parts:
+            name = self.inventory.part_name(stem, part)
+            if name in self.entries or not part.optional:
+                nbytes += self._tensor(name, part.dtypes, part.shapes(n, k))
+        return storage, nbytes
 
     def _tensor(self, name: str, dtypes: tuple[str, ...], shapes: list[tuple[int, ...]]) -> int:
         entry = self.entries.get(name)
@@ -247,13 +253,11 @@ class _Audit:
             self.problems.append(f"tensor '{name}' is missing: expected {wanted}, found in no file")
             return 0
         self.seen.add(name)
-        if entry.dtype not in dtypes:
+        wrong = "dtype" if entry.dtype not in dtypes else "shape" if entry.shape not in shapes else ""
+        if wrong:
             self.problems.append(
-                f"tensor '{name}' in {entry.file}: wrong dtype: expected {wanted}, found {_describe(entry)}"
-            )
-        elif entry.shape not in shapes:
-            self.problems.append(
-                f"tensor '{name}' in {entry.file}: wrong shape: expected {wanted}, found {_describe(entry)}"
+                f"tensor {called(name, entry)} in {entry.file}: wrong {wrong}: expected {wanted}, found"
+                f" {_describe(entry)}"
             )
         return entry.nbytes
 

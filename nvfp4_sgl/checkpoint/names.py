@@ -1,14 +1,7 @@
 """The tensors of a DeepSeek-V4 checkpoint, by DeepSeek's original names. Source: DEEPSEEK_V4.md §8.1.
 
 A *stem* is a matrix's name without its suffix (``layers.3.attn.wq_b``). What is stored under a stem depends on the
-format of that matrix alone, never on a flag for the whole checkpoint:
-
-======  =====================================================================================================
-NVFP4   ``.weight`` U8 [N, K/2], ``.weight_scale`` F8_E4M3 [N, K/16], ``.weight_scale_2`` F32 scalar; optionally
-        ``.input_scale`` F32 scalar
-FP8     ``.weight`` F8_E4M3 [N, K], ``.scale`` F8_E8M0 [⌈N/128⌉, ⌈K/128⌉]
-plain   ``.weight`` BF16 or F32 [N, K]
-======  =====================================================================================================
+format of that matrix alone, never on a flag for the whole checkpoint: :mod:`.storage`.
 """
 
 from __future__ import annotations
@@ -20,16 +13,16 @@ from dataclasses import dataclass
 from nvfp4_sgl.config import LayerKind, ModelConfig
 
 MTP_PREFIX = "mtp."
-"""Multi-token prediction blocks. Recognised by name and skipped: nothing here drafts."""
+"""Draft layers, those of DSpark too. Recognised by name and left out: nothing here drafts."""
 
 
 class Role(enum.Enum):
     """What a tensor is, which decides what it may be stored as."""
 
     LINEAR = "linear"
-    """A dense matrix: NVFP4, FP8 or plain."""
+    """A dense matrix, in any storage."""
     EXPERT_LINEAR = "expert linear"
-    """A matrix of one routed expert: NVFP4, FP8 or plain."""
+    """A matrix of one routed expert, in any storage."""
     PLAIN = "plain"
     """Norms, embedding, head, router, index weights: BF16 or F32, never quantised."""
     FP32 = "fp32"
@@ -41,14 +34,6 @@ class Role(enum.Enum):
     def is_matrix(self) -> bool:
         """Whether specs of this role carry a stem instead of a full name."""
         return self in (Role.LINEAR, Role.EXPERT_LINEAR)
-
-
-class Storage(enum.Enum):
-    """Format that one matrix is stored in."""
-
-    NVFP4 = "NVFP4"
-    FP8 = "FP8"
-    PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)

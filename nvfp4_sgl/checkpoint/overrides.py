@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from nvfp4_sgl.checkpoint.transformers_names import PREFIX
 from nvfp4_sgl.errors import ConfigError
 
 SIZES = (
@@ -59,6 +60,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _layer(name: str) -> int:
-    """The layer of a name such as ``layers.7.ffn``; -1 for others."""
-    parts = name.split(".")
+    """The layer of a name such as ``layers.7.ffn`` or ``model.layers.7.mlp``; -1 for others."""
+    parts = name.removeprefix(PREFIX).split(".")
     return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal() else -1

@@ -1,33 +1,25 @@
-"""Hold config.json's ``quantization_config`` against what the tensors are. Source: DEEPSEEK_V4.md §8.2.
+"""Hold what exporters say about a checkpoint against what its tensors are.
 
-The tensors decide how they are read; the configuration may only agree. What it claims in words that are not known here
-could mean anything (a rotation, a pre-scale), so it is refused rather than ignored.
+The tensors decide how they are read; ``quantization_config`` in config.json and ``hf_quant_config.json`` may only
+agree.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from fnmatch import translate
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Storage
+from nvfp4_sgl.checkpoint.exporters import NVFP4, Claims, Statement, read_claims, read_manifest
+from nvfp4_sgl.checkpoint.names import TensorSpec
+from nvfp4_sgl.checkpoint.patterns import modules_around
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.files import shown
+from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, shown
 
-QUANT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "fp8")
-QUANT_ALGOS = ("NVFP4", "MIXED_PRECISION", "FP8")
-MOE_QUANT_ALGOS = ("NVFP4", "FP8")
-KV_CACHE_QUANT_ALGOS = ("FP8",)
-"""What the cache holds here is decided here; an exporter's wish for FP8 asks for nothing else."""
-
-FIELDS = {
-    *("quant_method", "quant_algo", "moe_quant_algo", "kv_cache_quant_algo", "group_size", "quantized_layers"),
-    *("ignore", "exclude_modules", "producer"),
-    *("activation_scheme", "fmt", "scale_fmt", "weight_block_size"),
-}
-"""Fields of ``quantization_config`` that are understood. Another one may mean a rotation or a pre-scale."""
+MANIFEST = "hf_quant_config.json"
+"""What ModelOpt writes beside config.json."""
 
 
 def check_quantization_config(raw_config: Mapping[str, Any], summary: CheckpointSummary) -> None:
@@ -41,99 +33,48 @@ def check_quantization_config(raw_config: Mapping[str, Any], summary: Checkpoint
         ConfigError: names the field, what was expected and what was found.
     """
     quantization = raw_config.get("quantization_config")
-    if quantization is None:
-        return
-    if not isinstance(quantization, Mapping):
-        raise ConfigError(f"config.json: field 'quantization_config': expected an object, found {shown(quantization)}")
-    for field, value in quantization.items():
-        if field not in FIELDS:
-            raise _error(str(field), f"one of the fields {', '.join(sorted(FIELDS))}", value)
-    method = _known(quantization, "quant_method", QUANT_METHODS)
-    algo = _known(quantization, "quant_algo", QUANT_ALGOS)
-    moe_algo = _known(quantization, "moe_quant_algo", MOE_QUANT_ALGOS)
-    _known(quantization, "kv_cache_quant_algo", KV_CACHE_QUANT_ALGOS)
-    _known(quantization, "fmt", ("e4m3",))
-    _known(quantization, "activation_scheme", ("dynamic",))
-    if method is None and algo is None:
-        raise _error("quant_method", f"one of {', '.join(QUANT_METHODS)}", None)
-    found = set(summary.storages.values())
-    if Storage.NVFP4 in found and quantization.get("group_size", 16) != 16:
-        raise _error("group_size", "16, as the tensors are NVFP4", quantization["group_size"])
-    if Storage.FP8 in found and quantization.get("weight_block_size", [128, 128]) != [128, 128]:
-        raise _error("weight_block_size", "[128, 128]", quantization["weight_block_size"])
-    if quantization.get("scale_fmt", "ue8m0") != "ue8m0":
-        raise _error("scale_fmt", "ue8m0", quantization["scale_fmt"])
-    if algo == "NVFP4":
-        _check_ignored(quantization, summary, summary.storages)
-    elif algo == "MIXED_PRECISION":
-        experts = [stem for stem in summary.storages if ".experts." in stem]
-        if moe_algo is not None:
-            _demand(summary, experts, Storage(moe_algo), "moe_quant_algo", moe_algo)
-        _check_ignored(quantization, summary, ())
-    elif Storage.NVFP4 in found:
-        stem = next(stem for stem, storage in summary.storages.items() if storage is Storage.NVFP4)
-        raise _error("quant_algo", f"NVFP4 or MIXED_PRECISION, as tensor '{stem}.weight' is NVFP4", algo)
-    _check_quantized_layers(quantization, summary)
-    if not found - {Storage.PLAIN}:
-        raise _error("quant_algo", "no quantization_config, as no tensor is quantised", algo or method)
+    if quantization is not None:
+        _check(read_claims(quantization, raw_config.get("expert_dtype")), summary)
 
 
-def _known(quantization: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str | None:
-    value = quantization.get(field)
-    if value is not None and not (isinstance(value, str) and value in known):
-        raise _error(field, f"one of {', '.join(known)}", value)
-    return value
+def check_manifest(directory: Path, summary: CheckpointSummary) -> None:
+    """As :func:`check_quantization_config` for ``hf_quant_config.json``, if it is there."""
+    file = directory / MANIFEST
+    if file.exists():
+        manifest = read_json(file, ConfigError, MAX_CONFIG_BYTES, "fetch it again, or remove it")
+        _check(read_manifest(manifest, str(file)), summary)
 
 
-def _error(field: str, expected: str, found: object) -> ConfigError:
-    return ConfigError(
-        f"config.json: field 'quantization_config.{field}': expected {expected}, found {shown(found)};"
-        " correct the field or use the checkpoint that it describes"
-    )
+def is_allowed(claims: Claims, statement: Statement, storage: Storage) -> bool:
+    """Whether a matrix of which ``statement`` speaks may be in ``storage``."""
+    return storage.decoder.scheme in statement.schemes and claims.writer in storage.decoder.writers
 
 
-def _demand(summary: CheckpointSummary, stems: Iterable[str], storage: Storage, field: str, value: str) -> None:
-    for stem in stems:
-        if summary.storages[stem] is not storage:
-            found = summary.storages[stem].value
-            raise _error(field, f"what the tensors are ('{stem}.weight' is stored {found})", value)
-
-
-def _check_quantized_layers(quantization: Mapping[str, Any], summary: CheckpointSummary) -> None:
-    """Each entry of ``quantized_layers``, by name or by the name of what it is part of, is stored as it says."""
-    layers = quantization.get("quantized_layers", {})
-    if not isinstance(layers, Mapping):
-        raise _error("quantized_layers", "an object", layers)
-    known = {storage.value: storage for storage in Storage if storage is not Storage.PLAIN}
-    for name, said in layers.items():
-        if name.startswith(MTP_PREFIX):
-            continue
-        algo = said.get("quant_algo") if isinstance(said, Mapping) else None
-        field = f"quantized_layers.{name}"
-        if not isinstance(algo, str) or algo not in known:
-            raise _error(field, f"an object with quant_algo {' or '.join(known)}", said)
-        if algo == Storage.NVFP4.value and said.get("group_size", 16) != 16:
-            raise _error(field, "group_size 16", said)
-        stems = [stem for stem in summary.storages if f"{stem}.".startswith(f"{name}.")]
-        if not stems:
-            raise _error(field, "the name of a matrix, or of a module that has some", said)
-        _demand(summary, stems, known[algo], field, algo)
-
-
-def _check_ignored(quantization: Mapping[str, Any], summary: CheckpointSummary, quantised: Iterable[str]) -> None:
-    """NVFP4 exactly where ``ignore`` does not apply among ``quantised``; nowhere where it does."""
-    field = "ignore" if "ignore" in quantization else "exclude_modules"
-    patterns = quantization.get(field) or []
-    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise _error(field, "a list of patterns", patterns)
-    ignored = re.compile("|".join(translate(pattern) for pattern in patterns) or r"(?!)")
+def _check(claims: Claims, summary: CheckpointSummary) -> None:
     for stem, storage in summary.storages.items():
-        if storage is Storage.NVFP4 and ignored.match(stem):
-            raise _error(field, f"no pattern that matches '{stem}', as its tensors are NVFP4", patterns)
-    for stem in quantised:
-        if summary.storages[stem] is not Storage.NVFP4 and not ignored.match(stem):
-            raise _error(
-                "quant_algo",
-                f"'{stem}.weight' in NVFP4 or matched by '{field}'; it is stored {summary.storages[stem].value}",
-                quantization.get("quant_algo"),
-            )
+        spec = summary.specs[stem]
+        for statement in claims.statements:
+            if statement.speaks_of(spec) and not is_allowed(claims, statement, storage):
+                raise _contradiction(claims, statement, spec, storage)
+    around = {module for stem in summary.storages for module in modules_around(stem)} if claims.listed else set()
+    for name, field in claims.listed.items():
+        if name not in around:
+            raise claims.error(field, "the name of a matrix, or of a module that has some", name)
+    if all(storage is Storage.PLAIN for storage in summary.storages.values()):
+        field = "quant_algo" if claims.raw.get("quant_algo") else "quant_method"
+        raise claims.error(field, "no such object, as no tensor is quantised", claims.raw.get(field))
+
+
+def _contradiction(claims: Claims, statement: Statement, spec: TensorSpec, storage: Storage) -> ConfigError:
+    if statement.field == "quant_algo" and NVFP4 not in statement.schemes:
+        expected = f"NVFP4 or MIXED_PRECISION, as tensor '{spec.key}' is {storage.value}"
+        return claims.error("quant_algo", expected, statement.value)
+    field = statement.field
+    if field == "quantized_layers":
+        field = next(claims.listed[module] for module in modules_around(spec.name) if module in claims.listed)
+    said = " or ".join(scheme or "plain" for scheme in sorted(statement.schemes, reverse=True))
+    return ConfigError(
+        f"{claims.source}.{field}': expected '{spec.key}' in {said} as {claims.writer.value} writes it, found it stored"
+        f" as {storage.value}; the field is {shown(statement.value)}: correct it or use the checkpoint that it"
+        " describes"
+    )

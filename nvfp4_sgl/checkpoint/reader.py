@@ -6,23 +6,28 @@ The mapping is private: writing to a tensor never reaches the file.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.checkpoint import values
+from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, Part
 from nvfp4_sgl.checkpoint.inventory import SHOWN, Inventory
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Storage
-from nvfp4_sgl.checkpoint.safetensors_header import Entry
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX
+from nvfp4_sgl.checkpoint.safetensors_header import Entry, called
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.formats import fp8_block, nvfp4
-from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
+from nvfp4_sgl.formats import nvfp4
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
-__all__ = ["CheckpointReader", "Storage"]
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "U8": torch.uint8,
+    "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "BF16": torch.bfloat16,
@@ -46,6 +51,7 @@ class CheckpointReader:
         self._inventory, self._config = inventory, inventory.config
         self._files: dict[Path, Tensor] = {}
         self._read: set[str] = set()
+        self._decoded: dict[str, Storage] = {}
 
     def storage(self, stem: str) -> Storage:
         """Format that the matrix ``stem`` is stored in."""
@@ -83,45 +89,65 @@ class CheckpointReader:
             raise CheckpointError(f"tensor '{name}' in {entry.file}: expected BF16 or F32, found {entry.dtype}")
         return self.read(name, rows=rows)
 
-    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor:
-        """The NVFP4 matrix ``stem``, or a part: ``rows`` and ``cols`` count logical elements, ``cols`` whole blocks."""
-        self._require(stem, Storage.NVFP4)
-        global_scale = self.read(f"{stem}.weight_scale_2").reshape(())
-        return NvFp4Tensor(
-            packed=self.read(f"{stem}.weight", rows, self._coarser(stem, cols, nvfp4.BLOCK, 2)),
-            block_scale=self.read(f"{stem}.weight_scale", rows, self._coarser(stem, cols, nvfp4.BLOCK, nvfp4.BLOCK)),
-            global_scale=global_scale,
-        )
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix:
+        """The matrix ``stem``, or a part of it, decoded (:mod:`.decoders`).
 
-    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """The FP8 128×128 matrix ``stem``, or any part, dequantised: fp32, exact."""
-        self._require(stem, Storage.FP8)
-        entry = self._entry(f"{stem}.weight")
-        n, k = entry.shape
-        row = slice(*bounds(entry, entry.name, 0, rows or slice(None)))
-        col = slice(*bounds(entry, entry.name, 1, cols or slice(None)))
+        Args:
+            rows, cols: ranges of the matrix, step 1. Columns of NVFP4 begin and end at multiples of 16.
+
+        Raises:
+            CheckpointError: as :meth:`read`; or the matrix has no exact form here, and so have all that are named.
+        """
+        storage = self.storage(stem)
+        decoder = storage.decoder
+        n, k = self._matrix_shape(stem, decoder)
+        weight = self._entry(self._inventory.part_name(stem, decoder.parts[0]))
+        row, col = _range(weight, "rows", rows, n), _range(weight, "columns", cols, k)
+        unit = nvfp4.BLOCK if decoder.is_packed else 1
+        if col.start % unit or col.stop % unit:
+            raise CheckpointError(
+                f"tensor {called(f'{stem}.{decoder.parts[0].suffixes[0]}', weight)}: columns {col.start}:{col.stop} are"
+                f" not whole blocks of {unit}; choose a tensor-parallel size that keeps blocks whole"
+            )
         # Whole blocks are read, so that scales and values keep to the same grid; the edges are cut afterwards.
-        outer_rows, outer_cols = _whole_blocks(row, n), _whole_blocks(col, k)
-        part = Fp8BlockTensor(
-            self.read(f"{stem}.weight", outer_rows, outer_cols),
-            self.read(
-                f"{stem}.scale",
-                _ceil_divide(outer_rows, fp8_block.BLOCK),
-                _ceil_divide(outer_cols, fp8_block.BLOCK),
-            ),
-        ).dequantize()
-        r, c = row.start - outer_rows.start, col.start - outer_cols.start
-        return part[r : r + row.stop - row.start, c : c + col.stop - col.start]
+        pieces = _Pieces(self, stem, decoder, _widened(row, decoder.block[0], n), _widened(col, decoder.block[1], k))
+        if decoder.problem(pieces) is not None:
+            raise self._not_exact()
+        matrix = decoder.decode(pieces)
+        self._decoded[stem] = storage
+        return _cut(matrix, _shifted(row, pieces.rows.start), _shifted(col, pieces.cols.start))
+
+    def problems(self) -> dict[str, str]:
+        """Matrices that have no exact form here, each with the reason. Reads scales of whole matrices, or all of them.
+
+        Only of matrices in a storage that may have none, which are MXFP4.
+        """
+        found = {}
+        for stem, storage in self._storages().items():
+            if not storage.is_converted:
+                continue
+            n, k = self._matrix_shape(stem, storage.decoder)
+            reason = storage.decoder.problem(_Pieces(self, stem, storage.decoder, slice(0, n), slice(0, k)))
+            if reason is not None:
+                found[stem] = reason
+        return found
+
+    def part(self, stem: str, part: Part, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """A stored tensor of the matrix ``stem``, or the share of it that a range of the matrix has."""
+        name = self._inventory.part_name(stem, part)
+        if part.unit is None:
+            return self.read(name)
+        return self.read(name, _in_units(rows, part.unit[0]), _in_units(cols, part.unit[1]))
 
     def finish(self) -> None:
-        """Demand that every tensor of the decoder was read, in whole or in part; release the files.
+        """Demand that every tensor of the decoder was read, in whole or in part; release the files; log conversions.
 
-        ``input_scale`` need not be read: it is a calibration constant that the dynamic recipe does without.
+        Optional parts (``input_scale``) need not be read: the dynamic recipe does without these constants.
         """
         unread = [
-            f"'{name}' in {entry.file.name}"
+            f"{called(name, entry)} in {entry.file.name}"
             for name, entry in self._inventory.entries.items()
-            if name not in self._read and not name.startswith(MTP_PREFIX) and not name.endswith(".input_scale")
+            if name not in self._read and not name.startswith(MTP_PREFIX) and not self._is_optional(name)
         ]
         if unread:
             more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
@@ -129,6 +155,9 @@ class CheckpointReader:
                 f"{self._inventory.directory}: {len(unread)} tensors were never read:"
                 f" {', '.join(unread[:SHOWN])}{more}; the model does not use its whole checkpoint"
             )
+        for storage, count in Counter(self._decoded.values()).items():
+            if storage.is_converted:
+                logger.info("%d %s matrices are NVFP4 now, every value as it was", count, storage.value)
         self._files.clear()
 
     def _entry(self, name: str) -> Entry:
@@ -150,23 +179,37 @@ class CheckpointReader:
             raw = raw.clone()  # the format does not promise alignment
         return raw.view(dtype).view(entry.shape)
 
-    def _require(self, stem: str, storage: Storage) -> None:
-        found = self.storage(stem)
-        if found is not storage:
-            raise CheckpointError(f"tensor '{stem}.weight': expected {storage.value}, found {found.value}")
+    def _storages(self) -> dict[str, Storage]:
+        assert self._inventory.summary is not None  # verified, as __init__ demands
+        return self._inventory.summary.storages
 
-    def _coarser(self, stem: str, cols: slice | None, multiple: int, unit: int) -> slice | None:
-        if cols is None:
-            return None
-        start, stop = cols.start or 0, cols.stop
-        if stop is None:
-            stop = self._entry(f"{stem}.weight").shape[1] * 2
-        if start % multiple or stop % multiple or cols.step not in (None, 1):
-            raise CheckpointError(
-                f"tensor '{stem}.weight': columns {start}:{stop} are not whole blocks of {multiple};"
-                " choose a tensor-parallel size that keeps blocks whole"
-            )
-        return slice(start // unit, stop // unit)
+    def _matrix_shape(self, stem: str, decoder: Decoder) -> tuple[int, int]:
+        """[N, K], from the part that holds the values."""
+        entry, unit = self._entry(self._inventory.part_name(stem, decoder.parts[0])), decoder.parts[0].unit
+        assert unit is not None and len(entry.shape) == 2, entry
+        return entry.shape[0] * unit[0], entry.shape[1] * unit[1]
+
+    def _not_exact(self) -> CheckpointError:
+        problems = self.problems()
+        named = [f"'{stem}' ({reason})" for stem, reason in problems.items()]
+        more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+        total = sum(storage.is_converted for storage in self._storages().values())
+        return CheckpointError(
+            f"{self._inventory.directory}: {len(named)} of {total} MXFP4 matrices have no exact NVFP4 form:"
+            f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold: quantise these"
+            " matrices to NVFP4 from the release (ModelOpt's examples/deepseek), or use a checkpoint that stores them"
+            " so"
+        )
+
+    def _part_of(self, name: str) -> Part | None:
+        """What ``name`` is of a matrix; ``None`` if it is a tensor of its own."""
+        stem, _, suffix = name.rpartition(".")
+        storage = self._storages().get(stem)
+        return storage.decoder.part(suffix) if storage is not None else None
+
+    def _is_optional(self, name: str) -> bool:
+        part = self._part_of(name)
+        return part is not None and part.optional
 
     def _check_values(self, entry: Entry, name: str, part: Tensor, rows: slice | None, cols: slice | None) -> None:
         bad, expected = self._invalid(entry, name, part)
@@ -178,31 +221,40 @@ class CheckpointReader:
             if extent is not None:
                 index[dim] += extent.start or 0
         raise CheckpointError(
-            f"tensor '{name}' in {entry.file}: expected {expected}, found {value.float().item()} at index {index}"
+            f"tensor {called(name, entry)} in {entry.file}: expected {expected}, found {value.float().item()} at index"
+            f" {index}"
             f" ({int(bad.sum())} such values); the file is damaged or was exported wrongly"
         )
 
     def _invalid(self, entry: Entry, name: str, part: Tensor) -> tuple[Tensor | None, str]:
         """Where ``part`` holds what it must not, and what was expected."""
-        if name.endswith((".weight_scale_2", ".input_scale")):
-            # Beyond these the largest value or a reciprocal is not a normal fp32 number.
-            low, high = nvfp4.SCALE_MIN, nvfp4.SCALE_MAX
-            return ~((part >= low) & (part <= high)), "a scale > 0 from 2^-117 to 2^116"
-        if entry.dtype == "F8_E4M3":
-            bits = part.view(torch.uint8)
-            if name.endswith(".weight_scale"):
-                if part.numel() and not bool(bits.any()):
-                    return bits == 0, "block scales of which one at least is > 0"
-                return bits >= 0x7F, "block scales that are numbers >= +0"
-            return (bits & 0x7F) == 0x7F, "no NaN"
-        if entry.dtype == "F8_E8M0":
-            return part.view(torch.uint8) == 0xFF, "no NaN scale"
+        of_matrix = self._part_of(name)
+        if of_matrix is not None:
+            return of_matrix.rule(part)
         if part.is_floating_point():
-            return ~part.isfinite(), "finite values"
+            return values.finite(part)
         if name.endswith(".tid2eid"):
             experts = self._config.n_routed_experts
             return (part < 0) | (part >= experts), f"expert ids in [0, {experts})"
         return None, ""
+
+
+class _Pieces:
+    """The stored tensors of a matrix, cut to a range of whole blocks (:class:`.decoders.Pieces`)."""
+
+    def __init__(self, reader: CheckpointReader, stem: str, decoder: Decoder, rows: slice, cols: slice):
+        self._reader, self._stem, self._decoder, self.rows, self.cols = reader, stem, decoder, rows, cols
+
+    def piece(self, part: str) -> Tensor:
+        return self._reader.part(self._stem, self._named(part), self.rows, self.cols)
+
+    def whole(self, part: str) -> Tensor:
+        return self._reader.part(self._stem, self._named(part))
+
+    def _named(self, part: str) -> Part:
+        found = self._decoder.part(part)
+        assert found is not None, part
+        return found
 
 
 def bounds(entry: Entry, name: str, dim: int, extent: slice) -> tuple[int, int]:
@@ -219,10 +271,35 @@ def bounds(entry: Entry, name: str, dim: int, extent: slice) -> tuple[int, int]:
     return start, stop
 
 
-def _whole_blocks(extent: slice, size: int) -> slice:
-    block = fp8_block.BLOCK
+def _range(entry: Entry, what: str, extent: slice | None, size: int) -> slice:
+    """``extent`` of ``size`` rows or columns with both ends; CheckpointError if it is no range of them."""
+    start, stop = (extent.start or 0, extent.stop) if extent is not None else (0, size)
+    stop = size if stop is None else stop
+    if (extent is not None and extent.step not in (None, 1)) or not 0 <= start < stop <= size:
+        raise CheckpointError(
+            f"tensor '{entry.name}' in {entry.file}: {what} {start}:{stop} are not a range of the matrix's {size}"
+        )
+    return slice(start, stop)
+
+
+def _widened(extent: slice, block: int, size: int) -> slice:
     return slice(extent.start // block * block, min(-(-extent.stop // block) * block, size))
 
 
-def _ceil_divide(extent: slice, unit: int) -> slice:
-    return slice(extent.start // unit, -(-extent.stop // unit))
+def _shifted(extent: slice, offset: int) -> slice:
+    return slice(extent.start - offset, extent.stop - offset)
+
+
+def _in_units(extent: slice | None, unit: int) -> slice | None:
+    return slice(extent.start // unit, -(-extent.stop // unit)) if extent is not None else None
+
+
+def _cut(matrix: Matrix, rows: slice, cols: slice) -> Matrix:
+    if isinstance(matrix, Tensor):
+        return matrix[rows, cols]
+    if matrix.shape == (rows.stop - rows.start, cols.stop - cols.start):
+        return matrix
+    packed, scales = (slice(cols.start // unit, cols.stop // unit) for unit in (2, nvfp4.BLOCK))
+    return NvFp4Tensor(
+        matrix.packed[rows, packed].contiguous(), matrix.block_scale[rows, scales].contiguous(), matrix.global_scale
+    )

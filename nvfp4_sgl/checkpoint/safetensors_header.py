@@ -36,6 +36,11 @@ class Entry(NamedTuple):
     nbytes: int
 
 
+def called(name: str, entry: Entry) -> str:
+    """A tensor's original name in quotes, and that in its file if it is another."""
+    return f"'{name}'" if entry.name.endswith(name) else f"'{name}' (stored as '{entry.name}')"
+
+
 def read_header(file: Path) -> list[Entry]:
     """Entries of ``file`` in the order of their data; CheckpointError if the file breaks a rule of the format."""
     size = require_file(file, CheckpointError, "fetch it again")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from nvfp4_sgl.checkpoint.names import Role, Storage, TensorSpec
+from nvfp4_sgl.checkpoint.names import Role, TensorSpec
+from nvfp4_sgl.checkpoint.storage import Storage
 
 
 class CheckpointSummary:
@@ -13,22 +14,24 @@ class CheckpointSummary:
 
     Attributes:
         directory: the checkpoint.
-        storages: storage by stem, for all matrices.
-        skipped, skipped_bytes: tensors ``mtp.*`` and their size.
+        storages: storage by stem, for all matrices; ``specs``: what each matrix is.
+        skipped, skipped_bytes: tensors of draft layers, ``mtp.*``, and their size; ``draft``: what kind they are.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.storages: dict[str, Storage] = {}
+        self.specs: dict[str, TensorSpec] = {}
         self.skipped = 0
         self.skipped_bytes = 0
+        self.draft = ""
         self._counts: Counter[tuple[Role, Storage | None]] = Counter()
         self._bytes: Counter[tuple[Role, Storage | None]] = Counter()
 
     def add(self, spec: TensorSpec, storage: Storage | None, nbytes: int) -> None:
         """Record one logical tensor and the bytes of everything that is stored for it."""
         if storage is not None:
-            self.storages[spec.name] = storage
+            self.storages[spec.name], self.specs[spec.name] = storage, spec
         self._counts[spec.role, storage] += 1
         self._bytes[spec.role, storage] += nbytes
 
@@ -43,18 +46,21 @@ class CheckpointSummary:
 
     @property
     def format(self) -> str:
-        """``nvfp4-full``, ``nvfp4-experts``, ``fp8``, ``bf16`` (no quantised matrix) or ``mixed``."""
-        experts = {s for (role, s) in self._counts if role is Role.EXPERT_LINEAR}
-        linears = {s for (role, s) in self._counts if role is Role.LINEAR}
-        if experts == {Storage.NVFP4}:
-            if linears == {Storage.NVFP4}:
-                return "nvfp4-full"
-            return "mixed" if Storage.NVFP4 in linears else "nvfp4-experts"
-        if experts | linears == {Storage.PLAIN}:
-            return "bf16"
-        if experts == {Storage.FP8} and Storage.NVFP4 not in linears:
+        """In one word: ``nvfp4-full``, ``nvfp4-experts``, ``mxfp4-experts``, ``fp8``, ``bf16`` or ``mixed``.
+
+        ``nvfp4-…`` is said of every storage of NVFP4, ``bf16`` where no matrix is quantised.
+        """
+        experts = {storage.decoder.scheme for (role, storage) in self._counts if role is Role.EXPERT_LINEAR and storage}
+        linears = {storage.decoder.scheme for (role, storage) in self._counts if role is Role.LINEAR and storage}
+        if len(experts) > 1 or ("NVFP4" in linears and experts | linears != {"NVFP4"}):
+            return "mixed"
+        if experts == {"NVFP4"}:
+            return "nvfp4-full" if linears == {"NVFP4"} else "nvfp4-experts"
+        if experts == {"MXFP4"}:
+            return "mxfp4-experts"
+        if experts == {"FP8"}:
             return "fp8"
-        return "mixed"
+        return "bf16" if not any(experts | linears) else "mixed"
 
     def table(self) -> str:
         """The counts as lines of text."""
@@ -65,6 +71,6 @@ class CheckpointSummary:
                     stored = storage.value if storage else "-"
                     rows.append((role.value, stored, str(count), f"{self._bytes[role, storage] / 1e6:.2f}"))
         if self.skipped:
-            rows.append(("mtp.* (skipped)", "-", str(self.skipped), f"{self.skipped_bytes / 1e6:.2f}"))
+            rows.append(("mtp.* (left out)", self.draft, str(self.skipped), f"{self.skipped_bytes / 1e6:.2f}"))
         rows.append(("decoder", self.format, str(sum(self._counts.values())), f"{self.nbytes / 1e6:.2f}"))
-        return "\n".join(f"{role:<17}{storage:<15}{count:>9}{size:>12}" for role, storage, count, size in rows)
+        return "\n".join(f"{role:<17}{storage:<26}{count:>9}{size:>12}" for role, storage, count, size in rows)

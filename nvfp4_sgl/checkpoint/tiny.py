@@ -15,24 +15,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.names import Role, TensorSpec, mtp_specs, tensor_specs
+from nvfp4_sgl.checkpoint import tiny_storage
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, mtp_specs, tensor_specs
+from nvfp4_sgl.checkpoint.quantization import MANIFEST
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, generation_config, tiny_config
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames, generation_config, manifest, tiny_config
 from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
+from nvfp4_sgl.checkpoint.transformers_names import transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.formats import fp8_block, mxfp4, nvfp4
 
 MARKER = "nvfp4_sgl_tiny.json"
 """Marks a directory as written by this module; only such a directory is ever overwritten."""
-
-UNTIED_UP_FACTOR = 1.37
-"""Where gate and up keep scales of their own, up's is also this much larger than its maximum needs."""
-
-INPUT_SCALE = 8.0 / nvfp4.FULL_SCALE
-"""A calibration constant as an exporter would write it, for activations up to 8. Nothing here reads it."""
 
 
 def write_tiny(
@@ -42,6 +39,7 @@ def write_tiny(
     *,
     force: bool = False,
     shards: int = 3,
+    names: TinyNames | str = TinyNames.ORIGINAL,
     **overrides: Any,
 ) -> CheckpointSummary:
     """Write a tiny checkpoint with tokenizer and configuration; returns what its own verification found.
@@ -52,17 +50,22 @@ def write_tiny(
         seed: of all weights.
         force: replace an earlier tiny checkpoint.
         shards: number of safetensors files.
+        names: of the tensors.
         overrides: config.json fields to replace (see :func:`tiny_config`).
     """
-    directory, format = Path(directory), TinyFormat(format)
-    raw = tiny_config(format, overrides)
+    directory, format, names = Path(directory), TinyFormat(format), TinyNames(names)
+    raw = tiny_config(format, overrides, names)
     config = ModelConfig.from_dict(raw, source="tiny checkpoint")
     _prepare(directory, force)
-    _write_json(directory / MARKER, {"format": format.value, "seed": seed, "overrides": overrides})
+    _write_json(
+        directory / MARKER, {"format": format.value, "names": names.value, "seed": seed, "overrides": overrides}
+    )
     _write_json(directory / "config.json", raw)
     _write_json(directory / "generation_config.json", generation_config())
+    if (described := manifest(format, raw)) is not None:
+        _write_json(directory / MANIFEST, described)
     write_tokenizer(directory, config.vocab_size, config.max_position_embeddings)
-    _write_shards(directory, dict(_tensors(config, format, seed)), shards)
+    _write_shards(directory, dict(_tensors(config, format, names, seed)), shards)
     return verify(directory).summary
 
 
@@ -99,32 +102,70 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], count: int) -> No
     _write_json(directory / "model.safetensors.index.json", index_json)
 
 
-def _tensors(config: ModelConfig, format: TinyFormat, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor by name, in the order of the model."""
+def _tensors(config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor by its name in the file, in the order of the model."""
+    for name, tensor in _original_tensors(config, format, names, seed):
+        renamed = transformers_name(name) if names is TinyNames.TRANSFORMERS else name
+        assert renamed is not None, name
+        yield renamed, tensor
+
+
+def _original_tensors(
+    config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int
+) -> Iterator[tuple[str, Tensor]]:
     specs = tensor_specs(config)
-    for index in range(config.num_nextn_predict_layers):
-        specs |= mtp_specs(config, index)
+    if (
+        format is not TinyFormat.COMPRESSED_TENSORS
+    ):  # its exporter loads models through transformers, which drops drafts
+        for index in range(config.num_nextn_predict_layers):
+            specs |= mtp_specs(config, index)
+    scale = "scale" if names is TinyNames.ORIGINAL else "weight_scale_inv"
 
     def weight(name: str) -> Tensor:
         return draw(specs[name], seed, experts=config.n_routed_experts)
 
     for spec in specs.values():
-        w = weight(spec.name)
-        if not spec.role.is_matrix or _is_plain(spec, format):
+        stem, w = spec.name, weight(spec.name)
+        sibling = _tied_with(stem) if spec.role.is_matrix else None
+        tied = None if sibling is None else weight(sibling)
+        if not spec.role.is_matrix:
             yield spec.key, w
-        elif spec.name.startswith("mtp.") and spec.role is Role.EXPERT_LINEAR:
-            yield from _mxfp4(spec.name, w)
-        elif spec.role is Role.EXPERT_LINEAR or format is TinyFormat.NVFP4_FULL:
-            sibling = _tied_with(spec.name)
-            yield from _nvfp4(spec.name, w, None if sibling is None else weight(sibling))
-        else:
-            yield from _fp8(spec.name, w)
+            continue
+        match storage(spec, format):
+            case Storage.NVFP4:
+                yield from tiny_storage.modelopt_nvfp4(stem, w, tied)
+            case Storage.NVFP4_COMPRESSED:
+                yield from tiny_storage.compressed_nvfp4(stem, w, tied)
+            case Storage.FP8:
+                yield from tiny_storage.fp8(stem, w, scale)
+            case Storage.FP8_FLOAT_SCALES if format is TinyFormat.COMPRESSED_TENSORS:
+                yield from tiny_storage.fp8_float(stem, w, "weight_scale", torch.bfloat16)
+            case Storage.FP8_FLOAT_SCALES:
+                yield from tiny_storage.fp8_float(stem, w, scale, torch.float32)
+            case Storage.MXFP4:
+                yield from tiny_storage.mxfp4_packed(stem, w, scale)
+            case Storage.PLAIN:
+                yield spec.key, w
 
 
-def _is_plain(spec: TensorSpec, format: TinyFormat) -> bool:
+def storage(spec: TensorSpec, format: TinyFormat) -> Storage:
+    """What a matrix of a tiny checkpoint is stored as."""
+    is_expert, is_draft = spec.role is Role.EXPERT_LINEAR, spec.name.startswith(MTP_PREFIX)
+    if format is TinyFormat.BF16 or (format is TinyFormat.NVFP4_FULL and is_draft):
+        return Storage.PLAIN
     if format is TinyFormat.NVFP4_FULL:
-        return spec.name.startswith("mtp.")
-    return format is TinyFormat.BF16 or "compressor." in spec.name
+        return Storage.NVFP4
+    if "compressor." in spec.name:
+        return Storage.PLAIN
+    if format is TinyFormat.COMPRESSED_TENSORS:
+        if ".shared_experts." in spec.name:
+            return Storage.PLAIN
+        return Storage.NVFP4_COMPRESSED if is_expert else Storage.FP8_FLOAT_SCALES
+    if format is TinyFormat.DEEPSEEK_BASE:
+        return Storage.FP8_FLOAT_SCALES
+    if not is_expert:
+        return Storage.FP8
+    return Storage.NVFP4 if format is TinyFormat.NVFP4_EXPERTS and not is_draft else Storage.MXFP4
 
 
 def _tied_with(stem: str) -> str | None:
@@ -139,28 +180,3 @@ def _is_untied(owner: str) -> bool:
     """Every fourth expert, and the shared expert of odd layers, keep separate scales for gate and up."""
     parts = owner.split(".")
     return int(parts[-1]) % 4 == 1 if parts[-2] == "experts" else int(parts[1]) % 2 == 1
-
-
-def _nvfp4(stem: str, w: Tensor, sibling: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    amax = w.float().abs().amax()
-    if sibling is not None:
-        amax = torch.maximum(amax, sibling.float().abs().amax())
-    elif stem.endswith(".w3"):
-        amax = amax * UNTIED_UP_FACTOR
-    stored = nvfp4.quantize_weight(w, amax / nvfp4.FULL_SCALE)
-    yield f"{stem}.weight", stored.packed
-    yield f"{stem}.weight_scale", stored.block_scale
-    yield f"{stem}.weight_scale_2", stored.global_scale
-    yield f"{stem}.input_scale", torch.tensor(INPUT_SCALE, dtype=torch.float32)
-
-
-def _fp8(stem: str, w: Tensor) -> Iterator[tuple[str, Tensor]]:
-    stored = fp8_block.quantize_weight(w)
-    yield f"{stem}.weight", stored.weight
-    yield f"{stem}.scale", stored.scale.view(torch.float8_e8m0fnu)
-
-
-def _mxfp4(stem: str, w: Tensor) -> Iterator[tuple[str, Tensor]]:
-    stored = mxfp4.quantize(w)
-    yield f"{stem}.weight", stored.packed.view(torch.int8)
-    yield f"{stem}.scale", stored.scale.view(torch.float8_e8m0fnu)

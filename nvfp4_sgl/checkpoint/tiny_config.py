@@ -23,8 +23,21 @@ class TinyFormat(enum.Enum):
     """Every large matrix of the decoder in NVFP4."""
     NVFP4_EXPERTS = "nvfp4-experts"
     """Routed experts in NVFP4, other matrices in FP8 128×128, compressors in bf16: ModelOpt's releases."""
+    COMPRESSED_TENSORS = "compressed-tensors"
+    """Routed experts in compressed-tensors' NVFP4, attention in its FP8_BLOCK, others in bf16."""
+    DEEPSEEK = "deepseek"
+    """DeepSeek's releases: routed experts in MXFP4, other matrices in FP8 128×128, compressors in bf16."""
+    DEEPSEEK_BASE = "deepseek-base"
+    """DeepSeek's "-Base" releases: FP8 128×128 with fp32 scales, experts included, compressors in bf16."""
     BF16 = "bf16"
     """The same weights before quantisation."""
+
+
+class TinyNames(enum.Enum):
+    """Names the tensors can have."""
+
+    ORIGINAL = "original"
+    TRANSFORMERS = "transformers"
 
 
 BASE: dict[str, Any] = {
@@ -83,7 +96,35 @@ NOT_QUANTIZED = ("embed", "head", "*.gate", "*.indexer.weights_proj", "mtp.*")
 """``ignore`` of a fully quantised checkpoint."""
 
 
-def tiny_config(format: TinyFormat, overrides: Mapping[str, Any]) -> dict[str, Any]:
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+_FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_MODELOPT_GROUPS = {"group_0": {"input_activations": _FP4, "weights": _FP4, "targets": ["Linear"]}}
+_NVFP4_WEIGHTS = {**_FP4, "symmetric": True, "strategy": "tensor_group", "block_structure": None, "actorder": None}
+_FP8_WEIGHTS = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "block",
+    "block_structure": [128, 128],
+    "group_size": None,
+    "dynamic": False,
+}
+_ATTENTION_TARGETS = {
+    TinyNames.ORIGINAL: [r"re:.*attn\.(wq_a|wq_b|wkv|wo_a|wo_b)$", r"re:.*attn\.indexer\.wq_b$"],
+    TinyNames.TRANSFORMERS: [
+        r"re:.*attn\.(q_a_proj|q_b_proj|kv_proj|o_a_proj|o_b_proj)$",
+        r"re:.*attn\.compressor\.indexer\.q_b_proj$",
+    ],
+}
+_EXPERT_TARGETS = {
+    TinyNames.ORIGINAL: [r"re:.*ffn\..*w[123]$"],
+    TinyNames.TRANSFORMERS: [r"re:.*mlp\..*(gate|up|down)_proj$"],
+}
+
+
+def tiny_config(
+    format: TinyFormat, overrides: Mapping[str, Any], names: TinyNames = TinyNames.ORIGINAL
+) -> dict[str, Any]:
     """The config.json dictionary; ``overrides`` replace fields of :data:`BASE` or give ``compress_ratios``.
 
     Without ``compress_ratios``, layers alternate window-only, CSA, HCA, CSA, HCA, …, with a 0 for each MTP block.
@@ -97,10 +138,9 @@ def tiny_config(format: TinyFormat, overrides: Mapping[str, Any]) -> dict[str, A
     config.setdefault("compress_ratios", pattern + [0] * mtp)
     if mtp not in (0, 1):
         raise ConfigError(f"tiny checkpoint: num_nextn_predict_layers: expected 0 or 1, found {mtp}")
-    quantization = _quantization_config(format, layers)
-    if quantization is not None:
-        config["expert_dtype"] = "fp4"
-        config["quantization_config"] = quantization
+    if format is not TinyFormat.BF16:
+        config["expert_dtype"] = "fp8" if format is TinyFormat.DEEPSEEK_BASE else "fp4"
+        config["quantization_config"] = _quantization_config(format, names, layers)
     return config
 
 
@@ -116,29 +156,71 @@ def generation_config() -> dict[str, Any]:
     }
 
 
-def _quantization_config(format: TinyFormat, layers: int) -> dict[str, Any] | None:
-    if format is TinyFormat.BF16:
+def manifest(format: TinyFormat, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The hf_quant_config.json that ModelOpt writes beside ``config``."""
+    if format not in (TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS):
         return None
+    said = config["quantization_config"]
+    fields = ("quant_algo", "kv_cache_quant_algo", "group_size", "quantized_layers")
+    inner = {field: said[field] for field in fields if field in said} | {"exclude_modules": said["ignore"]}
+    return {"producer": PRODUCER, "quantization": inner}
+
+
+def _quantization_config(format: TinyFormat, names: TinyNames, layers: int) -> dict[str, Any]:
+    theirs = names is TinyNames.TRANSFORMERS
     if format is TinyFormat.NVFP4_FULL:
         return {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
             "kv_cache_quant_algo": None,
+            "config_groups": _MODELOPT_GROUPS,
             "ignore": list(NOT_QUANTIZED),
+            "producer": PRODUCER,
         }
-    return {
+    if format is TinyFormat.COMPRESSED_TENSORS:
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "kv_cache_scheme": None,
+            "config_groups": {
+                "attention": _compressed_group(_ATTENTION_TARGETS[names], _FP8_WEIGHTS, "float-quantized"),
+                "experts": _compressed_group(_EXPERT_TARGETS[names], _NVFP4_WEIGHTS, "nvfp4-pack-quantized"),
+            },
+            "ignore": ["lm_head", "re:.*shared_experts.*"],
+        }
+    fp8 = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "scale_fmt": "ue8m0",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+    }
+    if format is not TinyFormat.NVFP4_EXPERTS:
+        return fp8
+    attention, feed_forward = ("self_attn", "mlp") if theirs else ("attn", "ffn")
+    prefix, head = ("model.", "lm_head") if theirs else ("", "head")
+    experts = (f"{prefix}layers.{layer}.{feed_forward}.experts" for layer in range(layers))
+    return fp8 | {
         "quant_algo": "MIXED_PRECISION",
         "moe_quant_algo": "NVFP4",
         "group_size": 16,
         "kv_cache_quant_algo": None,
-        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
-        "quantized_layers": {
-            f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for layer in range(layers)
-        },
+        "config_groups": _MODELOPT_GROUPS,
+        "ignore": [f"*.{attention}.*", f"*.{feed_forward}.shared_experts.*", head, f"{prefix}mtp.*"],
+        "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in experts},
+        "producer": PRODUCER,
+    }
+
+
+def _compressed_group(targets: list[str], weights: dict[str, Any], format: str) -> dict[str, Any]:
+    inputs = _FP4 | {"dynamic": "local", "strategy": "tensor_group"} if weights["num_bits"] == 4 else None
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": format,
     }

@@ -12,7 +12,7 @@ import torch
 from nvfp4_sgl.checkpoint.dummy import DummyReader, dummy_inventory
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.overrides import FLAG, completed
-from nvfp4_sgl.checkpoint.quantization import check_quantization_config
+from nvfp4_sgl.checkpoint.quantization import check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.config import ModelConfig, read_config_json
@@ -45,7 +45,7 @@ class Verified:
 
 
 def verify(directory: str | Path) -> Verified:
-    """Check config.json, every header and ``quantization_config`` in ``directory``; no values are read.
+    """Check config.json, every header and what exporters say of them in ``directory``; no values are read.
 
     Raises:
         ConfigError: config.json is absent, unreadable, not servable, or claims what the tensors are not.
@@ -80,4 +80,6 @@ def holds_weights(directory: str | Path) -> bool:
 def _verified(raw: dict[str, Any], config: ModelConfig, inventory: Inventory, *, is_dummy: bool = False) -> Verified:
     summary = inventory.verify(config)
     check_quantization_config(raw, summary)
+    if not is_dummy:
+        check_manifest(inventory.directory, summary)
     return Verified(raw, config, inventory, summary, is_dummy)

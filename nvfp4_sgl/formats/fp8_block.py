@@ -49,10 +49,20 @@ class Fp8BlockTensor:
 
     def dequantize(self) -> Tensor:
         """fp32 [..., N, K], exact; exact in bf16 too. NaN where a scale byte is 255."""
-        n, k = self.weight.shape[-2:]
-        scale = ue8m0.decode(ue8m0.as_bytes(self.scale))
-        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., :n, :].repeat_interleave(BLOCK, dim=-1)[..., :k]
-        return self.weight.float() * scale
+        return dequantize_blocks(self.weight, ue8m0.decode(ue8m0.as_bytes(self.scale)))
+
+
+def dequantize_blocks(weight: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [..., N, K]: e4m3 · scale, one rounding; exact where scales are powers of two.
+
+    weight: float8_e4m3fn [..., N, K]. scale: fp32 [..., ceil(N/128), ceil(K/128)].
+    """
+    require_dtype("FP8 weight", weight, torch.float8_e4m3fn)
+    require_dtype("FP8 weight scale", scale, torch.float32)
+    n, k = weight.shape[-2:]
+    require_shape("FP8 weight scale", scale, (*weight.shape[:-2], -(-n // BLOCK), -(-k // BLOCK)))
+    scale = scale.repeat_interleave(BLOCK, dim=-2)[..., :n, :].repeat_interleave(BLOCK, dim=-1)[..., :k]
+    return weight.float() * scale
 
 
 @dataclass(frozen=True)

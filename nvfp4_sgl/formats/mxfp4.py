@@ -28,6 +28,9 @@ BOTTOM = -9
 LOWEST_GLOBAL_EXPONENT = -117
 """A converted tensor's global scale is at least 2^this, so that its smallest block scale times it is normal in fp32."""
 
+HIGHEST_GLOBAL_EXPONENT = 116
+"""…and at most 2^this, so that its largest value is finite (:data:`.nvfp4.SCALE_MAX`)."""
+
 
 @dataclass(frozen=True)
 class MxFp4Tensor:
@@ -71,14 +74,41 @@ def quantize(w: Tensor) -> MxFp4Tensor:
     return MxFp4Tensor(e2m1.pack(codes), scale)
 
 
+def exponents(tensor: MxFp4Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest block exponent of each matrix, int32 [...], over blocks that hold anything but zeros.
+
+    The largest is −127 for an all-zero matrix; the smallest is then the least that is exact, −126.
+    """
+    _require_no_nan(tensor)
+    exponent, is_zero = tensor.scale.int() - ue8m0.BIAS, _is_zero_block(tensor)
+    high = torch.where(is_zero, -ue8m0.BIAS, exponent).amax(dim=(-2, -1))
+    least = high.clamp_min(LOWEST_GLOBAL_EXPONENT + BOTTOM)[..., None, None]
+    low = torch.where(is_zero, least, exponent).amin(dim=(-2, -1))
+    return low.to(torch.int32), high.to(torch.int32)
+
+
 def largest_exponent(tensor: MxFp4Tensor) -> Tensor:
     """int32 [...]: the largest block exponent of each matrix, over blocks that hold anything but zeros.
 
     −127 for an all-zero matrix. Matrices that must share a global scale (gate and up) take the maximum of theirs.
     """
-    _require_no_nan(tensor)
-    exponent = torch.where(_is_zero_block(tensor), -ue8m0.BIAS, tensor.scale.int() - ue8m0.BIAS)
-    return exponent.amax(dim=(-2, -1)).to(torch.int32)
+    return exponents(tensor)[1]
+
+
+def why_not_exact(low: int, high: int) -> str | None:
+    """Why a matrix whose block exponents reach from ``low`` to ``high`` has no exact NVFP4 form; ``None`` if it has.
+
+    Block scales must be E4M3's powers of two, 2^-9 to 2^8, under a global scale from 2^-117 to 2^116.
+    """
+    m = max(high - TOP, LOWEST_GLOBAL_EXPONENT)
+    if low - m < BOTTOM:
+        return (
+            f"block exponents from {low} to {high}, expected at most {TOP - BOTTOM} apart and none below"
+            f" {LOWEST_GLOBAL_EXPONENT + BOTTOM}"
+        )
+    if m > HIGHEST_GLOBAL_EXPONENT:
+        return f"a block exponent of {high}, expected at most {HIGHEST_GLOBAL_EXPONENT + TOP}"
+    return None
 
 
 def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor:
@@ -91,8 +121,8 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     :class:`OperandValueError` if a scale is NaN, or if a block's scale is not within [2^-9, 2^8], that is if the
     exponents of one matrix spread over more than 17: such a tensor has no exact NVFP4 form.
     """
-    own = largest_exponent(tensor)
-    top = own if exponent is None else exponent
+    _require_no_nan(tensor)
+    top = largest_exponent(tensor) if exponent is None else exponent
     m = (top - TOP).clamp_min(LOWEST_GLOBAL_EXPONENT)
     k = tensor.scale.int() - ue8m0.BIAS - m[..., None, None]
     k = torch.where(_is_zero_block(tensor), 0, k)

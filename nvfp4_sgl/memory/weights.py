@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 
-from nvfp4_sgl.checkpoint.names import Role, Storage, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.formats.scale_layout import scale_bytes
@@ -32,7 +33,7 @@ def weight_bytes(
     """
     specs = tensor_specs(config)
     linear = [spec.name for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
-    others = [name for name in linear if storage(name) is not Storage.NVFP4]
+    others = [name for name in linear if not storage(name).is_nvfp4]
     experts = matrices = 0
     for product, layers in step_products(config, ranks).items():
         nbytes = layers * _PRODUCT_BYTES[target](product, _is_nvfp4(product, others))
@@ -108,7 +109,7 @@ def _elements(product: LayerProduct) -> int:
 
 def _alphas(spec: TensorSpec, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> int:
     """Rows of a matrix on a rank, if it is NVFP4."""
-    if storage(spec.name) is not Storage.NVFP4:
+    if not storage(spec.name).is_nvfp4:
         return 0
     is_split = spec.name.endswith((".w1", ".w3", ".wo_a")) or spec.name.endswith(".attn.wq_b")
     return spec.shape[0] // ranks if is_split else spec.shape[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nvfp4_sgl.checkpoint.names import Role, Storage, tensor_specs
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.storages import how
 
 SHOWN = 4
 """Matrices that an error lists at most."""
@@ -33,16 +35,16 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
     if target is Target.CPU:
         return
     matrices = [s.name for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
-    others = [f"'{name}.weight' ({storage(name).value})" for name in matrices if storage(name) is not Storage.NVFP4]
-    if len(others) == len(matrices) and target is Target.SM90:
-        return  # library GEMMs alone, which take any size
-    if others and target is Target.SM100:
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    refused = [f"'{name}.weight' ({storage(name).value})" for name in matrices if how(target, storage(name)) is None]
+    if refused:
+        more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
         raise UnsupportedError(
-            f"target {target.value}: {len(others)} of {len(matrices)} matrices are not NVFP4:"
-            f" {', '.join(others[:SHOWN])}{more}; expected a full-NVFP4 checkpoint:"
-            " quantise these too, or serve it on Hopper or a CPU"
+            f"target {target.value}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
+            f" {', '.join(refused[:SHOWN])}{more}; expected every matrix in NVFP4, or in MXFP4, which is read as NVFP4"
+            " (docs/formats.md): quantise these too, or serve the checkpoint on Hopper or a CPU"
         )
+    if not any(storage(name).is_nvfp4 for name in matrices):
+        return  # library GEMMs alone, which take any size
     if config.n_routed_experts > MAX_EXPERTS:
         raise ConfigError(
             f"target {target.value}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}"

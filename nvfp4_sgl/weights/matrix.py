@@ -1,7 +1,7 @@
-"""Matrices as a rank takes them from a checkpoint: merged by rows, stacked by experts, bit for bit what it holds.
+"""Matrices as a rank takes them from a checkpoint: merged by rows, stacked by experts, in the values that it holds.
 
-NVFP4 stays packed, a :class:`NvFp4Tensor`. FP8 128x128 weights become the bf16 values that they stand for (e4m3 times
-a power of two is exact in bf16); plain weights keep their dtype.
+What arrives as NVFP4 stays packed, a :class:`NvFp4Tensor`; others are plain tensors
+(:mod:`nvfp4_sgl.checkpoint.decoders` says which).
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
-Matrix = NvFp4Tensor | Tensor
-"""[..., N, K]; a plain tensor in the checkpoint's dtype, or bf16."""
-
 
 def load_matrix(source: WeightSource, shards: Sequence[Shard], *, groups: int | None = None) -> Matrix:
     """Merge ``shards`` (all of one storage) by rows; with ``groups``, split the rows into [groups, N/groups, K]."""
-    matrix = concatenate([_load_shard(source, shard) for shard in shards], [shard.stem for shard in shards])
+    matrices = [source.read_matrix(shard.stem, rows=shard.rows, cols=shard.cols) for shard in shards]
+    matrix = concatenate(matrices, [shard.stem for shard in shards])
     if groups is None:
         return matrix
     if isinstance(matrix, Tensor):
@@ -32,17 +30,6 @@ def load_matrix(source: WeightSource, shards: Sequence[Shard], *, groups: int | 
         matrix.block_scale.unflatten(0, (groups, -1)),
         matrix.global_scale_of_rows().unflatten(0, (groups, -1)),
     )
-
-
-def _load_shard(source: WeightSource, shard: Shard) -> Matrix:
-    storage = source.storage(shard.stem)
-    if storage is Storage.NVFP4:
-        return source.read_nvfp4(shard.stem, rows=shard.rows, cols=shard.cols)
-    if storage is Storage.FP8:
-        exact = source.read_fp8(shard.stem, rows=shard.rows, cols=shard.cols)
-        rounded = exact.bfloat16()
-        return rounded if torch.equal(rounded.float(), exact) else exact
-    return source.read(f"{shard.stem}.weight", rows=shard.rows, cols=shard.cols)
 
 
 def concatenate(matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:

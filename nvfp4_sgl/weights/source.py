@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import Storage
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.checkpoint.decoders import Matrix
+from nvfp4_sgl.checkpoint.storage import Storage
 
 
 class WeightSource(Protocol):
@@ -18,9 +18,7 @@ class WeightSource(Protocol):
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
 
-    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor: ...
-
-    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix: ...
 
 
 @dataclass(frozen=True)

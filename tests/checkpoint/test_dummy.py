@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.claimed import claimed_storages
 from nvfp4_sgl.checkpoint.dummy import SEED, DummyReader
-from nvfp4_sgl.checkpoint.names import Role, Storage, tensor_specs
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.random_words import key_of, random_bytes, words
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import LayerKind, ModelConfig
@@ -26,10 +27,13 @@ from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.reference.experts import ReferenceRouter
 from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.support.matrices import values_of
 from tests.support.mutation import mutated
 
 CPU = torch.device("cpu")
 TOKENS = 512
+DRAWN = (TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS, TinyFormat.DEEPSEEK)
+"""Formats that random weights can be drawn in."""
 
 
 def write_config(directory: Path, format: TinyFormat = TinyFormat.NVFP4_FULL, **fields: Any) -> Path:
@@ -78,7 +82,7 @@ def test_bytes_are_uniform_and_uncorrelated() -> None:
 # --- tensors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS])
+@pytest.mark.parametrize("format", DRAWN)
 def test_written_to_a_file_it_is_a_valid_checkpoint(format: TinyFormat, tmp_path: Path) -> None:
     """The reader of real checkpoints finds every value valid, and gives what the random source gave."""
     folder = write_config(tmp_path / "model", format)
@@ -88,7 +92,8 @@ def test_written_to_a_file_it_is_a_valid_checkpoint(format: TinyFormat, tmp_path
     source.finish()
     save_file(tensors, folder / "model.safetensors")
     real = verify(folder)
-    assert real.summary.format == dummy.summary.format == format.value
+    expected = "mxfp4-experts" if format is TinyFormat.DEEPSEEK else format.value
+    assert real.summary.format == dummy.summary.format == expected
     assert real.summary.nbytes == dummy.summary.nbytes
     reader = real.reader()
     assert not isinstance(reader, DummyReader)
@@ -97,10 +102,11 @@ def test_written_to_a_file_it_is_a_valid_checkpoint(format: TinyFormat, tmp_path
     for spec in tensor_specs(real.config).values():
         if real.summary.storages.get(spec.name) is Storage.FP8:
             part = slice(3, spec.shape[0] - 5), slice(spec.shape[1] // 3, spec.shape[1])
-            assert torch.equal(reader.read_fp8(spec.name, *part), source.read_fp8(spec.name, *part))
+            pair = [values_of(each.read_matrix(spec.name, *part)) for each in (reader, source)]
+            assert torch.equal(pair[0], pair[1])
 
 
-@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS])
+@pytest.mark.parametrize("format", DRAWN)
 def test_parts_are_parts_of_the_whole(format: TinyFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever range of whichever tensor a rank asks for, and however many words are drawn in one piece."""
     dummy = verify_dummy(write_config(tmp_path / "model", format))
@@ -128,7 +134,7 @@ def test_tensors_differ_and_follow_the_seed(dummy: Verified) -> None:
     assert as_bytes(other.read(names[0])).numpy().tobytes() not in found
 
 
-@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS])
+@pytest.mark.parametrize("format", DRAWN)
 def test_magnitudes(format: TinyFormat, tmp_path: Path) -> None:
     """A matrix's rms times the root of its width is its gain: within 19 % (global scales are spread) or 10 % (FP8)."""
     dummy = verify_dummy(write_config(tmp_path / "model", format))
@@ -137,12 +143,7 @@ def test_magnitudes(format: TinyFormat, tmp_path: Path) -> None:
         if spec.role not in (Role.LINEAR, Role.EXPERT_LINEAR):
             continue
         storage = reader.storage(spec.name)
-        if storage is Storage.NVFP4:
-            matrix = reader.read_nvfp4(spec.name).dequantize()
-        elif storage is Storage.FP8:
-            matrix = reader.read_fp8(spec.name)
-        else:
-            matrix = reader.read(f"{spec.name}.weight").float()
+        matrix = values_of(reader.read_matrix(spec.name))
         gain = {"w1": 5.0, "w3": 5.0, "w2": 1 / 12}.get(spec.name.rpartition(".")[2], 1.0)
         # Of FP8 the scales are drawn for blocks of 128 x 128, of which a tiny matrix has one or two.
         low, high = (0.5, 2.0) if storage is Storage.FP8 else (0.80, 1.25)
@@ -154,7 +155,7 @@ def test_magnitudes(format: TinyFormat, tmp_path: Path) -> None:
 def test_fp8_scales_give_the_rms_on_average(tmp_path: Path) -> None:
     """Over many blocks the mean square is what one power of two could not give."""
     dummy = verify_dummy(write_config(tmp_path / "model", TinyFormat.NVFP4_EXPERTS, q_lora_rank=3072))
-    matrix = dummy.reader().read_fp8("layers.1.attn.wq_b")
+    matrix = dummy.reader().read_matrix("layers.1.attn.wq_b")
     assert float(matrix.square().mean()) * 3072 == pytest.approx(1.0, rel=0.1)
 
 
@@ -280,7 +281,7 @@ def test_other_sizes(tmp_path: Path) -> None:
     overrides = {"hidden_size": 512, "n_routed_experts": 32, "num_hidden_layers": 7, "compress_ratios": [0] * 8}
     dummy = verify_dummy(write_config(tmp_path / "model"), overrides)
     assert dummy.config.layer_kinds == (LayerKind.SWA,) * 7
-    assert dummy.reader().read_nvfp4("layers.6.ffn.experts.31.w1").shape == (128, 512)
+    assert dummy.reader().read_matrix("layers.6.ffn.experts.31.w1").shape == (128, 512)
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
@@ -292,7 +293,10 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "an unknown algorithm": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W3"}}, "quant_algo"),
     "half of one": ({"quantization_config": {"quant_method": "modelopt"}}, "quant_algo"),
     "no object": ({"quantization_config": 4}, "quantization_config"),
-    "MXFP4": ({"quantization_config": {"quant_method": "fp8"}}, "MXFP4.*quantization_config"),
+    "compressed-tensors": (
+        {"quantization_config": tiny_config(TinyFormat.COMPRESSED_TENSORS, {})["quantization_config"]},
+        "random weights.*found compressed-tensors.*null",
+    ),
 }
 
 

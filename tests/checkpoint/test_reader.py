@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.reader import CheckpointReader, Storage
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from tests.support.damage import change_tensor, copy_checkpoint, load_stored, set_byte, store
 from tests.support.dequantize import dequantize_checkpoint, raw_tensors
+from tests.support.matrices import values_of
 
 
 def open_reader(directory: Path) -> CheckpointReader:
@@ -56,12 +59,7 @@ def test_matrices_dequantise_to_the_independent_values(tiny: dict[str, Path], fo
         stem = name.removesuffix(".weight")
         storage = reader.storage(stem) if stem != name else Storage.PLAIN
         seen.add(storage)
-        if storage is Storage.NVFP4:
-            found = reader.read_nvfp4(stem).dequantize()
-        elif storage is Storage.FP8:
-            found = reader.read_fp8(stem)
-        else:
-            found = reader.read(name)
+        found = reader.read(name) if storage is Storage.PLAIN else values_of(reader.read_matrix(stem))
         assert np.array_equal(found.to(torch.float64).numpy(), values.astype(np.float64)), name
     assert len(seen) == {"nvfp4-full": 2, "nvfp4-experts": 3, "bf16": 1}[format]
 
@@ -75,8 +73,9 @@ def test_parts_of_an_nvfp4_matrix(tiny: dict[str, Path], rows: slice | None, col
     stem = "layers.3.ffn.experts.1.w3"
     values = dequantize_checkpoint(directory)[f"{stem}.weight"]
     raw = raw_tensors(directory)
-    part = open_reader(directory).read_nvfp4(stem, rows, cols)
+    part = open_reader(directory).read_matrix(stem, rows, cols)
     r, c = rows or slice(None), cols or slice(0, values.shape[1])
+    assert isinstance(part, NvFp4Tensor)
     assert np.array_equal(part.dequantize().numpy(), values[r, c])
     assert as_bytes(part.packed) == raw[f"{stem}.weight"][1][r, c.start // 2 : c.stop // 2].tobytes()
     assert as_bytes(part.block_scale) == raw[f"{stem}.weight_scale"][1][r, c.start // 16 : c.stop // 16].tobytes()
@@ -87,8 +86,8 @@ def test_parts_of_an_nvfp4_matrix(tiny: dict[str, Path], rows: slice | None, col
 def test_parts_of_an_fp8_matrix(tiny: dict[str, Path], rows: slice | None, cols: slice | None) -> None:
     stem = "layers.2.attn.wkv"
     values = dequantize_checkpoint(tiny["nvfp4-experts"])[f"{stem}.weight"]
-    part = open_reader(tiny["nvfp4-experts"]).read_fp8(stem, rows, cols)
-    assert np.array_equal(part.numpy(), values[rows or slice(None), cols or slice(None)])
+    part = open_reader(tiny["nvfp4-experts"]).read_matrix(stem, rows, cols)
+    assert np.array_equal(values_of(part).numpy(), values[rows or slice(None), cols or slice(None)])
 
 
 def test_ranges_that_cut_blocks_or_leave_the_matrix_are_refused(tiny: dict[str, Path]) -> None:
@@ -96,14 +95,10 @@ def test_ranges_that_cut_blocks_or_leave_the_matrix_are_refused(tiny: dict[str, 
     stem = "layers.3.attn.wo_b"
     for cols in (slice(0, 24), slice(8, 16), slice(1, None)):
         with pytest.raises(CheckpointError, match=rf"{stem}.*whole blocks of 16"):
-            reader.read_nvfp4(stem, cols=cols)
+            reader.read_matrix(stem, cols=cols)
     for rows in (slice(0, 257), slice(5, 5), slice(-1, 3), slice(0, 4, 2)):
-        with pytest.raises(CheckpointError, match=rf"{stem}\.weight' in .*rows .*not a range of \[256, 128\]"):
-            reader.read_nvfp4(stem, rows=rows)
-    with pytest.raises(CheckpointError, match=r"expected FP8, found NVFP4"):
-        reader.read_fp8(stem)
-    with pytest.raises(CheckpointError, match=r"expected NVFP4, found plain"):
-        reader.read_nvfp4("head")
+        with pytest.raises(CheckpointError, match=rf"{stem}\.weight' in .*rows .*not a range of the matrix's 256"):
+            reader.read_matrix(stem, rows=rows)
     with pytest.raises(CheckpointError, match=r"'layers\.9\.attn\.wq_a\.weight' is missing"):
         reader.storage("layers.9.attn.wq_a")
     with pytest.raises(CheckpointError, match="expected BF16 or F32, found U8"):
@@ -115,11 +110,11 @@ def test_only_what_is_read_is_checked_and_the_index_is_that_of_the_file(tiny: di
     stem = "layers.3.attn.wo_b"
     change_tensor(directory, f"{stem}.weight_scale", set_byte(16 * 77 + 9, 0xFF))
     reader = open_reader(directory)
-    reader.read_nvfp4(stem, rows=slice(0, 64))
-    reader.read_nvfp4(stem, cols=slice(0, 9 * 16))
+    reader.read_matrix(stem, rows=slice(0, 64))
+    reader.read_matrix(stem, cols=slice(0, 9 * 16))
     for part in ({"rows": slice(64, 128)}, {"cols": slice(9 * 16, 256)}, {}):
         with pytest.raises(CheckpointError, match=r"index \[77, 9\] \(1 such"):
-            reader.read_nvfp4(stem, **part)
+            reader.read_matrix(stem, **part)
 
 
 def test_fp8_values_are_checked(tiny: dict[str, Path], tmp_path: Path) -> None:
@@ -128,9 +123,9 @@ def test_fp8_values_are_checked(tiny: dict[str, Path], tmp_path: Path) -> None:
     change_tensor(directory, "layers.1.attn.wkv.scale", set_byte(2, 0xFF))
     reader = open_reader(directory)
     with pytest.raises(CheckpointError, match=r"layers\.2\.attn\.wkv\.weight'.*no NaN, found nan at index \[1, 44\]"):
-        reader.read_fp8("layers.2.attn.wkv")
+        reader.read_matrix("layers.2.attn.wkv")
     with pytest.raises(CheckpointError, match=r"layers\.1\.attn\.wkv\.scale'.*no NaN scale.*\[1, 0\]"):
-        reader.read_fp8("layers.1.attn.wkv")
+        reader.read_matrix("layers.1.attn.wkv")
 
 
 def test_finish_names_what_was_never_read(tiny: dict[str, Path]) -> None:

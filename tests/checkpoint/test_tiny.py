@@ -12,6 +12,7 @@ import torch
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.tiny import MARKER, write_tiny
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-@pytest.mark.parametrize("format", ["nvfp4-full", "nvfp4-experts", "bf16"])
+@pytest.mark.parametrize("format", [format.value for format in TinyFormat])
 def test_same_seed_same_bytes(tiny: dict[str, Path], tmp_path: Path, format: str) -> None:
     write_tiny(tmp_path / "again", format, seed=3)
     assert contents(tmp_path / "again") == contents(tiny[format])

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.checkpoint.names import Storage
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
 from nvfp4_sgl.config import ModelConfig
@@ -272,7 +272,7 @@ def test_a_mistake_is_noticed() -> None:
         module = importlib.import_module("nvfp4_sgl.memory.weights")
         config = importlib.import_module("nvfp4_sgl.config").ModelConfig.from_dict(FLASH)
         target = importlib.import_module("nvfp4_sgl.targets.choose").Target.SM100
-        nvfp4 = importlib.import_module("nvfp4_sgl.checkpoint.names").Storage.NVFP4
+        nvfp4 = importlib.import_module("nvfp4_sgl.checkpoint.storage").Storage.NVFP4
         assert sum(module.weight_bytes(config, lambda stem: nvfp4, target, 2, 2).values()) / GB > 81.3 + 0.15
 
 

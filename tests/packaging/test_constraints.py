@@ -71,9 +71,14 @@ def test_own_pins_agree_with_constraints() -> None:
         assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
 
 
-ALSO_PROVIDED_BY = {"cutlass": ["nvidia-cutlass-dsl"], "cuda": ["nvidia-cutlass-dsl"]}
+ALSO_PROVIDED_BY = {
+    "cutlass": ["nvidia-cutlass-dsl"],
+    "cuda": ["nvidia-cutlass-dsl"],
+    "compressed_tensors": ["sglang"],
+}
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
-into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types."""
+into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
+``compressed_tensors`` with SGLang, which reads checkpoints through it."""
 
 
 @pytest.mark.parametrize(

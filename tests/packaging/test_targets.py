@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.checkpoint.names import Storage
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments

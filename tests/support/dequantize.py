@@ -1,7 +1,7 @@
 """Dequantise a checkpoint directory in plain NumPy: the independent opinion on what its bytes mean.
 
 Parses safetensors and decodes E2M1, E4M3, E8M0 and BF16 by itself, from the formats' definitions and not from the
-package. Only the decoder's tensors are returned, under DeepSeek's original names; ``mtp.*`` is left out.
+package. Only the decoder's tensors are returned, under the names that the files have; draft layers are left out.
 """
 
 from __future__ import annotations
@@ -55,37 +55,63 @@ def raw_tensors(directory: Path) -> dict[str, tuple[str, np.ndarray]]:
     return tensors
 
 
+SCALE_SUFFIXES = {
+    *("weight_scale", "weight_scale_2", "input_scale", "scale", "weight_scale_inv"),
+    *("weight_global_scale", "input_global_scale"),
+}
+
+
 def dequantize_checkpoint(directory: str | Path) -> dict[str, np.ndarray]:
-    """``{original name: fp32 array}``, integers as they are. A quantised matrix appears as ``<stem>.weight``."""
-    raw = {name: value for name, value in raw_tensors(Path(directory)).items() if not name.startswith("mtp.")}
+    """``{name: fp32 array}``, integers as they are. A quantised matrix appears as ``<stem>.weight``."""
+    raw = {
+        name: value
+        for name, value in raw_tensors(Path(directory)).items()
+        if not name.removeprefix("model.").startswith("mtp.")
+    }
     result: dict[str, np.ndarray] = {}
     for name, (dtype, array) in raw.items():
-        stem = name.removesuffix(".weight")
-        if name.endswith((".weight_scale", ".weight_scale_2", ".input_scale", ".scale")):
+        stem, _, suffix = name.rpartition(".")
+        scales = {s: raw[f"{stem}.{s}"] for s in SCALE_SUFFIXES if f"{stem}.{s}" in raw}
+        if suffix in SCALE_SUFFIXES and (f"{stem}.weight" in raw or f"{stem}.weight_packed" in raw):
             continue
-        if f"{stem}.weight_scale_2" in raw:
-            result[name] = _nvfp4(array, raw[f"{stem}.weight_scale"], raw[f"{stem}.weight_scale_2"])
-        elif f"{stem}.scale" in raw:
-            result[name] = _fp8(dtype, array, raw[f"{stem}.scale"])
+        if suffix == "weight_packed":
+            bare = np.float32(scales["weight_global_scale"][1].reshape(()))
+            result[f"{stem}.weight"] = _nvfp4(array, scales["weight_scale"]) / bare
+        elif suffix == "weight" and "weight_scale_2" in scales:
+            result[name] = _nvfp4(array, scales["weight_scale"]) * scales["weight_scale_2"][1].reshape(())
+        elif suffix == "weight" and scales:
+            (scale,) = scales.values()
+            result[name] = _fp8(array, scale) if dtype == "F8_E4M3" else _mxfp4(dtype, array, scale)
         elif dtype == "BF16":
-            result[name] = (array.astype(np.uint32) << 16).view(np.float32)
+            result[name] = _bf16(array)
         else:
             assert dtype in ("F32", "I64", "I32"), (name, dtype)
             result[name] = array.copy()
     return result
 
 
-def _nvfp4(packed: np.ndarray, block: tuple[str, np.ndarray], global_scale: tuple[str, np.ndarray]) -> np.ndarray:
-    assert block[0] == "F8_E4M3" and global_scale[0] == "F32" and packed.dtype == np.uint8
+def _bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _codes(packed: np.ndarray) -> np.ndarray:
     values = np.empty((packed.shape[0], 2 * packed.shape[1]), dtype=np.float32)
     values[:, 0::2] = E2M1[packed & 15]
     values[:, 1::2] = E2M1[packed >> 4]
-    scales = np.repeat(E4M3[block[1]], 16, axis=1)
-    return values * scales * global_scale[1].reshape(())
+    return values
 
 
-def _fp8(dtype: str, weight: np.ndarray, scale: tuple[str, np.ndarray]) -> np.ndarray:
-    assert dtype == "F8_E4M3" and scale[0] == "F8_E8M0"
+def _nvfp4(packed: np.ndarray, block: tuple[str, np.ndarray]) -> np.ndarray:
+    assert block[0] == "F8_E4M3" and packed.dtype == np.uint8
+    return _codes(packed) * np.repeat(E4M3[block[1]], 16, axis=1)
+
+
+def _mxfp4(dtype: str, packed: np.ndarray, scale: tuple[str, np.ndarray]) -> np.ndarray:
+    assert dtype in ("I8", "U8") and scale[0] == "F8_E8M0"
+    return _codes(packed) * np.repeat(E8M0[scale[1]], 32, axis=1)
+
+
+def _fp8(weight: np.ndarray, scale: tuple[str, np.ndarray]) -> np.ndarray:
     rows, cols = weight.shape
-    scales = E8M0[scale[1]].repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :cols]
-    return E4M3[weight] * scales
+    decoded = {"F8_E8M0": lambda bits: E8M0[bits], "F32": lambda values: values, "BF16": _bf16}[scale[0]](scale[1])
+    return E4M3[weight] * decoded.repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :cols]

@@ -7,8 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import Storage
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.checkpoint.storage import Storage
 
 _MODULE_RENAMES = (
     (r"\bcompressor\.indexer\.scorer\.weights_proj\b", "indexer.weights_proj"),
@@ -69,11 +68,8 @@ class MemoryReader:
             tensor = tensor[rows]
         return (tensor if cols is None else tensor[:, cols]).clone()
 
-    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor:
-        raise AssertionError(f"{stem} is plain")
-
-    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        raise AssertionError(f"{stem} is plain")
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        return self.read(f"{stem}.weight", rows, cols)
 
 
 def randomise(module: nn.Module, seed: int) -> None:

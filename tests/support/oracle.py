@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -24,9 +25,33 @@ def hf_model(directory: str | Path) -> DeepseekV4ForCausalLM:
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary)
         (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        weights = {name: np.ascontiguousarray(array) for name, array in dequantize_checkpoint(directory).items()}
+        merged = _merged(dequantize_checkpoint(directory))
+        weights = {name: np.ascontiguousarray(array) for name, array in merged.items()}
         save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
         return load_strictly(copy)
+
+
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def _merged(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts under transformers' names, stacked as its modules hold them; what has other names stays as it is.
+
+    Everything else under these names is loaded by transformers with no renaming at all.
+    """
+    experts: dict[str, dict[tuple[int, str], np.ndarray]] = {}
+    result = {}
+    for name, array in weights.items():
+        if found := _EXPERT.fullmatch(name):
+            experts.setdefault(found[1], {})[int(found[2]), found[3]] = array
+        else:
+            result[name] = array
+    for stem, matrices in experts.items():
+        count = len(matrices) // 3
+        both = [np.concatenate([matrices[e, "gate"], matrices[e, "up"]]) for e in range(count)]
+        result[f"{stem}.gate_up_proj"] = np.stack(both)
+        result[f"{stem}.down_proj"] = np.stack([matrices[e, "down"] for e in range(count)])
+    return result
 
 
 @lru_cache(maxsize=4)

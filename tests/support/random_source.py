@@ -8,7 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.names import Role, Storage, tensor_specs
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
@@ -53,7 +54,9 @@ class RandomSource:
             x = (x * x.shape[-1] ** -0.5).bfloat16()
         return x if rows is None else x[rows]
 
-    def read_nvfp4(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor:
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> NvFp4Tensor | Tensor:
+        if not self.storage(stem).is_nvfp4:
+            return self.read(f"{stem}.weight", rows, cols)
         assert rows is None or (rows.start, rows.stop) == (0, self._specs[stem].shape[0]), "one rank only"
         n, k = self._specs[stem].shape
         if not self.is_present(stem):
@@ -64,9 +67,6 @@ class RandomSource:
         scales = torch.randint(SCALES[0], SCALES[1] + 1, (n, k // 16), generator=generator, dtype=torch.uint8)
         gain = GAINS.get(stem[-3:], 1.0)
         return NvFp4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(gain * k**-0.5 / (CODE_RMS * 1.1)))
-
-    def read_fp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        raise AssertionError(f"{stem}: every matrix is NVFP4")
 
 
 def _generator(name: str) -> torch.Generator:

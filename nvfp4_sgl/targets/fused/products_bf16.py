@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
@@ -21,7 +22,7 @@ from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.matrix import Matrix, load_matrix
+from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
 
 

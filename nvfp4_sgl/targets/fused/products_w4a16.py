@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import Storage
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
@@ -42,7 +41,7 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 
 def _is_nvfp4(context: Context, shards: Sequence[Shard]) -> bool:
-    return all(context.source.storage(shard.stem) is Storage.NVFP4 for shard in shards)
+    return all(context.source.storage(shard.stem).is_nvfp4 for shard in shards)
 
 
 def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:

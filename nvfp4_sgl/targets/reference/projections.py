@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import Storage
+from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.ops.linear import PreparedWeight, grouped_linear, linear
-from nvfp4_sgl.weights.matrix import Matrix, concatenate, load_matrix
+from nvfp4_sgl.weights.matrix import concatenate, load_matrix
 from nvfp4_sgl.weights.source import Shard
 
 
@@ -30,7 +30,7 @@ class ReferenceProjection(nn.Module):
         self._mode = context.mode
         by_storage: dict[bool, list[int]] = {}
         for index, shard in enumerate(shards):
-            by_storage.setdefault(context.source.storage(shard.stem) is Storage.NVFP4, []).append(index)
+            by_storage.setdefault(context.source.storage(shard.stem).is_nvfp4, []).append(index)
         self._members = list(by_storage.values())
         self._sizes = [0] * len(shards)
         self._weights: list[PreparedWeight] = []

@@ -1,0 +1,68 @@
+"""Names of modules as ``quantization_config`` writes them: lists, wildcards, regular expressions.
+
+A matrix goes by its original name, by that behind ``model.``, and by transformers' name; a pattern that fits one of
+them fits the matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from fnmatch import translate
+from functools import cache
+
+from nvfp4_sgl.checkpoint.transformers_names import PREFIX, transformers_name
+
+ALL_LINEAR = "Linear"
+"""The class of every matrix; a target of exporters that go by class."""
+REGULAR = "re:"
+"""Begins a regular expression of compressed-tensors, which must fit from the name's beginning."""
+
+
+@cache
+def names_of(stem: str) -> tuple[str, ...]:
+    """The names of a matrix."""
+    theirs = transformers_name(stem)
+    return (stem, f"{PREFIX}{stem}", *((theirs,) if theirs else ()))
+
+
+def modules_around(stem: str) -> Iterator[str]:
+    """Every name of a matrix and of the modules that it is part of: ``a.b.c``, ``a.b``, ``a``."""
+    for name in names_of(stem):
+        while name:
+            yield name
+            name = name.rpartition(".")[0]
+
+
+class Wildcards:
+    """ModelOpt's patterns: names of matrices or of modules around them, with ``*``, ``?`` and ``[…]``."""
+
+    def __init__(self, patterns: Collection[str]):
+        self._exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
+        wild = [translate(pattern) for pattern in patterns if pattern not in self._exact]
+        self._wild = re.compile("|".join(wild)) if wild else None
+
+    def fit(self, stem: str) -> bool:
+        """Whether one of them fits the matrix ``stem``."""
+        if any(module in self._exact for module in modules_around(stem)):
+            return True
+        return self._wild is not None and any(self._wild.match(name) for name in names_of(stem))
+
+
+class Targets:
+    """compressed-tensors' patterns: names in full, ``re:`` with a regular expression, or the class ``Linear``.
+
+    Raises:
+        re.error: a regular expression that is none.
+    """
+
+    def __init__(self, patterns: Collection[str]):
+        self._exact = {pattern for pattern in patterns if not pattern.startswith(REGULAR)}
+        regular = [pattern.removeprefix(REGULAR) for pattern in patterns if pattern.startswith(REGULAR)]
+        self._regular = [re.compile(pattern) for pattern in regular]
+
+    def fit(self, stem: str) -> bool:
+        """Whether one of them fits the matrix ``stem``."""
+        if ALL_LINEAR in self._exact or any(name in self._exact for name in names_of(stem)):
+            return True
+        return any(pattern.match(name) for pattern in self._regular for name in names_of(stem))
