@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.formats import fp8_block, mxfp4, nvfp4, ue8m0
+from nvfp4_sgl.formats.checks import holds_any
 from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
 from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
@@ -192,6 +193,8 @@ class MxFp4AsNvFp4(Decoder):
 
     def problem(self, pieces: Pieces) -> str | None:
         low, high = self._exponents(pieces)
+        if low.is_meta:
+            return None  # a model without values, of which the kernels alone are asked
         return mxfp4.why_not_exact(int(low), int(high))
 
     @staticmethod
@@ -199,7 +202,7 @@ class MxFp4AsNvFp4(Decoder):
         """Smallest and largest block exponent, int32 scalars. Codes are read only if blocks of zeros may matter."""
         scale = ue8m0.as_bytes(pieces.whole("scale"))
         low, high = (extreme.int() - ue8m0.BIAS for extreme in scale.aminmax())
-        if mxfp4.why_not_exact(int(low), int(high)) is None:
+        if low.is_meta or mxfp4.why_not_exact(int(low), int(high)) is None:
             return low, high
         return mxfp4.exponents(MxFp4Tensor(pieces.whole("weight").view(torch.uint8), scale))
 
@@ -222,7 +225,7 @@ class Fp8PowerScales(Decoder):
         """BF16 where that is exact, as it is short of subnormal values; else F32."""
         exact = Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")).dequantize()
         rounded = exact.bfloat16()
-        return rounded if torch.equal(rounded.float(), exact) else exact
+        return exact if holds_any(rounded.float() != exact) else rounded
 
 
 class Fp8FloatScales(Decoder):

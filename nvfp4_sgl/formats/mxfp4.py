@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import e2m1, ue8m0
-from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_shape
+from nvfp4_sgl.formats.checks import holds_any, require_dtype, require_matrix, require_shape
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.values import POWER_SCALE_MAX, divide, require_finite
 
@@ -126,8 +126,8 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
     m = (top - TOP).clamp_min(LOWEST_GLOBAL_EXPONENT)
     k = tensor.scale.int() - ue8m0.BIAS - m[..., None, None]
     k = torch.where(_is_zero_block(tensor), 0, k)
-    low, high = int(k.min()), int(k.max())
-    if low < BOTTOM or high > TOP:
+    if holds_any((k < BOTTOM) | (k > TOP)):
+        low, high = int(k.min()), int(k.max())
         raise OperandValueError(
             f"MXFP4 to NVFP4: expected block scales within 2^{BOTTOM}..2^{TOP} under the global scale, found"
             f" 2^{low}..2^{high}; the exponents spread too wide for an exact conversion: requantise from the source"
@@ -143,5 +143,5 @@ def _is_zero_block(tensor: MxFp4Tensor) -> Tensor:
 
 
 def _require_no_nan(tensor: MxFp4Tensor) -> None:
-    if bool((tensor.scale == ue8m0.NAN_BYTE).any()):
+    if holds_any(tensor.scale == ue8m0.NAN_BYTE):
         raise OperandValueError("MXFP4 scale: expected bytes 0..254, found 255 (NaN); the tensor is damaged")

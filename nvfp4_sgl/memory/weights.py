@@ -34,8 +34,10 @@ def weight_bytes(
     specs = tensor_specs(config)
     linear = [spec.name for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
     others = [name for name in linear if not storage(name).is_nvfp4]
-    experts = matrices = 0
-    for product, layers in step_products(config, ranks).items():
+    apart = _shared_apart(others) if target is Target.SM90 else 0
+    # Of a shared expert that runs apart gate, up and down, dequantised to bf16.
+    experts, matrices = apart * 2 * 3 * config.hidden_size * config.moe_intermediate_size // ranks, 0
+    for product, layers in step_products(config, ranks, apart).items():
         nbytes = layers * _PRODUCT_BYTES[target](product, _is_nvfp4(product, others))
         if product.experts_per_token:
             experts += nbytes
@@ -88,12 +90,19 @@ def _alphas_of_group(product: LayerProduct) -> int:
 def _is_nvfp4(product: LayerProduct, others: Collection[str]) -> bool:
     """Whether all matrices of a GEMM, in all layers that have it, are NVFP4; ``others`` are those that are not.
 
-    Experts are packed all or none.
+    Routed experts are packed all or none.
     """
     if product.experts_per_token:
-        return not any(".ffn." in name for name in others)
+        return not any(".ffn.experts." in name for name in others)
     parts = tuple(f".attn.{part}" for part in product.name.split(" + "))
     return not any(name.endswith(parts) for name in others)
+
+
+def _shared_apart(others: Collection[str]) -> int:
+    """Layers whose shared expert alone is not NVFP4; ``others`` are the matrices that are not."""
+    if any(".ffn.experts." in name for name in others):
+        return 0
+    return len({name.partition(".ffn.")[0] for name in others if ".ffn.shared_experts." in name})
 
 
 _PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct, bool], int]] = {

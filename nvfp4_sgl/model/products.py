@@ -36,17 +36,23 @@ class LayerProduct:
     output: Literal["bf16", "fp32", "nvfp4"] = "bf16"
 
 
-def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
+def layer_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> list[LayerProduct]:
     """Every distinct product of the decoder's layers on one of ``ranks``; each kind of layer has its own merges.
+
+    Args:
+        apart: layers whose shared expert is none of these products.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    return list(step_products(config, ranks))
+    return list(step_products(config, ranks, apart))
 
 
-def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
+def step_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> Counter[LayerProduct]:
     """The products that a pass through all layers launches on one of ``ranks``, each with the number of its layers.
+
+    Args:
+        apart: as in :func:`layer_products`.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -57,17 +63,19 @@ def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
         layers = config.layer_kinds.count(kind)
         if layers:
             found.update(dict.fromkeys(_attention(config, kind, ranks), layers))
-    found.update({product: len(config.layer_kinds) for product in _experts(config, ranks)})
+    for shared, layers in ((True, len(config.layer_kinds) - apart), (False, apart)):
+        if layers:
+            found.update(dict.fromkeys(_experts(config, ranks, shared), layers))
     return found
 
 
-def _experts(config: ModelConfig, ranks: int) -> list[LayerProduct]:
-    """The shared expert is one more group of the routed experts' products."""
+def _experts(config: ModelConfig, ranks: int, shared: bool) -> list[LayerProduct]:
+    """The routed experts' products; the shared expert is one more group, if it is among them."""
     d, inner = config.hidden_size, config.moe_intermediate_size // ranks
-    groups, visits = config.n_routed_experts + 1, config.num_experts_per_tok + 1
+    groups, visits = config.n_routed_experts + shared, config.num_experts_per_tok + shared
     return [
-        LayerProduct("experts.w1 + w3", inner, d, groups, True, visits, shared=True, output="nvfp4"),
-        LayerProduct("experts.w2", d, inner, groups, False, visits, shared=True),
+        LayerProduct("experts.w1 + w3", inner, d, groups, True, visits, shared=shared, output="nvfp4"),
+        LayerProduct("experts.w2", d, inner, groups, False, visits, shared=shared),
     ]
 
 

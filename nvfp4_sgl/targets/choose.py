@@ -65,7 +65,7 @@ def _sm90() -> Choice:
         (ActivationMode.W4A16,),
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
-        "matrices that are not NVFP4 are dequantised to bf16 at load, and all experts of a layer if one of them is not",
+        "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer",
     )
 
 

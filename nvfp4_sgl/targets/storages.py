@@ -19,7 +19,7 @@ RUNS: Mapping[Target, Mapping[bool, str | None]] = {
         VALUES: "fp32",
     },
     Target.SM90: {
-        PACKED: "packed, expanded in registers (experts: if the whole layer is; else bf16)",
+        PACKED: "packed, expanded in registers (routed experts: if all of the layer are; else bf16)",
         VALUES: "bf16, rounded at load",
     },
     Target.SM100: {

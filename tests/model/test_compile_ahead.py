@@ -35,16 +35,28 @@ from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from tests.sm100.emulator.host import runtime_library
 
-GPU_TARGETS = (Target.SM90, Target.SM100)
+CASES = [
+    (Target.SM90, "nvfp4-full"),
+    (Target.SM90, "nvfp4-experts"),
+    (Target.SM90, "deepseek"),
+    (Target.SM100, "nvfp4-full"),
+]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "full"
-    write_tiny(path, "nvfp4-full", seed=11)
-    return path
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By format."""
+    paths = {name: tmp_path_factory.mktemp("tiny") / name for _, name in CASES}
+    for name, path in paths.items():
+        write_tiny(path, name, seed=11)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["nvfp4-full"]
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +193,9 @@ class OnTheCpu:
         return self.variants(lambda: planner.warm_up(self.model.decoder, self.model.table, CAPACITY))
 
 
-@pytest.mark.parametrize("target", GPU_TARGETS, ids=lambda target: target.value)
-def test_no_pass_launches_what_the_warm_up_does_not(target: Target, tiny: Path) -> None:
-    cpu = OnTheCpu(tiny, target)
+@pytest.mark.parametrize(("target", "name"), CASES)
+def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, checkpoints: dict[str, Path]) -> None:
+    cpu = OnTheCpu(checkpoints[name], target)
     warm, model = cpu.warm_up(cpu.model.planner), cpu.model
     generator = torch.Generator().manual_seed(0)
 
@@ -202,10 +214,12 @@ def test_no_pass_launches_what_the_warm_up_does_not(target: Target, tiny: Path) 
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
 
 
-@pytest.mark.parametrize("target", GPU_TARGETS, ids=lambda target: target.value)
-def test_a_model_without_storage_needs_the_same_kernels(target: Target, tiny: Path, verified: Verified) -> None:
-    gemms, variants = needed(verified, target, Serving(1, CAPACITY, REQUESTS, CAPACITY))
-    cpu = OnTheCpu(tiny, target)
+@pytest.mark.parametrize(("target", "name"), CASES)
+def test_a_model_without_storage_needs_the_same_kernels(
+    target: Target, name: str, checkpoints: dict[str, Path]
+) -> None:
+    gemms, variants = needed(verify(checkpoints[name]), target, Serving(1, CAPACITY, REQUESTS, CAPACITY))
+    cpu = OnTheCpu(checkpoints[name], target)
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))

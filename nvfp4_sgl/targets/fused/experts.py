@@ -1,4 +1,7 @@
-"""Routing on a GPU (DEEPSEEK_V4.md §6.1). The shared expert is a group, which every token visits with weight 1."""
+"""Routing on a GPU (DEEPSEEK_V4.md §6.1).
+
+The shared expert is a group, which every token visits with weight 1, unless it runs apart.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,13 @@ from nvfp4_sgl.weights.source import frozen
 
 
 class RoutedExperts(Protocol):
-    """What the router needs of the experts that follow it."""
+    """What the router needs of the experts that follow it.
+
+    Attributes:
+        has_shared_group: whether the shared expert is the last of the groups.
+    """
+
+    has_shared_group: bool
 
     def new_routes(self, tokens: int) -> Routes:
         """Routes with the groups and the tile that the experts' GEMMs need; contents undefined."""
@@ -43,11 +52,12 @@ class FusedRouter(nn.Module):
         logits = multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
-        shared_arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
+        arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
+        shared = experts.has_shared_group
         if self._is_hash:
-            route_hash(logits, self.tid2eid, token_ids, *shared_arguments, shared_expert=True)
+            route_hash(logits, self.tid2eid, token_ids, *arguments, shared_expert=shared)
         elif self._uniform is not None:
-            route_hash(*self._uniform.operands(len(x)), *shared_arguments, shared_expert=True)
+            route_hash(*self._uniform.operands(len(x)), *arguments, shared_expert=shared)
         else:
-            route_topk(logits, self.bias, *shared_arguments, shared_expert=True)
+            route_topk(logits, self.bias, *arguments, shared_expert=shared)
         return routes

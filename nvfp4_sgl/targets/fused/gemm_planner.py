@@ -18,7 +18,7 @@ from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.model.products import LayerProduct, layer_products
 from nvfp4_sgl.targets.fused.compile_ahead import TRITON_FOLDER, compile_missing, library_folder
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
@@ -93,13 +93,17 @@ class GemmPlanner(FusedPlanner):
         """The GEMMs that passes of up to ``tokens`` tokens need."""
         context, runner = self.context, launcher.current()
         return keys_for(
-            layer_products(context.config, context.parallel.size),
+            self.products(),
             max(tokens, self.slots.requests),
             context.config.swiglu_limit,
             runner.architecture(context.device),
             runner.clusters(context.device),
             programmatic_launch=runner.programmatic_launch,
         )
+
+    def products(self) -> Sequence[LayerProduct]:
+        """The GEMMs of the model's layers on this rank."""
+        return layer_products(self.context.config, self.context.parallel.size)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
         """The Triton kernels of the warm-up that are not loaded yet, told by a pass that launches none."""

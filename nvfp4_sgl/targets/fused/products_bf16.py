@@ -115,10 +115,26 @@ class Bf16ExpertProjection(nn.Module):
         return functional.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
 
 
+class Bf16SharedExpert(nn.Module):
+    """The shared expert by itself: two GEMMs with SwiGLU between them."""
+
+    def __init__(self, context: Context, matrices: ExpertMatrices):
+        super().__init__()
+        source, device, self._limit = context.source, context.device, context.config.swiglu_limit
+        self.w13 = frozen(dequantized(load_matrix(source, matrices.gate_up), device))
+        self.w2 = frozen(dequantized(load_matrix(source, [matrices.down]), device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """bf16 [T, d]; the rows between the GEMMs are bf16."""
+        gate_up = multiply(x, self.w13, torch.bfloat16)
+        hidden = swiglu(gate_up, self._limit, x.new_empty(x.shape[0], gate_up.shape[1] // 2))
+        return multiply(hidden, self.w2, torch.bfloat16)
+
+
 class Bf16Experts(nn.Module):
     """Routed and shared experts as two grouped GEMMs with SwiGLU between them; rows have no padding."""
 
-    takes = Form.VALUES
+    takes, has_shared_group = Form.VALUES, True
 
     def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
         super().__init__()

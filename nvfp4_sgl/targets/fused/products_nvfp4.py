@@ -111,7 +111,7 @@ class NvFp4GroupedProjection(nn.Module):
 class NvFp4Experts(nn.Module):
     """Routed experts and the shared one as two grouped GEMMs; the epilogue of the first does SwiGLU and quantises."""
 
-    takes = Form.VALUES
+    takes, has_shared_group = Form.VALUES, True
     """``quantize_scattered`` reads values: it quantises a token once and stores it wherever its experts read it."""
 
     def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):

@@ -7,7 +7,7 @@ index weights and LM head are bf16, as stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
+from nvfp4_sgl.model.products import LayerProduct, layer_products
 from nvfp4_sgl.targets.fused import products_bf16 as bf16
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
@@ -35,7 +36,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_token
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
-from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.layout import ExpertMatrices, expert_matrices
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -128,19 +129,39 @@ class W4A16GroupedProjection(nn.Module):
 
 
 def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
-    """Routed experts and the shared one: packed if all are NVFP4, else all dequantised, at four times the memory."""
-    shards = [shard for expert in matrices for shard in (*expert.gate_up, expert.down)]
-    return (W4A16Experts if _is_nvfp4(context, shards) else bf16.Bf16Experts)(context, matrices)
+    """Experts by their storage.
+
+    Routed experts are packed if all of a layer are NVFP4, and the shared one with them if it is, too, else by itself in
+    bf16. If not all routed ones are NVFP4, all are dequantised, at four times the memory.
+    """
+    *routed, shared = matrices
+    if not all(_is_nvfp4(context, _shards(expert)) for expert in routed):
+        return bf16.Bf16Experts(context, matrices)
+    if not _is_nvfp4(context, _shards(shared)):
+        return W4A16Experts(context, routed, bf16.Bf16SharedExpert(context, shared))
+    return W4A16Experts(context, matrices)
+
+
+def _shards(expert: ExpertMatrices) -> Sequence[Shard]:
+    return (*expert.gate_up, expert.down)
 
 
 class W4A16Experts(nn.Module):
-    """Routed experts and the shared one as two grouped GEMMs; the epilogue of the first does SwiGLU."""
+    """Experts as two grouped GEMMs; the epilogue of the first does SwiGLU.
+
+    Args:
+        matrices: of the groups: routed experts, then the shared one unless it is apart.
+        shared: the shared expert that runs apart.
+    """
 
     takes = Form.VALUES
 
-    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+    def __init__(
+        self, context: Context, matrices: Sequence[ExpertMatrices], shared: bf16.Bf16SharedExpert | None = None
+    ):
         super().__init__()
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
+        self.shared, self.has_shared_group = shared, shared is None
         w13: TiledWeights | None = None
         w2: TiledWeights | None = None
         # One expert at a time, so that the host never holds a whole layer.
@@ -157,19 +178,23 @@ class W4A16Experts(nn.Module):
 
     def new_routes(self, tokens: int) -> Routes:
         """Routes whose groups begin at multiples of the GEMMs' token tile."""
-        visits = self._config.num_experts_per_tok + 1
+        visits = self._config.num_experts_per_tok + self.has_shared_group
         tile = operations.w4a16_expert_token_tile_for(tokens * visits, self._groups)
         return Routes.allocate(tokens, visits, self._groups, tile, self._device)
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
-        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32."""
+        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32.
+
+        A shared expert that runs apart is added last.
+        """
         values = x.require_values()
         groups = (routes.tile, routes.offsets, routes.counts)
         rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
         scatter_rows(values, routes.destination, rows)
         hidden = operations.expert_gate_up(rows, *groups, self.w13.operand, self._config.swiglu_limit)
         output = operations.expert_down(hidden, *groups, self.w2.operand)
-        return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
+        shared = None if self.shared is None else self.shared(values)
+        return finalize(output, routes.destination, routes.weights, torch.empty_like(values), shared=shared)
 
 
 class W4A16Planner(GemmPlanner):
@@ -179,11 +204,23 @@ class W4A16Planner(GemmPlanner):
         """Passes of every kind: routing kernels are compiled for the token tile of the experts' GEMMs and for whether
         the number of padded rows is a multiple of 16, and the kernel that prepares attention for the number of tokens
         whose index weights it computes."""
-        config = self.context.config
-        visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
+        sizes = {
+            (product.experts_per_token, product.groups) for product in self.products() if product.experts_per_token
+        }
 
-        def kind(count: int) -> tuple[int, bool]:
-            tile = operations.w4a16_expert_token_tile_for(count * visits, groups)
-            return tile, padded_rows(count * visits, groups, tile) % 16 == 0
+        def kind(count: int) -> Hashable:
+            found = []
+            for visits, groups in sorted(sizes):
+                tile = operations.w4a16_expert_token_tile_for(count * visits, groups)
+                found.append((tile, padded_rows(count * visits, groups, tile) % 16 == 0))
+            return tuple(found)
 
         return warm_up_passes(self.slots, tokens, kind, padded_tokens)
+
+    def products(self) -> Sequence[LayerProduct]:
+        """With the experts of layers whose shared expert is not NVFP4 and runs apart."""
+        context = self.context
+        layers = range(context.config.num_hidden_layers)
+        shared = [expert_matrices(context.config, layer, context.parallel)[-1] for layer in layers]
+        apart = sum(not _is_nvfp4(context, _shards(expert)) for expert in shared)
+        return layer_products(context.config, context.parallel.size, apart)
