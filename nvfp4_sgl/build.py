@@ -24,10 +24,10 @@ from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
-from nvfp4_sgl.doctor import CHUNK, REQUESTS
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.targets.choose import Target, choose, detect_target
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is assumed of a target's GPU; another one of its architecture finds most of the kernels."""
+    """What kernels are chosen by. What is assumed of a target's GPU lets others of its kind find most of them."""
 
     capability: int
     processors: int
@@ -107,13 +107,18 @@ GPUS = {
 
 
 def build(
-    verified: Verified, target: Target, settings: Sequence[Serving], output: Path | None = None
+    verified: Verified,
+    target: Target,
+    settings: Sequence[Serving],
+    output: Path | None = None,
+    gpu: Gpu | None = None,
 ) -> tuple[int, int]:
     """Compile the kernels of servers of one checkpoint.
 
     Args:
         verified: the checkpoint, or random weights; no values are read.
         output: where the kernels go; this user's caches if ``None``.
+        gpu: the one that serves; one that the target assumes, if ``None``.
 
     Returns:
         How many GEMMs and Triton kernels these servers need.
@@ -122,8 +127,8 @@ def build(
         ConfigError: the model cannot be split over so many ranks.
         LibraryError: a kernel does not compile.
     """
-    gpu = GPUS[target]
-    found = [needed(verified, target, setting) for setting in settings]
+    gpu = gpu or GPUS[target]
+    found = [needed(verified, target, setting, gpu) for setting in settings]
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
     # A library for each number of ranks, as servers look for them; one for all where a folder is given.
     libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
@@ -153,9 +158,11 @@ def with_distinct_layers(verified: Verified) -> ModelConfig:
 
 
 @torch.no_grad()
-def needed(verified: Verified, target: Target, setting: Serving) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
-    """The GEMMs and Triton kernels of a server."""
-    gpu, choice, config = GPUS[target], choose(target), with_distinct_layers(verified)
+def needed(
+    verified: Verified, target: Target, setting: Serving, gpu: Gpu
+) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
+    """The GEMMs and Triton kernels of a server on ``gpu``."""
+    choice, config = choose(target), with_distinct_layers(verified)
     dry = DryLauncher(target.value, gpu.clusters)
     with launcher.use(dry), ahead.targeting(gpu.capability, gpu.processors):
         context = Context(

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
+from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
@@ -30,9 +31,6 @@ PLUGIN_NAME = "nvfp4_sgl"
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLUGIN_GROUP = "sglang.srt.plugins"
 TARGETS = ("cpu", "sm_90a", "sm_100a")
-REQUESTS, CHUNK, FRACTION = 256, 8192, 0.85
-"""What memory is forecast with on a GPU: SGLang's defaults for DeepSeek-V4, and a ``--mem-fraction-static`` like those
-that it chooses. On a CPU this package's defaults are."""
 KV_ROW_MODES = {
     "exact": "rows in the model's dtype (--kv-cache-dtype auto, the default)",
     "packed": "SGLang's 584-byte entries (--kv-cache-dtype fp8_e4m3)",

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_sgl.build import Serving
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.compiler import start_compiling
 from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
@@ -38,6 +40,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.choice = choose(detect_target())
         longest = private.resolved("context_length") or self.model_config.max_position_embeddings
         self.memory = forecast_here(self.verified, self.choice.target, int(longest))
+        if private.tp_rank() == 0:
+            serving = self.memory.setting
+            setting = Serving(serving.ranks, serving.context, serving.requests, serving.chunk)
+            start_compiling(self.verified, self.choice.target, setting)
         mode = private.activation_mode(config)
         self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvfp4_sgl.serving.sglang_private import (
-    CpuDeviceMixin,
-    PlatformCapabilities,
-    PlatformEnum,
-    SRTPlatform,
-    given_arguments,
-)
+from nvfp4_sgl.serving import sglang_private as private
 
 
-class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
+class CpuReferencePlatform(private.CpuDeviceMixin, private.SRTPlatform):
     """CPU without Triton, graphs or SGLang's compiled CPU kernels."""
 
-    _enum = PlatformEnum.OOT
+    _enum = private.PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = PlatformCapabilities()
+    capabilities = private.PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # argument resolution wants the name, not SGLang's own torch.device
@@ -49,6 +43,6 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
                 found = getattr(server_args, name)
                 if found is None or found is False or found == "auto":
                     setattr(server_args, name, value)
-        elif given_arguments(server_args)["attention_backend"] is None:
+        elif private.given_arguments(server_args)["attention_backend"] is None:
             # SGLang has chosen intel_amx, as for any x86 CPU; the published wheel lacks its kernels.
             server_args.attention_backend = self.get_default_attention_backend()

@@ -218,7 +218,9 @@ def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, c
 def test_a_model_without_storage_needs_the_same_kernels(
     target: Target, name: str, checkpoints: dict[str, Path]
 ) -> None:
-    gemms, variants = needed(verify(checkpoints[name]), target, Serving(1, CAPACITY, REQUESTS, CAPACITY))
+    gemms, variants = needed(
+        verify(checkpoints[name]), target, Serving(1, CAPACITY, REQUESTS, CAPACITY), build.GPUS[target]
+    )
     cpu = OnTheCpu(checkpoints[name], target)
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
@@ -257,7 +259,7 @@ def test_built_on_one_machine_found_on_another(
     out = tmp_path / "out"
     options = ["--target", "sm_90a", "--output", str(out), "--context-length", "512"]
     assert cli.main(["build", str(tiny), *options, "--max-running-requests", "1", "--chunked-prefill-size", "16"]) == 0
-    variants = few(verify(tiny), Target.SM90, Serving(1, 512, 1, 16))[1]
+    variants = few(verify(tiny), Target.SM90, Serving(1, 512, 1, 16), build.GPUS[Target.SM90])[1]
     assert f"1 GEMMs and {len(variants)} Triton kernels for sm_90a are in {out}" in capsys.readouterr().out
     moved = shutil.move(out, tmp_path / "carried")
     assert not any(variant.is_compiled for variant in variants) and not caches.exists()

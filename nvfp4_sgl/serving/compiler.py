@@ -1,0 +1,59 @@
+"""Compiles a server's kernels while its weights are loaded: neither needs the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from nvfp4_sgl.build import Gpu, Serving, build
+from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.triton_kernels.common import chip
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Loading comes first."""
+
+
+def start_compiling(verified: Verified, target: Target, setting: Serving) -> subprocess.Popen[bytes] | None:
+    """Begin to compile what this server's warm-up will ask for, in a process of its own; ``None`` without a GPU.
+
+    The warm-up waits for it, and compiles itself what is missing then. A failure is in the log and stops nothing.
+    """
+    if not isinstance(launcher.current(), launcher.CudaLauncher) or not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = Gpu(10 * major + minor, chip.processors(device), launcher.current().clusters(device))
+    return run_apart(verified, target, setting, gpu)
+
+
+def run_apart(verified: Verified, target: Target, setting: Serving, gpu: Gpu) -> subprocess.Popen[bytes]:
+    """:func:`nvfp4_sgl.build.build` in another process."""
+    with tempfile.NamedTemporaryFile(prefix="nvfp4-sgl-build-", delete=False) as file:
+        pickle.dump((verified, target, setting, gpu), file)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "nvfp4_sgl.serving.compiler", file.name]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+
+def main(path: Path) -> None:
+    """Compile what the file describes, and remove it."""
+    verified, target, setting, gpu = pickle.loads(path.read_bytes())
+    path.unlink()
+    os.nice(NICENESS)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s kernels: %(message)s")
+    build(verified, target, [setting], gpu=gpu)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
