@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate
@@ -58,8 +57,9 @@ def test_tensor_parallel(serve, checkpoint, oracle, prompts):
     check_concurrently(server, oracle, [(prompts[n], TOKENS) for n in (127, 128, 131, 513)])
 
 
-@pytest.mark.parametrize("name", [f.value for f in TinyFormat if f is not TinyFormat.NVFP4_FULL])
+@pytest.mark.parametrize("name", ["nvfp4-experts", "compressed-tensors", "deepseek"])
 def test_other_formats(name, serve, tiny_checkpoints):
+    """One of each kind of file; ``tests/model/test_whole_model.py`` has all formats, without a server."""
     path = tiny_checkpoints(name)
     model = cached_hf_model(path)
     server = serve(path)
