@@ -71,7 +71,7 @@ MISTAKES = {
     ),
     "shared expert left out": Mistake(
         "targets.fused.experts",
-        "shared_expert=True)\n        elif",
+        "shared_expert=shared)\n        elif",
         "shared_expert=False)\n        elif",
         SWA,
         "experts",

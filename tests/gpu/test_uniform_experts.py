@@ -32,7 +32,8 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
     on_cpu = Context(dummy.reader(), config, reference.boundaries(), uniform_experts=True)
     visits = config.num_experts_per_tok + 1
     experts = SimpleNamespace(
-        new_routes=lambda count: Routes.allocate(count, visits, config.n_routed_experts + 1, 8, device)
+        has_shared_group=True,
+        new_routes=lambda count: Routes.allocate(count, visits, config.n_routed_experts + 1, 8, device),
     )
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids = torch.zeros(tokens, dtype=torch.int64)
