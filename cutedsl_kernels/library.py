@@ -69,12 +69,15 @@ def link(entries: Mapping[KernelKey, str], objects: Path, folder: Path, linker: 
     The manifest is written last: a build that is cut off leaves no library.
 
     Raises:
-        LibraryError: the linker failed.
+        LibraryError: the linker failed, or there is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     library = objects / LIBRARY
     command = [linker, "-shared", "-o", str(library), *(f"{objects}/{key.name}.o" for key in entries)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise LibraryError(f"{linker}: expected a C compiler to link {LIBRARY} with, found none; install one") from None
     if done.returncode:
         raise LibraryError(f"{LIBRARY}: {linker} failed: {done.stderr.strip()[-500:]}")
     code = library.read_bytes()

@@ -92,7 +92,7 @@ def parts(steps: Iterable[str] = STEPS) -> list[Part]:
 
 
 def fingerprint(how: str) -> str:
-    """Of how it is tested, the GPU's name for instance, and of all that is tested."""
+    """Hash of all that is tested and of ``how``, the GPU's name for instance."""
     digest = hashlib.sha256(how.encode())
     for name in SOURCES:
         top = ROOT / name

@@ -88,7 +88,7 @@ class Claims:
     listed: dict[str, str] = field(default_factory=dict)
 
     def error(self, name: str, expected: str, found: object) -> ConfigError:
-        """Of a field."""
+        """The error that names field ``name``."""
         return ConfigError(
             f"{self.source}.{name}': expected {expected}, found {shown(found)};"
             " correct the field or use the checkpoint that it describes"

@@ -20,6 +20,8 @@ from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
+from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import Library
@@ -161,12 +163,23 @@ def test_tilings_are_those_of_the_gpu_assumed() -> None:
 # --- models -----------------------------------------------------------------------------------------------------
 
 
+class NotingLauncher(DryLauncher):
+    """Notes the GEMMs that are launched."""
+
+    def __init__(self, architecture: str, clusters: Clusters) -> None:
+        super().__init__(architecture, clusters)
+        self.gemms: set[KernelKey] = set()
+
+    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
+        self.gemms.add(key)
+
+
 class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
     def __init__(self, path: Path, target: Target) -> None:
         gpu = build.GPUS[target]
-        self._gpu, self._dry = gpu, DryLauncher(target.value, gpu.clusters)
+        self._gpu, self.launcher = gpu, NotingLauncher(target.value, gpu.clusters)
         read = CheckpointReader.read
         # Aligned, as on a GPU: what is read lies in the file as it comes.
         with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
@@ -182,7 +195,7 @@ class OnTheCpu:
         """What ``work`` launches."""
         with (
             ahead.targeting(self._gpu.capability, self._gpu.processors),
-            launcher.use(self._dry),
+            launcher.use(self.launcher),
             ahead.recording() as found,
         ):
             work()
@@ -210,7 +223,10 @@ def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, c
             for requests in (1, 3, REQUESTS):
                 model.extend({request: tokens(1) for request in range(requests)})
 
+    cpu.launcher.gemms.clear()
     missed = cpu.variants(serve) - warm
+    with launcher.use(cpu.launcher):
+        assert cpu.launcher.gemms and cpu.launcher.gemms <= set(model.planner.gemms(CAPACITY))
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
 
 
@@ -277,8 +293,9 @@ def test_built_on_one_machine_found_on_another(
     assert compiled == [True] * len(variants)
 
 
-def test_build_asks_for_a_target_where_no_gpu_is(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU, which is the default")
+def test_build_asks_for_a_target_where_no_gpu_is(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["build", str(tiny)]) == 2
     assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err

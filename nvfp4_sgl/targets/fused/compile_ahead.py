@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 TRITON_FOLDER = "triton"
 """Folder of Triton's kernels inside one that was built for another machine."""
 MAX_PROCESSES = 64
-"""Processes that compile at a time; each takes a few hundred MB."""
+"""Processes that compile at a time; a bound for hosts with very many cores, not measured."""
 LOG_CHARACTERS = 2000
 """Characters of a failed process's output that an error quotes."""
 

@@ -51,6 +51,11 @@ def test_it_holds_the_kernels_asked_for(built: Path) -> None:
     assert load(built).names == {key.name for key in KEYS}
 
 
+def test_a_linker_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LibraryError, match="no-such-cc: expected a C compiler to link .*; install one"):
+        link({}, tmp_path, tmp_path / "out", linker="no-such-cc")
+
+
 def test_what_it_lacks_is_compiled_only_if_allowed(built: Path) -> None:
     other = KernelKey("sm_100a", KernelShape(16))
     assert load(built).kernel(other) is None
