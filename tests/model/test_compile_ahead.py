@@ -299,3 +299,15 @@ def test_build_asks_for_a_target_where_no_gpu_is(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["build", str(tiny)]) == 2
     assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "shared"), [("nvfp4-full", 1), ("nvfp4-experts", 0), ("deepseek", 0)])
+def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
+    name: str, shared: int, checkpoints: dict[str, Path]
+) -> None:
+    cpu = OnTheCpu(checkpoints[name], Target.SM90)
+    config, block = cpu.model.config, cpu.model.decoder.layers[0]
+    planned = {(p.groups, p.experts_per_token) for p in cpu.planner.products() if p.experts_per_token}
+    assert planned == {(config.n_routed_experts + shared, config.num_experts_per_tok + shared)}
+    routes = block.ffn.experts.new_routes(3)
+    assert {(routes.groups, routes.topk)} == planned
