@@ -1,0 +1,165 @@
+"""The benchmark behind launch/bench_full: Flash at full size with dummy weights, ours and stock SGLang's, one after the
+other on the same GPUs, with the same flags and client.
+
+Ours serves every matrix in NVFP4, stock what SGLang recommends on Hopper at low latency: FP8 and MXFP4 through Marlin.
+Both route uniformly: the routers of dummy weights would send 64 tokens to 9 of 256 experts. Client: SGLang's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from local_server import server
+
+from benchmarks import decode_trace
+from benchmarks.flash import LAYERS, write_flash
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+
+ROOT = Path(__file__).resolve().parents[2]
+STOCK = Path(__file__).parent / "peers" / "stock_sglang"
+FLAGS = """
+    --load-format dummy --sampling-backend pytorch --disable-radix-cache --mem-fraction-static 0.8
+    --cuda-graph-max-bs-decode 64 --max-running-requests 64 --context-length 16384
+"""
+ENGINES = {"ours": TinyFormat.NVFP4_FULL, "stock": TinyFormat.DEEPSEEK}
+STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
+STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+LONG_PROMPT = 8192
+TRACED_STEPS = 6
+CLIENT_SECONDS = 300
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="launch/bench_full", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("engines", nargs="*", default=list(ENGINES), help=f"of {', '.join(ENGINES)}; both by default")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
+    parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "full_size", help="for logs and results")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--flags", default="", help="further flags of both servers")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.engines) - set(ENGINES):
+        parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(ENGINES)}")
+    report = arguments.folder / "report.json"
+    found = json.loads(report.read_text()) if report.exists() else {}
+    for engine in arguments.engines:
+        found[engine] = {}
+        for name, value in measure(engine, arguments):
+            found[engine][name] = value
+            print(f"{engine}, {name}: {json.dumps(value)}", flush=True)
+            report.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Serve an engine and yield what each measurement is called and found."""
+    folder: Path = arguments.folder / engine
+    model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
+    flags = [*FLAGS.split(), "--tp", str(arguments.tp), *arguments.flags.split()]
+    values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}
+    if engine == "stock":
+        flags += STOCK_FLAGS
+        paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+    log = folder / "server.log"
+    begun = time.monotonic()
+    with environment(**values), server(model, log, arguments.port, flags) as url:
+        yield "ready after", round(time.monotonic() - begun, 1)
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            yield "plugin", json.load(answer).get("nvfp4_sgl", "none")
+        for count in arguments.concurrency:
+            yield f"at {count}", client(url, model, folder, count, arguments.prompt, arguments.tokens)
+            yield f"steady at {count}", steady(log, count)
+        if arguments.long:
+            yield f"prompt of {LONG_PROMPT}", client(url, model, folder, 1, LONG_PROMPT, 4)
+        for count in arguments.trace:
+            yield f"trace at {count}", trace(url, folder, count, arguments.prompt)
+
+
+def client(url: str, model: Path, folder: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:
+    """SGLang's own benchmark client with ``count`` requests at once; milliseconds, and tokens a second."""
+    output = folder / f"client.{count}.{prompt}.jsonl"
+    output.unlink(missing_ok=True)
+    host, port = url.removeprefix("http://").split(":")
+    command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--host", host, "--port", port]
+    command += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids"]
+    command += ["--random-input-len", str(prompt), "--random-output-len", str(tokens), "--random-range-ratio", "1"]
+    command += ["--num-prompts", str(3 if count == 1 else 2 * count), "--max-concurrency", str(count)]
+    command += ["--disable-tqdm", "--output-file", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_SECONDS)
+    if done.returncode or not output.exists():
+        raise RuntimeError(f"SGLang's client ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    said = json.loads(output.read_text().splitlines()[-1])
+    names = ("mean_tpot_ms", "median_tpot_ms", "median_ttft_ms", "output_throughput", "completed")
+    return {name: round(said[name], 3) for name in names}
+
+
+def steady(log: Path, count: int) -> float | None:
+    """Milliseconds of a decode step at ``count`` requests: the median of what the server's log says of full batches."""
+    found = re.findall(r"Decode batch.*?#running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)", log.read_text())
+    rates = [float(rate) for running, rate in found if int(running) == count]
+    return round(1000 * count / statistics.median(rates), 3) if rates else None
+
+
+def trace(url: str, folder: Path, count: int, prompt: int) -> str:
+    """Trace some decode steps of ``count`` requests; the table is the answer, the traces stay in ``folder``."""
+    where = folder / f"trace.{count}"
+    body = json.dumps(
+        {
+            "input_ids": [[100 + (7 * i + j) % 20000 for j in range(prompt)] for i in range(count)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+        }
+    ).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    thread = threading.Thread(target=lambda: urllib.request.urlopen(request, timeout=CLIENT_SECONDS).read())
+    thread.start()
+    time.sleep(1 + 0.08 * count)  # until all prompts are read: the steps that follow are decode steps
+    post(f"{url}/start_profile", output_dir=str(where), num_steps=TRACED_STEPS, activities=["GPU"])
+    thread.join()
+    begun = time.monotonic()
+    while not (files := sorted(where.glob("*TP-0*.trace.json.gz"))) and time.monotonic() - begun < CLIENT_SECONDS:
+        time.sleep(0.5)
+    if not files:
+        raise RuntimeError(f"{where}: SGLang's profiler wrote no trace of rank 0")
+    time.sleep(1)  # a file appears before it is whole
+    table = decode_trace.text(files[0])
+    (folder / f"trace.{count}.txt").write_text(table + "\n")
+    return table.splitlines()[0]
+
+
+def post(url: str, **fields: object) -> None:
+    request = urllib.request.Request(url, json.dumps(fields).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=CLIENT_SECONDS).read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
