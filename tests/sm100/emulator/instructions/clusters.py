@@ -82,8 +82,11 @@ def build_dependent_launch(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
         if waits:
-            return warp.cta.launch.wait_for_launch_before()
+            blocked = warp.cta.launch.wait_for_launch_before()
+            warp.has_waited = blocked is None
+            return blocked
         warp.cta.triggered = True
+        warp.cta.triggers_settled &= warp.has_waited
         warp.cta.launch.events += 1
         warp.spinning = "its next turn, so that a dependent launch may begin"
         return None
