@@ -1,0 +1,1 @@
+"""GEMMs of few tokens with small bf16 matrices."""
