@@ -94,19 +94,19 @@ class Library:
     Args:
         folder: the folder that :func:`link` wrote.
         runtime: CuTeDSL's runtime library, which the code calls; found in the installed CuTeDSL if not given.
-        devices: how many devices to load each kernel into; all visible ones if not given.
+        device: the device to load each kernel into; the current one if not given. On another, CUDA refuses a launch.
 
     Raises:
         LibraryError: the library is missing, damaged, or built from other sources or another CuTeDSL.
     """
 
-    def __init__(self, folder: Path, runtime: Path | None = None, devices: int | None = None) -> None:
+    def __init__(self, folder: Path, runtime: Path | None = None, device: int | None = None) -> None:
         self.folder = folder
         self._entries: dict[str, dict[str, str]] = _read_manifest(folder)["kernels"]
         # The code leaves the runtime's functions undefined, so the runtime must be loaded before it.
         self._runtime = ctypes.CDLL(str(runtime or find_runtime()), mode=ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(str(folder / LIBRARY))
-        self._devices = devices
+        self._device = device
 
     @property
     def names(self) -> set[str]:
@@ -128,15 +128,14 @@ class Library:
         return NativeKernel(key.name, address, self._library)
 
     def _load(self, name: str) -> None:
-        """Do what the exported header does: make a CUDA library of the code, then load its kernels to each device."""
+        """Do what the exported header does: make a CUDA library of the code, then load its kernels to a device."""
         handle, error, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
         values = (ctypes.pointer(handle), device, error)
         at_handle, at_device, at_error = (ctypes.pointer(value) for value in values)
         self._call(f"_mlir_{name}_cuda_init", at_handle, at_error)
-        for index in range(_visible_devices() if self._devices is None else self._devices):
-            if not error.value:
-                device.value = index
-                self._call(f"_mlir_{name}_cuda_load_to_device", at_handle, at_device, at_error)
+        if not error.value:
+            device.value = _current_device() if self._device is None else self._device
+            self._call(f"_mlir_{name}_cuda_load_to_device", at_handle, at_device, at_error)
         if error.value:
             raise LaunchError(f"{name}: CUDA error {error.value} ({describe_error(error.value)}) while loading it")
 
@@ -187,7 +186,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _visible_devices() -> int:
+def _current_device() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    return torch.cuda.current_device()

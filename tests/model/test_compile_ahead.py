@@ -126,7 +126,7 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
     variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
     folder = compile_ahead.library_folder([key])
     compile_ahead.compile_missing([key], variants, folder, 90)
-    assert Library(folder, runtime=runtime_library(), devices=1).names == {key.name}
+    assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
     monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=AssertionError("a process")))
     compile_ahead.compile_missing([key], variants, folder, 90)
     with pytest.raises(AssertionError, match="a process"):

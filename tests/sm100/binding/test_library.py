@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> Library:
-    return Library(folder, runtime=runtime_library(), devices=1)
+    return Library(folder, runtime=runtime_library(), device=0)
 
 
 def test_a_fresh_process_runs_its_code_without_compiling(built: Path) -> None:

@@ -60,7 +60,7 @@ def cached(key: KernelKey, compile_key: Callable[[KernelKey], Compiled]) -> Comp
         _store(key, compile_key(key), entry)
     os.utime(entry)
     try:
-        native = library.Library(entry, runtime=runtime_library(), devices=1).kernel(key)
+        native = library.Library(entry, runtime=runtime_library(), device=0).kernel(key)
     except LibraryError:
         # The sources were edited between naming the entry and making it.
         shutil.rmtree(entry)

@@ -26,7 +26,7 @@ SHAPE = (4, 64, 128)
 
 
 def main(folder: Path) -> None:
-    library = Library(folder, runtime=runtime_library(), devices=1)
+    library = Library(folder, runtime=runtime_library(), device=0)
     kernels = KernelCache(library, compile_missing=False)
 
     def from_library(key: KernelKey) -> Compiled:
