@@ -23,20 +23,25 @@ from typing import Any, cast
 import torch
 from triton.runtime.jit import KernelInterface
 
+from benchmarks.flash import write_flash
 from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 DECODING, PROMPT = (1, 64), 2048
 CONTEXT = 2500
 """Tokens before a decode pass: more ratio-4 entries than are chosen."""
+FLASH_DECODING, FLASH_PROMPT = (1, 16, 64), 1024
 REPEATS = 5
 REPLAYS = 40
 
@@ -140,21 +145,57 @@ def sections(model: Standalone) -> Iterator[Section]:
         yield section(title, part, run)
 
 
+@torch.no_grad()
+def flash_sections(model: Standalone) -> Iterator[Section]:
+    """Decode steps as a whole: weights are too many for L2 to hold them from one step to the next."""
+    ours = our_kernels()
+    for requests in FLASH_DECODING:
+        model.reset()
+        for request in range(requests):
+            model.extend({request: prompt(FLASH_PROMPT)})
+        captured = CapturedDecode(model, requests)
+        captured({request: [7] for request in range(requests)})
+        replay = captured.graph.replay
+        yield Section.of(f"decode of {requests}", "the whole pass", launches(replay), ours, replay_us(captured.graph))
+
+
+def tiny_model() -> Standalone:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(folder, "nvfp4-full", seed=3, **SHAPES)
+        return Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
+
+
+def flash_model(layers: int, ranks: int) -> Standalone:
+    """The first layers of Flash with random weights, as the first of ``ranks`` ranks has them; nothing is reduced."""
+    with tempfile.TemporaryDirectory() as folder:
+        verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, layers))
+        return Standalone(
+            verified,
+            target=Target.SM90,
+            device="cuda",
+            requests=max(FLASH_DECODING),
+            capacity=2048,
+            parallel=TensorParallel(0, ranks),
+            uniform_experts=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/profile_decoder")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--flash", type=int, metavar="LAYERS", help="the first layers of Flash, random weights")
+    parser.add_argument("--ranks", type=int, default=2, help="with --flash: as one of so many ranks")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny(folder, "nvfp4-full", seed=3, **SHAPES)
-        model = Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
+    model = flash_model(arguments.flash, arguments.ranks) if arguments.flash else tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    print(f"{chip}, torch {torch.__version__}, {date}: tiny checkpoint, {SHAPES}")
+    what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}" if arguments.flash else f"tiny, {SHAPES}"
+    print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
-    for section in sections(model):
+    for section in flash_sections(model) if arguments.flash else sections(model):
         found.append(section)
         print("\n" + section.text(), flush=True)
     if arguments.json:
