@@ -2,7 +2,7 @@
 
 Up to 64 tokens a tile the figures are a fit to 172 times of all kernel shapes (2026-11-23), each of a GEMM behind
 another kernel in a CUDA graph, as in a decode step, with weights rotated through more than L2:
-``launch/results/hopper_step_h200.json``. Half of these are within 6 % of the model. For wider tiles they are those of
+``launch/results/hopper_step_h200.json``. Half of these are within 4 % of the model. For wider tiles they are those of
 ``launch/results/hopper_gemm_h200.md``. The figures rank shapes; they are not a promise.
 
 Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
