@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.uniform_experts import UniformExperts
-from nvfp4_sgl.targets.fused.products_bf16 import multiply_small
+from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
-from nvfp4_sgl.triton_kernels.skinny_gemm.skinny_gemm import new_skinny_semaphores
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -39,8 +38,7 @@ class FusedRouter(nn.Module):
     def __init__(self, context: Context, layer: int, experts: RoutedExperts):
         super().__init__()
         stem, self._config, self._experts = f"layers.{layer}.ffn.gate", context.config, (experts,)
-        self.weight = frozen(context.read(f"{stem}.weight").to(context.device, torch.bfloat16))
-        self.semaphores = new_skinny_semaphores(self.weight.shape[0], self.weight.device)
+        self.weight = frozen(context.read(f"{stem}.weight").bfloat16())
         self._is_hash = context.config.is_hash_routed(layer)
         self._uniform: UniformExperts | None = None
         if self._is_hash:
@@ -51,7 +49,7 @@ class FusedRouter(nn.Module):
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
-        logits = multiply_small(x, self.weight, self.semaphores)
+        logits = multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)

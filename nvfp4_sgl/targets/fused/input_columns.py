@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
-from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply_small
+from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
-from nvfp4_sgl.triton_kernels.skinny_gemm.skinny_gemm import new_skinny_semaphores
 from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -39,7 +38,6 @@ class InputColumns(nn.Module):
         self.index_weights: nn.Parameter | None = None
         if index_weights is not None:
             self.index_weights = frozen(dequantized(load_matrix(context.source, [index_weights]), context.device))
-            self.semaphores = new_skinny_semaphores(self.index_weights.shape[0], self.index_weights.device)
 
     @property
     def takes(self) -> Form:
@@ -52,4 +50,4 @@ class InputColumns(nn.Module):
             return columns
         if len(x.require_values()) <= MAX_TOKENS:
             return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
-        return replace(columns, index_weights=multiply_small(x.require_values(), self.index_weights, self.semaphores))
+        return replace(columns, index_weights=multiply(x.require_values(), self.index_weights, torch.float32))

@@ -21,7 +21,6 @@ from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
-from nvfp4_sgl.triton_kernels.skinny_gemm.skinny_gemm import MAX_TOKENS, skinny_gemm
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -43,16 +42,6 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     return torch.mm(x, weight.t(), out=out)
-
-
-def multiply_small(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
-    """``x @ weight^T`` of a small matrix: fp32 [T, N] from bf16 [T, K] and [N, K].
-
-    Up to ``skinny_gemm.MAX_TOKENS`` tokens in a launch of ours, with ``semaphores`` of the matrix's own; else by torch.
-    """
-    if x.shape[0] <= MAX_TOKENS:
-        return skinny_gemm(x, weight, semaphores)
-    return multiply(x, weight, torch.float32)
 
 
 class Bf16Projection(nn.Module):

@@ -1,1 +1,0 @@
-"""GEMMs of few tokens with small bf16 matrices."""
