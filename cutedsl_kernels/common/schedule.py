@@ -94,12 +94,6 @@ class GroupedSchedule(Fixed):
         """Word of an expert in the table: neither the lanes of a run nor the experts in it share a bank."""
         return WARP_LANES + 1 + index * (WARP_LANES + 1) + run
 
-    def _count(self, expert: Any) -> Any:
-        return _from_l2(self.counts, expert)
-
-    def _offset(self, expert: Any) -> Any:
-        return _from_l2(self.offsets, expert)
-
     @cute.jit
     def prepare(self, lane: Int32):
         """Fill the table; one whole warp. Every lane sums its run, then the runs are scanned."""
@@ -108,8 +102,8 @@ class GroupedSchedule(Fixed):
         # All loads first, so that their latencies overlap.
         experts = [lane * EXPERTS_PER_LANE + i for i in range(EXPERTS_PER_LANE)]
         known = [cutlass.min(expert, self.experts - 1) for expert in experts]
-        counts = [self._count(expert) for expert in known]
-        offsets = [self._offset(expert) for expert in known]
+        counts = [self.counts[expert] for expert in known]
+        offsets = [self.offsets[expert] for expert in known]
         befores = []
         running = Int32(0)
         for expert, count in zip(experts, counts, strict=True):
@@ -151,8 +145,3 @@ class GroupedSchedule(Fixed):
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]
         return feature_tile, self.table[word + FIRST_TILES] + token_tile, expert, Int32(0), inside
-
-
-def _from_l2(table: cute.Tensor, index: Any) -> Any:
-    """A value that another kernel wrote: L1 may hold an earlier layer's if this one has not waited for any yet."""
-    return cute.arch.load(table.iterator + index, Int32, sem="relaxed", scope="gpu")

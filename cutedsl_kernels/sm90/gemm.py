@@ -16,9 +16,8 @@ in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens 
 into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
-previous kernel has ended; tokens are read, and outputs written, after that. With experts the counts say whose weights
-are needed, and are read at once, too: so the kernel that wrote them must have ended when this one begins. It has if the
-previous kernel, or another after the one that wrote them, waited for its predecessor before it let this one begin.
+previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
+read the counts, which say whose weights are needed.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K; with split_k the
 partial sums of slices of K are added in their order. The result does not depend on timing.
@@ -164,6 +163,9 @@ class W4A16Gemm(Gemm):
         place = Place(1, 1, Int32(0), Int32(0))
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
+            # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even the
+            # weights are chosen.
+            cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
                 place, feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
@@ -193,7 +195,7 @@ class W4A16Gemm(Gemm):
                 load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
                 policy = Int64(EVICT_LAST) if once else None
                 loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
-                load_stages(loads, ring, schedule, total, work, True)
+                load_stages(loads, ring, schedule, total, work, not shape.grouped)
         if cutlass.const_expr(shape.cluster > 1):
             # Others may still write, or signal, into this CTA's shared memory.
             self._synchronise()
@@ -213,8 +215,9 @@ class W4A16Gemm(Gemm):
         fragment = mma.partition_shape_A((WARPGROUP_ROWS, HALF_STEPS * 16))
         halves = [cute.make_rmem_tensor(fragment, BFloat16) for _ in range(2)]
         weights = storage.weights.data_ptr()
-        # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not shape.grouped):
+            # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
+            cute.arch.griddepcontrol_wait()
         position = ring.consumer()
         phase = Int32(0)
         tile = work.first

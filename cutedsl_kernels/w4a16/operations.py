@@ -4,9 +4,7 @@ Each writes into ``out``, which it allocates unless given. Weights are expanded 
 then ``acc * alpha``, SwiGLU if any, and one rounding to the output dtype.
 
 Programmatic dependent launch: a dense GEMM loads its weights before the kernel before it has ended. So that kernel must
-not write them; put another between. A GEMM over experts reads ``offsets`` and ``counts`` as early. The kernel that
-writes them must be followed by another that waits for it before it lets dependent launches begin, as all Triton kernels
-here do (``scatter_rows``), or be launched the ordinary way and not let others begin before its end.
+not write them; put another between.
 
 Limits: K a multiple of 64; the address of every operand, every stride, and a row of outputs a multiple of 16 bytes
 (features in multiples of 8 for bf16, 4 for fp32); gated features in multiples of 8; at most 512 experts.

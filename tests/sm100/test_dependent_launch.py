@@ -85,19 +85,6 @@ def test_a_wait_covers_only_the_launch_before(options: Options) -> None:
     run(f"{TRIGGER} {ADD}", f"{WAIT} {nothing}", f"{WAIT} {DOUBLE}", options=options)
 
 
-@modes
-def test_what_the_launch_before_waited_for_has_ended_if_it_waited_before_its_trigger(options: Options) -> None:
-    run(f"{TRIGGER} {ADD}", f"{WAIT} {TRIGGER}", DOUBLE, options=options)
-    run(f"{TRIGGER} {ADD}", f"{WAIT} {TRIGGER}", TRIGGER, DOUBLE, options=options)
-    for between in (f"{TRIGGER} {WAIT}", TRIGGER, WAIT):
-        with pytest.raises(HazardError, match=CONFLICT):
-            run(f"{TRIGGER} {ADD}", between, DOUBLE, options=options)
-    # One of its two CTAs does not wait.
-    some = f"setp.eq.u32 %p1, %r1, 0; @%p1 bra NOW; {WAIT} NOW: {TRIGGER}"
-    with pytest.raises(HazardError, match=CONFLICT):
-        run(f"{TRIGGER} {ADD}", some, DOUBLE, options=options)
-
-
 def test_the_later_launch_goes_first() -> None:
     """Until it must wait: what it stores before is there when the rest of the launch before runs."""
     flag = "mov.u32 %r6, 5; st.global.b32 [%q2], %r6;"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nvfp4_sgl.cutedsl_kernels.common.fixed import Fixed
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape
@@ -150,14 +151,29 @@ def test_swapped_alphas_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         MUTATED.check(compiled=compile_anew(MUTATED.shape))
 
 
-def misplaced(monkeypatch: pytest.MonkeyPatch, table: str, read: Callable[[Any, Any, Any], Any]) -> None:
+class Changed(Fixed):
+    """A tensor by expert that is read otherwise."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, expert: Any) -> Any:
+        return self.read(expert)
+
+
+def misplaced(monkeypatch: pytest.MonkeyPatch, field: str, read: Callable[[Any, Any, Any], Any]) -> None:
     """Compile kernels whose schedule reads offsets or counts by ``read(tensor, expert, experts)``."""
-    from nvfp4_sgl.cutedsl_kernels.common.schedule import GroupedSchedule
+    from nvfp4_sgl.cutedsl_kernels.sm90 import gemm
 
-    def changed(schedule: Any, expert: Any) -> Any:
-        return read(getattr(schedule, table), expert, schedule.experts)
+    right = gemm.GroupedSchedule
 
-    monkeypatch.setattr(GroupedSchedule, {"counts": "_count", "offsets": "_offset"}[table], changed)
+    def make(*arguments: Any) -> Any:
+        schedule = right(*arguments)
+        tensor = getattr(schedule, field)
+        changed: dict[str, Any] = {field: Changed(lambda expert: read(tensor, expert, schedule.experts))}
+        return replace(schedule, **changed)
+
+    monkeypatch.setattr(gemm, "GroupedSchedule", make)
 
 
 def test_rows_of_the_next_expert_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,6 @@ class Cta:
         self.named_barriers = NamedBarriers()
         self.triggered = False
         """Whether it has executed griddepcontrol.launch_dependents."""
-        self.triggers_settled = True
-        """Whether each warp that executed that had executed griddepcontrol.wait before."""
         self.refused = False
         """Whether it has seen that a request for another cluster's work failed."""
         self.special: dict[str, int] = self._special()

@@ -171,14 +171,6 @@ class Launch:
         return all(run.done or run.triggered for run in self.runs)
 
     @property
-    def settled(self) -> bool:
-        """Whether a dependent launch begins only after the end of the launch before this one.
-
-        So it is if every CTA has waited for that end before it lets dependent launches begin.
-        """
-        return all(cta.triggered and cta.triggers_settled for run in self.runs for cta in run.cluster.ctas)
-
-    @property
     def stuck(self) -> bool:
         """Whether it cannot go on by itself."""
         return all(run.done or run.stuck for run in self.runs)

@@ -2,8 +2,7 @@
 
 Source: PTX ISA, ``griddepcontrol``; CUDA programming guide, programmatic dependent launch. A launch with the attribute
 may begin once each CTA of the one before has executed ``griddepcontrol.launch_dependents`` or exited. Until it executes
-``griddepcontrol.wait`` it may count on nothing that the one before does: not even on its end. But it may count on the
-end of the launches that the one before had waited for when it let others begin.
+``griddepcontrol.wait`` it may count on nothing that the one before does: not even on its end.
 
 Here it begins at about that earliest moment, and it goes on before the rest of those before it, which do so only when
 it cannot (at random moments, too, in the shuffled modes). All its clusters count as resident. Accesses to global memory
@@ -35,13 +34,11 @@ class SharedAccess(GlobalMemory):
         name: of the launch, for messages.
         others: those of the launches that may run beside it, this one included.
         after: by name, the launches whose end this one has waited for.
-        at_begin: those of them that had ended before this one began.
     """
 
     name: str = ""
     others: list[SharedAccess] = field(default_factory=list)
     after: set[str] = field(default_factory=set)
-    at_begin: frozenset[str] = frozenset()
     _touched: dict[int, np.ndarray] = field(default_factory=dict)
     """READ and WRITTEN for each byte, by the begin of the range."""
 
@@ -105,8 +102,6 @@ class Stream:
         if self.running:
             launch.before = self.running[-1]
         assert isinstance(launch.memory, SharedAccess)
-        launch.memory.at_begin = self._ended_before(launch.before)
-        launch.memory.after |= launch.memory.at_begin
         launch.begin(self._waited)
         self.running.append(launch)
         self.accesses.append(launch.memory)
@@ -118,18 +113,6 @@ class Stream:
             self._run(launch, lambda launch=launch: launch.done)  # type: ignore[misc]
         self.running.clear()
         self.accesses.clear()
-
-    @staticmethod
-    def _ended_before(before: Launch | None) -> frozenset[str]:
-        """The launches that have ended once ``before`` lets a dependent launch begin."""
-        if before is None:
-            return frozenset()
-        assert isinstance(before.memory, SharedAccess)
-        ended = before.memory.at_begin
-        if before.before is not None and before.settled:
-            assert isinstance(before.before.memory, SharedAccess)
-            ended |= {before.before.memory.name, *before.before.memory.after}
-        return ended
 
     @staticmethod
     def _waited(launch: Launch, before: Launch) -> None:

@@ -90,8 +90,6 @@ class Warp:
         """What ``cc`` instructions leave to those that take it in."""
         self.waits: dict[int, str] = {}
         """What a group of lanes waits for, by its program counter."""
-        self.has_waited = False
-        """Whether it has executed griddepcontrol.wait."""
         self.spinning: str | None = None
         """Set by a failed ``try_wait``: the group gives up its turn."""
         self.arrived: dict[tuple[int, str], int] = {}

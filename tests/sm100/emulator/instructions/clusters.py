@@ -82,11 +82,8 @@ def build_dependent_launch(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
         if waits:
-            blocked = warp.cta.launch.wait_for_launch_before()
-            warp.has_waited = blocked is None
-            return blocked
+            return warp.cta.launch.wait_for_launch_before()
         warp.cta.triggered = True
-        warp.cta.triggers_settled &= warp.has_waited
         warp.cta.launch.events += 1
         warp.spinning = "its next turn, so that a dependent launch may begin"
         return None
