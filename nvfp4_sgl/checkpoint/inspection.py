@@ -15,7 +15,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.requirements import check_target
+from nvfp4_sgl.targets.requirements import check_activation_mode, check_target
 from nvfp4_sgl.targets.storages import how
 
 SHOWN = 20
@@ -96,6 +96,7 @@ def inspect(verified: Verified, scan: Scan | None = None) -> Inspection:
     refused: dict[Target, str | None] = {}
     for target in Target:
         try:
+            check_activation_mode(target, verified.raw)
             check_target(target, verified.config, 1, verified.inventory.storage)
             refused[target] = None
         except Nvfp4SglError as error:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.choose import MODES, Target
 from nvfp4_sgl.targets.storages import how
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -61,6 +62,13 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
                     f"target {target.value}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
                     f" of {multiple}; use a smaller --tp-size, or another model"
                 )
+
+
+def check_activation_mode(target: Target, raw: Mapping[str, Any]) -> None:
+    """UnsupportedError if ``activation_mode`` of config.json, ``raw``, is none of the target's."""
+    mode, known = raw.get("activation_mode"), [mode.value for mode in MODES[target]]
+    if mode is not None and mode not in known:
+        raise UnsupportedError(f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(known)}")
 
 
 def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], Storage]) -> None:

@@ -350,6 +350,20 @@ def test_mixtures_are_refused_where_they_are_merged(
         Standalone(directory, capacity=256)
 
 
+@pytest.mark.parametrize(("mode", "serves"), [("w4a4", ["cpu", "sm_100a"]), ("w4a16", ["cpu", "sm_90a"]), ("w8a8", [])])
+def test_an_activation_mode_that_a_target_has_not_is_refused(
+    mode: str, serves: list[str], small: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    directory = copy_checkpoint(small["nvfp4-full"], tmp_path / "copy")
+    change_json(directory / "config.json", lambda config: config.update(activation_mode=mode))
+    status, report = inspect(directory, capsys)
+    assert [name for name, target in report["targets"].items() if target["serves"]] == serves
+    assert status == (0 if serves else 1)
+    told = doctor.Report(target="sm_100a")
+    doctor.examine_checkpoint(told, directory, 1, None)
+    assert any(f"activation_mode '{mode}'" in problem for problem in told.problems) == (mode != "w4a4")
+
+
 def test_what_targets_do_with_storages(small: dict[str, Path], capsys: Any) -> None:
     _, report = inspect(small["deepseek"], capsys)
     targets = report["targets"]
