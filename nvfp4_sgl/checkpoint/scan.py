@@ -30,7 +30,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """Stored bytes that a thread reads at once of a tensor that is not a scale."""
 SATURATED_SHARE, SATURATED_COUNT = 0.01, 16
 """A matrix is noted if more block scales than this, in share and in number, are at 448. The block that holds a matrix's

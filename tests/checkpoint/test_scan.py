@@ -412,18 +412,20 @@ def large_checkpoint(source: Path, target: Path, vocabulary: int) -> Path:
 def test_memory_does_not_grow_with_the_files(small: dict[str, Path], tmp_path: Path) -> None:
     directory = large_checkpoint(small["nvfp4-full"], tmp_path / "large", vocabulary=300_000)
     script = (
-        "import resource, sys\n"
+        "import sys\n"
+        "from pathlib import Path\n"
         "from nvfp4_sgl.checkpoint import scan, compare\n"
         "from nvfp4_sgl.checkpoint.verified import verify\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "def status(field): return int(Path('/proc/self/status').read_text().split(field)[1].split()[0]) // 1024\n"
         "small, large = map(verify, sys.argv[1:])\n"
         "scan.scan(small, threads=2); compare.compare(small, small, threads=2)\n"
-        "before = peak()\n"
+        "Path('/proc/self/clear_refs').write_text('5')  # the peak is counted from here\n"
+        "before = status('VmRSS:')\n"
         "assert not scan.scan(large, threads=2).problems\n"
         "assert not compare.compare(large, large, threads=2).problems\n"
-        "print(peak() - before)\n"
+        "print(status('VmHWM:') - before)\n"
     )
     command = [sys.executable, "-c", script, str(small["nvfp4-full"]), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 2**20
-    assert size > 300 and int(done.stdout) < 150, (size, done.stdout)
+    assert size > 300 and int(done.stdout) < 250, (size, done.stdout)
