@@ -272,7 +272,7 @@ class _Worker:
             return  # a scale that is no number, which is told already
         if reason is not None:
             found.inexact += 1
-            found.problems.append(Finding(stem, "not-exact", f"not exact: {reason}"))
+            found.problems.append(Finding(stem, "not-exact", f"not exact: {stem}: {reason}"))
 
 
 def _holds_values(part: Tensor) -> bool:

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report, the verdict last; 0 if DST is right, 1 if it is wrong. A SRC that cannot be read raises."""
+    if args.html is not None:
+        args.html.touch()  # what cannot be written is told now, not after hours of reading
     thresholds = Thresholds(args.max_rms, args.max_block, args.lossy)
     found = verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
     if args.html is not None:

@@ -486,3 +486,9 @@ def test_findings_are_listed_up_to_a_number_and_escaped(files: Files, capsys: An
 
 def test_thresholds_are_what_the_page_says() -> None:
     assert Thresholds() == Thresholds(MAX_RMS, MAX_BLOCK, False) == Thresholds(0.12, 0.4)
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "absent" / "report.html"
+    assert cli.main(["verify", str(tmp_path / "nothing"), "--html", str(page)]) == 2
+    assert str(page) in capsys.readouterr().err
