@@ -38,6 +38,10 @@ COMMANDS = {
         add="add_inspect_arguments",
         run="run_inspect",
     ),
+    "verify": Command(
+        "check a checkpoint's values, and compare it with the one it was made from",
+        "nvfp4_sgl.checkpoint.verify_cli",
+    ),
     "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build"),
     "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),
 }

@@ -202,6 +202,8 @@ def device_name(index: int) -> str:
 def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str | None) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
+    from nvfp4_sgl.targets.choose import Target
+    from nvfp4_sgl.targets.requirements import check_activation_mode, check_target
     from nvfp4_sgl.weights.parallel import TensorParallel
 
     try:
@@ -213,7 +215,12 @@ def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str 
     summary = verified.summary
     report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": verified.describe()}
     report.checkpoint_table = summary.table()
-    if target or report.target:
+    if chosen := target or report.target:
+        try:
+            check_activation_mode(Target(chosen), verified.raw)
+            check_target(Target(chosen), verified.config, ranks, verified.inventory.storage)
+        except Nvfp4SglError as error:
+            report.problems.append(f"checkpoint: {error}")
         examine_memory(report, verified, ranks, target)
 
 

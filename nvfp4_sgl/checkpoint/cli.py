@@ -10,6 +10,7 @@ from typing import Any
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.errors import Nvfp4SglError
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,28 +52,43 @@ def run_tiny(args: argparse.Namespace) -> int:
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl inspect``."""
     parser.add_argument("directory", type=Path, help="checkpoint directory")
+    parser.add_argument("--values", action="store_true", help="read all tensors, and check what they hold")
     parser.add_argument(
         "--scales",
         action="store_true",
-        help="read the scales of MXFP4 matrices too, and list those that NVFP4 cannot hold exactly",
+        help="read the scales alone, a tenth of the bytes: their ranges, and MXFP4 matrices that NVFP4 cannot hold",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--threads", type=positive, help="that read (default: the cores of this process)")
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Check names, shapes, dtypes and what exporters say of them from the headers; print what is stored.
+    """Check names, shapes, dtypes and what exporters say of them, and with flags values; print what is stored.
 
-    With ``--scales`` return 1 if an MXFP4 matrix has no exact NVFP4 form.
+    Return 1 if something is wrong with the values, or if no target serves what is stored. What is wrong before that
+    raises; with ``--json`` it is printed and 2 is returned.
     """
-    verified = verify(args.directory)
-    print(f"{args.directory}: complete\n{verified.summary.table()}")
-    if not args.scales:
-        return 0
-    total = sum(storage.is_converted for storage in verified.summary.storages.values())
-    problems = verified.reader().problems()
-    print(f"MXFP4 read as NVFP4, every value as it is: {total - len(problems)} of {total} matrices")
-    for stem, reason in problems.items():
-        print(f"  not exact: {stem}: {reason}")
-    return 1 if problems else 0
+    from nvfp4_sgl.checkpoint.inspection import broken_as_json, inspect
+    from nvfp4_sgl.checkpoint.scan import scan
+
+    try:
+        verified = verify(args.directory)
+        found = scan(verified, whole=args.values, threads=args.threads) if args.values or args.scales else None
+        inspection = inspect(verified, found)
+    except Nvfp4SglError as error:
+        if not args.json:
+            raise
+        print(json.dumps(broken_as_json(args.directory, error), indent=2))
+        return 2
+    print(json.dumps(inspection.as_json(), indent=2, allow_nan=False) if args.json else "\n".join(inspection.lines()))
+    return 1 if inspection.problems else 0
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, as an argument."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number of at least 1, found '{text}'")
 
 
 def _assignment(text: str) -> tuple[str, Any]:

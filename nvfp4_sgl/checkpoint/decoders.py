@@ -102,6 +102,11 @@ class Decoder(ABC):
     def decode(self, pieces: Pieces) -> Matrix:
         """The matrix, or the part of it that ``pieces`` hold, which begins and ends with whole blocks."""
 
+    def values(self, pieces: Pieces) -> Tensor:
+        """fp32 [n, k]: what the stored tensors stand for, also where they have no exact form here."""
+        matrix = self.decode(pieces)
+        return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
+
     def problem(self, pieces: Pieces) -> str | None:
         """Why the matrix has no exact form here; ``None`` if it has one. Looks at the whole matrix."""
         return None
@@ -188,14 +193,20 @@ class MxFp4AsNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""
-        part = MxFp4Tensor(pieces.piece("weight").view(torch.uint8), ue8m0.as_bytes(pieces.piece("scale")))
-        return mxfp4.to_nvfp4(part, self._exponents(pieces)[1])
+        return mxfp4.to_nvfp4(self._stored(pieces), self._exponents(pieces)[1])
+
+    def values(self, pieces: Pieces) -> Tensor:
+        return self._stored(pieces).dequantize()
 
     def problem(self, pieces: Pieces) -> str | None:
         low, high = self._exponents(pieces)
         if low.is_meta:
             return None  # a model without values, of which the kernels alone are asked
         return mxfp4.why_not_exact(int(low), int(high))
+
+    @staticmethod
+    def _stored(pieces: Pieces) -> MxFp4Tensor:
+        return MxFp4Tensor(pieces.piece("weight").view(torch.uint8), ue8m0.as_bytes(pieces.piece("scale")))
 
     @staticmethod
     def _exponents(pieces: Pieces) -> tuple[Tensor, Tensor]:

@@ -69,18 +69,37 @@ class CheckpointReader:
                 that no checkpoint may hold: NaN or infinity; a NaN or negative block scale; a scalar scale that is
                 not finite and positive; an expert id out of range.
         """
+        part = self.read_unchecked(name, rows, cols)
+        self.check_values(name, part, rows, cols)
+        self._read.add(name)
+        return part
+
+    def read_unchecked(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """Like :meth:`read`, whatever the values are; :meth:`check_values` tells. Does not count as read."""
         entry = self._entry(name)
-        tensor = self._map(entry)
-        part = tensor
+        part = self._map(entry)
         for dim, extent in ((0, rows), (1, cols)):
             if extent is not None:
                 start, stop = bounds(entry, name, dim, extent)
                 part = part.narrow(dim, start, stop - start)
-        if cols is not None:
-            part = part.contiguous()
-        self._check_values(entry, name, part, rows, cols)
-        self._read.add(name)
-        return part
+        return part.contiguous() if cols is not None else part
+
+    def check_values(self, name: str, part: Tensor, rows: slice | None = None, cols: slice | None = None) -> None:
+        """CheckpointError if ``part``, the given ranges of tensor ``name``, holds what no checkpoint may hold."""
+        entry = self._entry(name)
+        bad, expected = self._invalid(entry, name, part)
+        if bad is None or not bool(bad.any()):
+            return
+        index = bad.nonzero()[0].tolist()
+        value = part[tuple(index)]
+        for dim, extent in ((0, rows), (1, cols)):
+            if extent is not None:
+                index[dim] += extent.start or 0
+        raise CheckpointError(
+            f"tensor {called(name, entry)} in {entry.file}: expected {expected}, found {value.float().item()} at index"
+            f" {index}"
+            f" ({int(bad.sum())} such values); the file is damaged or was exported wrongly"
+        )
 
     def read_plain(self, name: str, rows: slice | None = None) -> Tensor:
         """Like :meth:`read`, but the tensor must be BF16 or F32."""
@@ -100,7 +119,7 @@ class CheckpointReader:
         """
         storage = self.storage(stem)
         decoder = storage.decoder
-        n, k = self._matrix_shape(stem, decoder)
+        n, k = self.matrix_shape(stem)
         weight = self._entry(self._inventory.part_name(stem, decoder.parts[0]))
         row, col = _range(weight, "rows", rows, n), _range(weight, "columns", cols, k)
         unit = nvfp4.BLOCK if decoder.is_packed else 1
@@ -122,15 +141,31 @@ class CheckpointReader:
 
         Only of matrices in a storage that may have none, which are MXFP4.
         """
-        found = {}
-        for stem, storage in self._storages().items():
-            if not storage.is_converted:
-                continue
-            n, k = self._matrix_shape(stem, storage.decoder)
-            reason = storage.decoder.problem(_Pieces(self, stem, storage.decoder, slice(0, n), slice(0, k)))
-            if reason is not None:
-                found[stem] = reason
-        return found
+        converted = (stem for stem, storage in self._storages().items() if storage.is_converted)
+        found = ((stem, self.problem(stem)) for stem in converted)
+        return {stem: reason for stem, reason in found if reason is not None}
+
+    def problem(self, stem: str) -> str | None:
+        """Why the matrix ``stem`` has no exact form here; ``None`` if it has one."""
+        decoder = self.storage(stem).decoder
+        n, k = self.matrix_shape(stem)
+        return decoder.problem(_Pieces(self, stem, decoder, slice(0, n), slice(0, k)))
+
+    def read_values(self, stem: str, rows: slice) -> Tensor:
+        """fp32 [rows, K]: values of the matrix ``stem``, also of one that has no exact form here.
+
+        Args:
+            rows: a range that begins with a whole block, and ends with one or with the matrix.
+
+        Raises:
+            CheckpointError: as :meth:`read`.
+        """
+        decoder = self.storage(stem).decoder
+        return decoder.values(_Pieces(self, stem, decoder, rows, slice(0, self.matrix_shape(stem)[1])))
+
+    def release(self) -> None:
+        """Let go of the files; they are mapped again when something is read."""
+        self._files.clear()
 
     def part(self, stem: str, part: Part, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """A stored tensor of the matrix ``stem``, or the share of it that a range of the matrix has."""
@@ -158,7 +193,7 @@ class CheckpointReader:
         for storage, count in Counter(self._decoded.values()).items():
             if storage.is_converted:
                 logger.info("%d %s matrices are NVFP4 now, every value as it was", count, storage.value)
-        self._files.clear()
+        self.release()
 
     def _entry(self, name: str) -> Entry:
         entry = self._inventory.entries.get(name)
@@ -183,8 +218,9 @@ class CheckpointReader:
         assert self._inventory.summary is not None  # verified, as __init__ demands
         return self._inventory.summary.storages
 
-    def _matrix_shape(self, stem: str, decoder: Decoder) -> tuple[int, int]:
-        """[N, K], from the part that holds the values."""
+    def matrix_shape(self, stem: str) -> tuple[int, int]:
+        """[N, K] of the matrix ``stem``, from the part that holds the values."""
+        decoder = self.storage(stem).decoder
         entry, unit = self._entry(self._inventory.part_name(stem, decoder.parts[0])), decoder.parts[0].unit
         assert unit is not None and len(entry.shape) == 2, entry
         return entry.shape[0] * unit[0], entry.shape[1] * unit[1]
@@ -210,21 +246,6 @@ class CheckpointReader:
     def _is_optional(self, name: str) -> bool:
         part = self._part_of(name)
         return part is not None and part.optional
-
-    def _check_values(self, entry: Entry, name: str, part: Tensor, rows: slice | None, cols: slice | None) -> None:
-        bad, expected = self._invalid(entry, name, part)
-        if bad is None or not bool(bad.any()):
-            return
-        index = bad.nonzero()[0].tolist()
-        value = part[tuple(index)]
-        for dim, extent in ((0, rows), (1, cols)):
-            if extent is not None:
-                index[dim] += extent.start or 0
-        raise CheckpointError(
-            f"tensor {called(name, entry)} in {entry.file}: expected {expected}, found {value.float().item()} at index"
-            f" {index}"
-            f" ({int(bad.sum())} such values); the file is damaged or was exported wrongly"
-        )
 
     def _invalid(self, entry: Entry, name: str, part: Tensor) -> tuple[Tensor | None, str]:
         """Where ``part`` holds what it must not, and what was expected."""

@@ -39,6 +39,14 @@ class CheckpointSummary:
         """Logical tensors of ``role``; of matrices, those in ``storage``, or all if ``None``."""
         return sum(n for (r, s), n in self._counts.items() if r is role and (storage is None or s is storage))
 
+    def nbytes_of(self, role: Role) -> int:
+        """Bytes of all tensors of ``role``."""
+        return sum(n for (r, _), n in self._bytes.items() if r is role)
+
+    def other_roles(self) -> list[Role]:
+        """Roles that are no matrices, of which there are tensors."""
+        return [role for role in Role if not role.is_matrix and self.count(role)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the decoder's tensors."""

@@ -261,9 +261,7 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
     choice = choose(target)
     options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
     check_options(given, options, f" on {target.value}")
-    mode, known = raw.get("activation_mode"), [mode.value for mode in choice.modes]
-    if mode is not None and mode not in known:
-        raise UnsupportedError(f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(known)}")
+    requirements.check_activation_mode(target, raw)
     TensorParallel(size=given["tp_size"]).check(config)
     requirements.check_target(target, config, given["tp_size"], inventory.storage)
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ class Choice:
 
     Attributes:
         boundaries: the implementation of each.
-        modes: what may enter GEMMs with NVFP4 weights; the first is the default.
+        modes: :data:`MODES` of the target.
         dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
         note: how far the implementation is from what the target should do, or how it is known; empty if neither.
     """
@@ -44,13 +44,21 @@ class Choice:
     note: str = ""
 
 
+MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
+    Target.CPU: (ActivationMode.W4A16, ActivationMode.W4A4),
+    Target.SM90: (ActivationMode.W4A16,),
+    Target.SM100: (ActivationMode.W4A4,),
+}
+"""What may enter GEMMs with NVFP4 weights; the first is the default."""
+
+
 def _cpu() -> Choice:
     from nvfp4_sgl.targets import reference
 
     return Choice(
         Target.CPU,
         reference.boundaries(),
-        (ActivationMode.W4A16, ActivationMode.W4A4),
+        MODES[Target.CPU],
         ("auto", "float32", "float", "bfloat16"),
         ("auto", "bfloat16", "fp8_e4m3"),
     )
@@ -62,7 +70,7 @@ def _sm90() -> Choice:
     return Choice(
         Target.SM90,
         fused.w4a16_boundaries(),
-        (ActivationMode.W4A16,),
+        MODES[Target.SM90],
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
         "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer",
@@ -75,7 +83,7 @@ def _sm100() -> Choice:
     return Choice(
         Target.SM100,
         fused.nvfp4_boundaries(),
-        (ActivationMode.W4A4,),
+        MODES[Target.SM100],
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
         "executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.choose import MODES, Target
 from nvfp4_sgl.targets.storages import how
+from nvfp4_sgl.weights.layout import expert_matrices
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 SHOWN = 4
 """Matrices that an error lists at most."""
@@ -30,8 +33,10 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
 
     Raises:
         UnsupportedError: matrices are stored in a format that the target's GEMMs do not read; they are named.
+        CheckpointError: matrices that are merged are NVFP4 in part; they are named.
         ConfigError: sizes, numbers of experts or ranks that no kernel takes.
     """
+    _check_merged(target, config, storage)
     if target is Target.CPU:
         return
     matrices = [s.name for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
@@ -56,4 +61,29 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
                 raise ConfigError(
                     f"target {target.value}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
                     f" of {multiple}; use a smaller --tp-size, or another model"
+                )
+
+
+def check_activation_mode(target: Target, raw: Mapping[str, Any]) -> None:
+    """UnsupportedError if ``activation_mode`` of config.json, ``raw``, is none of the target's."""
+    mode, known = raw.get("activation_mode"), [mode.value for mode in MODES[target]]
+    if mode is not None and mode not in known:
+        raise UnsupportedError(f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(known)}")
+
+
+def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
+    """Refuse merged matrices of which some are NVFP4: gate and up; on a CPU also all routed experts of a layer."""
+    for layer in range(config.num_hidden_layers):
+        *routed, shared = expert_matrices(config, layer, TensorParallel())
+        merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
+        if target is Target.CPU:
+            merged.append([stem for stems in merged[:-1] for stem in stems])
+            merged.append([expert.down.stem for expert in routed])
+        for stems in merged:
+            kinds = {storage(stem).is_nvfp4: stem for stem in reversed(stems)}
+            if len(kinds) > 1:
+                found = " and ".join(f"'{stem}' {storage(stem).value}" for stem in kinds.values())
+                raise CheckpointError(
+                    f"target {target.value}: matrices that are merged must all be NVFP4 or all be not; found {found};"
+                    " quantise all of them or none"
                 )

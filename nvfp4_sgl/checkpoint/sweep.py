@@ -1,0 +1,91 @@
+"""Read whole checkpoints: in threads, in bounded memory, with progress and an estimate of what is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TextIO, TypeVar
+
+import torch
+
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+
+RELEASE_BYTES = 64 * 2**20
+"""Files are unmapped after this many bytes, so that the pages read do not count as this process's memory."""
+QUIET_SECONDS, PERIOD_SECONDS = 5.0, 5.0
+"""Progress is printed when a sweep has taken this long, and then this often."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Sweep:
+    """Counts bytes as they are read; prints progress; lets files go.
+
+    Args:
+        readers: whose files are let go of.
+        total: bytes that will be read.
+        what: of the progress lines.
+        stream: where these go; stderr unless given.
+    """
+
+    def __init__(self, readers: Sequence[CheckpointReader], total: int, what: str, stream: TextIO | None = None):
+        self._readers, self._total, self._what, self._stream = readers, total, what, stream
+        self._lock = threading.Lock()
+        self._held = self.nbytes = 0
+        self._started = time.monotonic()
+        self._next_line = self._started + QUIET_SECONDS
+
+    def add(self, nbytes: int) -> None:
+        """Another ``nbytes`` were read and are no longer needed."""
+        with self._lock:
+            self.nbytes += nbytes
+            self._held += nbytes
+            if self._held >= RELEASE_BYTES:
+                self._held = 0
+                for reader in self._readers:
+                    reader.release()
+            now = time.monotonic()
+            if now >= self._next_line:
+                self._next_line = now + PERIOD_SECONDS
+                print(self._line(now - self._started), file=self._stream or sys.stderr, flush=True)
+
+    def run(self, work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+        """``work`` of each item, in order; ``threads`` at once, each with torch on one core."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                yield from pool.map(work, items)
+        finally:
+            torch.set_num_threads(before)
+
+    def _line(self, seconds: float) -> str:
+        rate = self.nbytes / seconds
+        left = (self._total - self.nbytes) / rate
+        return (
+            f"{self._what}: {self.nbytes / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s,"
+            f" about {duration(left)} left"
+        )
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` in words."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def row_ranges(rows: int, row_bytes: int, chunk_bytes: int, multiple: int = 1) -> Iterator[slice]:
+    """Ranges of ``rows`` rows of about ``chunk_bytes`` each, that begin at multiples of ``multiple``."""
+    step = max(chunk_bytes // max(row_bytes, 1) // multiple, 1) * multiple
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))

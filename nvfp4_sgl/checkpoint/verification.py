@@ -1,0 +1,211 @@
+"""What ``nvfp4-sgl verify`` finds: a checkpoint by itself and beside its source (docs/formats.md has the fields)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.checkpoint.compare import Compared, Comparison, Thresholds, compare
+from nvfp4_sgl.checkpoint.inspection import Inspection, counted, finding_lines, inspect, number, table
+from nvfp4_sgl.checkpoint.scan import Finding, scan
+from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.errors import Nvfp4SglError
+
+
+class ClassKey(NamedTuple):
+    """Matrices that are reported together."""
+
+    matrix_class: MatrixClass
+    source_storage: Storage
+    storage: Storage
+
+    @property
+    def storages(self) -> str:
+        """``MXFP4 → NVFP4``."""
+        return f"{self.source_storage.value} → {self.storage.value}"
+
+
+@dataclass(frozen=True)
+class ClassErrors:
+    """Errors of the matrices of one class and pair of storages."""
+
+    matrices: int
+    equal: int
+    rms_median: float
+    rms_max: float
+    cosine_min: float
+    worst_block: float
+
+    @classmethod
+    def of(cls, matrices: Sequence[Compared]) -> ClassErrors:
+        """Of one matrix at least."""
+        return cls(
+            matrices=len(matrices),
+            equal=sum(matrix.is_equal for matrix in matrices),
+            rms_median=statistics.median(matrix.rms for matrix in matrices),
+            rms_max=max(matrix.rms for matrix in matrices),
+            cosine_min=min(matrix.cosine for matrix in matrices),
+            worst_block=max(matrix.worst.error for matrix in matrices),
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A checkpoint, right or wrong.
+
+    Attributes:
+        source: directory that it was compared with, if any.
+        inspection: ``None`` if headers or configuration are wrong, as ``error`` says.
+        comparison: ``None`` without a source, or if there is an error.
+    """
+
+    directory: Path
+    source: Path | None
+    inspection: Inspection | None = None
+    comparison: Comparison | None = None
+    error: Nvfp4SglError | None = None
+
+    @property
+    def problems(self) -> list[Finding]:
+        """All that is wrong, each once."""
+        if self.error is not None:
+            return [Finding(None, "structure", str(self.error))]
+        found = list(self.inspection.problems) if self.inspection else []
+        told = {finding.message for finding in found}
+        if self.comparison is not None:
+            found += [finding for finding in self.comparison.problems if finding.message not in told]
+        return found
+
+    def classes(self) -> dict[ClassKey, ClassErrors]:
+        """Errors by class and storages, in the order of the classes."""
+        matrices = self.comparison.matrices if self.comparison else []
+        grouped: dict[ClassKey, list[Compared]] = {}
+        for matrix in matrices:
+            key = ClassKey(matrix.matrix_class, matrix.source_storage, matrix.storage)
+            grouped.setdefault(key, []).append(matrix)
+        order = list(MatrixClass)
+        return {key: ClassErrors.of(grouped[key]) for key in sorted(grouped, key=lambda key: order.index(key[0]))}
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as an object that JSON can hold."""
+        return {
+            "directory": str(self.directory),
+            "verdict": "wrong" if self.problems else "right",
+            "problems": [finding._asdict() for finding in self.problems],
+            "inspection": self.inspection.as_json() if self.inspection else None,
+            "comparison": self._comparison(self.comparison) if self.comparison else None,
+        }
+
+    def lines(self) -> list[str]:
+        """The report for a person; the last line is the verdict."""
+        lines = []
+        notes = self.inspection.scan.notes if self.inspection and self.inspection.scan else []
+        if self.comparison is not None:
+            lines += [*table(self.class_rows(), left=2), "", *self._tensor_lines(self.comparison)]
+        return [*lines, *finding_lines(self.problems, notes), f"{self.directory}: {self.verdict()}"]
+
+    def class_rows(self) -> list[tuple[str, ...]]:
+        """A table of the errors by class, with its head."""
+        rows: list[tuple[str, ...]] = [("class", "storage", "matrices", "equal", "rms", "rms max", "cos min", "block")]
+        for key, e in self.classes().items():
+            numbers = (f"{e.rms_median:.4f}", f"{e.rms_max:.4f}", f"{e.cosine_min:.5f}", f"{e.worst_block:.3f}")
+            rows.append((key.matrix_class.value, key.storages, str(e.matrices), str(e.equal), *numbers))
+        return rows
+
+    def verdict(self) -> str:
+        """In a few words."""
+        if problems := self.problems:
+            return f"WRONG, {counted(len(problems), 'problem')}"
+        if self.comparison is None:
+            return "right: tensors, configuration and values"
+        matrices = self.comparison.matrices
+        equal = sum(matrix.is_equal for matrix in matrices)
+        if equal == len(matrices):
+            return f"right, and every value is that of {self.source}"
+        limits = self.comparison.thresholds
+        return (
+            f"right: {equal} of {counted(len(matrices), 'matrix')} equal those of {self.source}, the others within"
+            f" {limits.rms:g} (RMS) and {limits.block:g} (block)"
+        )
+
+    def _tensor_lines(self, comparison: Comparison) -> list[str]:
+        lossless = [matrix for matrix in comparison.matrices if matrix.lossless]
+        equal = sum(matrix.is_equal for matrix in lossless)
+        blocks = sum(matrix.blocks for matrix in lossless if matrix.is_equal)
+        proved = f"storages without loss: {equal} of {counted(len(lossless), 'matrix')} equal, block by block"
+        return [
+            *([f"{proved} ({blocks} of 16)"] if lossless else []),
+            f"other tensors: {comparison.equal_tensors} of {comparison.tensors} equal",
+        ]
+
+    def _comparison(self, comparison: Comparison) -> dict[str, Any]:
+        return {
+            "source": str(self.source),
+            "max_rms": comparison.thresholds.rms,
+            "max_block": comparison.thresholds.block,
+            "classes": [
+                {
+                    "class": key.matrix_class.value,
+                    "storage": key.storage.value,
+                    "source_storage": key.source_storage.value,
+                    "matrices": errors.matrices,
+                    "equal": errors.equal,
+                    "rms_median": number(errors.rms_median),
+                    "rms_max": number(errors.rms_max),
+                    "cosine_min": errors.cosine_min,
+                    "worst_block": number(errors.worst_block),
+                }
+                for key, errors in self.classes().items()
+            ],
+            "tensors": {"compared": comparison.tensors, "equal": comparison.equal_tensors},
+            "missing": comparison.missing,
+            "extra": comparison.extra,
+            "matrices": [_matrix(matrix) for matrix in comparison.matrices],
+        }
+
+
+def verify_checkpoint(
+    directory: Path,
+    source: Path | None = None,
+    thresholds: Thresholds | None = None,
+    *,
+    threads: int | None = None,
+    progress: TextIO | None = None,
+) -> Verification:
+    """Check all of ``directory``, and with ``source`` what has become of that checkpoint's values.
+
+    Raises:
+        Nvfp4SglError: ``source`` cannot be read.
+    """
+    original = verify(source) if source is not None else None
+    try:
+        ours = verify(directory)
+    except Nvfp4SglError as error:
+        return Verification(directory, source, error=error)
+    inspection = inspect(ours, scan(ours, threads=threads, progress=progress))
+    comparison = None
+    if original is not None:
+        comparison = compare(ours, original, thresholds, threads=threads, progress=progress)
+    return Verification(directory, source, inspection, comparison)
+
+
+def _matrix(matrix: Compared) -> dict[str, Any]:
+    return {
+        "name": matrix.stem,
+        "class": matrix.matrix_class.value,
+        "layer": matrix.layer,
+        "storage": matrix.storage.value,
+        "source_storage": matrix.source_storage.value,
+        "blocks": matrix.blocks,
+        "equal_blocks": matrix.equal_blocks,
+        "lossless": matrix.lossless,
+        "rms": number(matrix.rms),
+        "cosine": matrix.cosine,
+        "worst": {"error": number(matrix.worst.error), "row": matrix.worst.row, "column": matrix.worst.column},
+        "problem": matrix.problem,
+    }

@@ -1,0 +1,63 @@
+"""``nvfp4-sgl verify``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from nvfp4_sgl.checkpoint.cli import positive
+from nvfp4_sgl.checkpoint.compare import MAX_BLOCK, MAX_RMS, Thresholds
+from nvfp4_sgl.checkpoint.html_report import page
+from nvfp4_sgl.checkpoint.verification import verify_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``nvfp4-sgl verify``."""
+    parser.add_argument("directory", type=Path, metavar="DST", help="checkpoint directory")
+    parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint that DST was made from")
+    parser.add_argument(
+        "--max-rms",
+        type=_limit,
+        default=MAX_RMS,
+        metavar="X",
+        help="relative RMS error accepted of a matrix that may differ (default: %(default)s, for NVFP4)",
+    )
+    parser.add_argument(
+        "--max-block",
+        type=_limit,
+        default=MAX_BLOCK,
+        metavar="X",
+        help="largest error accepted in a block of 16, relative to its largest value (default: %(default)s, for NVFP4)",
+    )
+    parser.add_argument(
+        "--lossy",
+        action="store_true",
+        help="apply these bounds also to matrices whose storage could hold SRC's values without loss",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots by layer and class too")
+    parser.add_argument("--threads", type=positive, help="that read (default: the cores of this process)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report, the verdict last; 0 if DST is right, 1 if it is wrong. A SRC that cannot be read raises."""
+    if args.html is not None:
+        args.html.touch()  # what cannot be written is told now, not after hours of reading
+    thresholds = Thresholds(args.max_rms, args.max_block, args.lossy)
+    found = verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
+    if args.html is not None:
+        args.html.write_text(page(found), encoding="utf-8")
+    print(json.dumps(found.as_json(), indent=2, allow_nan=False) if args.json else "\n".join(found.lines()))
+    return 1 if found.problems else 0
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if 0 <= value < math.inf:
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number of at least 0, found '{text}'")
