@@ -38,6 +38,7 @@ COMMANDS = {
         add="add_inspect_arguments",
         run="run_inspect",
     ),
+    "convert": Command("write a checkpoint with its large matrices in NVFP4", "nvfp4_sgl.convert.cli"),
     "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build"),
     "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),
 }

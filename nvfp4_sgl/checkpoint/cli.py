@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.checkpoint import checksums
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
-from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,22 +57,40 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the scales of MXFP4 matrices too, and list those that NVFP4 cannot hold exactly",
     )
+    parser.add_argument(
+        "--checksums", action="store_true", help="hold every tensor against the manifest that 'convert' wrote"
+    )
 
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Check names, shapes, dtypes and what exporters say of them from the headers; print what is stored.
 
-    With ``--scales`` return 1 if an MXFP4 matrix has no exact NVFP4 form.
+    With ``--scales`` return 1 if an MXFP4 matrix has no exact NVFP4 form, with ``--checksums`` if a tensor is not what
+    was written.
     """
     verified = verify(args.directory)
     print(f"{args.directory}: complete\n{verified.summary.table()}")
+    status = _check_checksums(verified) if args.checksums else 0
     if not args.scales:
-        return 0
+        return status
     total = sum(storage.is_converted for storage in verified.summary.storages.values())
     problems = verified.reader().problems()
     print(f"MXFP4 read as NVFP4, every value as it is: {total - len(problems)} of {total} matrices")
     for stem, reason in problems.items():
         print(f"  not exact: {stem}: {reason}")
+    return 1 if problems else status
+
+
+def _check_checksums(verified: Verified) -> int:
+    problems = checksums.check(verified.inventory)
+    total = len(verified.inventory.entries)
+    print(
+        f"checksums: {len(problems)} problems in {total} tensors"
+        if problems
+        else f"checksums: all {total} tensors match"
+    )
+    for problem in problems:
+        print(f"  {problem}")
     return 1 if problems else 0
 
 
