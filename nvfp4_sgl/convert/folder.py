@@ -132,8 +132,11 @@ class Folder:
                 os.fsync(stream.fileno())
             temporary.replace(target)
             _sync(target.parent)
-        except OSError as error:
-            raise cannot_write(target, error) from error
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)  # its room is what others may lack
+            if isinstance(error, OSError):
+                raise cannot_write(target, error) from error
+            raise
 
     def finish(self) -> None:
         """Remove what only an unfinished conversion needs."""

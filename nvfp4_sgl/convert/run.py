@@ -217,13 +217,10 @@ def _announcement(source: Verified, plan: Plan, options: Options) -> str:
         rows.append((kind.value, str(count), was.value, "" if was is now else now.value, _what_happens(was, now)))
     lines = [f"{name:<11}{count:>8}  {was:<26}{now:<9}{values}" for name, count, was, now, values in rows]
     if plan.drafts:
-        draft = f"{plan.drafts} tensors, {plan.draft_bytes / 1e9:.2f} GB, carried over byte for byte"
-        lines.append(f"{source.summary.draft}: {draft}")
+        lines.append(f"{source.summary.draft}: {plan.drafts} tensors, {plan.draft_bytes / 1e9:.2f} GB, byte for byte")
     was_bytes = sum(entry.nbytes for entry in source.inventory.entries.values())
-    lines.append(
-        f"{was_bytes / 1e9:.2f} GB become {plan.nbytes / 1e9:.2f} GB in {len(plan.shards)} files; block scales by"
-        f" {options.scales.value}, gate and up {'tied' if options.tie_gate_up else 'not tied'}"
-    )
+    lines.append(f"block scales by {options.scales.value}, gate and up {'' if options.tie_gate_up else 'not '}tied")
+    lines.append(f"{was_bytes / 1e9:.2f} GB become {plan.nbytes / 1e9:.2f} GB in {len(plan.shards)} files")
     return "\n".join(lines)
 
 
@@ -232,7 +229,7 @@ def _what_happens(was: Storage, now: Storage) -> str:
         return "kept, bit for bit"
     if was is Storage.NVFP4_COMPRESSED:
         return "kept, global scale inverted"
-    return "exact where exponents allow" if was is Storage.MXFP4 else "lossy"
+    return "exact if exponents fit" if was is Storage.MXFP4 else "lossy"
 
 
 def _result(target: Path, plan: Plan, tally: Tally) -> str:
