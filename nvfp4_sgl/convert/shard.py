@@ -57,8 +57,7 @@ class ShardWriter:
             CheckpointError: a damaged value in the source, or a file that cannot be written.
             Stopped: as asked.
         """
-        work = _Work(CheckpointReader(self._source.inventory), self._device, self._options)
-        checksums: dict[str, str] = {}
+        tally, checksums = Tally(), {}
         header, offsets = _layout(shard.outputs)
         with self._folder.file(self._folder.directory / shard.file) as stream:
             stream.write(header)
@@ -66,12 +65,32 @@ class ShardWriter:
                 if self._stop.is_set():
                     raise Stopped
                 written = 0
-                for output, pieces in work.tensors(step):
+                # A reader for each step: with it go the pages of the source that it mapped.
+                reader = CheckpointReader(self._source.inventory)
+                for output, pieces in self._tensors(step, reader, tally):
                     checksums[output.name] = _write(stream, len(header) + offsets[output.name], output, pieces)
                     written += output.nbytes
                 self._progress.advance(step.cost, written)
         sums = {name: checksums[name] for name in offsets}
-        self._folder.record(shard.file, {"tensors": sums, "tally": work.tally.as_json()})
+        self._folder.record(shard.file, {"tensors": sums, "tally": tally.as_json()})
+
+    def _tensors(
+        self, step: Step, reader: CheckpointReader, tally: Tally
+    ) -> Iterator[tuple[Output, Iterable[bytes | memoryview]]]:
+        match step:
+            case Copy():
+                if not step.is_draft:
+                    _look_at(step.entry, step.original, reader)
+                yield step.output, stored_bytes(step.entry)
+            case Invert():
+                scalar = reader.read(step.original).reshape(()).reciprocal()
+                yield step.output, [_bytes_of(scalar)]
+            case Quantise():
+                matrix, lost = MatrixConverter(reader, self._device, self._options).convert(step)
+                tally.classes[step.kind].add(lost)
+                parts = (matrix.packed, matrix.block_scale, matrix.global_scale)
+                for output, part in zip(step.outputs, parts, strict=True):
+                    yield output, [_bytes_of(part)]
 
 
 def _layout(outputs: list[Output]) -> tuple[bytes, dict[str, int]]:
@@ -102,37 +121,14 @@ def _write(stream: BinaryIO, position: int, output: Output, pieces: Iterable[byt
     return digest.hexdigest()
 
 
-class _Work:
-    """Makes the tensors of one file."""
-
-    def __init__(self, reader: CheckpointReader, device: torch.device, options: Options):
-        self._reader, self._converter = reader, MatrixConverter(reader, device, options)
-        self.tally = Tally()
-
-    def tensors(self, step: Step) -> Iterator[tuple[Output, Iterable[bytes | memoryview]]]:
-        match step:
-            case Copy():
-                if not step.is_draft:
-                    self._look_at(step.entry, step.original)
-                yield step.output, stored_bytes(step.entry)
-            case Invert():
-                scalar = self._reader.read(step.original).reshape(()).reciprocal()
-                yield step.output, [_bytes_of(scalar)]
-            case Quantise():
-                matrix, tally = self._converter.convert(step)
-                self.tally.classes[step.kind].add(tally)
-                parts = (matrix.packed, matrix.block_scale, matrix.global_scale)
-                for output, part in zip(step.outputs, parts, strict=True):
-                    yield output, [_bytes_of(part)]
-
-    def _look_at(self, entry: Entry, name: str) -> None:
-        """Refuse values that no checkpoint may hold, before they are written again."""
-        if entry.nbytes <= READ_WHOLE or len(entry.shape) != 2:
-            self._reader.read(name)
-            return
-        height = max(READ_WHOLE * entry.shape[0] // entry.nbytes, 1)
-        for start in range(0, entry.shape[0], height):
-            self._reader.read(name, rows=slice(start, min(start + height, entry.shape[0])))
+def _look_at(entry: Entry, name: str, reader: CheckpointReader) -> None:
+    """Refuse values that no checkpoint may hold, before they are written again."""
+    if entry.nbytes <= READ_WHOLE or len(entry.shape) != 2:
+        reader.read(name)
+        return
+    height = max(READ_WHOLE * entry.shape[0] // entry.nbytes, 1)
+    for start in range(0, entry.shape[0], height):
+        reader.read(name, rows=slice(start, min(start + height, entry.shape[0])))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
