@@ -32,8 +32,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure nvfp4-sgl convert on tensors of Flash's shapes.")
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write, 20 GB by default")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
-    parser.add_argument("convert", nargs="*", metavar="FLAG", help="after --: flags for nvfp4-sgl convert")
-    args = parser.parse_args()
+    parser.epilog = "What follows -- goes to nvfp4-sgl convert."
+    given = [*sys.argv[1:], "--"]
+    end = given.index("--")
+    args, flags = parser.parse_args(given[:end]), given[end + 1 : -1]
     source, target = args.directory / "source", args.directory / "result"
     if not (source / "config.json").exists():
         write_source(source, args.layers)
@@ -42,7 +44,7 @@ def main() -> int:
     print(f"{size / 1e9:.2f} GB in {args.layers} layers, {os.cpu_count()} cores", flush=True)
     print("command                         seconds   GB/s   allocated GB   with mapped files GB")
     for name, command in (
-        ("convert", ["convert", str(source), str(target), *args.convert]),
+        ("convert", ["convert", str(source), str(target), *flags]),
         ("inspect --checksums", ["inspect", str(target), "--checksums"]),
     ):
         seconds, own, resident = measured(command, args.directory / f"{command[0]}.log")
