@@ -139,8 +139,8 @@ class Folder:
             raise
 
     def finish(self) -> None:
-        """Remove what only an unfinished conversion needs."""
-        shutil.rmtree(self._work)
+        """Remove what only an unfinished conversion needs; beside config.json no rest of it does harm."""
+        shutil.rmtree(self._work, ignore_errors=True)
         self._lock.close()
 
     def close(self) -> None:
