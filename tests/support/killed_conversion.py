@@ -28,6 +28,7 @@ from nvfp4_sgl.convert import shard
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.convert.run import convert
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.files import UNFINISHED
 
 OPTIONS = Options(shard_size=1_500_000)
 
@@ -37,7 +38,7 @@ def nothing() -> None:
 
 
 _event: Callable[[], None] = nothing
-"""Called before each write of a tensor, each fsync, each renaming and each removal."""
+"""Called before each write of a tensor or of JSON, each fsync, each renaming and each removal."""
 
 
 def watch() -> None:
@@ -54,6 +55,7 @@ def watch() -> None:
     for name in ("fsync", "unlink", "rmdir"):
         setattr(os, name, told(getattr(os, name)))
     Path.replace = told(Path.replace)  # type: ignore[method-assign]
+    json.dumps = told(json.dumps)
 
 
 def conversion(source: Path, target: Path, event: Callable[[], None] = nothing) -> None:
@@ -112,12 +114,14 @@ def main(source: Path, root: Path) -> int:
     watch()
     conversion(source, whole, lambda: seen.append(1))
     events, expected = len(seen), contents(whole)
-    chosen = {1, 2, 3, 4, *range(events - 14, events + 1, 2), *random.Random(5).sample(range(5, events - 14), 8)}
+    chosen = {1, 2, 3, 4, *range(events - 16, events + 1), *random.Random(5).sample(range(5, events - 16), 8)}
     deaths = {}
     for moment in sorted(chosen):
         target = root / f"killed-{moment}"
         assert killed_at(source, target, moment) == -signal.SIGKILL, moment
         deaths[moment] = is_checkpoint(target)
+        if deaths[moment]:
+            assert {n: b for n, b in contents(target).items() if not n.startswith(UNFINISHED)} == expected, moment
         assert in_child(partial(conversion, source, target)) == 0, moment
         assert contents(target) == expected, moment
         shutil.rmtree(target)
