@@ -42,6 +42,7 @@ COMMANDS = {
         "check a checkpoint's values, and compare it with the one it was made from",
         "nvfp4_sgl.checkpoint.verify_cli",
     ),
+    "convert": Command("write a checkpoint with its large matrices in NVFP4", "nvfp4_sgl.convert.cli"),
     "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build"),
     "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),
 }

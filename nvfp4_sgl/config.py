@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, shown
+from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, require_finished, shown
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MAX_DIMENSION = 2**31 - 1
@@ -109,6 +109,7 @@ def names_architecture(value: object) -> bool:
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The dictionary in ``path/config.json``."""
     file = require_directory(path, ConfigError) / "config.json"
+    require_finished(file.parent, ConfigError)
     raw = read_json(file, ConfigError, MAX_CONFIG_BYTES, "--model-path must name a directory that holds config.json")
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}")

@@ -14,6 +14,8 @@ from nvfp4_sgl.errors import CheckpointError, ConfigError
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20
 """An index of 290,000 tensors, the largest released, takes 27 MB."""
+UNFINISHED = ".nvfp4_sgl_convert"
+"""Folder in a directory that ``nvfp4-sgl convert`` writes, until it is done; config.json comes last."""
 SHOWN_CHARACTERS = 120
 """Characters of a value that an error quotes."""
 
@@ -60,6 +62,15 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
             f" fetch it first: hf download {path} --local-dir DIR"
         )
     raise error(f"{path}: expected a directory that holds config.json and safetensors files, found {kind}")
+
+
+def require_finished(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
+    """Refuse a directory that ``nvfp4-sgl convert`` has begun and not finished."""
+    if not (directory / "config.json").exists() and (directory / UNFINISHED).is_dir():
+        raise error(
+            f"{directory}: an unfinished conversion, not a checkpoint; run the same 'nvfp4-sgl convert' command again:"
+            " it goes on where it was"
+        )
 
 
 def require_file(path: Path, error: type[ConfigError] | type[CheckpointError], remedy: str) -> int:

@@ -1,4 +1,4 @@
-"""Classes of matrices by what they do in a layer: what reports are grouped by."""
+"""Classes of matrices by what they do in a layer: what reports are grouped by, and conversions chosen by."""
 
 from __future__ import annotations
 
@@ -23,25 +23,33 @@ class MatrixClass(enum.Enum):
     COMPRESSOR = "compressor"
     """``wkv`` and ``wgate`` of the attention's compressor."""
     INDEXER = "indexer"
-    """``wq_b`` of the indexer, and its compressor."""
+    """``wq_b`` of the indexer, ``wkv`` and ``wgate`` of its compressor; its head weights are never quantised."""
 
     @classmethod
     def of(cls, stem: str) -> MatrixClass:
-        """Class of the matrix ``stem``, by DeepSeek's original name (``layers.3.attn.wq_b``)."""
+        """Class of the matrix ``stem``, by DeepSeek's original name (``layers.3.attn.wq_b``).
+
+        Raises:
+            ValueError: no such matrix is in a decoder layer.
+        """
         inner = _LAYER.sub(r"\2", stem)
-        return next(found for prefix, found in _PREFIXES.items() if inner.startswith(prefix))
+        for kind, modules in MODULES.items():
+            if any(inner.startswith(m[:-1]) if m.endswith("*") else inner == m for m in modules):
+                return kind
+        raise ValueError(f"'{stem}' is no matrix of a decoder layer")
 
 
-_PREFIXES = {
-    "ffn.experts.": MatrixClass.EXPERTS,
-    "ffn.shared_experts.": MatrixClass.SHARED,
-    "attn.wq_": MatrixClass.Q,
-    "attn.wkv": MatrixClass.KV,
-    "attn.wo_a": MatrixClass.O_A,
-    "attn.wo_b": MatrixClass.O_B,
-    "attn.compressor.": MatrixClass.COMPRESSOR,
-    "attn.indexer.": MatrixClass.INDEXER,
+MODULES: dict[MatrixClass, tuple[str, ...]] = {
+    MatrixClass.EXPERTS: ("ffn.experts.*",),
+    MatrixClass.SHARED: ("ffn.shared_experts.*",),
+    MatrixClass.Q: ("attn.wq_a", "attn.wq_b"),
+    MatrixClass.KV: ("attn.wkv",),
+    MatrixClass.O_A: ("attn.wo_a",),
+    MatrixClass.O_B: ("attn.wo_b",),
+    MatrixClass.COMPRESSOR: ("attn.compressor.*",),
+    MatrixClass.INDEXER: ("attn.indexer.*",),
 }
+"""Names in a layer, by DeepSeek's original names; ``*`` at the end stands for whatever is inside."""
 
 
 def layer_of(stem: str) -> int:

@@ -60,21 +60,25 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--threads", type=positive, help="that read (default: the cores of this process)")
+    parser.add_argument(
+        "--checksums", action="store_true", help="hold every tensor against the manifest that 'convert' wrote"
+    )
 
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Check names, shapes, dtypes and what exporters say of them, and with flags values; print what is stored.
 
-    Return 1 if something is wrong with the values, or if no target serves what is stored. What is wrong before that
-    raises; with ``--json`` it is printed and 2 is returned.
+    Return 1 if something is wrong with the values or the checksums, or if no target serves what is stored. What is
+    wrong before that raises; with ``--json`` it is printed and 2 is returned.
     """
+    from nvfp4_sgl.checkpoint import checksums
     from nvfp4_sgl.checkpoint.inspection import broken_as_json, inspect
     from nvfp4_sgl.checkpoint.scan import scan
 
     try:
         verified = verify(args.directory)
         found = scan(verified, whole=args.values, threads=args.threads) if args.values or args.scales else None
-        inspection = inspect(verified, found)
+        inspection = inspect(verified, found, checksums.check(verified.inventory) if args.checksums else None)
     except Nvfp4SglError as error:
         if not args.json:
             raise

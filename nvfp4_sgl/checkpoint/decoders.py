@@ -193,13 +193,13 @@ class MxFp4AsNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""
-        return mxfp4.to_nvfp4(self._stored(pieces), self._exponents(pieces)[1])
+        return mxfp4.to_nvfp4(self._stored(pieces), self.exponents(pieces)[1])
 
     def values(self, pieces: Pieces) -> Tensor:
         return self._stored(pieces).dequantize()
 
     def problem(self, pieces: Pieces) -> str | None:
-        low, high = self._exponents(pieces)
+        low, high = self.exponents(pieces)
         if low.is_meta:
             return None  # a model without values, of which the kernels alone are asked
         return mxfp4.why_not_exact(int(low), int(high))
@@ -209,7 +209,7 @@ class MxFp4AsNvFp4(Decoder):
         return MxFp4Tensor(pieces.piece("weight").view(torch.uint8), ue8m0.as_bytes(pieces.piece("scale")))
 
     @staticmethod
-    def _exponents(pieces: Pieces) -> tuple[Tensor, Tensor]:
+    def exponents(pieces: Pieces) -> tuple[Tensor, Tensor]:
         """Smallest and largest block exponent, int32 scalars. Codes are read only if blocks of zeros may matter."""
         scale = ue8m0.as_bytes(pieces.whole("scale"))
         low, high = (extreme.int() - ue8m0.BIAS for extreme in scale.aminmax())

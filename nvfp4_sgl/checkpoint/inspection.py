@@ -29,16 +29,19 @@ class Inspection:
     Attributes:
         refused: by target, why a server would not load it there; ``None`` if it would. One rank.
         scan: of its values; ``None`` if they were not read.
+        checksums: what differs from the manifest of a conversion; ``None`` if nothing was held against it.
     """
 
     verified: Verified
     refused: dict[Target, str | None]
     scan: Scan | None = None
+    checksums: list[str] | None = None
 
     @property
     def problems(self) -> list[Finding]:
         """What is wrong; what some targets refuse is not."""
         found = list(self.scan.problems) if self.scan else []
+        found += [Finding(None, "checksum", line) for line in self.checksums or ()]
         if all(self.refused.values()):
             found.insert(0, Finding(None, "not-served", f"no target serves it: {self.refused[Target.CPU]}"))
         return found
@@ -67,6 +70,7 @@ class Inspection:
                 for target, reason in self.refused.items()
             },
             "values": _values(self.scan) if self.scan else None,
+            "checksums": None if self.checksums is None else not self.checksums,
             "problems": [finding._asdict() for finding in self.problems],
             "notes": [finding._asdict() for finding in self.scan.notes] if self.scan else [],
         }
@@ -78,6 +82,8 @@ class Inspection:
             lines.append(f"{target.value:<17}{'serves it' if reason is None else f'refuses it: {reason}'}")
         if self.scan is not None:
             lines += _value_lines(self.scan)
+        if self.checksums == []:
+            lines.append(f"checksums: all {len(self.verified.inventory.entries)} tensors match")
         lines += finding_lines(self.problems, self.scan.notes if self.scan else [])
         return [*lines, f"{self.verified.inventory.directory}: {self._verdict()}"]
 
@@ -91,8 +97,8 @@ class Inspection:
         return f"complete, and its {what}{notes}"
 
 
-def inspect(verified: Verified, scan: Scan | None = None) -> Inspection:
-    """Ask every target whether it serves a checkpoint; ``scan`` is what its values gave."""
+def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] | None = None) -> Inspection:
+    """Ask every target whether it serves a checkpoint; ``scan`` is what its values gave, ``checksums`` what differs."""
     refused: dict[Target, str | None] = {}
     for target in Target:
         try:
@@ -101,7 +107,7 @@ def inspect(verified: Verified, scan: Scan | None = None) -> Inspection:
             refused[target] = None
         except Nvfp4SglError as error:
             refused[target] = str(error).removeprefix(f"target {target.value}: ")
-    return Inspection(verified, refused, scan)
+    return Inspection(verified, refused, scan, checksums)
 
 
 def broken_as_json(directory: object, error: Nvfp4SglError) -> dict[str, Any]:

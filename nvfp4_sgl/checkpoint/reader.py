@@ -232,9 +232,8 @@ class CheckpointReader:
         total = sum(storage.is_converted for storage in self._storages().values())
         return CheckpointError(
             f"{self._inventory.directory}: {len(named)} of {total} MXFP4 matrices have no exact NVFP4 form:"
-            f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold: quantise these"
-            " matrices to NVFP4 from the release (ModelOpt's examples/deepseek), or use a checkpoint that stores them"
-            " so"
+            f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold: run"
+            " 'nvfp4-sgl convert', which quantises these matrices, or use a checkpoint that ModelOpt quantised"
         )
 
     def _part_of(self, name: str) -> Part | None:

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.checkpoint.tokenizer import BOS_ID, EOS_ID
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import ConfigError
@@ -92,14 +93,14 @@ BASE: dict[str, Any] = {
     "use_cache": True,
 }
 
-NOT_QUANTIZED = ("embed", "head", "*.gate", "*.indexer.weights_proj", "mtp.*")
-"""``ignore`` of a fully quantised checkpoint."""
-
-
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
-_FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-_MODELOPT_GROUPS = {"group_0": {"input_activations": _FP4, "weights": _FP4, "targets": ["Linear"]}}
-_NVFP4_WEIGHTS = {**_FP4, "symmetric": True, "strategy": "tensor_group", "block_structure": None, "actorder": None}
+_NVFP4_WEIGHTS = {
+    **modelopt_words.FP4,
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "block_structure": None,
+    "actorder": None,
+}
 _FP8_WEIGHTS = {
     "num_bits": 8,
     "type": "float",
@@ -160,24 +161,13 @@ def manifest(format: TinyFormat, config: Mapping[str, Any]) -> dict[str, Any] | 
     """The hf_quant_config.json that ModelOpt writes beside ``config``."""
     if format not in (TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS):
         return None
-    said = config["quantization_config"]
-    fields = ("quant_algo", "kv_cache_quant_algo", "group_size", "quantized_layers")
-    inner = {field: said[field] for field in fields if field in said} | {"exclude_modules": said["ignore"]}
-    return {"producer": PRODUCER, "quantization": inner}
+    return modelopt_words.manifest(config["quantization_config"])
 
 
 def _quantization_config(format: TinyFormat, names: TinyNames, layers: int) -> dict[str, Any]:
     theirs = names is TinyNames.TRANSFORMERS
     if format is TinyFormat.NVFP4_FULL:
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            "kv_cache_quant_algo": None,
-            "config_groups": _MODELOPT_GROUPS,
-            "ignore": list(NOT_QUANTIZED),
-            "producer": PRODUCER,
-        }
+        return modelopt_words.full(PRODUCER)
     if format is TinyFormat.COMPRESSED_TENSORS:
         return {
             "quant_method": "compressed-tensors",
@@ -191,32 +181,21 @@ def _quantization_config(format: TinyFormat, names: TinyNames, layers: int) -> d
             },
             "ignore": ["lm_head", "re:.*shared_experts.*"],
         }
-    fp8 = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
     if format is not TinyFormat.NVFP4_EXPERTS:
-        return fp8
+        return dict(modelopt_words.FP8_BLOCKS)
     attention, feed_forward = ("self_attn", "mlp") if theirs else ("attn", "ffn")
     prefix, head = ("model.", "lm_head") if theirs else ("", "head")
-    experts = (f"{prefix}layers.{layer}.{feed_forward}.experts" for layer in range(layers))
-    return fp8 | {
-        "quant_algo": "MIXED_PRECISION",
-        "moe_quant_algo": "NVFP4",
-        "group_size": 16,
-        "kv_cache_quant_algo": None,
-        "config_groups": _MODELOPT_GROUPS,
-        "ignore": [f"*.{attention}.*", f"*.{feed_forward}.shared_experts.*", head, f"{prefix}mtp.*"],
-        "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in experts},
-        "producer": PRODUCER,
-    }
+    return modelopt_words.mixed(
+        base=modelopt_words.FP8_BLOCKS,
+        nvfp4=[f"{prefix}layers.{layer}.{feed_forward}.experts" for layer in range(layers)],
+        ignore=[f"*.{attention}.*", f"*.{feed_forward}.shared_experts.*", head, f"{prefix}mtp.*"],
+        is_moe_nvfp4=True,
+        producer=PRODUCER,
+    )
 
 
 def _compressed_group(targets: list[str], weights: dict[str, Any], format: str) -> dict[str, Any]:
-    inputs = _FP4 | {"dynamic": "local", "strategy": "tensor_group"} if weights["num_bits"] == 4 else None
+    inputs = modelopt_words.FP4 | {"dynamic": "local", "strategy": "tensor_group"} if weights["num_bits"] == 4 else None
     return {
         "targets": targets,
         "weights": weights,

@@ -132,9 +132,17 @@ def quantize_weight(w: Tensor, global_scale: Tensor | None = None) -> NvFp4Tenso
     s = blocks.abs().amax(dim=-1) / (E2M1_MAX * g)[..., None, None]
     s = torch.where(s == 0, torch.ones_like(s), s).clamp(E4M3_MIN, E4M3_MAX)
     block_scale = round_to_e4m3(s)
-    step = block_scale.float() * g[..., None, None]
-    codes = e2m1.encode(blocks / step[..., None]).flatten(-2)
-    return NvFp4Tensor(e2m1.pack(codes), block_scale, g)
+    return NvFp4Tensor(encode_blocks(blocks, block_scale, g), block_scale, g)
+
+
+def encode_blocks(blocks: Tensor, block_scale: Tensor, global_scale: Tensor) -> Tensor:
+    """uint8 [..., N, K/2]: the codes of weights under scales that are given, the last line of :func:`quantize_weight`.
+
+    blocks: fp32 [..., N, K/16, 16], finite. block_scale: float8_e4m3fn [..., N, K/16], positive. global_scale: fp32,
+    broadcastable over [...].
+    """
+    step = block_scale.float() * global_scale[..., None, None]
+    return e2m1.pack(e2m1.encode(blocks / step[..., None]).flatten(-2))
 
 
 def quantize_rows(x: Tensor, row_scale: float | None = None) -> NvFp4Tensor:

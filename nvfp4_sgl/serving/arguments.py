@@ -18,6 +18,7 @@ from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.files import require_finished
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.sglang_private import BACKEND
@@ -152,6 +153,8 @@ def is_our_checkpoint(path: str | Path | None) -> bool:
 def preflight(server_args: Any) -> None:
     """Check flags and checkpoint before any worker starts; nothing happens for other architectures."""
     given = private.given_arguments(server_args)
+    if given["model_path"] is not None:
+        require_finished(Path(given["model_path"]), ConfigError)
     if not is_our_checkpoint(given["model_path"]):
         return
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])

@@ -46,7 +46,7 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
         raise UnsupportedError(
             f"target {target.value}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
             f" {', '.join(refused[:SHOWN])}{more}; expected every matrix in NVFP4, or in MXFP4, which is read as NVFP4"
-            " (docs/formats.md): quantise these too, or serve the checkpoint on Hopper or a CPU"
+            " (docs/formats.md): make such a checkpoint with 'nvfp4-sgl convert', or serve this one on Hopper or a CPU"
         )
     if not any(storage(name).is_nvfp4 for name in matrices):
         return  # library GEMMs alone, which take any size

@@ -42,3 +42,24 @@ def dequantize(packed: np.ndarray, block_scale_bytes: np.ndarray) -> np.ndarray:
     codes = np.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:-1], -1)
     values = np.where(codes & 8, -1.0, 1.0) * E2M1[codes & 7]
     return values * np.repeat(E4M3[block_scale_bytes], 16, axis=-1)
+
+
+def quantize_weight(w: np.ndarray, amax: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ModelOpt's recipe for weights fp32 [N, K]: packed bytes, E4M3 bytes of block scales, global scale; in float32.
+
+    ``amax`` is the maximum that the global scale is made for, the matrix's own unless given.
+    """
+    f = np.float32
+    g = np.maximum(f(np.abs(w).max() if amax is None else amax), f(2.0**-100)) / f(2688)
+    blocks = w.astype(f).reshape(len(w), -1, 16)
+    s = np.abs(blocks).max(-1) / (f(6) * g)
+    scale = nearest(np.clip(np.where(s == 0, f(1), s), f(2.0**-9), f(448)), E4M3).astype(np.uint8)
+    return *encode(w, scale, g), g
+
+
+def encode(w: np.ndarray, scale: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Packed bytes of fp32 [N, K] under E4M3 bytes of block scales and a global scale; and these bytes."""
+    blocks = w.astype(np.float32).reshape(len(w), -1, 16)
+    scaled = blocks / (E4M3[scale].astype(np.float32) * g)[..., None]
+    codes = (nearest(np.abs(scaled), E2M1) | np.where(np.signbit(scaled), 8, 0)).astype(np.uint8).reshape(w.shape)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scale

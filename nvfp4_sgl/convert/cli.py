@@ -1,0 +1,98 @@
+"""``nvfp4-sgl convert``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.convert.options import Options, Scales, parse_classes, parse_size
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells count it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``nvfp4-sgl convert``."""
+    names = ", ".join(kind.value for kind in MatrixClass)
+    parser.description = (
+        "Write a checkpoint with its large matrices in NVFP4. After an interruption the same command goes on."
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint directory, in any format that is read")
+    parser.add_argument("target", metavar="DST", type=Path, help="where to write: new, empty, or a conversion begun")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--only",
+        metavar="CLASS,…",
+        type=_checked(parse_classes),
+        help=f"classes of matrices to convert, of {names} (default: all)",
+    )
+    chosen.add_argument(
+        "--keep", metavar="CLASS,…", type=_checked(parse_classes), help="classes to leave as they are stored"
+    )
+    parser.add_argument(
+        "--scales",
+        choices=[scales.value for scales in Scales],
+        default=Scales.MAX.value,
+        help="block scales by a block's maximum, as ModelOpt does, or by its squared error (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tie-gate-up",
+        action="store_true",
+        help="one global scale for gate and up of an expert: other engines need it, this one does not",
+    )
+    parser.add_argument(
+        "--shard-size",
+        metavar="SIZE",
+        type=_checked(parse_size),
+        default="5GB",
+        help="of a file (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="cpu or cuda[:N], for the arithmetic (default: a GPU if there is one)")
+    parser.add_argument("--jobs", metavar="N", type=_count, help="files written at once (default: cores, at most 8)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would happen to each class, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; 130 if interrupted."""
+    import torch
+
+    from nvfp4_sgl.convert.run import convert
+    from nvfp4_sgl.errors import UnsupportedError
+
+    everything = frozenset(MatrixClass)
+    options = Options(
+        classes=args.only or everything - (args.keep or frozenset()),
+        scales=Scales(args.scales),
+        tie_gate_up=args.tie_gate_up,
+        shard_size=args.shard_size,
+    )
+    try:
+        device = torch.device(args.device) if args.device else None
+    except RuntimeError:
+        raise UnsupportedError(f"--device {args.device}: expected cpu, cuda or cuda:N") from None
+    try:
+        convert(args.source, args.target, options, device=device, jobs=args.jobs, dry_run=args.dry_run)
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 1024, found '{text}'")
+    return int(text)

@@ -1,0 +1,205 @@
+"""The directory that a conversion writes, and what is kept in it until the conversion is done.
+
+Everything is written to a temporary name, brought to the disk and renamed, so that a process that is killed at any
+moment leaves whole files alone. :data:`UNFINISHED` is a folder inside that holds what was asked for, a record of each
+file that is done, and temporary files; config.json is the last file that appears.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
+
+JOB = "job.json"
+MANIFEST_FIELD = "conversion"
+"""Where a finished conversion's manifest keeps what :data:`JOB` held."""
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+"""Places of each source file that its fingerprint looks at."""
+
+
+class Folder:
+    """A conversion's directory, held by one process.
+
+    Attributes:
+        directory: where files appear when they are whole.
+        job: what was asked for: :func:`describe`.
+    """
+
+    def __init__(self, directory: Path, job: Mapping[str, Any], lock: BinaryIO):
+        self.directory, self.job, self._lock = directory, job, lock
+        self._work = directory / UNFINISHED
+
+    @classmethod
+    def begin(cls, directory: Path, job: Mapping[str, Any]) -> Folder:
+        """Start a conversion in a new or empty directory, or go on with one.
+
+        Raises:
+            CheckpointError: the directory holds other files, a conversion of another source or with other options, or
+                another process is at work in it.
+        """
+        work = directory / UNFINISHED
+        try:
+            if not directory.exists():
+                directory.mkdir(parents=True)
+            require_directory(directory, CheckpointError)
+            if not work.exists():
+                _require_empty(directory)
+                work.mkdir()
+            lock = (work / "lock").open("wb")
+        except OSError as error:
+            raise cannot_write(Path(error.filename or directory), error) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise CheckpointError(
+                f"{directory}: another process is converting into it; wait for it, or end it"
+            ) from None
+        folder = cls(directory, job, lock)
+        try:
+            folder._agree()
+        except BaseException:
+            lock.close()
+            raise
+        return folder
+
+    def _agree(self) -> None:
+        """Write what was asked for, or hold it against what was asked for earlier."""
+        file = self._work / JOB
+        if not file.exists():
+            if self.records():
+                raise CheckpointError(f"{file}: not found beside records of a conversion; remove {self.directory}")
+            self.write_json(file, self.job)
+            return
+        earlier = read_json(file, CheckpointError, MAX_CONFIG_BYTES, "remove the directory")
+        if differing := differences(earlier, self.job):
+            raise CheckpointError(
+                f"{self.directory}: holds an unfinished conversion of another kind: {differing}; go on with the"
+                " earlier source and options, or remove the directory"
+            )
+        # The source may have moved: what is recorded stays, so that the result is the same.
+        self.job = earlier
+        for stale in self._work.glob("*.tmp"):
+            stale.unlink()
+
+    def records(self) -> dict[str, Any]:
+        """What was recorded of each file that is there, by its name."""
+        found = {}
+        for file in sorted(self._work.glob("*.safetensors.json")):
+            name = file.name.removesuffix(".json")
+            if (self.directory / name).is_file():
+                found[name] = read_json(file, CheckpointError, MAX_INDEX_BYTES, "remove it")
+        return found
+
+    def record(self, name: str, value: object) -> None:
+        """Keep ``value`` with the file ``name``, which is whole."""
+        self.write_json(self._work / f"{name}.json", value)
+
+    def write_json(self, file: Path, value: object) -> None:
+        """Write a JSON file."""
+        with self.file(file) as stream:
+            stream.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+    def copy(self, source: Path, name: Path) -> None:
+        """Copy a small file to ``name`` in the directory."""
+        target = self.directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as stream, self.file(target) as copy:
+            shutil.copyfileobj(stream, copy)
+
+    @contextmanager
+    def file(self, target: Path) -> Iterator[BinaryIO]:
+        """A stream to what is ``target`` once the context is left without an exception, and not before.
+
+        Raises:
+            CheckpointError: it cannot be written; a full disk is the usual reason.
+        """
+        temporary = self._work / f"{target.name}.tmp"
+        try:
+            with temporary.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(target)
+            _sync(target.parent)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)  # its room is what others may lack
+            if isinstance(error, OSError):
+                raise cannot_write(target, error) from error
+            raise
+
+    def finish(self) -> None:
+        """Remove what only an unfinished conversion needs; beside config.json no rest of it does harm."""
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._lock.close()
+
+    def close(self) -> None:
+        """Let others into the directory; a later run goes on from here."""
+        self._lock.close()
+
+
+def cannot_write(file: Path, error: OSError) -> CheckpointError:
+    """The error for a full disk, or for a directory that is not ours to write."""
+    return CheckpointError(
+        f"{file}: cannot be written ({os.strerror(error.errno or 0)}); make room, or see to the rights, and run the"
+        " same command again: files that are whole are kept"
+    )
+
+
+def describe(source: Path, options: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """What is asked for; two descriptions of one conversion have no :func:`differences`."""
+    return {"source": str(source.resolve()), "fingerprint": _fingerprint(source), "version": version, **options}
+
+
+def differences(earlier: object, now: Mapping[str, Any]) -> str:
+    """In words, what differs between two descriptions but the place of the source; empty if nothing does."""
+    if not isinstance(earlier, dict):
+        return "its record is damaged"
+    told = []
+    for field in sorted((earlier.keys() | now.keys()) - {"source"}):
+        if earlier.get(field) == now.get(field):
+            continue
+        if field == "fingerprint":
+            told.append(f"source {earlier.get('source')} as it was then, now {now['source']}")
+        else:
+            told.append(f"{field} {earlier.get(field)}, now {now.get(field)}")
+    return "; ".join(told)
+
+
+def _fingerprint(source: Path) -> str:
+    """Of config.json, and of names, sizes, headers and samples of the safetensors files."""
+    digest = hashlib.sha256((source / "config.json").read_bytes())
+    for file in sorted(source.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(8 + int.from_bytes(stream.read(8), "little")))
+            for sample in range(SAMPLES):
+                stream.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _require_empty(directory: Path) -> None:
+    if any(directory.iterdir()):
+        raise CheckpointError(
+            f"{directory}: not empty, and no unfinished conversion; name a new directory, or an empty one"
+        )
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,249 @@
+"""A conversion from beginning to end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvfp4_sgl import __version__
+from nvfp4_sgl.checkpoint import checksums, modelopt_words
+from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
+from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
+from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.tiny import MARKER
+from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, differences
+from nvfp4_sgl.convert.options import Options
+from nvfp4_sgl.convert.plan import Plan, Shard, make_plan
+from nvfp4_sgl.convert.progress import Progress
+from nvfp4_sgl.convert.shard import ShardWriter, Stopped
+from nvfp4_sgl.convert.tally import Tally
+from nvfp4_sgl.convert.words import described
+from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
+from nvfp4_sgl.files import MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
+
+NOT_COPIED = {"config.json", INDEX, MANIFEST, checksums.FILE, MARKER}
+"""Small files that are written anew, or that say of a directory what does not hold for its copy."""
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"}
+"""Files of weights in other formats are left behind."""
+MAX_SMALL_FILE = 256 << 20
+ROOM = 64 << 20
+"""Bytes kept free beyond what is written."""
+MAX_DEFAULT_JOBS = 8
+"""Files written at once unless told; each takes about 0.3 GB of memory."""
+SHOWN = 5
+"""Matrices without an exact form that are named."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    options: Options,
+    *,
+    device: torch.device | None = None,
+    jobs: int | None = None,
+    dry_run: bool = False,
+) -> Tally | None:
+    """Write ``source`` to ``target`` in NVFP4, or go on with what was begun; prints what it does.
+
+    Args:
+        device: of the arithmetic; a GPU if there is one unless given. The result is the same on all.
+        jobs: files written at once.
+        dry_run: print what would be done, and do nothing.
+
+    Returns:
+        What happened to the matrices; ``None`` if nothing was done.
+
+    Raises:
+        ConfigError, CheckpointError: the source cannot be read, or the target not be written.
+        UnsupportedError: there is no such device.
+    """
+    require_directory(source, ConfigError)
+    _require_apart(source, target)
+    verified = verify(source)
+    plan = make_plan(verified, options)
+    device, jobs = _device(device), jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
+    print(_announcement(verified, plan, options))
+    if dry_run:
+        return None
+    job = describe(source, options.as_json(), __version__)
+    if _is_done(target, job):
+        print(f"{target}: converted already, from this source and with these options")
+        return None
+    folder = Folder.begin(target, job)
+    try:
+        tally = _write(verified, plan, options, folder, device=device, jobs=jobs)
+        _publish(source, verified, plan, folder, tally)
+        folder.finish()
+    finally:
+        folder.close()
+    print(_result(target, plan, tally))
+    return tally
+
+
+def _require_apart(source: Path, target: Path) -> None:
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise ConfigError(f"{target}: expected a directory apart from the source {source}; name another")
+
+
+def _device(device: torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"--device {device}: expected cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"--device {device}: no such GPU here; leave the flag out, or pass --device cpu")
+    return device
+
+
+def _is_done(target: Path, job: dict[str, Any]) -> bool:
+    """Whether ``target`` holds what the same conversion wrote."""
+    if not (target / "config.json").exists() or not (target / checksums.FILE).exists():
+        return False
+    manifest = read_json(target / checksums.FILE, CheckpointError, MAX_INDEX_BYTES, "name another directory")
+    if not isinstance(manifest, dict) or differences(manifest.get(MANIFEST_FIELD), job):
+        return False
+    # A process that was killed at the very end leaves its notes behind.
+    shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+    return True
+
+
+def _write(source: Verified, plan: Plan, options: Options, folder: Folder, *, device: torch.device, jobs: int) -> Tally:
+    """Write the files that are not there yet; returns the sum of all records."""
+    done = folder.records().keys()
+    left = [shard for shard in plan.shards if shard.file not in done]
+    _require_room(folder.directory, sum(shard.nbytes for shard in left))
+    if len(left) < len(plan.shards):
+        print(f"{len(plan.shards) - len(left)} of {len(plan.shards)} files are there already")
+    jobs = max(min(jobs, len(left)), 1)
+    print(f"writing {len(left)} files, {jobs} at once, arithmetic on {device}", flush=True)
+    progress, stop = Progress(sum(shard.cost for shard in left)), threading.Event()
+    writer = ShardWriter(source, folder, options, device=device, progress=progress, stop=stop)
+    try:
+        _in_threads(writer, left, jobs, stop)
+    finally:
+        progress.end()
+    tally, records = Tally(), folder.records()
+    for shard in plan.shards:
+        tally.add(Tally.from_json(records[shard.file]["tally"]))
+    return tally
+
+
+def _in_threads(writer: ShardWriter, shards: list[Shard], jobs: int, stop: threading.Event) -> None:
+    threads = torch.get_num_threads()
+    # One core a file where there are as many: threads of an operator would wait for each other.
+    torch.set_num_threads(max(threads // jobs, 1))
+    try:
+        with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(max(threads // jobs, 1),)) as pool:
+            futures = [pool.submit(writer.write, shard) for shard in shards]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()  # of no consequence where all are done
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _require_room(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed + ROOM:
+        raise CheckpointError(
+            f"{directory}: expected {(needed + ROOM) / 1e9:.2f} GB of free disk space, found {free / 1e9:.2f} GB;"
+            " make room, or name a directory on another disk"
+        )
+
+
+def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally: Tally) -> None:
+    """Index, descriptions, small files and manifest; config.json last, once what is there passes every check."""
+    target, records = folder.directory, folder.records()
+    weight_map = {name: file for file, record in records.items() for name in record["tensors"]}
+    index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    folder.write_json(target / INDEX, index)
+    config = described(verified.raw, plan.after)
+    folder.write_json(target / MANIFEST, modelopt_words.manifest(config["quantization_config"]))
+    for name in _small_files(source):
+        folder.copy(source / name, name)
+    sums = {name: checksum for record in records.values() for name, checksum in record["tensors"].items()}
+    losses = {
+        kind.value: {
+            "exact_casts": of.exact,
+            "quantised": of.quantised,
+            "relative_rms_error": float(f"{of.relative_rms:.4g}"),
+            "without_exact_form": dict(sorted(of.inexact.items())),
+        }
+        for kind, of in tally.classes.items()
+        if of.exact or of.quantised
+    }
+    manifest = {MANIFEST_FIELD: folder.job, "losses": losses, checksums.TENSORS: dict(sorted(sums.items()))}
+    folder.write_json(target / checksums.FILE, manifest)
+    # What inspect and the server will ask, asked before they can see it.
+    summary = Inventory.open(target).verify(verified.config)
+    check_quantization_config(config, summary)
+    check_manifest(target, summary)
+    folder.write_json(target / "config.json", config)
+
+
+def _small_files(source: Path) -> Iterator[Path]:
+    """Files beside the weights, relative to ``source``: tokenizer, documentation, code. Hidden ones are left out."""
+    for directory, folders, files in os.walk(source):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            file = Path(directory) / name
+            relative = file.relative_to(source)
+            if name.startswith(".") or str(relative) in NOT_COPIED or file.suffix in WEIGHTS:
+                continue
+            if file.is_file() and file.stat().st_size <= MAX_SMALL_FILE:
+                yield relative
+
+
+def _announcement(source: Verified, plan: Plan, options: Options) -> str:
+    """What happens to each class."""
+    rows = [("class", "matrices", "stored as", "becomes", "values")]
+    counts = Counter((MatrixClass.of(stem), was, plan.after[stem]) for stem, was in plan.before.items())
+    for (kind, was, now), count in sorted(counts.items(), key=lambda item: list(MatrixClass).index(item[0][0])):
+        rows.append((kind.value, str(count), was.value, "" if was is now else now.value, _what_happens(was, now)))
+    lines = [f"{name:<11}{count:>8}  {was:<26}{now:<9}{values}" for name, count, was, now, values in rows]
+    if plan.drafts:
+        lines.append(f"{source.summary.draft}: {plan.drafts} tensors, {plan.draft_bytes / 1e9:.2f} GB, byte for byte")
+    was_bytes = sum(entry.nbytes for entry in source.inventory.entries.values())
+    lines.append(f"block scales by {options.scales.value}, gate and up {'' if options.tie_gate_up else 'not '}tied")
+    lines.append(f"{was_bytes / 1e9:.2f} GB become {plan.nbytes / 1e9:.2f} GB in {len(plan.shards)} files")
+    return "\n".join(lines)
+
+
+def _what_happens(was: Storage, now: Storage) -> str:
+    if was is now:
+        return "kept, bit for bit"
+    if was is Storage.NVFP4_COMPRESSED:
+        return "kept, global scale inverted"
+    return "exact if exponents fit" if was is Storage.MXFP4 else "lossy"
+
+
+def _result(target: Path, plan: Plan, tally: Tally) -> str:
+    """What happened to each class."""
+    lines = [f"{'class':<11}{'exact casts':>12}{'quantised':>11}{'relative RMS error of these':>29}"]
+    inexact: dict[str, str] = {}
+    for kind, of in tally.classes.items():
+        inexact |= of.inexact
+        if of.exact or of.quantised:
+            error = f"{of.relative_rms:.3%}" if of.quantised else "-"
+            lines.append(f"{kind.value:<11}{of.exact:>12}{of.quantised:>11}{error:>29}")
+    lines = lines if len(lines) > 1 else ["no matrix was cast or quantised"]
+    if inexact:
+        lines.append(f"{len(inexact)} MXFP4 matrices have no exact NVFP4 form and were quantised ({checksums.FILE}):")
+        lines += [f"  {stem}: {reason}" for stem, reason in list(inexact.items())[:SHOWN]]
+        lines += [f"  and {len(inexact) - SHOWN} more"] if len(inexact) > SHOWN else []
+    return "\n".join([*lines, f"wrote {target}: {plan.nbytes / 1e9:.2f} GB"])

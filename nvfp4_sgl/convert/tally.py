@@ -1,0 +1,59 @@
+"""What happened to the matrices of each class, and how much they lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nvfp4_sgl.checkpoint.classes import MatrixClass
+
+
+@dataclass
+class ClassTally:
+    """Of one class.
+
+    Attributes:
+        exact: MXFP4 matrices that were cast with no change of value; ``quantised``: matrices that lost something.
+        error, square: sums of squares of their errors and of their values.
+        inexact: MXFP4 matrices that had no exact form, among the quantised; reason by stem.
+    """
+
+    exact: int = 0
+    quantised: int = 0
+    error: float = 0.0
+    square: float = 0.0
+    inexact: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def relative_rms(self) -> float:
+        """Root mean square of the errors of quantised matrices over that of their values."""
+        return float((self.error / self.square) ** 0.5) if self.square else 0.0
+
+    def add(self, other: ClassTally) -> None:
+        self.exact += other.exact
+        self.quantised += other.quantised
+        self.error += other.error
+        self.square += other.square
+        self.inexact |= other.inexact
+
+
+class Tally:
+    """By class."""
+
+    def __init__(self) -> None:
+        self.classes = {kind: ClassTally() for kind in MatrixClass}
+
+    def add(self, other: Tally) -> None:
+        for kind, tally in other.classes.items():
+            self.classes[kind].add(tally)
+
+    def as_json(self) -> dict[str, Any]:
+        return {kind.value: asdict(tally) for kind, tally in self.classes.items() if tally != ClassTally()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Tally:
+        tally = cls()
+        for kind, fields in raw.items():
+            tally.classes[MatrixClass(kind)] = ClassTally(**fields)
+        return tally
