@@ -95,7 +95,7 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
     with environment(**values), server(model, log, arguments.port, flags) as url:
         yield "ready after", round(time.monotonic() - begun, 1)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
-            yield "plugin", json.load(answer).get("nvfp4_sgl", "none")
+            yield "plugin", plugin(json.load(answer), engine)
         for count in arguments.concurrency:
             yield f"at {count}", client(url, model, folder, count, arguments.prompt, arguments.tokens)
             yield f"steady at {count}", steady(log, count)
@@ -103,6 +103,14 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
             yield f"prompt of {LONG_PROMPT}", client(url, model, folder, 1, LONG_PROMPT, 4)
         for count in arguments.trace:
             yield f"trace at {count}", trace(url, folder, count, arguments.prompt)
+
+
+def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
+    """What ``/server_info`` holds of this project's plugin; RuntimeError if it is not there, or should not be."""
+    found: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
+    if bool(found) != (engine == "ours"):
+        raise RuntimeError(f"{engine}: /server_info says of the plugin {found or 'nothing'}")
+    return {key: found[key] for key in ("version", "weights", "routing", "target") if key in found}
 
 
 def client(url: str, model: Path, folder: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:

@@ -1,0 +1,85 @@
+"""What launch/bench_full makes of a trace, of a server's log and of what a server says of itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.checkpoint.verified import verify_dummy
+from tests.support.released import FLASH
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "launch"), *sys.path])
+
+
+def event(name: str, begin: float, us: float, launch: int, category: str = "kernel") -> dict[str, Any]:
+    return {"name": name, "ts": begin, "dur": us, "cat": category, "args": {"correlation": launch}}
+
+
+def steps(count: int) -> list[dict[str, Any]]:
+    """Steps of 100 us, in each of which b begins during a, and c follows after a pause."""
+    found = []
+    for step in range(count):
+        at = 100.0 * step
+        found += [event("a", at, 10, step), event("b", at + 2, 12, step), event("c", at + 20, 5, step)]
+    return found
+
+
+def test_what_a_launch_adds_to_a_step(tmp_path: Path) -> None:
+    from benchmarks import decode_trace
+
+    prefill = [event("a", 900, 50, 77), event("on the host", 0, 1, 78, "cpu_op")]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*reversed(steps(5)), *prefill]}).encode()))
+    kernels = decode_trace.read(path)
+    assert [kernel.begin for kernel in kernels] == sorted(kernel.begin for kernel in kernels)
+    found = decode_trace.graphs(kernels)
+    # Neither the first step nor the last, which the profiler may have cut off, nor what is no whole graph.
+    assert [step[0].begin for step in found] == [100, 200, 300]
+    lines = {line.name: (line.count, line.us, line.adds) for line in decode_trace.lines(found)}
+    assert lines == {"a": (1, 10, 10), "b": (1, 12, 4), "c": (1, 5, 11)}
+    text = decode_trace.text(path).splitlines()
+    assert text[0] == "3 graphs of 3 launches, 25 us from begin to end, 100 us from one to the next"
+    assert [line.split()[-1] for line in text[2:]] == ["c", "a", "b"]
+
+
+def test_steady_steps_are_those_of_full_batches(tmp_path: Path) -> None:
+    from benchmarks.full_size import steady
+
+    log = tmp_path / "log"
+    line = "Decode batch, #running-req: {}, #full token: 1, gen throughput (token/s): {}, #queue-req: 0\n"
+    log.write_text("".join(line.format(*pair) for pair in [(16, 1000), (64, 2000), (64, 3200), (64, 4000), (6, 9)]))
+    assert steady(log, 64) == 20.0
+    assert steady(log, 16) == 16.0
+    assert steady(log, 1) is None
+
+
+def test_the_plugin_must_run_in_our_server_alone() -> None:
+    from benchmarks.full_size import plugin
+
+    ours = {"internal_states": [{}, {"nvfp4_sgl": {"version": "1", "target": "sm_90a", "pools": {}}}]}
+    assert plugin(ours, "ours") == {"version": "1", "target": "sm_90a"}
+    assert plugin({"internal_states": [{}]}, "stock") == {}
+    for info, engine in ((ours, "stock"), ({"internal_states": [{}]}, "ours")):
+        with pytest.raises(RuntimeError, match="/server_info"):
+            plugin(info, engine)
+
+
+def test_the_configuration_is_that_of_the_release(tmp_path: Path) -> None:
+    from benchmarks.flash import write_flash
+
+    for format in (TinyFormat.NVFP4_FULL, TinyFormat.DEEPSEEK):
+        config = json.loads((write_flash(tmp_path / format.value, format) / "config.json").read_text())
+        assert {key: config[key] for key in FLASH} == FLASH
+    verified = verify_dummy(write_flash(tmp_path / "short", TinyFormat.NVFP4_FULL, layers=8))
+    assert verified.config.num_hidden_layers == 8
