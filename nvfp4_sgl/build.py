@@ -46,13 +46,14 @@ class Serving:
 
     Attributes:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.
-        chunk: ``--chunked-prefill-size``.
+        chunk: ``--chunked-prefill-size``. uniform_experts: whether uniform routing is simulated.
     """
 
     ranks: int
     context: int
     requests: int = REQUESTS
     chunk: int = CHUNK
+    uniform_experts: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +174,7 @@ def needed(
             torch.bfloat16,
             choice.modes[0],
             TensorParallel(0, setting.ranks),
+            setting.uniform_experts,
         )
         decoder = Decoder(context)
         # The caches' sizes choose no kernel, those of the table of slots do.

@@ -42,7 +42,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.memory = forecast_here(self.verified, self.choice.target, int(longest))
         if private.tp_rank() == 0:
             serving = self.memory.setting
-            setting = Serving(serving.ranks, serving.context, serving.requests, serving.chunk)
+            setting = Serving(serving.ranks, serving.context, serving.requests, serving.chunk, self.uniform_experts)
             start_compiling(self.verified, self.choice.target, setting)
         mode = private.activation_mode(config)
         self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)

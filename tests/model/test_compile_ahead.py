@@ -177,13 +177,15 @@ class NotingLauncher(DryLauncher):
 class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
-    def __init__(self, path: Path, target: Target) -> None:
+    def __init__(self, path: Path, target: Target, uniform_experts: bool = False) -> None:
         gpu = build.GPUS[target]
         self._gpu, self.launcher = gpu, NotingLauncher(target.value, gpu.clusters)
         read = CheckpointReader.read
         # Aligned, as on a GPU: what is read lies in the file as it comes.
         with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
-            self.model = Standalone(path, target=target, requests=REQUESTS, capacity=CAPACITY)
+            self.model = Standalone(
+                path, target=target, requests=REQUESTS, capacity=CAPACITY, uniform_experts=uniform_experts
+            )
         table = torch.zeros(REQUESTS + 1, CAPACITY + build.EXTRA_TOKENS, dtype=torch.int32)
         slots = Slots(table, self.model.caches.full_to_swa, REQUESTS, CAPACITY)
         context = self.model.decoder.context
@@ -230,14 +232,13 @@ def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, c
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
 
 
-@pytest.mark.parametrize(("target", "name"), CASES)
+@pytest.mark.parametrize(("target", "name", "uniform"), [*((*case, False) for case in CASES), (*CASES[0], True)])
 def test_a_model_without_storage_needs_the_same_kernels(
-    target: Target, name: str, checkpoints: dict[str, Path]
+    target: Target, name: str, uniform: bool, checkpoints: dict[str, Path]
 ) -> None:
-    gemms, variants = needed(
-        verify(checkpoints[name]), target, Serving(1, CAPACITY, REQUESTS, CAPACITY), build.GPUS[target]
-    )
-    cpu = OnTheCpu(checkpoints[name], target)
+    setting = Serving(1, CAPACITY, REQUESTS, CAPACITY, uniform_experts=uniform)
+    gemms, variants = needed(verify(checkpoints[name]), target, setting, build.GPUS[target])
+    cpu = OnTheCpu(checkpoints[name], target, uniform)
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
