@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 _COMMON: dict[str, Any] = {
@@ -72,4 +73,4 @@ PRO: dict[str, Any] = _COMMON | {
 
 def config_json(base: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     """A copy of ``base`` with fields replaced."""
-    return base | overrides
+    return copy.deepcopy(base) | overrides
