@@ -81,13 +81,13 @@ class CudaLauncher:
         self.kernels.freeze()
 
     def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
-        device = call.out.device
-        kernel, arguments = self.kernels.get(key), call.arguments(clusters)
+        device, arguments = call.out.device, call.arguments(clusters)
         if _index(device) == torch.cuda.current_device():
-            kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
+            self.kernels.get(key)(arguments, torch.cuda.current_stream(device).cuda_stream)
             return
+        # A kernel of a library is loaded into the current device.
         with torch.cuda.device(device):
-            kernel(arguments, torch.cuda.current_stream(device).cuda_stream)
+            self.kernels.get(key)(arguments, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _index(device: torch.device) -> int:

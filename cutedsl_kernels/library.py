@@ -114,7 +114,7 @@ class Library:
         return set(self._entries)
 
     def kernel(self, key: KernelKey) -> NativeKernel | None:
-        """The kernel of a key, loaded into the devices; None if the library lacks it.
+        """The kernel of a key, loaded into the device; None if the library lacks it.
 
         Raises:
             LaunchError: CUDA refused the code.

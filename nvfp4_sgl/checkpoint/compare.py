@@ -43,14 +43,15 @@ MAX_RMS = 0.12
 MAX_BLOCK = 0.4
 """Largest error in a block, relative to its largest value, that is accepted unless told otherwise. Leaves room for
 quantisers that cut off a block's maximum to serve its other values."""
-SMALL_BLOCK = 2.0**-14
+LEAST_BLOCK_SHARE = 2.0**-14
 """Blocks whose maximum is below this share of the matrix's count as if it were that: smaller ones have subnormal scales
 in E4M3 (2^-6 / 448 = 2^-14.8), or none."""
 RECIPROCAL_ERROR = 2.0**-22
 """compressed-tensors stores 1 / scale: writing and reading it are two roundings in fp32."""
 CHUNK_VALUES = 2**18
 """Values of a matrix that a thread decodes at once, or a row of blocks. Fits a core's cache: two cores of an EPYC
-compare 125 million values a second, with four times as many at once 75 million (NVFP4 with MXFP4 and FP8)."""
+compare 125 million values a second, with four times as many at once 75 million (NVFP4 with MXFP4 and FP8,
+2026-11-23)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Thresholds:
 class Worst:
     """The block with the largest error relative to its largest value.
 
-    ``error``: of the source's largest value in the block (:data:`SMALL_BLOCK`). ``row``, ``column``: its first value.
+    ``error``: as a share of the source's largest value in the block (:data:`LEAST_BLOCK_SHARE`). ``row``, ``column``:
+    of the block's first value.
     """
 
     error: float
@@ -342,8 +344,8 @@ def _block_maxima(x: Tensor) -> Tensor:
 
 
 def _worst(error: Tensor, maximum: Tensor) -> Worst:
-    """Of the block errors [N, ceil(K/16)] the one that is largest beside the source's values."""
-    floor = maximum.max() * SMALL_BLOCK
+    """The block whose error is largest relative to the source's values; both arguments are [N, ceil(K/16)]."""
+    floor = maximum.max() * LEAST_BLOCK_SHARE
     relative = torch.where(error > 0, error / maximum.clamp_min(floor), 0.0)
     place = int(relative.argmax())
     row, block = divmod(place, error.shape[1])

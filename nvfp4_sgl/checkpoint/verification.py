@@ -43,7 +43,7 @@ class ClassErrors:
 
     @classmethod
     def of(cls, matrices: Sequence[Compared]) -> ClassErrors:
-        """Of one matrix at least."""
+        """Errors of the matrices of a class; there is at least one."""
         return cls(
             matrices=len(matrices),
             equal=sum(matrix.is_equal for matrix in matrices),

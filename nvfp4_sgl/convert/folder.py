@@ -177,7 +177,7 @@ def differences(earlier: object, now: Mapping[str, Any]) -> str:
 
 
 def _fingerprint(source: Path) -> str:
-    """Of config.json, and of names, sizes, headers and samples of the safetensors files."""
+    """Hash of config.json, and of names, sizes, headers and samples of the safetensors files."""
     digest = hashlib.sha256((source / "config.json").read_bytes())
     for file in sorted(source.glob("*.safetensors")):
         size = file.stat().st_size

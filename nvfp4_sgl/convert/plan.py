@@ -120,7 +120,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of the data, without the header."""
+        """Bytes of the data, without the header."""
         return sum(output.nbytes for output in self.outputs)
 
     @property

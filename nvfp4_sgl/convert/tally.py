@@ -11,7 +11,7 @@ from nvfp4_sgl.checkpoint.classes import MatrixClass
 
 @dataclass
 class ClassTally:
-    """Of one class.
+    """What happened to the matrices of one class.
 
     Attributes:
         exact: MXFP4 matrices that were cast with no change of value; ``quantised``: matrices that lost something.

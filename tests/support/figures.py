@@ -13,7 +13,7 @@ from tests.support.dequantize import dequantize_checkpoint
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one tensor: relative RMS error, cosine, the worst block of 16 with its place, equal blocks of all blocks."""
+    """How a tensor compares: relative RMS error, cosine, the worst block's error, and equal blocks of all blocks."""
 
     rms: float
     cosine: float
@@ -28,7 +28,7 @@ def values_by_name(directory: Path) -> dict[str, np.ndarray]:
 
 
 def figures(a: np.ndarray, b: np.ndarray) -> Figures:
-    """Of [N, K], beside the source's ``b``; block by block in a loop."""
+    """Compare ``a`` [N, K] with the source's ``b``, block by block in a loop."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     floor = np.abs(b).max() / 16384
     worst, equal, blocks = 0.0, 0, 0
