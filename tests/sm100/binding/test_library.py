@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,23 @@ def test_a_fresh_process_runs_its_code_without_compiling(built: Path) -> None:
 
 def test_it_holds_the_kernels_asked_for(built: Path) -> None:
     assert load(built).names == {key.name for key in KEYS}
+
+
+@pytest.mark.parametrize(("device", "loaded"), [(None, 3), (0, 0), (1, 1)])
+def test_kernels_are_loaded_into_one_device(
+    device: int | None, loaded: int, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current one unless another is named: a rank takes no memory of the others' GPUs."""
+    calls: list[int] = []
+
+    def call(held: Library, symbol: str, *pointers: Any) -> None:
+        if symbol.endswith("_cuda_load_to_device"):
+            calls.append(pointers[1].contents.value)
+
+    monkeypatch.setattr(Library, "_call", call)
+    monkeypatch.setattr(library, "_current_device", lambda: 3)
+    assert Library(built, runtime=runtime_library(), device=device).kernel(KEYS[0]) is not None
+    assert calls == [loaded]
 
 
 def test_a_linker_that_is_not_there_is_named(tmp_path: Path) -> None:
