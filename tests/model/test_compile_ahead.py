@@ -24,7 +24,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import Library
+from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, Library
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.standalone import Standalone
@@ -36,6 +36,7 @@ from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from tests.sm100.emulator.host import runtime_library
+from tests.support import on_import
 
 CASES = [
     (Target.SM90, "nvfp4-full"),
@@ -138,6 +139,23 @@ def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
     first, second = job.claim(), job.claim()
     taken = [next(first)[0], next(second)[0], next(first)[0]]
     assert taken == [0, 1, 2] and not list(first) and not list(second)
+
+
+def test_no_process_asks_the_driver(caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with GPUs each would initialise it, seconds in which it serves one process at a time."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, sys
+sys.path.append({str(Path(on_import.__file__).parent)!r})
+import on_import
+end = lambda module: setattr(module, "detect_gpu_arch", lambda prefix: os._exit(3))
+on_import.patch_on_import({{"cutlass.base_dsl.env_manager": end}})
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    key = KernelKey("sm_90a", KernelShape(8))
+    compile_ahead.compile_missing([key], [], caches / "library", 90)
+    assert (caches / "library" / MANIFEST).exists()
 
 
 def test_a_kernel_that_does_not_compile_is_named(caches: Path) -> None:
