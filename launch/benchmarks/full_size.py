@@ -12,7 +12,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from local_server import server
 
 from benchmarks import decode_trace
+from benchmarks.client import Client, started
 from benchmarks.flash import LAYERS, write_flash
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 
@@ -92,15 +92,19 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
         values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     log = folder / "server.log"
     begun = time.monotonic()
-    with environment(**values), server(model, log, arguments.port, flags) as url:
+    with (
+        environment(**values),
+        started(folder / "client.log", CLIENT_SECONDS) as client,
+        server(model, log, arguments.port, flags) as url,
+    ):
         yield "ready after", round(time.monotonic() - begun, 1)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
             yield "plugin", plugin(json.load(answer), engine)
         for count in arguments.concurrency:
-            yield f"at {count}", client(url, model, folder, count, arguments.prompt, arguments.tokens)
+            yield f"at {count}", served(client, url, model, count, arguments.prompt, arguments.tokens)
             yield f"steady at {count}", steady(log, count)
         if arguments.long:
-            yield f"prompt of {LONG_PROMPT}", client(url, model, folder, 1, LONG_PROMPT, 4)
+            yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, 4)
         for count in arguments.trace:
             yield f"trace at {count}", trace(url, folder, count, arguments.prompt)
 
@@ -113,19 +117,16 @@ def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
     return {key: found[key] for key in ("version", "weights", "routing", "target") if key in found}
 
 
-def client(url: str, model: Path, folder: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:
-    """SGLang's own benchmark client with ``count`` requests at once; milliseconds, and tokens a second."""
-    output = folder / f"client.{count}.{prompt}.jsonl"
+def served(client: Client, url: str, model: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:
+    """What SGLang's own client measures with ``count`` requests at once; milliseconds, and tokens a second."""
+    output = model.parent / f"client.{count}.{prompt}.jsonl"
     output.unlink(missing_ok=True)
     host, port = url.removeprefix("http://").split(":")
-    command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--host", host, "--port", port]
-    command += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids"]
-    command += ["--random-input-len", str(prompt), "--random-output-len", str(tokens), "--random-range-ratio", "1"]
-    command += ["--num-prompts", str(3 if count == 1 else 2 * count), "--max-concurrency", str(count)]
-    command += ["--disable-tqdm", "--output-file", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_SECONDS)
-    if done.returncode or not output.exists():
-        raise RuntimeError(f"SGLang's client ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    arguments = ["--backend", "sglang", "--host", host, "--port", port]
+    arguments += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids"]
+    arguments += ["--random-input-len", str(prompt), "--random-output-len", str(tokens), "--random-range-ratio", "1"]
+    arguments += ["--num-prompts", str(3 if count == 1 else 2 * count), "--max-concurrency", str(count)]
+    client.run([*arguments, "--disable-tqdm", "--output-file", str(output)])
     said = json.loads(output.read_text().splitlines()[-1])
     names = ("mean_tpot_ms", "median_tpot_ms", "median_ttft_ms", "output_throughput", "completed")
     return {name: round(said[name], 3) for name in names}
