@@ -1,8 +1,8 @@
 """Compile Triton kernels before their first launch: in other processes, or on a machine without the GPU.
 
 :func:`recording` notes what launches would compile and does nothing else. A :class:`Variant` so noted can be compiled
-in any process with the same Triton and the same sources, by :meth:`Variant.compile`; the result is in Triton's cache on
-disk, where the launch then finds it. :func:`targeting` stands in for the GPU where there is none.
+in any process with the same build of Triton and the same sources, by :meth:`Variant.compile`; the result is in Triton's
+cache on disk, where the launch then finds it. :func:`targeting` stands in for the GPU where there is none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -72,13 +73,14 @@ class Variant:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has run with these sources, this Triton and this cache folder."""
+        """Whether :meth:`compile` has run with these sources, this build of Triton and this cache folder."""
         return self._note.exists()
 
     @property
     def _note(self) -> Path:
         """A file beside Triton's own, which are named by what only a compilation can tell."""
-        parts = (triton.__version__, self.kernel.cache_key, self.specialization)
+        # Its version does not say enough: Triton finds nothing of a build for another Python.
+        parts = (triton_key(), self.kernel.cache_key, self.specialization)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         return Path(triton.knobs.cache.dir) / "nvfp4_sgl_compiled" / digest
 

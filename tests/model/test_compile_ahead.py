@@ -134,6 +134,14 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
         compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
 
 
+def test_what_another_build_of_triton_compiled_is_not_there(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for another Python has the same version, and its own keys."""
+    variants = noted(normalise)
+    compile_ahead.compile_missing([], variants, caches, 90)
+    monkeypatch.setattr(ahead, "triton_key", lambda: "another build")
+    assert not variants[0].is_compiled
+
+
 def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
     job = compile_ahead.Job([KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16, 32)], 90, tmp_path)
     first, second = job.claim(), job.claim()
