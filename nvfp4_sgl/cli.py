@@ -44,6 +44,9 @@ COMMANDS = {
     ),
     "convert": Command("write a checkpoint with its large matrices in NVFP4", "nvfp4_sgl.convert.cli"),
     "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build"),
+    "layertest": Command(
+        "run one layer here beside the CPU reference, boundary by boundary", "nvfp4_sgl.tracing.layer_cli"
+    ),
     "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),
 }
 

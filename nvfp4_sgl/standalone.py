@@ -46,6 +46,8 @@ class Standalone:
         requests, capacity: sequences held at once, and tokens of each.
         parallel: this rank's share.
         uniform_experts: simulate uniform routing.
+        layers: those that are loaded, all unless given. With fewer there are no embedding and LM head: call ``decoder``
+            with the streams before them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Standalone:
         capacity: int = 2048,
         parallel: TensorParallel | None = None,
         uniform_experts: bool = False,
+        layers: range | None = None,
     ):
         choice = choose(target)
         if target is not Target.CPU:
@@ -68,7 +71,8 @@ class Standalone:
         self.device, self.dtype = torch.device(device), dtype
         verified = model if isinstance(model, Verified) else verify(model)
         self.config, reader = verified.config, verified.reader(self.device)
-        self.table, self.head = (reader.read(f"{name}.weight").to(self.device, dtype) for name in ("embed", "head"))
+        if layers is None:
+            self.table, self.head = (reader.read(f"{name}.weight").to(self.device, dtype) for name in ("embed", "head"))
         context = Context(
             reader,
             self.config,
@@ -79,8 +83,9 @@ class Standalone:
             parallel or TensorParallel(),
             uniform_experts,
         )
-        self.decoder = Decoder(context)
-        reader.finish()
+        self.decoder = Decoder(context, layers)
+        if layers is None:
+            reader.finish()
         self.caches = LocalCaches(
             self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype, device=self.device
         )

@@ -6,6 +6,7 @@ loader behind SGLang's ``load_weights``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +23,9 @@ from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.compiler import start_compiling
 from nvfp4_sgl.serving.memory import forecast_here
+from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
+from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model_config = self.verified.config
         self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
         self.choice = choose(detect_target())
+        check_trace()
         longest = private.resolved("context_length") or self.model_config.max_position_embeddings
         self.memory = forecast_here(self.verified, self.choice.target, int(longest))
         if private.tp_rank() == 0:
@@ -53,6 +57,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.logits_processor = private.LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
         self.decoder: Decoder | None = None
+        self.recorder: Recorder | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -89,6 +94,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             self.uniform_experts,
         )
         self.decoder = Decoder(context)
+        self.recorder = recorder(self.decoder, self.choice.target.value, self.activation_mode.value)
         reader.finish()
         logger.info("weights: %s\n%s", self.verified.describe(), self.verified.summary.table())
 
@@ -107,8 +113,12 @@ class DeepseekV4ForCausalLM(nn.Module):
             hidden = self.embed(input_ids)
         else:
             streams = self._streams(input_ids, input_embeds)
-            hidden = self.decoder(streams, input_ids, backend.plan, backend.caches)
+            with self._recorded(input_ids, positions):
+                hidden = self.decoder(streams, input_ids, backend.plan, backend.caches)
         return self.logits_processor(input_ids, hidden, self.head, forward_batch)
+
+    def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.recording(token_ids, positions)
 
     def _streams(self, input_ids: Tensor, input_embeds: Tensor | None) -> Tensor:
         assert self.decoder is not None

@@ -1,0 +1,133 @@
+"""Observes what the boundaries of a decoder give, in the order in which they run, on any target."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.model.contract import Columns, Operand, Prepared, Unmultiplied
+from nvfp4_sgl.model.decoder import Block, Decoder
+from nvfp4_sgl.tracing.values import operand_values, route_weights, selected_set
+
+Observe = Callable[[str, Tensor], None]
+"""Called with a name, such as ``layers.3.attn.project_x.kv``, and values [T, ...]."""
+
+ATTENTION = ("project_x", "prepare", "project_q", "select", "attend", "wo_a", "wo_b")
+PROJECTED_FROM_Q = ("q", "index_q")
+
+
+@contextmanager
+def observing(decoder: Decoder, observe: Observe) -> Iterator[None]:
+    """Let ``observe`` see what each boundary gives while the context lasts.
+
+    Values are those between boundaries: of an activation that is handed on in NVFP4 or MXFP8 alone, what its codes and
+    scales stand for. Routes come as a dense matrix of weights, fp32 [T, experts], chosen entries as
+    :func:`.values.selected_set`, so that targets with other containers can be compared.
+    """
+    undo: list[Callable[[], object]] = []
+    experts = decoder.context.config.n_routed_experts
+    try:
+        for layer, block in zip(decoder.range, decoder.layers, strict=True):
+            assert isinstance(block, Block)
+            undo += _tap_block(block, f"layers.{layer}", experts, observe)
+        if decoder.hc_head is not None:
+            undo += _tap_site(decoder.hc_head, "hc_head", observe)
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _tap_block(block: Block, stem: str, experts: int, observe: Observe) -> list[Callable[[], object]]:
+    def tap(module: object, name: str, parts: Callable[[str, Any], Iterator[tuple[str, Tensor]]]) -> None:
+        def see(module: nn.Module, arguments: object, output: Any) -> None:
+            for part, values in parts(name, output):
+                observe(part, values)
+
+        assert isinstance(module, nn.Module), name
+        undo.append(module.register_forward_hook(see).remove)
+
+    undo = [*_tap_site(block.hc_attn, f"{stem}.hc_attn", observe), *_tap_site(block.hc_ffn, f"{stem}.hc_ffn", observe)]
+    for part in ATTENTION:
+        module = getattr(block.attn, part)
+        if module is not None:
+            tap(module, f"{stem}.attn.{part}", _selected if part == "select" else named_parts)
+    tap(block.ffn.route, f"{stem}.ffn.route", lambda name, routes: iter([(name, route_weights(routes, experts))]))
+    tap(block.ffn.experts, f"{stem}.ffn.experts", named_parts)
+    return undo
+
+
+def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], object]]:
+    """A site's methods are called by name, so hooks of modules do not see them."""
+    methods, calls = ("enter", "advance", "leave"), 0
+
+    def tap(method: str) -> None:
+        inner = getattr(site, method)
+
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            try:
+                output = inner(*arguments)
+            finally:
+                calls -= 1
+            if not calls:  # of a method that another one calls the caller says everything
+                for part, values in _site_parts(name, method, output):
+                    observe(part, values)
+            return output
+
+        object.__setattr__(site, method, call)
+
+    for method in methods:
+        tap(method)
+    return [functools.partial(object.__delattr__, site, method) for method in methods]
+
+
+def _site_parts(name: str, method: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    if method == "leave":
+        yield f"{name}.left", output
+        return
+    if method == "advance":
+        yield f"{name}.streams", output[1]
+    yield f"{name}.x", operand_values(output[0])
+
+
+def named_parts(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a boundary's output, by name."""
+    match output:
+        case Tensor():
+            yield name, output
+        case Operand():
+            yield name, operand_values(output)
+        case Columns() | Prepared():
+            for field in fields(output):
+                yield from named_parts(f"{name}.{field.name}", getattr(output, field.name))
+        case None | Unmultiplied():
+            return
+        case [Tensor(), *_]:
+            yield from zip(_names(name, len(output)), output, strict=True)
+        case _:
+            raise TypeError(f"{name}: a boundary gave {type(output).__name__}, which is not known here")
+
+
+def _names(name: str, count: int) -> list[str]:
+    """Of the outputs of a projection: the compressors' pairs, what is read from q_lora, the single ones."""
+    if count == 1:
+        return [name]
+    parts = PROJECTED_FROM_Q if name.endswith("project_q") else ("kv", "score")
+    return [f"{name}.{part}" for part in parts]
+
+
+def _selected(name: str, entries: Any) -> Iterator[tuple[str, Tensor]]:
+    yield name, selected_set(entries)
+
+
+def owned(values: Tensor) -> Tensor:
+    """A copy, fp32 or as it is: boundaries write their buffers again."""
+    return values.detach().float() if values.dtype != torch.float32 else values.detach().clone()
