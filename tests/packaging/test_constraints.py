@@ -39,8 +39,8 @@ def needed(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def closure() -> set[str]:
-    """Canonical names of everything that this distribution with its ``dev`` extra leads to, itself left out."""
-    queue, seen = [(SELF, ""), (SELF, "dev")], set()
+    """Canonical names of everything that this distribution with its extras leads to, itself left out."""
+    queue, seen = [(SELF, ""), (SELF, "dev"), (SELF, "docs")], set()
     while queue:
         node = queue.pop()
         if node in seen:
