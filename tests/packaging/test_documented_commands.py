@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nvfp4_sgl.cli import COMMANDS, build_parser
 from tests.packaging.checkout import ROOT
@@ -157,6 +158,11 @@ def check_module(words: list[str]) -> None:
 @pytest.mark.parametrize("command", found(), ids=str)
 def test_a_documented_command_would_run(command: Command) -> None:
     check(command)
+
+
+def test_the_compose_file_s_command_would_run() -> None:
+    (service,) = yaml.safe_load((ROOT / "launch/container/compose.yaml").read_text())["services"].values()
+    parse(server_parser(), [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in service["command"]])
 
 
 def test_commands_are_found() -> None:
