@@ -225,6 +225,31 @@ def test_links_of_pages_outside_the_site_resolve() -> None:
     assert not broken, "\n".join(broken)
 
 
+def known_options() -> set[str]:
+    """Options of every command of this project, of the server and of the tools that pages name."""
+    known = {"--help", "--version", "-h", *server_parser()._option_string_actions, *PYTEST}
+    for name in COMMANDS:
+        (chosen,) = (a for a in build_parser(name)._actions if isinstance(a, argparse._SubParsersAction))
+        known |= set(chosen.choices[name]._option_string_actions)
+    for file in (ROOT / "launch").rglob("*"):
+        if file.is_file() and file.suffix in ("", ".py"):
+            known |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", file.read_text(encoding="utf-8")))
+    return known
+
+
+def test_options_named_in_running_text_exist() -> None:
+    """An option by itself, such as ``--values`` in a sentence: of some command, if not of which."""
+    known = known_options()
+    unknown = [
+        f"{page.relative_to(ROOT)}: {option}"
+        for page in pages()
+        if page.name not in ("specification.md", "own_kernel.md")
+        for option in re.findall(r"`(--[a-z][\w-]*)[ `=]", page.read_text(encoding="utf-8"))
+        if option not in known
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
 def test_the_readme_fits_two_screens_and_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 90

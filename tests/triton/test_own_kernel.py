@@ -14,12 +14,13 @@ SHAPES = [(1, 16), (5, 48), (3, 1024), (2, 1040), (4, 7168)]
 
 
 def rows(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows whose maxima stand anywhere: an outlier in the last column, tiny values, zeros, NaN, infinity."""
+    """Random rows whose maxima stand anywhere: an outlier in the last column, tiny values and NaN, zeros, infinity."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(tokens, width, generator=generator)
     x[0, -1] = -300.0
     if tokens > 1:
         x[1] *= 1e-20
+        x[1, 3] = float("nan")
     if tokens > 2:
         x[2] = 0
     if tokens > 3:
