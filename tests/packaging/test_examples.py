@@ -42,7 +42,7 @@ def test_every_example_has_a_test_and_stands_in_the_documentation() -> None:
     tests = [ROOT / "tests" / name for name in ("packaging/test_examples.py", "serving/test_examples.py")]
     tested = "".join(file.read_text() for file in [*tests, ROOT / "tests/triton/test_own_kernel.py"])
     names = {file.relative_to(ROOT / "examples").parts[0] for file in (ROOT / "examples").rglob("*.py")}
-    assert len(names) == 6
+    assert len(names) >= 6
     for name in names:
         assert f"`examples/{name}" in page, f"docs/examples.md does not name examples/{name}"
         assert name.removesuffix(".py") in tested
