@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
@@ -65,14 +66,13 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     raise RuntimeError(f"the server was not ready after {READY_SECONDS} s")
 
 
-def ask(url: str) -> list[str]:
-    """Print and return a chat answer, and a streamed one."""
+def ask(url: str, **fields: Any) -> list[str]:
+    """Print and return a chat answer, and a streamed one; ``fields`` are added to both requests."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     question: ChatCompletionUserMessageParam = {"role": "user", "content": "What keeps sixteen values in nine bytes?"}
-    answer = client.chat.completions.create(model="default", messages=[question], max_tokens=16, temperature=0)
-    chunks = client.chat.completions.create(
-        model="default", messages=[question], max_tokens=16, temperature=0, stream=True
-    )
+    settings: dict[str, Any] = {"model": "default", "messages": [question], "max_tokens": 16, "temperature": 0} | fields
+    answer = client.chat.completions.create(**settings)
+    chunks = client.chat.completions.create(**settings, stream=True)
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     answers = [answer.choices[0].message.content or "", streamed]
     print(*map(repr, answers), sep="\n")
