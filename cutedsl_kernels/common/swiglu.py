@@ -12,7 +12,7 @@ LOG2_E = 1.4426950408889634
 
 
 def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; +0 where that would be NaN (spec section 6.2).
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; +0 where that would be NaN (specification §6.2).
 
     The sigmoid takes the hardware's ex2.approx and rcp.approx: relative error below 2^-21.
     """

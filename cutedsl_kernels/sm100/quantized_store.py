@@ -16,7 +16,7 @@ from ..common.shape import BLOCK, TEAM_WARPS
 from .shape import SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TRANSPOSE_PITCH, KernelShape
 
 INVERSE_E2M1_MAX = 0x3E2AAAAB
-"""Bits of fp32(1/6), the constant of the activation recipe (spec section 9.3)."""
+"""Bits of fp32(1/6), the constant of the activation recipe (specification §9.3)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class QuantizedStore(Fixed):
     A warp has a block of 16 features of each token of the chunk, and as many threads for each block as it has for each
     token. A block's 8 bytes of codes and its scale go straight to global memory.
 
-    The recipe of spec section 9.3, step by step: ``s = e4m3((amax * (1/g)) * fp32(1/6))``,
+    The recipe of specification §9.3, step by step: ``s = e4m3((amax * (1/g)) * fp32(1/6))``,
     ``code = e2m1(x * (1 / (fp32(s) * g)))``, divisions correctly rounded, codes 0 where s is 0. The values are finite
     and bounded by the SwiGLU clamp, so its first step (NaN and infinity) has nothing to do.
 

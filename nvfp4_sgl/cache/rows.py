@@ -46,7 +46,7 @@ class ExactRows:
 
 
 class PackedKvRows:
-    """512-wide key/value rows in SGLang's 584-byte entries (spec section 4.4): uint8 [pages, page_bytes].
+    """512-wide key/value rows in SGLang's 584-byte entries (specification §4.4): uint8 [pages, page_bytes].
 
     Rows are quantised from the fp32 values that are written.
     """
@@ -65,7 +65,7 @@ class PackedKvRows:
 
 
 class PackedIndexRows:
-    """128-wide indexer keys in SGLang's 132-byte entries (spec section 4.5): uint8 [pages, page_bytes]."""
+    """128-wide indexer keys in SGLang's 132-byte entries (specification §4.5): uint8 [pages, page_bytes]."""
 
     is_quantized = True
 

@@ -4,7 +4,7 @@ A decoder knows nothing of files, names of layers or ranks. The inventory holds 
 :attr:`Decoder.parts`, the reader cuts a rank's range out of each part, and :meth:`Decoder.decode` makes a matrix of the
 pieces. Whoever adds a storage writes a decoder here and names it in :class:`.storage.Storage`.
 
-Source: DEEPSEEK_V4.md §8.1, §8.2, §9.6; compressed-tensors' ``nvfp4-pack-quantized`` and ``float-quantized`` formats.
+Source: specification §8.1, §8.2, §9.6; compressed-tensors' ``nvfp4-pack-quantized`` and ``float-quantized`` formats.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What exporters write about matrices becomes a list of :class:`Statement`: a field, the matrices that it speaks of, and
 what it says they are stored as. Words that are not known here could mean anything (a rotation, a pre-scale), so they
-are refused by name. Source: DEEPSEEK_V4.md §8.2; ModelOpt's export for DeepSeek-V4; compressed-tensors'
+are refused by name. Source: specification §8.2; ModelOpt's export for DeepSeek-V4; compressed-tensors'
 QuantizationConfig.
 """
 

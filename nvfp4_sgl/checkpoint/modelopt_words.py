@@ -1,6 +1,6 @@
 """``quantization_config`` and hf_quant_config.json as ModelOpt writes them.
 
-What is written here is understood by :mod:`.exporters`. Source: DEEPSEEK_V4.md §8.2.
+What is written here is understood by :mod:`.exporters`. Source: specification §8.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors of a DeepSeek-V4 checkpoint, by DeepSeek's original names. Source: DEEPSEEK_V4.md §8.1.
+"""The tensors of a DeepSeek-V4 checkpoint, by DeepSeek's original names. Source: specification §8.1.
 
 A *stem* is a matrix's name without its suffix (``layers.3.attn.wq_b``). What is stored under a stem depends on the
 format of that matrix alone, never on a flag for the whole checkpoint: :mod:`.storage`.

@@ -1,4 +1,4 @@
-"""config.json of tiny checkpoints, laid out as in DeepSeek's and ModelOpt's releases. Source: DEEPSEEK_V4.md §1, §8.2.
+"""config.json of tiny checkpoints, laid out as in DeepSeek's and ModelOpt's releases. Source: specification §1, §8.2.
 
 Small where size is free, real where code depends on it: head_dim 512 with 64 rotated (so that 584-byte cache entries
 are exercised), window 128, the three layer kinds, hash and top-k routing, 16 index heads (with few heads, index scores

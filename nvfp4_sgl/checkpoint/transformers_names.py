@@ -1,4 +1,4 @@
-"""transformers' names of the tensors beside DeepSeek's original ones, both ways. Source: DEEPSEEK_V4.md §8.1.
+"""transformers' names of the tensors beside DeepSeek's original ones, both ways. Source: specification §8.1.
 
 Exports of full-precision models through transformers have these names (``model.layers.0.self_attn.q_a_proj.weight``);
 the experts must be stored one by one, as exporters of quantised checkpoints do. What follows a matrix's stem

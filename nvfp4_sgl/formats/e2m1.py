@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float of NVFP4 and MXFP4: codes, rounding, packing. Source: DEEPSEEK_V4.md §9.1, §9.2; OCP MX 1.0.
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: codes, rounding, packing. Source: specification §9.1, §9.2; OCP MX 1.0.
 
 Codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign, so code 8 is −0. There is no NaN and no infinity.
 Two codes share a byte along the last dimension: low nibble = even index.

@@ -1,4 +1,4 @@
-"""E4M3 (OCP ``e4m3fn``): 4 exponent bits, 3 mantissa bits, largest 448, no infinity. Source: DEEPSEEK_V4.md §3.5, §9.2.
+"""E4M3 (OCP ``e4m3fn``): 4 exponent bits, 3 mantissa bits, largest 448, no infinity. Source: specification §3.5, §9.2.
 
 Normal numbers reach down to 2^-6; subnormals are multiples of 2^-9, so everything up to 2^-10 rounds to zero.
 """

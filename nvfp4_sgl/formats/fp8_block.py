@@ -1,4 +1,4 @@
-"""Block-scaled FP8: 128×128 weights and 1×128 activations, E4M3 with UE8M0 scales. Source: DEEPSEEK_V4.md §3.5, §8.1.
+"""Block-scaled FP8: 128×128 weights and 1×128 activations, E4M3 with UE8M0 scales. Source: specification §3.5, §8.1.
 
 Ragged edges are allowed: the last block of a dimension that is no multiple of 128 is simply smaller.
 """

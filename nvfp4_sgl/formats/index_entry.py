@@ -1,4 +1,4 @@
-"""The lightning indexer's key entry of 132 bytes, and the rotation applied before it. Source: DEEPSEEK_V4.md §4.5, §5.
+"""The lightning indexer's key entry of 132 bytes, and the rotation applied before it. Source: specification §4.5, §5.
 
 128 × E4M3 and one fp32 scale (little endian), amax/448 and not a power of two, as SGLang 0.5.23 stores it by default.
 A page of P entries (P = 64 in SGLang) is P × 128 data bytes, then P × 4 scale bytes.

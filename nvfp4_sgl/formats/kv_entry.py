@@ -1,6 +1,6 @@
 """DeepSeek-V4's key-value entry of 584 bytes ("V4 layout"), for window and compressed entries alike.
 
-Source: DEEPSEEK_V4.md §4.4; SGLang 0.5.23's page layout ``KVLayout.V4``.
+Source: specification §4.4; SGLang 0.5.23's page layout ``KVLayout.V4``.
 
 A row of 512: the first 448 (no RoPE) are E4M3 in 7 blocks of 64, each with a UE8M0 scale; the last 64 (RoPE) bf16::
 

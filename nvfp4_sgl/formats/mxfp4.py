@@ -1,6 +1,6 @@
 """MXFP4: E2M1 codes with a UE8M0 scale for each 32 of a row, and its exact conversion to NVFP4.
 
-Source: DEEPSEEK_V4.md §8.1 (the experts of the original releases), §9.6 (conversion); OCP MX 1.0.
+Source: specification §8.1 (the experts of the original releases), §9.6 (conversion); OCP MX 1.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for each 16 of a row, one fp32 scale above. Source: DEEPSEEK_V4.md §9.1–9.3.
+"""NVFP4: E2M1 codes, an E4M3 scale for each 16 of a row, one fp32 scale above. Source: specification §9.1–9.3.
 
 value = e2m1 · fp32(block_scale) · global. The first product is exact in fp32 (2 + 4 significant bits).
 

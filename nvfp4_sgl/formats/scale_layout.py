@@ -1,4 +1,4 @@
-"""The order in which Blackwell's block-scaled MMA reads block scales ("128x4"). Source: DEEPSEEK_V4.md §9.4.
+"""The order in which Blackwell's block-scaled MMA reads block scales ("128x4"). Source: specification §9.4.
 
 The tensor core takes block scales in *atoms* of 128 rows by 4 blocks, 512 bytes: row r, block b of an atom at byte
 ``r % 32 * 16 + r // 32 * 4 + b``. A matrix is its atoms in row-major order; what pads it to whole atoms must be there

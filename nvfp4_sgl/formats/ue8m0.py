@@ -1,6 +1,6 @@
 """UE8M0, the power-of-two scale: one byte e stands for 2^(e − 127).
 
-Source: DEEPSEEK_V4.md (notation), §3.5; OCP MX 1.0.
+Source: specification (notation), §3.5; OCP MX 1.0.
 
 Byte 0 is 2^-127 (subnormal in fp32), byte 254 is 2^127, byte 255 is NaN. Everything is done on the bits of fp32:
 log2 and exp2 of a library round, and one wrong rounding at a power of two is a factor of two.

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention: SWA, CSA and HCA layers (spec sections 3 to 5)."""
+"""DeepSeek-V4 attention: SWA, CSA and HCA layers (specification §3 to 5)."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Operand:
 
 
 class RopeTable(enum.Enum):
-    """Which RoPE frequencies a layer rotates everything with (spec section 3.2)."""
+    """Which RoPE frequencies a layer rotates everything with (specification §3.2)."""
 
     WINDOW = "window"
     """``rope_theta``: layers without compressed entries."""
@@ -158,7 +158,7 @@ class Embedding(Protocol):
 
 
 class Site(Protocol):
-    """One mHC site with the RMSNorm behind it, or the final collapse (spec section 2)."""
+    """One mHC site with the RMSNorm behind it, or the final collapse (specification §2)."""
 
     def enter(self, streams: Tensor, step: Any) -> tuple[Operand, Any]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
@@ -214,7 +214,7 @@ class Projection(Protocol):
 
 
 class GroupedProjection(Protocol):
-    """The block-diagonal GEMM of the attention output (spec section 3.4)."""
+    """The block-diagonal GEMM of the attention output (specification §3.4)."""
 
     @property
     def takes(self) -> Form: ...
@@ -246,14 +246,14 @@ class AttentionInputs(Protocol):
 
 
 class Selection(Protocol):
-    """The lightning indexer: which ratio-4 entries each query attends to (spec section 5)."""
+    """The lightning indexer: which ratio-4 entries each query attends to (specification §5)."""
 
     def __call__(self, index_q: Tensor, weights: Tensor, step: Any, cache: LayerCache) -> Any:
         """The chosen entries, for ``attend``; index_q [T, heads * dim] and weights [T, heads] as projected."""
 
 
 class AttentionCore(Protocol):
-    """Query norm and RoPE, sparse attention with a sink, inverse RoPE (spec sections 3.1 to 3.3)."""
+    """Query norm and RoPE, sparse attention with a sink, inverse RoPE (specification §3.1 to 3.3)."""
 
     def __call__(self, q: Tensor, step: Any, cache: LayerCache, entries: Any, form: Form) -> Operand:
         """[T, G, heads of a group * head_dim] in ``form``.
@@ -265,7 +265,7 @@ class AttentionCore(Protocol):
 
 
 class Router(Protocol):
-    """Which experts each token visits, and with what weights (spec section 6.1)."""
+    """Which experts each token visits, and with what weights (specification §6.1)."""
 
     def __call__(self, x: Tensor, token_ids: Tensor, step: Any) -> Any:
         """x [T, d] in the model dtype; ids int [T], by which the first layers route."""

@@ -1,4 +1,4 @@
-"""Mixture of experts with a shared expert (spec section 6)."""
+"""Mixture of experts with a shared expert (specification §6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE frequencies of the two kinds of layers (spec section 3.2)."""
+"""RoPE frequencies of the two kinds of layers (specification §3.2)."""
 
 from __future__ import annotations
 

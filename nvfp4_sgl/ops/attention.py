@@ -1,4 +1,4 @@
-"""Sparse attention with a sink over the window and the selected compressed entries (spec section 3.3)."""
+"""Sparse attention with a sink over the window and the selected compressed entries (specification §3.3)."""
 
 from __future__ import annotations
 

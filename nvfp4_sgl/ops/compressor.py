@@ -1,4 +1,4 @@
-"""Token compression: windows of 4 or 128 tokens pooled into one cache entry (spec section 4)."""
+"""Token compression: windows of 4 or 128 tokens pooled into one cache entry (specification §4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections (mHC): four residual streams around every sublayer (spec section 2).
+"""Manifold-constrained hyper-connections (mHC): four residual streams around every sublayer (specification §2).
 
 The mixing matrix of the streams is pushed towards the doubly stochastic matrices by Sinkhorn's algorithm
 (arXiv 2512.24880). Everything here is fp32; streams are stored in the model dtype.

@@ -1,4 +1,4 @@
-"""Lightning indexer: which ratio-4 entries a query attends to (spec section 5)."""
+"""Lightning indexer: which ratio-4 entries a query attends to (specification §5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products with block-scaled weights, as the tensor-core kernels define them (spec section 9).
+"""Matrix products with block-scaled weights, as the tensor-core kernels define them (specification §9).
 
 A product with an NVFP4 weight keeps three factors apart: the exact products of codes and block scales, which
 the tensor core accumulates in fp32; one fp32 ``row_scale`` per activation row; one fp32 ``alpha`` per weight
@@ -85,7 +85,7 @@ def linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
-    """Block-diagonal product of the attention output: ``z[t, g] = W[g] @ x[t, g]`` (spec section 3.4).
+    """Block-diagonal product of the attention output: ``z[t, g] = W[g] @ x[t, g]`` (specification §3.4).
 
     In ``w4a4`` mode each (token, group) is a row with a scale of its own, so the result does not depend on
     how groups are spread over ranks.

@@ -1,4 +1,4 @@
-"""Expert routing and the expert network (spec section 6)."""
+"""Expert routing and the expert network (specification §6)."""
 
 from __future__ import annotations
 

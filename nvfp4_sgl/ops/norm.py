@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, out_dtype: torch.d
         out_dtype: dtype of the result, ``x.dtype`` unless given.
 
     Rounding: statistics and product in fp32, one rounding to the output dtype (DeepSeek's order; transformers
-    rounds before the weight is applied, spec section 2).
+    rounds before the weight is applied, specification §2).
     """
     scale = None if weight is None else weight.float()
     return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(out_dtype or x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding over the trailing dimensions of a head, in interleaved pairs (spec section 3.2)."""
+"""Rotary position embedding over the trailing dimensions of a head, in interleaved pairs (specification §3.2)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def rms_norm_rope(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """:func:`rms_norm` over the last dimension, then :func:`apply_rope` (spec section 3.1).
+    """:func:`rms_norm` over the last dimension, then :func:`apply_rope` (specification §3.1).
 
     Queries use it per head with no weight; keys use it with ``kv_norm``.
 

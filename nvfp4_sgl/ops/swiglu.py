@@ -1,4 +1,4 @@
-"""Clamped SwiGLU (spec section 6.2)."""
+"""Clamped SwiGLU (specification §6.2)."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
-        # DeepSeek's logits are fp32 products of the bf16 head (spec section 7); SGLang's default rounds them to bf16.
+        # DeepSeek's logits are fp32 products of the bf16 head (specification §7); SGLang's default rounds them to bf16.
         config.enable_lm_head_fp32 = True
         self.logits_processor = private.LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers

@@ -69,7 +69,7 @@ def parameters(
 
 
 RELEASES: Mapping[str, tuple[dict[str, Any], tuple[int, ...], float, float]] = {
-    # config, dimensions, parameters in total, GB of routed experts (both DEEPSEEK_V4.md §11)
+    # config, dimensions, parameters in total, GB of routed experts (both specification §11)
     "Flash": (FLASH, (4096, 2048, 256, 64, 1024, 8, 21, 20, 43), 284.3e9, 155.8),
     "Pro": (PRO, (7168, 3072, 384, 128, 1536, 16, 30, 31, 61), 1573.0e9, 870.4),
 }

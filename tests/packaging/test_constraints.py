@@ -39,8 +39,8 @@ def needed(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def closure() -> set[str]:
-    """Canonical names of everything that this distribution with its ``dev`` extra leads to, itself left out."""
-    queue, seen = [(SELF, ""), (SELF, "dev")], set()
+    """Canonical names of everything that this distribution with its extras leads to, itself left out."""
+    queue, seen = [(SELF, ""), (SELF, "dev"), (SELF, "docs")], set()
     while queue:
         node = queue.pop()
         if node in seen:
@@ -67,7 +67,7 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 
 def test_own_pins_agree_with_constraints() -> None:
     pinned = pins()
-    for requirement in needed(SELF, "dev"):
+    for requirement in [*needed(SELF, "dev"), *needed(SELF, "docs")]:
         assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
 
 
@@ -82,16 +82,19 @@ into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take it
 
 
 @pytest.mark.parametrize(
-    ("folders", "extra"), [(("nvfp4_sgl", *KERNEL_FOLDERS), ""), (("tests", "launch"), "dev")], ids=["package", "dev"]
+    ("folders", "extra"),
+    [(("nvfp4_sgl", *KERNEL_FOLDERS), ""), (("tests", "launch", "examples"), "dev")],
+    ids=["package", "dev"],
 )
 def test_what_is_imported_is_declared(folders: tuple[str, ...], extra: str) -> None:
     """Each third-party module that our code imports belongs to a distribution that pyproject.toml names."""
-    declared = {canonical(requirement.name) for requirement in needed(SELF, extra)}
+    extras = ("dev", "docs") if extra == "dev" else (extra,)
+    declared = {canonical(requirement.name) for extra in extras for requirement in needed(SELF, extra)}
     providers = packages_distributions()
     # Scripts in launch/ import each other, and the packages beside them, by bare name.
     scripts = {file.stem for file in (ROOT / "launch").glob("*.py")}
     packages = {file.parent.name for file in (ROOT / "launch").glob("*/__init__.py")}
-    own = {"nvfp4_sgl", "tests", *KERNEL_FOLDERS, *packages, *scripts}
+    own = {"nvfp4_sgl", "tests", "examples", *KERNEL_FOLDERS, *packages, *scripts}
     for file in [file for folder in folders for file in sources(ROOT / folder)]:
         for found in imports(file.read_text()):
             if found.level or found.top in own or found.top in sys.stdlib_module_names:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
@@ -41,7 +43,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "source"
     for name in ("nvfp4_sgl", *KERNEL_FOLDERS):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (copy / "launch").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "launch/sdist.py"):
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "--wheel-dir", folder, copy], capture_output=True, text=True)
@@ -76,6 +79,43 @@ def test_wheel_holds_every_source_file_at_its_mapped_place(wheel: Path) -> None:
         names = set(archive.namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The top of an sdist, built from a copy of the checkout's files and unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = folder / "source"
+    ignored = shutil.ignore_patterns(".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, folder], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_sdist_is_the_checkout(unpacked: Path) -> None:
+    """Pins, tests, documents and scripts, executable where they were; links to the kernel folders stay links."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    missing = [name for name in listed.splitlines() if not os.path.lexists(unpacked / name)]
+    assert not missing, "name what is new at the top level in launch/sdist.py"
+    for folder in KERNEL_FOLDERS:
+        assert (unpacked / "nvfp4_sgl" / folder).is_symlink()
+    for name in ("constraints.txt", "tests/conftest.py", "examples/one_op.py", "CHANGELOG.md"):
+        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
+    assert os.access(unpacked / "launch" / "test", os.X_OK)
+
+
+def test_a_wheel_can_be_built_from_the_sdist(unpacked: Path, wheel: Path, tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=unpacked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as ours, zipfile.ZipFile(wheel) as expected:
+        assert set(ours.namelist()) == set(expected.namelist())
 
 
 def test_wheel_installs_and_leaves_the_third_party_name_alone(wheel: Path, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_other_paths_pass(path: str) -> None:
     assert not MACHINE_PATH.search(path)
 
 
-@pytest.mark.parametrize("name", ["launch/environment", "launch/test", "launch/demo", "launch/lock", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["launch/environment", "launch/test", "launch/demo", "launch/docs", "launch/lock", ".ci/run"]
+)
 def test_scripts_run_as_they_are(name: str) -> None:
     script = ROOT / name
     assert os.access(script, os.X_OK), f"{name} is not executable"

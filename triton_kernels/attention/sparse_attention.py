@@ -1,4 +1,4 @@
-"""Sparse attention: one softmax with a sink over the window and the selected compressed entries (DEEPSEEK_V4.md §3.3).
+"""Sparse attention: one softmax with a sink over the window and the selected compressed entries (specification §3.3).
 
 Contract: ``nvfp4_sgl.ops.attention.sparse_attention``. A key is its own value, 512 wide, read in place from SGLang's
 pages of 584-byte entries (``nvfp4_sgl.formats.kv_entry``) or from rows of bf16::
@@ -14,7 +14,7 @@ the next GEMM takes NVFP4 activations, the output is quantised in the same launc
 bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given ``cos_sin`` of the queries' positions
-(``common.rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as DEEPSEEK_V4.md §3.3 requires.
+(``common.rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as specification §3.3 requires.
 
 Supports keys of 512 values of which the last 64 are rotated, any number of heads, pages of a power of two of entries.
 Window and extra entries must be of one kind, packed or bf16.
@@ -134,7 +134,7 @@ def sparse_attention(
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (DEEPSEEK_V4.md §3.3).
+    """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (specification §3.3).
 
     The module's docstring has the formula, the precision and the floor.
 

@@ -1,7 +1,7 @@
 """Compression at ratio 4: overlapping windows of four tokens, for the main compressor and the indexer's.
 
 A window pools the first half of the channels of the four tokens before it and the second half of the channels of its
-own four. The state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (DEEPSEEK_V4.md §4.1, §4.3).
+own four. The state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (specification §4.1, §4.3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compression at ratio 128: windows of 128 tokens, whose channels several programs share (DEEPSEEK_V4.md §4.1, §4.3).
+"""Compression at ratio 128: windows of 128 tokens, whose channels several programs share (specification §4.1, §4.3).
 
 A window's two tiles of 128 × 512 are half a megabyte in fp32. If one multiprocessor read them, that would take longer
 than the rest of a decode step's compression, and the 64 windows of a prefill of 8192 tokens would leave most

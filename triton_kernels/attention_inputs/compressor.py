@@ -1,4 +1,4 @@
-"""Arguments of token compression: each window of 4 or 128 tokens becomes one cache entry (DEEPSEEK_V4.md §4).
+"""Arguments of token compression: each window of 4 or 128 tokens becomes one cache entry (specification §4).
 
 For every window that a token of the pass completes::
 

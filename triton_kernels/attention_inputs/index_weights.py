@@ -1,6 +1,6 @@
 """The indexer's head weights of up to 8 tokens: a small bf16 GEMM in the launch that prepares attention.
 
-``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (DEEPSEEK_V4.md §5, §8.1). As
+``weights[t, h] = sum_k x[t, k] · weight[h, k]``, fp32. The matrix is never quantised (specification §5, §8.1). As
 a GEMM of its own it would be one more launch of a decode layer. Its programs depend on nothing else in the launch.
 
 Supports up to ``MAX_TOKENS`` tokens, any number of heads and any width. Floor: the weight read once, 2·H·d bytes.

@@ -1,6 +1,6 @@
 """The two latents of an attention layer: normalise q_lora; normalise, rotate, pack and store the keys.
 
-Both are columns of the same GEMM's output, and neither depends on the other (DEEPSEEK_V4.md §3.1, §4.4): a program
+Both are columns of the same GEMM's output, and neither depends on the other (specification §3.1, §4.4): a program
 takes one of them for one token. Where the next GEMM reads q_lora as NVFP4 activations, the program that normalises a
 row also quantises it.
 """

@@ -1,7 +1,7 @@
 """Process the output of an attention layer's first GEMM: normalise q_lora, store keys, compress, update the states.
 
 The latents, the rows of the compressor and those of the indexer's compressor are columns of one GEMM's output
-(DEEPSEEK_V4.md §3.1, §4). None depends on another's result, and each has output buffers of its own, so each program
+(specification §3.1, §4). None depends on another's result, and each has output buffers of its own, so each program
 does one part of the work. Decode and small passes take one launch; the programs that may have a window to close come
 first, since they take longest. A large prefill takes two launches, since in one launch the latents would pay for the
 compressors' warps and registers.
@@ -109,7 +109,7 @@ def prepare_attention(
     """Store the latents of a pass, compress its complete windows into entries, and update the states.
 
     One launch; two from ``TWO_LAUNCH_MIN_TOKENS`` tokens on, if there are latents and compressors and the pass is not a
-    decode pass. Source: DEEPSEEK_V4.md §3.1, §4.
+    decode pass. Source: specification §3.1, §4.
 
     Args:
         latents: the pass's; ``None`` to leave them out.

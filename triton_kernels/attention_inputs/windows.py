@@ -1,7 +1,7 @@
 """Windows of compressed tokens: which program closes which, how it pools one and stores the entry.
 
 The windows of a request that a pass touches are divided into *units*: of two windows at ratio 4, of one at ratio 128
-(DEEPSEEK_V4.md §4.1, §4.4, §4.5). The first unit, the *head*, has all windows that may need tokens of earlier passes
+(specification §4.1, §4.4, §4.5). The first unit, the *head*, has all windows that may need tokens of earlier passes
 (at ratio 4 the second window overlaps the first), and it writes all state rows in which such history may lie. So state
 rows that must be read before they are overwritten are read and overwritten by one program, in that order, whatever the
 sizes of a pass.

@@ -1,4 +1,4 @@
-"""Rotary position embedding on the last dimensions of a head, in interleaved pairs (DEEPSEEK_V4.md §3.1, §3.2).
+"""Rotary position embedding on the last dimensions of a head, in interleaved pairs (specification §3.1, §3.2).
 
 Pair i, elements (2i, 2i+1) of the tail, is rotated by the angle ``fp32(position) * frequencies[i]``. Every layer of a
 pass uses the same angles, so their cos and sin are computed once a pass: :func:`rope_cos_sin` fills a table
@@ -54,7 +54,7 @@ def _cos_sin_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TO
 
 
 def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
-    """Fill the table of cos and sin that the rotations of a pass read (DEEPSEEK_V4.md §3.1).
+    """Fill the table of cos and sin that the rotations of a pass read (specification §3.1).
 
     Args:
         positions: int32 or int64 [T], contiguous; absolute positions, 0 to 2^24 (exact in fp32).

@@ -1,4 +1,4 @@
-"""Rotate indexer keys by the Hadamard matrix, pack them and store them in SGLang's pages (DEEPSEEK_V4.md §4.5, §5).
+"""Rotate indexer keys by the Hadamard matrix, pack them and store them in SGLang's pages (specification §4.5, §5).
 
 The format is that of ``nvfp4_sgl.formats.index_entry``, bit for bit. A key takes 132 bytes: 128 values as E4M3 and one
 fp32 scale, the row's largest magnitude over 448. A page of P keys is P × 128 bytes of codes, then P × 4 bytes of
@@ -104,7 +104,7 @@ def _store_kernel(
 
 
 def store_index_keys(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
-    """Rotate finished keys by the Hadamard matrix, pack them and store them in their slots (DEEPSEEK_V4.md §4.5, §5).
+    """Rotate finished keys by the Hadamard matrix, pack them and store them in their slots (specification §4.5, §5).
 
     Args:
         rows: bf16 or fp32 [T, 128], after RoPE, the last dimension contiguous.

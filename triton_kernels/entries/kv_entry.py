@@ -1,4 +1,4 @@
-"""Normalise, rotate and pack key/value entries and store them in SGLang's pages (DEEPSEEK_V4.md §4.4).
+"""Normalise, rotate and pack key/value entries and store them in SGLang's pages (specification §4.4).
 
 The format is that of ``nvfp4_sgl.formats.kv_entry``, bit for bit. An entry is a row of 512 values in 584 bytes: the
 first 448 as E4M3 in 7 blocks of 64, each with a UE8M0 scale; the last 64, which RoPE rotates, as bf16::
@@ -123,7 +123,7 @@ def _store_kernel(
 
 
 def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
-    """Pack finished rows and store them in their slots (DEEPSEEK_V4.md §4.4).
+    """Pack finished rows and store them in their slots (specification §4.4).
 
     Args:
         rows: bf16 or fp32 [T, 512], the last dimension contiguous.
@@ -145,7 +145,7 @@ def store_kv_entries(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
 def norm_rope_store_kv(
     x: Tensor, weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pages: Tensor, page_size: int
 ) -> None:
-    """Normalise new keys by their root mean square, rotate, pack and store them (DEEPSEEK_V4.md §4.4).
+    """Normalise new keys by their root mean square, rotate, pack and store them (specification §4.4).
 
     Args:
         x: bf16 or fp32 [T, 512], the last dimension contiguous: the key projection.

@@ -1,1 +1,1 @@
-"""The mixture of experts apart from its GEMMs: routing, permutation, SwiGLU, the final sum (DEEPSEEK_V4.md §6)."""
+"""The mixture of experts apart from its GEMMs: routing, permutation, SwiGLU, the final sum (specification §6)."""

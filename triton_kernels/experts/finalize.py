@@ -1,4 +1,4 @@
-"""The final sum of the mixture of experts: each token's expert outputs, weighted and added (DEEPSEEK_V4.md §6.2).
+"""The final sum of the mixture of experts: each token's expert outputs, weighted and added (specification §6.2).
 
 ``out[t] = sum_k weights[t, k] * rows[destination[t, k]] (+ shared[t])``, accumulated in fp32.
 
@@ -77,7 +77,7 @@ def finalize(
         OperandTypeError: a dtype is not one of those above.
         OperandValueError: a shape, stride or device does not fit, or d is 0.
 
-    Source: DEEPSEEK_V4.md §6.2.
+    Source: specification §6.2.
     """
     op = "finalize"
     require_dimensions(f"{op}: rows", rows, 2, "[padded rows, d]")

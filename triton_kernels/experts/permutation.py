@@ -1,4 +1,4 @@
-"""The permutation of tokens into rows grouped by expert (DEEPSEEK_V4.md §6).
+"""The permutation of tokens into rows grouped by expert (specification §6).
 
 A *pair* is a token and one of its experts; pairs are numbered token by token. The experts' GEMMs take rows grouped by
 expert, and each group begins at a multiple of the GEMMs' token tile. The row of a pair depends on the data, but the

@@ -1,4 +1,4 @@
-"""The router: the experts of each token, their weights, and the permutation into rows by expert (DEEPSEEK_V4.md §6.1).
+"""The router: the experts of each token, their weights, and the permutation into rows by expert (specification §6.1).
 
 Scores are ``sqrt(softplus(logits))`` in fp32. :func:`route_topk` takes the experts of the best biased scores,
 :func:`route_hash` those of a table indexed by token id; both weigh them by their unbiased scores. With
@@ -226,7 +226,7 @@ def route_topk(
         OperandTypeError: a dtype is not one of those above.
         OperandValueError: a shape, stride or device does not fit, or there are too many experts, groups or pairs.
 
-    Source: DEEPSEEK_V4.md §6.1.
+    Source: specification §6.1.
     """
     op = "route_topk"
     tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)
@@ -277,7 +277,7 @@ def route_hash(
         OperandTypeError: a dtype is not one of those above.
         OperandValueError: a shape, stride or device does not fit, or there are too many experts, groups or pairs.
 
-    Source: DEEPSEEK_V4.md §6.1.
+    Source: specification §6.1.
     """
     op = "route_hash"
     tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)

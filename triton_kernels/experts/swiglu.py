@@ -1,4 +1,4 @@
-"""Clamped SwiGLU and copies of rows for expert GEMMs that take bf16 (DEEPSEEK_V4.md §6.2, §6.3).
+"""Clamped SwiGLU and copies of rows for expert GEMMs that take bf16 (specification §6.2, §6.3).
 
 :func:`swiglu` computes ``silu(min(gate, limit)) * clamp(up, ±limit)`` in fp32; :func:`scatter_rows` copies each token's
 row to the rows of its experts. Both take bf16 or fp32 in memory. Neither quantises and neither applies routing weights.
@@ -70,7 +70,7 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
         OperandValueError: a shape, stride, device or ``limit`` does not fit.
 
     Floor: ``gate_up`` read and ``out`` written once.
-    Source: DEEPSEEK_V4.md §6.2.
+    Source: specification §6.2.
     """
     op = "swiglu"
     require_dimensions(f"{op}: gate_up", gate_up, 2, "[T, 2K]")

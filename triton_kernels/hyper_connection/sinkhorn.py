@@ -1,4 +1,4 @@
-"""The coefficients of an mHC site from its 24 logits: sigmoids, and a softmax balanced by Sinkhorn (DEEPSEEK_V4.md §2).
+"""The coefficients of an mHC site from its 24 logits: sigmoids, and a softmax balanced by Sinkhorn (specification §2).
 
 Device functions, fp32 throughout. A logit is ``sum * factor + base``: the sum comes from the GEMM with ``fn``, the
 factor is the inverse RMS of the streams times the scale of *pre*, *post* or *comb*, and the base is the site's

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections (mHC) around a sublayer: four residual streams (DEEPSEEK_V4.md §2).
+"""Manifold-constrained hyper-connections (mHC) around a sublayer: four residual streams (specification §2).
 
 Between two sublayers three things happen to a token's streams X [4, d]. The sublayer's output h is mixed in (*post*). A
 GEMM of the flattened result with ``fn`` gives the 24 logits of the next site's coefficients. The streams are collapsed
@@ -209,7 +209,7 @@ def hyper_connection_pre(site: Site, streams: Tensor, state: SiteState) -> None:
         OperandValueError: a shape, stride or device does not fit, ``iterations`` is less than 1, or ``state.workspace``
             or ``state.semaphores`` is too small.
 
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     _launch_site("hyper_connection_pre", site, streams, state, None)
 
@@ -235,7 +235,7 @@ def hyper_connection_next(
         OperandTypeError, OperandValueError: as :func:`hyper_connection_pre`, and where ``output`` or ``out`` does not
             fit.
 
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     op = "hyper_connection_next"
     out = streams if out is None else out
@@ -268,7 +268,7 @@ def hyper_connection_post(
         OperandValueError: a shape, stride or device does not fit.
 
     Floor: 20·d bytes a token.
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     op = "hyper_connection_post"
     _check_streams(op, streams)

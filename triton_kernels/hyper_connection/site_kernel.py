@@ -1,6 +1,6 @@
 """The kernel of an mHC site: mix the streams, multiply them with ``fn``, collapse and normalise, in one launch.
 
-A program has one of three tasks, for one block of tokens (DEEPSEEK_V4.md §2):
+A program has one of three tasks, for one block of tokens (specification §2):
 
 * A *mixer* takes one split of d. It writes the next streams, multiplies them with ``fn`` while they are in registers,
   stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore.

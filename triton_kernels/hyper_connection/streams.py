@@ -1,4 +1,4 @@
-"""The ends of the residual streams: embedding rows copied to every stream, and RMSNorm (DEEPSEEK_V4.md §2).
+"""The ends of the residual streams: embedding rows copied to every stream, and RMSNorm (specification §2).
 
 Both are copies with a little arithmetic. They support bf16 and fp32, any number of streams, and RMSNorm rows of up to
 :data:`RMS_NORM_MAX_WIDTH` values, with or without a weight.
@@ -63,7 +63,7 @@ def expand_streams(embedded: Tensor, streams: int, *, out: Tensor | None = None)
         OperandTypeError: a dtype is not one of those above.
         OperandValueError: a shape, stride or device does not fit.
 
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     require_dimensions("expand_streams: embedded", embedded, 2, "[tokens, d]")
     return _expand("expand_streams", embedded, None, embedded.shape[0], streams, out)
@@ -86,7 +86,7 @@ def embed_streams(token_ids: Tensor, table: Tensor, streams: int, *, out: Tensor
         OperandValueError: a shape, stride or device does not fit.
 
     Floor: d values read and ``streams``·d written a token.
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     require_dimensions("embed_streams: token_ids", token_ids, 1, "[tokens]")
     require_dtype("embed_streams: token_ids", token_ids, torch.int32, torch.int64)
@@ -172,7 +172,7 @@ def rms_norm(
         OperandValueError: a shape, stride or device does not fit.
 
     Floor: every value read and written once.
-    Source: DEEPSEEK_V4.md §2.
+    Source: specification §2.
     """
     op = "rms_norm"
     width = x.shape[-1]

@@ -1,4 +1,4 @@
-"""Prepare queries of the lightning indexer in the format of the cached keys (DEEPSEEK_V4.md §5).
+"""Prepare queries of the lightning indexer in the format of the cached keys (specification §5).
 
 Of each head of a raw projection, RoPE rotates the last 64 of 128 values; then the Hadamard matrix rotates the whole
 head, which is packed as E4M3 with one scale (``entries.index_entry``). The scale is positive, so it is multiplied into
@@ -131,7 +131,7 @@ def check_queries(q: Tensor, weights: Tensor, cos_sin: Tensor) -> None:
 def prepare_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor, factor: float, queries: Tensor, scaled: Tensor
 ) -> None:
-    """Prepare queries in the format of the cached keys, and scale the weights of their heads (DEEPSEEK_V4.md §5).
+    """Prepare queries in the format of the cached keys, and scale the weights of their heads (specification §5).
 
     Args:
         q: bf16 or fp32 [T, H, 128], the projection, the last dimension contiguous.

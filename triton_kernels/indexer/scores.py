@@ -1,4 +1,4 @@
-"""Lightning indexer: score the ratio-4 entries that each query sees (DEEPSEEK_V4.md §5).
+"""Lightning indexer: score the ratio-4 entries that each query sees (specification §5).
 
 Contract: ``nvfp4_sgl.ops.indexer``. A query at position p sees entries ``w < (p + 1) // 4`` of its request, with the
 scores
@@ -280,7 +280,7 @@ def index_scores(
     first: int = 0,
     tiling: Tiling | None = None,
 ) -> None:
-    """Score the ratio-4 entries that queries see (DEEPSEEK_V4.md §5).
+    """Score the ratio-4 entries that queries see (specification §5).
 
     Args:
         q: bf16 or fp32 [rows, H, 128], the projection of tokens ``first`` to ``first + rows - 1``, the last dimension

@@ -1,4 +1,4 @@
-"""Select the topk best entries of each query without sorting, by a threshold and prefix sums (DEEPSEEK_V4.md §5).
+"""Select the topk best entries of each query without sorting, by a threshold and prefix sums (specification §5).
 
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; if they are more than topk, it attends to the topk of
 the largest scores. A program holds up to :data:`CHUNK` scores of one query in registers, as integer keys of the same
@@ -565,7 +565,7 @@ def select_entries(
     first: int = 0,
     candidates: Candidates | None = None,
 ) -> None:
-    """Select the slots of each query's ``topk`` best visible ratio-4 entries by their scores (DEEPSEEK_V4.md §5).
+    """Select the slots of each query's ``topk`` best visible ratio-4 entries by their scores (specification §5).
 
     Args:
         scores: fp32 [rows, columns] from :func:`.scores.index_scores`, the last dimension contiguous; row i belongs to

@@ -1,7 +1,7 @@
 """The tokens and requests of a forward pass, as every kernel that reads or writes a cache takes them.
 
 Nothing is resolved to slots here. A request's row of ``slots`` gives the full slot of each of its positions, and
-everything else follows by arithmetic (DEEPSEEK_V4.md §4.3). Pages hold 256 tokens. An entry of ratio r has slot
+everything else follows by arithmetic (specification §4.3). Pages hold 256 tokens. An entry of ratio r has slot
 ``full // r``, and a window row the slot that ``full_to_swa`` gives. A ratio-4 state row lies in the ring of its window
 page (``swa // 256 * 8 + swa % 8``), a ratio-128 state row in the ring of its request
 (``request * 128 + position % 128``).

@@ -1,4 +1,4 @@
-"""The plan of a pass, built on the device: the slots that its tokens write and see (DEEPSEEK_V4.md §3.3, §4.3).
+"""The plan of a pass, built on the device: the slots that its tokens write and see (specification §3.3, §4.3).
 
 Two launches before the first layer, whose results all layers share. They can be part of a captured decode graph,
 because sizes come from shapes alone.
@@ -160,7 +160,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
         OperandValueError: a shape, stride or device does not fit, there are more than 4096 requests, or the window is
             not a power of two.
 
-    Source: DEEPSEEK_V4.md §3.3, §4.3.
+    Source: specification §3.3, §4.3.
     """
     op, batch = "resolve", plan.batch
     batch.check(op)

@@ -1,6 +1,6 @@
 """Quantisation of one row to NVFP4: device functions that every kernel which writes NVFP4 calls.
 
-The recipe is that of ``nvfp4_sgl.formats.nvfp4.quantize_rows`` (DEEPSEEK_V4.md §9.2), bit for bit. All of it is fp32,
+The recipe is that of ``nvfp4_sgl.formats.nvfp4.quantize_rows`` (specification §9.2), bit for bit. All of it is fp32,
 and each operation rounds once to nearest even, so that nothing can be fused::
 
     x    = NaN → +0, then clamp to ±(largest finite bf16)

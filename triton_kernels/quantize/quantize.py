@@ -54,7 +54,7 @@ def quantize(x: Tensor, out: Rows) -> None:
         OperandValueError: a shape, stride, alignment or device does not fit.
 
     Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written.
-    Source: DEEPSEEK_V4.md §9.2, §9.3.
+    Source: specification §9.2, §9.3.
     """
     checks.require_dtype("x", x, torch.bfloat16, torch.float32)
     if x.dim() not in (2, 3):

@@ -1,7 +1,7 @@
 """NVFP4 rows as kernels write them: checks, kernel arguments and stores for ``nvfp4_sgl.formats.rows.Rows``.
 
 Nothing is allocated. Block scales that pad the last atoms are not written: the GEMM multiplies them only into rows of
-its output that nobody keeps. The layout is that of ``nvfp4_sgl.formats.scale_layout`` (DEEPSEEK_V4.md §9.4).
+its output that nobody keeps. The layout is that of ``nvfp4_sgl.formats.scale_layout`` (specification §9.4).
 """
 
 from __future__ import annotations

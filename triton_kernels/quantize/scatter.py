@@ -53,7 +53,7 @@ def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
 
     Floor: 2·S·K bytes read (bf16), S·k·(K/2 + K/16) written. On an H200 (2026-11-21, 8192 tokens to 6 rows each) 38 %
     of it is reached.
-    Source: DEEPSEEK_V4.md §6.3, §9.3.
+    Source: specification §6.3, §9.3.
     """
     checks.require_dtype("x", x, torch.bfloat16, torch.float32)
     checks.require_dimensions("x", x, 2, "[S, K]")

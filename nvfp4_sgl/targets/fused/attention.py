@@ -1,4 +1,4 @@
-"""The boundaries of an attention layer on a GPU (DEEPSEEK_V4.md §3 to §5)."""
+"""The boundaries of an attention layer on a GPU (specification §3 to §5)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packed(rows: RowStore | None) -> Entries:
 
 
 class FusedCompressor(nn.Module):
-    """The parameters of one compressor: ``ape`` fp32 [ratio, w] and ``norm`` [n] (DEEPSEEK_V4.md §4.1)."""
+    """The parameters of one compressor: ``ape`` fp32 [ratio, w] and ``norm`` [n] (specification §4.1)."""
 
     def __init__(self, context: Context, stem: str, ratio: int):
         super().__init__()
@@ -105,7 +105,7 @@ class FusedAttentionInputs(nn.Module):
 
 
 class FusedSelection(nn.Module):
-    """The lightning indexer: score the visible ratio-4 entries and select the best (DEEPSEEK_V4.md §5).
+    """The lightning indexer: score the visible ratio-4 entries and select the best (specification §5).
 
     Returns their slots, int32 [T, index_topk], and their numbers, int32 [T]. Queries are scored in parts of as many as
     the pass has room for scores.
@@ -134,7 +134,7 @@ class FusedSelection(nn.Module):
 
 
 class FusedAttentionCore(nn.Module):
-    """Query norm, RoPE and its inverse, sparse attention and quantisation in one launch (DEEPSEEK_V4.md §3.1 to §3.3).
+    """Query norm, RoPE and its inverse, sparse attention and quantisation in one launch (specification §3.1 to §3.3).
 
     Quantisation is part of the launch for the group sizes that ``fuses_quantization`` names, else a launch of its own.
     """

@@ -1,4 +1,4 @@
-"""Routing on a GPU (DEEPSEEK_V4.md §6.1).
+"""Routing on a GPU (specification §6.1).
 
 The shared expert is a group, which every token visits with weight 1, unless it runs apart.
 """

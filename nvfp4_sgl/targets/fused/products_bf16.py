@@ -77,7 +77,7 @@ class Bf16InputProjection(nn.Module):
 
 
 class Bf16GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4): ``weight`` bf16 [G, N, K]."""
+    """The block-diagonal GEMM of the attention output (specification §3.4): ``weight`` bf16 [G, N, K]."""
 
     takes = Form.VALUES
 

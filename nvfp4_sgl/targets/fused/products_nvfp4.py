@@ -93,7 +93,7 @@ class NvFp4InputProjection(InputColumns):
 
 
 class NvFp4GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4); each token and group has a row scale."""
+    """The block-diagonal GEMM of the attention output (specification §3.4); each token and group has a row scale."""
 
     takes = Form.NVFP4
 

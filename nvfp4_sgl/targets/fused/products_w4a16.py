@@ -113,7 +113,7 @@ def project_groups(context: Context, shard: Shard, groups: int) -> GroupedProjec
 
 
 class W4A16GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4)."""
+    """The block-diagonal GEMM of the attention output (specification §3.4)."""
 
     takes = Form.VALUES
 

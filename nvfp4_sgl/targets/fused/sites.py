@@ -1,4 +1,4 @@
-"""Residual streams on a GPU (DEEPSEEK_V4.md §2).
+"""Residual streams on a GPU (specification §2).
 
 An mHC site spans from one sublayer's output to the next one's quantised input.
 """
@@ -48,7 +48,7 @@ class Mix:
 
 
 class FusedSite(nn.Module):
-    """One mHC site with the RMSNorm behind it: parameters in fp32, ``fn`` as three bf16 (DEEPSEEK_V4.md §2)."""
+    """One mHC site with the RMSNorm behind it: parameters in fp32, ``fn`` as three bf16 (specification §2)."""
 
     def __init__(self, context: Context, names: SiteNames, form: Form):
         super().__init__()

@@ -1,4 +1,4 @@
-"""An attention layer's boundaries on the CPU (spec sections 3 to 5)."""
+"""An attention layer's boundaries on the CPU (specification §3 to 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts on the CPU (spec section 6)."""
+"""Mixture of experts on the CPU (specification §6)."""
 
 from __future__ import annotations
 

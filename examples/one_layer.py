@@ -1,0 +1,58 @@
+"""One layer: the sublayers of a CSA layer, called one by one with the caches that they need.
+
+    python examples/one_layer.py
+
+Writes a tiny checkpoint into a temporary folder; runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.standalone import Standalone
+
+LAYER = 1
+"""The second layer of a tiny model is its first CSA layer: compressed entries and an indexer."""
+CACHED, ADDED = 40, 3
+
+
+@torch.no_grad()
+def main() -> dict[str, tuple[int, ...]]:
+    """Print and return the shapes of what flows through the layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "tiny"
+        write_tiny(checkpoint, "nvfp4-full", seed=0)
+        model = Standalone(checkpoint, requests=1, capacity=256)
+    ids = torch.randint(2, model.config.vocab_size, (CACHED + ADDED,), generator=torch.Generator().manual_seed(0))
+    model.extend({0: ids[:CACHED].tolist()})  # fills the caches of every layer
+
+    work = model.begin({0: ids[CACHED:].tolist()})  # what three more tokens see and write, planned for all layers
+    block: Any = model.decoder.layers[LAYER]
+    cache = model.caches.layers[LAYER]
+    streams = model.decoder.embed(work.ids, model.table)
+    x, mix = block.hc_attn.enter(streams, work.step)  # mHC pre and RMSNorm
+    attended = block.attn(x, work.step, cache)
+    y, streams, mix = block.hc_ffn.advance(attended, streams, mix, work.step)  # post, then pre of the experts
+    output = block.ffn(y, work.ids, work.step)
+    streams = block.hc_ffn.leave(output, streams, mix)
+
+    shapes = {
+        "input of attention": tuple(x.require_values().shape),
+        "output of attention": tuple(attended.shape),
+        "output of the experts": tuple(output.shape),
+        "streams behind the layer": tuple(streams.shape),
+    }
+    print(f"layer {LAYER}: {model.config.kind(LAYER).name}, {CACHED} tokens cached, {ADDED} added")
+    for what, shape in shapes.items():
+        print(f"{what:<26} {shape}")
+    assert bool(torch.isfinite(streams).all())
+    return shapes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What is shipped beside the package: container and compose files, hooks, editor settings, changelog, metadata."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from nvfp4_sgl import __version__
+from tests.packaging.checkout import ROOT
+
+CONTAINER = ROOT / "launch" / "container"
+INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
+
+
+class Fault(Exception):
+    """What a linter would say of a Dockerfile."""
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """(instruction, arguments) of each logical line; :class:`Fault` for one that Docker does not know."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    found = []
+    for logical in "\n".join(lines).replace("\\\n", " ").splitlines():
+        name, _, arguments = logical.strip().partition(" ")
+        if name not in INSTRUCTIONS:
+            raise Fault(f"{name}: expected one of {sorted(INSTRUCTIONS)}")
+        if not arguments.strip():
+            raise Fault(f"{name}: expected arguments")
+        found.append((name, " ".join(arguments.split())))
+    return found
+
+
+def lint(text: str, ignored: list[str]) -> None:
+    """:class:`Fault` if an image could not be built or would not be pinned, as far as the text shows."""
+    parsed = instructions(text)
+    names = [name for name, _ in parsed]
+    if names.count("FROM") != 1 or set(names[: names.index("FROM")]) - {"ARG"}:
+        raise Fault("FROM: expected one, after nothing but ARG")
+    arguments = dict(argument.split("=", 1) for name, argument in parsed if name == "ARG")
+    image = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], dict(parsed)["FROM"])
+    if not re.search(r"[:@][\w.-]+$", image) or image.endswith(":latest"):
+        raise Fault(f"FROM {image}: expected a tag")
+    copied = set()
+    for name, argument in parsed:
+        if name == "COPY":
+            *given, target = argument.split()
+            for path in given:
+                if not (ROOT / path).exists():
+                    raise Fault(f"COPY {path}: there is no such file")
+                if f"!{path}" not in ignored:
+                    raise Fault(f"COPY {path}: Dockerfile.dockerignore leaves it out")
+                copied.add(path)
+            if len(given) > 1 and not target.endswith("/"):
+                raise Fault(f"COPY {argument}: several files need a folder")
+        if name == "RUN" and subprocess.run(["bash", "-n", "-c", argument], capture_output=True).returncode:
+            raise Fault(f"RUN {argument}: not a shell command")
+        if name == "RUN" and "pip install" in argument and "--constraint constraints.txt" not in argument:
+            raise Fault("RUN pip install: expected --constraint constraints.txt")
+    missing = {"pyproject.toml", "constraints.txt", "nvfp4_sgl", "triton_kernels", "cutedsl_kernels"} - copied
+    if missing:
+        raise Fault(f"COPY: expected {sorted(missing)} too")
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> str:
+    return (CONTAINER / "Dockerfile").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def ignored() -> list[str]:
+    return (CONTAINER / "Dockerfile.dockerignore").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["project"]
+
+
+def test_the_dockerfile_passes(dockerfile: str, ignored: list[str], project: dict[str, Any]) -> None:
+    lint(dockerfile, ignored)
+    (sglang,) = (text for text in project["dependencies"] if text.startswith("sglang=="))
+    assert f":v{sglang.partition('==')[2]}-" in dockerfile, "the image's SGLang is not the pinned one"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("COPY nvfp4_sgl ", "COPY nvfp4_sg "),
+        ("COPY triton_kernels ./triton_kernels\n", ""),
+        ("FROM ${SGLANG_IMAGE}", "FRM ${SGLANG_IMAGE}"),
+        (":v0.5.23-cu130", ":latest"),
+        ("--constraint constraints.txt", ""),
+        ("LICENSE ./", "LICENSE ."),
+        ("&& python3", "&& && python3"),
+        ("COPY launch/sdist.py", "COPY launch/test"),
+    ],
+)
+def test_a_fault_in_the_dockerfile_is_seen(old: str, new: str, dockerfile: str, ignored: list[str]) -> None:
+    assert old in dockerfile
+    with pytest.raises(Fault):
+        lint(dockerfile.replace(old, new), ignored)
+
+
+def test_the_compose_file() -> None:
+    compose = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
+    (service,) = compose["services"].values()
+    build = service["build"]
+    context = (CONTAINER / build["context"]).resolve()
+    assert context == ROOT and (context / build["dockerfile"]).is_file()
+    assert service["ports"] == ["127.0.0.1:30000:30000"], "published on this machine alone"
+    mounts = [re.sub(r"\$\{[^}]*\}", "DIR", volume).split(":")[0] for volume in service["volumes"]]
+    assert [mount for mount in mounts if mount != "DIR"] == list(compose["volumes"])
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+def test_hooks_run_the_pinned_tools() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        command = shlex.split(hook["entry"])
+        assert command[:2] == ["bash", "-c"] and "launch/environment" in command[2]
+        assert subprocess.run(["bash", "-n", "-c", command[2]]).returncode == 0
+    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format", "mypy"]
+
+
+def test_editors_are_told_ruff_s_width() -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text())
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        width = tomllib.load(file)["tool"]["ruff"]["line-length"]
+    assert parser["*"]["max_line_length"] == str(width) and parser["top"]["root"] == "true"
+
+
+def test_metadata(project: dict[str, Any]) -> None:
+    assert project["requires-python"] == ">=3.11,<3.13", "where constraints.txt holds and SGLang has wheels"
+    versions = {text.rpartition(" ")[2] for text in project["classifiers"] if re.search(r":: 3\.\d+$", text)}
+    assert versions == {"3.11", "3.12"}
+    assert project["authors"] and project["urls"] and project["license"] == "Apache-2.0"
+
+
+def test_the_compatibility_page_names_the_pins(project: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = page.partition("<!-- pins -->")[2].partition("<!-- end -->")[0]
+    pins = dict(text.split("==") for text in project["dependencies"] if "==" in text)
+    assert len(pins) == 5
+    for name, version in pins.items():
+        title = "CuTeDSL (`nvidia-cutlass-dsl`)" if name == "nvidia-cutlass-dsl" else name
+        assert re.search(rf"^\| {re.escape(title)} \| {re.escape(version)}\b", rows, re.MULTILINE | re.IGNORECASE), name
+
+
+def test_the_changelog_knows_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert headings[0] == "Unreleased" and __version__ in text

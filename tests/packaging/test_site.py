@@ -1,0 +1,91 @@
+"""The documentation's site: it builds strictly, pictures show recorded figures, and cited sections exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, sources
+
+sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
+from benchmarks import charts
+
+SECTION = re.compile(r"^#+ (\d+(?:\.\d+)?)[. ]", re.MULTILINE)
+CITED = re.compile(
+    r"(?:DEEPSEEK_V4\.md|[Ss]pec(?:ification)?) (?:\(notation\), )?(?:§|sections? )([\d.]+\d|\d)"
+    r"(?:(?:–|, §?| and | to )§?(\d[\d.]*\d|\d))?"
+)
+
+
+def build(config: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run([*command, "--site-dir", str(target)], capture_output=True, text=True)
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    done = build(ROOT / "launch" / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {file.stem for file in (tmp_path / "site").glob("*.html")}
+    assert {file.stem for file in (ROOT / "docs").glob("*.md")} <= pages
+    recorded = {file.stem for file in (ROOT / "launch" / "results").glob("*.md")}
+    assert recorded == {file.stem for file in (tmp_path / "site" / "results").glob("*.html")}
+    html = "".join(file.read_text() for file in (tmp_path / "site").glob("*.html"))
+    assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', html), (
+        "something is fetched from elsewhere"
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("index.md", "\n[gone](gone.md)\n"),
+        ("index.md", "\n[no such section](specification.md#99-nothing)\n"),
+        ("index.md", "\n![no picture](pictures/gone.svg)\n"),
+        ("index.md", "\n[no result](../launch/results/gone.md)\n"),
+        ("orphan.md", "# A page that nothing leads to\n"),
+    ],
+    ids=["link", "anchor", "picture", "result", "page outside the navigation"],
+)
+def test_what_is_broken_stops_the_build(page: str, text: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "launch" / "results", tmp_path / "launch" / "results")
+    for name in ("mkdocs.yml", "docs_hook.py"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch" / name)
+    with (tmp_path / "docs" / page).open("a") as file:
+        file.write(text)
+    assert build(tmp_path / "launch" / "mkdocs.yml", tmp_path / "site").returncode != 0
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_picture_is_drawn_from_the_recorded_figures(name: str) -> None:
+    drawn = charts.draw(charts.CHARTS[name]())
+    found = (charts.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+    assert found == drawn, "draw it again: cd launch && python -m benchmarks.charts"
+
+
+def test_a_chart_shows_what_the_result_says() -> None:
+    """Two figures of each file, looked up by hand."""
+    assert charts.flash().groups[0] == ("1 at once", (4.66, 7.01))
+    assert charts.flash().groups[2][1] == (28.98, 35.4)
+    assert charts.gemms().groups[0] == ("1 × 1536 × 4096, 1 tok.", (4.6, 8.6))
+    assert charts.attention().groups[1] == ("64, 640 (heads, keys)", [1.36, 1.14, 0.95])
+    assert charts.modelled().groups[0] == ("flash, TP 1", (1914.0, 984.0))
+    with pytest.raises(ValueError, match="expected a table"):
+        charts.table("flash_tp2_h200.md", "no such column")
+
+
+def test_the_specification_has_every_section_that_the_code_cites() -> None:
+    sections = set(SECTION.findall((ROOT / "docs" / "specification.md").read_text(encoding="utf-8")))
+    assert len(sections) > 30
+    cited: dict[str, str] = {}
+    for folder in ("nvfp4_sgl", *KERNEL_FOLDERS, "tests", "examples"):
+        for file in sources(ROOT / folder):
+            for numbers in CITED.findall(file.read_text(encoding="utf-8")):
+                cited |= {number: str(file.relative_to(ROOT)) for number in numbers if number}
+    assert len(cited) > 25
+    assert not {number: file for number, file in cited.items() if number not in sections}

@@ -1,0 +1,95 @@
+"""The examples that need a server: on the one with default flags; how they start one, on a stand-in for SGLang."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from examples import function_calling, server
+from tests.support.chat import printable_bias
+from tests.support.server import ServerPool, session_processes
+
+pytestmark = pytest.mark.timeout(600)
+
+DSML = "｜DSML｜"
+STAND_IN = """
+import http.server, json, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(sys.argv[1:]).encode())
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+"""A server that is ready at once and answers with its arguments."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoints: Callable[[str], Path]) -> Path:
+    return tiny_checkpoints("nvfp4-full")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Process ids of what the example starts."""
+    ids = []
+    popen = server.subprocess.Popen
+
+    def start(*args: object, **kwargs: object) -> object:
+        process = popen(*args, **kwargs)  # type: ignore[call-overload]
+        ids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(server.subprocess, "Popen", start)
+    return ids
+
+
+@pytest.mark.server
+def test_the_answer_and_the_streamed_one_agree(serve: ServerPool, checkpoint: Path) -> None:
+    bias = printable_bias(AutoTokenizer.from_pretrained(checkpoint))  # random weights would write broken UTF-8
+    answer, streamed = server.ask(serve(checkpoint).url, extra_body={"logit_bias": bias})
+    assert answer and answer == streamed
+
+
+@pytest.mark.server
+def test_the_tool_is_called_and_its_result_answered(serve: ServerPool, checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    bias = printable_bias(tokenizer, spaces=False, allowed=[DSML])
+    # Random weights would spell the markup out, and call text JSON; a trained model knows.
+    liked = [DSML, *(text for text in ("t", "tr", "tru", "true") if text in tokenizer.get_vocab())]
+    bias |= dict.fromkeys(map(str, tokenizer.convert_tokens_to_ids(liked)), 100)
+    extra = {"logit_bias": bias}
+    _, call, result, answer = function_calling.converse(serve(checkpoint).url, extra_body=extra)
+    assert [tool["function"]["name"] for tool in call["tool_calls"]] == ["get_weather"]
+    assert json.loads(result["content"])["degrees"] in (14, 22)
+    assert answer["role"] == "assistant" and answer["content"]
+
+
+def test_a_server_is_started_with_its_arguments_and_ended(
+    started: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with server.running(tmp_path / "checkpoint", "--tp-size", "2") as url, urllib.request.urlopen(url) as answer:
+        arguments = json.load(answer)
+    assert arguments[:2] == ["--model-path", str(tmp_path / "checkpoint")] and arguments[-2:] == ["--tp-size", "2"]
+    assert started and not session_processes(started[0])
+
+
+def test_a_server_that_does_not_start_says_so_and_leaves_nothing(
+    started: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang.py").write_text("")  # hides SGLang: the module is no package
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="ended with status 1 "), server.running(tmp_path / "absent"):
+        pass
+    assert started and not session_processes(started[0])

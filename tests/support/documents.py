@@ -1,0 +1,84 @@
+"""Commands, paths and code in the project's Markdown pages."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.packaging.checkout import ROOT
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+SHELL = ("bash", "")
+"""Languages of fences that hold commands; of an untagged fence only lines that begin as our commands do."""
+LAUNCHERS = ("launch/", "nvfp4-sgl ", "python ")
+STARTS_COMMAND = re.compile(r"(?:\w+=\S+ )*(?:launch/|nvfp4-sgl |python )")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of a page, split as a shell splits it.
+
+    Attributes:
+        whole: it stands in a fence, so it can be run once its placeholders are filled in; otherwise in running text.
+    """
+
+    page: str
+    line: int
+    words: tuple[str, ...]
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {' '.join(self.words)}"
+
+
+def pages() -> list[Path]:
+    """Every page that a reader is led to."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def fences(text: str) -> Iterator[tuple[int, str, str]]:
+    """(first line's number, language, body) of each fenced block."""
+    for match in FENCE.finditer(text):
+        yield text[: match.start()].count("\n") + 2, match[1], match[2]
+
+
+def commands(page: str, text: str) -> Iterator[Command]:
+    """Every command of a page, in fences and in running text."""
+    for start, language, body in fences(text):
+        if language not in SHELL:
+            continue
+        for line, logical in logical_lines(start, body):
+            if language == "" and not STARTS_COMMAND.match(logical):
+                continue
+            if words := without_assignments(shlex.split(logical, comments=True)):
+                yield Command(page, line, tuple(words), whole=True)
+    prose = FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in INLINE.finditer(prose):
+        code = " ".join(match[1].split())
+        if code.startswith(LAUNCHERS):
+            words = without_assignments(shlex.split(code))
+            yield Command(page, prose[: match.start()].count("\n") + 1, tuple(words), whole=False)
+
+
+def logical_lines(start: int, body: str) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line of a shell fence, lines that end with a backslash joined."""
+    joined, first = "", start
+    for number, line in enumerate(body.splitlines(), start=start):
+        first = first if joined else number
+        joined += line.removesuffix("\\") + " "
+        if not line.endswith("\\"):
+            yield first, joined
+            joined = ""
+
+
+def without_assignments(words: list[str]) -> list[str]:
+    """A command without ``NAME=value`` before it, and by its own name instead of ``$env/bin/NAME``."""
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        words = words[1:]
+    if words and words[0].startswith("$env/bin/"):
+        words = [words[0].removeprefix("$env/bin/"), *words[1:]]
+    return words
