@@ -14,8 +14,9 @@ import torch
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.checkpoint.verified import verify_dummy
-from nvfp4_sgl.serving import arguments
+from nvfp4_sgl.serving import arguments, trace
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.tracing.diff import differences
 from tests.support.launch_forks import LaunchForks
 from tests.support.server import Server
 
@@ -51,10 +52,12 @@ def answer(server: Server) -> tuple[list[int], list[float]]:
 def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
     """Log-probabilities are finite, and those of the model with no server around it, whatever the start and the ranks.
 
-    A chat is answered, and log and ``/server_info`` say what weights and routing are.
+    A chat is answered, and log and ``/server_info`` say what weights and routing are. What is recorded of the first
+    passes is the same on all ranks where they compute the same.
     """
     flags = (*DUMMY, "--tp-size", str(ranks), "--json-model-override-args", LAYERS)
-    log, environment = tmp_path / "server.log", {arguments.UNIFORM_EXPERTS: "1"}
+    log, records = tmp_path / "server.log", tmp_path / "records"
+    environment = {arguments.UNIFORM_EXPERTS: "1", trace.TRACE: str(records), trace.TRACE_PASSES: "6"}
     with Server.launch(model, *flags, log=log, environment=environment) as server:
         server.wait_ready()
         chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -77,6 +80,15 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
     expected = [float(rows[place, token]) for place, token in enumerate(ids)]
     assert logprobs == pytest.approx(expected, abs=1e-4)
     assert ids[len(PROMPT) - 1 :] == rows[len(PROMPT) - 1 :].argmax(-1).tolist()
+    files = [records / f"rank{rank}.jsonl" for rank in range(ranks)]
+    assert sorted(records.iterdir()) == files
+    for file in files:
+        head, *passes_recorded = map(json.loads, file.read_text().splitlines())
+        assert head["ranks"] == ranks and head["target"] == "cpu" and len(passes_recorded) == 6
+        assert not any(op["nan"] or op["inf"] for each in passes_recorded for op in each["ops"])
+    replicated = ("hc_attn.x", "hc_ffn.x", "hc_ffn.streams", "prepare.q_lora", "ffn.route", "hc_head.x")
+    found = [each for each in differences(files[0], files[-1]) if each.name.endswith(replicated)]
+    assert len(found) > 6 * 4 * 4 and all(each.equal for each in found)
 
 
 def test_too_little_memory_ends_the_server_before_it_loads(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""Records of passes, and the first op in which two of them depart."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.cli import main
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.serving import trace
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.tracing import record
+from nvfp4_sgl.tracing.diff import Difference, differences
+from nvfp4_sgl.tracing.record import Recorder, summary
+from nvfp4_sgl.tracing.taps import observing
+from nvfp4_sgl.tracing.values import selected_set
+
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=3)
+    return Standalone(path, requests=1, capacity=64)
+
+
+def run(model: Standalone, file: Path, passes: int = 8, prompt: list[int] = PROMPT) -> Path:
+    """Record a prompt and two decode steps."""
+    recorder = Recorder(model.decoder, file, passes, {"target": "cpu", "rank": 0})
+    model.reset()
+    for ids in (prompt, [7], [9]):
+        work = model.begin({0: ids})
+        with recorder.recording(work.ids, work.request.positions):
+            model.forward(work)
+    return file
+
+
+def planted(model: Standalone, layer: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """A mistake in a layer's wo_b, while the handle returned is not removed."""
+    block: Any = model.decoder.layers[layer]
+    return block.attn.wo_b.register_forward_hook(lambda module, given, output: [change(output[0])])
+
+
+def first_beyond(one: Path, other: Path, bound: float = 0.1) -> Difference | None:
+    return next((each for each in differences(one, other) if each.error > bound), None)
+
+
+def test_a_run_repeated_is_equal(model: Standalone, tmp_path: Path) -> None:
+    found = list(differences(run(model, tmp_path / "a"), run(model, tmp_path / "b")))
+    assert found and all(each.equal and each.error == 0 for each in found)
+    assert {each.number for each in found} == {0, 1, 2}
+    order = [each.name for each in found if each.number == 2]
+    assert order[0] == "layers.0.hc_attn.x" and order[-1] == "hc_head.x" and len(order) == len(set(order))
+    assert [name for name in order if "layers.1" in name][:2] == ["layers.1.hc_attn.streams", "layers.1.hc_attn.x"]
+
+
+def test_the_first_op_that_departs_is_named(model: Standalone, tmp_path: Path) -> None:
+    right = run(model, tmp_path / "right")
+    handle = planted(model, 1, lambda output: output * 1.3)
+    wrong = run(model, tmp_path / "wrong")
+    handle.remove()
+    found = first_beyond(right, wrong)
+    assert found is not None and (found.number, found.name) == (0, "layers.1.attn.wo_b")
+    # 16 random projections know a difference of 0.3 within about 18 %.
+    assert found.error == pytest.approx(0.3, rel=0.6) and not found.equal
+    earlier = [each for each in differences(right, wrong) if each.number == 0 and each.name.startswith("layers.0.")]
+    assert all(each.equal for each in earlier if not each.name.endswith("left"))
+    assert first_beyond(right, run(model, tmp_path / "again")) is None
+
+
+def test_one_bit_is_seen(model: Standalone, tmp_path: Path) -> None:
+    def flip(output: Tensor) -> Tensor:
+        changed = output.clone()
+        changed.view(torch.int32)[0, 3] ^= 1
+        return changed
+
+    right = run(model, tmp_path / "right")
+    handle = planted(model, 2, flip)
+    wrong = run(model, tmp_path / "wrong")
+    handle.remove()
+    unequal = next(each for each in differences(right, wrong) if not each.equal)
+    assert unequal.name == "layers.2.attn.wo_b" and unequal.error < 1e-6
+
+
+def test_nan_is_named(model: Standalone, tmp_path: Path) -> None:
+    right = run(model, tmp_path / "right")
+    handle = planted(model, 0, lambda output: output.masked_fill(output == output.max(), torch.inf))
+    found = first_beyond(right, run(model, tmp_path / "wrong"))
+    handle.remove()
+    assert found is not None and found.name == "layers.0.attn.wo_b" and math.isinf(found.error)
+    assert "1 infinite" in found.why
+
+
+def test_passes_beyond_the_number_are_not_recorded(model: Standalone, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "a", passes=2).read_text().splitlines()
+    assert [json.loads(line).get("pass") for line in lines] == [None, 0, 1]
+
+
+def test_taps_are_gone_afterwards(model: Standalone) -> None:
+    seen: list[str] = []
+    with pytest.raises(KeyError), observing(model.decoder, lambda name, values: seen.append(name)):
+        raise KeyError
+    model.reset()
+    model.extend({0: PROMPT})
+    assert not seen
+
+
+def test_large_outputs_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN, infinities and amax are those of all values, digest and sketch of evenly spaced rows."""
+    values = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
+    values[1, 5], values[3, 7] = torch.nan, 50.0
+    monkeypatch.setattr(record, "SAMPLED_VALUES", 320)
+    row, digest = summary(values)
+    assert row[:3].tolist() == [1, 0, 50]
+    other = values.clone()
+    other[1::2] = 0
+    assert summary(other)[1] == digest and summary(values.roll(1, 0))[1] != digest
+
+
+def test_the_size_of_a_difference_is_estimated() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ratios = []
+    for _ in range(20):
+        values, noise = (torch.randn(50, 33, generator=generator) for _ in range(2))
+        (one, _), (other, _) = summary(values), summary(values + 0.05 * noise)
+        estimated = (one[4:] - other[4:]).square().mean().sqrt() / values.norm()
+        ratios.append(float(estimated) / 0.05)
+    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.15) and max(ratios) < 2
+
+
+def test_sets_are_told_apart_in_any_order() -> None:
+    slots = torch.randperm(4096, generator=torch.Generator().manual_seed(2))[:512][None]
+    shuffled = slots[:, torch.randperm(512)]
+    padded = torch.cat([shuffled, torch.full((1, 9), -1)], dim=1)
+    assert torch.equal(selected_set(slots), selected_set(padded))
+    longer = torch.cat([shuffled, torch.tensor([[3, 4]])], dim=1)
+    assert torch.equal(selected_set(slots), selected_set((longer, torch.tensor([512]))))
+    other = slots.clone()
+    other[:, :51] += 4096
+    share = (selected_set(other) - selected_set(slots)).square().sum() / selected_set(slots).square().sum()
+    assert 0.05 < float(share) < 0.6  # 2 * 51 / 512 = 0.2
+
+
+def test_the_command(model: Standalone, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = run(model, tmp_path / "right")
+    assert main(["trace", str(right), str(right)]) == 0
+    assert "no op departs" in capsys.readouterr().out
+    handle = planted(model, 1, lambda output: output * 1.001)
+    wrong = run(model, tmp_path / "wrong")
+    handle.remove()
+    assert main(["trace", str(right), str(wrong)]) == 0
+    assert main(["trace", str(right), str(wrong), "--exact"]) == 1
+    output = capsys.readouterr().out
+    assert "first with other bits: pass 0, layers.1.attn.wo_b" in output
+    assert main(["trace", str(right), str(wrong), "--bound", "0.0001", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["departs"]["name"] == "layers.1.attn.wo_b"
+
+
+def test_records_of_other_requests_and_no_records_are_refused(model: Standalone, tmp_path: Path) -> None:
+    right, other = run(model, tmp_path / "a"), run(model, tmp_path / "b", prompt=PROMPT[::-1])
+    with pytest.raises(ConfigError, match="pass 0: expected the same tokens"):
+        list(differences(right, other))
+    (tmp_path / "c").write_text("{}\n")
+    with pytest.raises(ConfigError, match="expected a first line with format 1"):
+        list(differences(right, tmp_path / "c"))
+    with pytest.raises(ConfigError, match="expected a record of passes"):
+        list(differences(tmp_path / "nowhere", right))
+
+
+def test_a_server_says_what_it_cannot_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace.check_trace()
+    monkeypatch.setenv(trace.TRACE, "folder")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trace.private, "resolved", lambda name: False)
+    with pytest.raises(ConfigError, match="add --disable-cuda-graph"):
+        trace.check_trace()
+    monkeypatch.setattr(trace.private, "resolved", lambda name: True)
+    trace.check_trace()
+    monkeypatch.setenv(trace.TRACE_PASSES, "all")
+    with pytest.raises(ConfigError, match="NVFP4_SGL_TRACE_PASSES: expected a number from 1, found 'all'"):
+        trace.check_trace()
