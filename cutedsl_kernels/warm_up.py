@@ -34,7 +34,7 @@ from .sm90.layout import TILE_BYTES, TILE_ROWS
 from .sm90.layout import TILE_K as HOPPER_TILE_K
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
-from .sm100.shape import TILE_K, KernelShape
+from .sm100.shape import KernelShape
 
 
 class SizedProduct(Protocol):
@@ -142,7 +142,7 @@ def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
     if isinstance(key.shape, HopperShape):
         return _smallest_w4a16_call(key.shape, device)
     shape = key.shape
-    rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
+    rows, features, k = shape.token_tile, shape.tile_features, shape.tile_k * shape.split_k
     outputs = shape.tile_outputs
     quantized = shape.output == "nvfp4"
 
