@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options
-from tests.sm100.support.products import ExpertCase, ProductCase
+from tests.sm100.support.products import ExpertCase, ProductCase, run
+from tests.sm100.support.scaled_gemm import ScaledGemm, ScaledOperand
 
 STRICT = Options(strict_tensor_waits=True)
 
@@ -63,6 +67,21 @@ def test_persistent_clusters_share_the_tiles(clusters: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_of_warps_gives_the_same(seed: int) -> None:
     ProductCase(dense(128, pair=True), tokens=140, features=264, k=416).check(Options("random", seed))
+
+
+@pytest.mark.parametrize("shape", [dense(128, output="fp32"), dense(128, pair=True, output="fp32")], ids=str)
+def test_equals_nvidias_kernel_bit_for_bit(shape: KernelShape) -> None:
+    """The same bytes in NVIDIA's GEMM, as FlashInfer installs it: the layouts are what it reads."""
+    pytest.importorskip("flashinfer")
+    case = ProductCase(shape, tokens=132, features=264, k=384)
+    call, epilogue = case.build()
+    call = replace(call, row_scale=torch.ones(1), alpha=torch.ones(1, case.features))
+    run(call, epilogue)
+    a, b = (
+        ScaledOperand(operand.packed[0], operand.swizzled().flatten(), operand.values(0)) for operand in case.operands()
+    )
+    theirs, _ = ScaledGemm("e4m3", (128, 128), (1, 1)).multiply(a, b, Options())
+    assert torch.equal(call.out[:, 0], theirs.T)
 
 
 def test_a_gemm_of_flash_for_one_token() -> None:
