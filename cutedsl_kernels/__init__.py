@@ -15,8 +15,8 @@ For SM100 and SM103 (B200, GB200, B300), from ``operations``::
 
 ``grouped_product`` is the block-diagonal GEMM of the attention output. A shared expert alone takes the expert
 operations with plain ``Rows``. FP8 matrices are multiplied by ``mxfp8.operations``, of ``MxFp8Rows`` and
-``MxFp8Weights``, with the same kernels. All are PyTorch operators (``torch.ops.nvfp4_sgl``) that ``torch.compile`` traces and
-CUDA graphs capture. They are checked before each launch and allocate nothing when ``out`` is given.
+``MxFp8Weights``, with the same kernels. All are PyTorch operators (``torch.ops.nvfp4_sgl``) that ``torch.compile``
+traces and CUDA graphs capture. They are checked before each launch and allocate nothing when ``out`` is given.
 
 Modules
     operations, operand: the operations and their weights. ``nvfp4_sgl.formats.rows`` and ``scale_layout``: activations,

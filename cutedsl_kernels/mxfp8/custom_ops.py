@@ -118,7 +118,7 @@ def _product(
         token_scales=token_scales,
         out=out,
         row_scale=ones[:1],
-        alpha=ones[:1].expand(features),
+        alpha=ones[:1].expand(groups, features),
     )
     launch("mxfp8_product", architecture, call)
 

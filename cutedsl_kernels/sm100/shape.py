@@ -36,7 +36,7 @@ of the epilogue holds both; the features of one are a block of NVFP4 output."""
 SCALE_ATOM_ROWS, SCALE_ATOM_BYTES, SCALE_ATOM_BLOCKS = 128, 512, 4
 """Block scales travel in atoms of 128 rows by 4 blocks."""
 TENSOR_COLUMN_MULTIPLE = 16
-"""Accumulators begin at multiples of this."""
+"""Accumulators begin at multiples of this; the epilogue's reads assume 8."""
 TENSOR_COLUMNS = 512
 MAX_CLUSTER = 8
 """CTAs of a cluster on any GPU (the portable size)."""

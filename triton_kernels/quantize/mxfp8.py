@@ -40,7 +40,7 @@ _TOP_EXPONENT = tl.constexpr(TOP_EXPONENT)
 
 
 @triton.jit
-def _quantize_kernel(
+def _quantize_mxfp8_kernel(
     x, x_row, x_group, codes, codes_row, codes_group, scales, groups, blocks, TILE: tl.constexpr, BLOCKS: tl.constexpr
 ):
     after_previous()
@@ -93,7 +93,7 @@ def quantize_mxfp8(x: Tensor, out: MxFp8Rows) -> None:
         grouped = x.dim() == 3
         # Whole atoms, whose padding is written.
         blocks = max(4, triton.next_power_of_2(k // BLOCK))
-        _quantize_kernel[(rows, groups)](
+        _quantize_mxfp8_kernel[(rows, groups)](
             x,
             x.stride(0),
             x.stride(1) if grouped else 0,

@@ -1,4 +1,4 @@
-"""The MXFP8 operations, from activations and FP8 weights of a checkpoint to results, with the launch in the emulator."""
+"""The MXFP8 operations, from activations and a checkpoint's FP8 to results, with the launch in the emulator."""
 
 from __future__ import annotations
 

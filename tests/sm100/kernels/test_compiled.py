@@ -104,6 +104,7 @@ def test_memory_budgets(shape: KernelShape) -> None:
     end = shape.scales_column + shape.weight_scale_columns + shape.token_scale_columns
     assert end <= shape.tensor_columns <= TENSOR_COLUMNS
     assert shape.second_accumulator + shape.accumulator_columns <= shape.scales_column
+    assert shape.second_accumulator % 8 == 0, "what the epilogue's reads of tensor memory assume"
     assert shape.overlap <= shape.teams * shape.chunk, "the teams' first chunks are read before the next tile begins"
 
 
