@@ -1,4 +1,4 @@
-"""CuTeDSL kernels: NVFP4 GEMMs on tensor cores, by architecture. Installed as ``nvfp4_sgl.cutedsl_kernels``.
+"""CuTeDSL kernels: NVFP4 and MXFP8 GEMMs on tensor cores, by architecture. Installed as ``nvfp4_sgl.cutedsl_kernels``.
 
 Operands and results are torch tensors. Nothing in this folder knows SGLang or the model: of ``nvfp4_sgl`` it imports
 ``errors`` and ``formats`` alone.
@@ -14,8 +14,9 @@ For SM100 and SM103 (B200, GB200, B300), from ``operations``::
     expert_down(hidden, down, row_weight, out=out)                    # times the routing weights
 
 ``grouped_product`` is the block-diagonal GEMM of the attention output. A shared expert alone takes the expert
-operations with plain ``Rows``. All are PyTorch operators (``torch.ops.nvfp4_sgl``) that ``torch.compile`` traces and
-CUDA graphs capture. They are checked before each launch and allocate nothing when ``out`` is given.
+operations with plain ``Rows``. FP8 matrices are multiplied by ``mxfp8.operations``, of ``MxFp8Rows`` and
+``MxFp8Weights``, with the same kernels. All are PyTorch operators (``torch.ops.nvfp4_sgl``) that ``torch.compile``
+traces and CUDA graphs capture. They are checked before each launch and allocate nothing when ``out`` is given.
 
 Modules
     operations, operand: the operations and their weights. ``nvfp4_sgl.formats.rows`` and ``scale_layout``: activations,
@@ -24,6 +25,7 @@ Modules
     launcher: where calls run; tests put an emulator there. occupancy: how many clusters a GPU runs at a time.
     errors: the errors of compiling, finding and launching kernels.
     custom_ops, plan, compiled: from a call to a checked launch of the right kernel.
+    mxfp8/, w4a16/: the same for FP8 matrices on SM100, and for NVFP4 matrices on Hopper.
     sm100/, sm90/: the kernels of an architecture; common/: what they share.
 """
 

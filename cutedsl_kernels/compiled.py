@@ -78,7 +78,8 @@ class KernelKey:
     def name(self) -> str:
         """A C identifier, unique to the key."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
-        return f"nvfp4_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
+        operands = self.shape.operands if isinstance(self.shape, KernelShape) else "nvfp4"
+        return f"{operands}_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
 
 
 def swiglu_row_scale(limit: float) -> float:
@@ -109,9 +110,9 @@ def _hopper_gemm(shape: HopperShape, key: KernelKey) -> Gemm:
 
 def _blackwell_gemm(shape: KernelShape, key: KernelKey) -> Gemm:
     from .sm100.epilogue import Epilogue
-    from .sm100.gemm import NvFp4Gemm
+    from .sm100.gemm import BlockScaledGemm
 
-    return NvFp4Gemm(shape, Epilogue(key.limit, key.weighted, key.row_scale_constant))
+    return BlockScaledGemm(shape, Epilogue(key.limit, key.weighted, key.row_scale_constant))
 
 
 def compile_kernel(key: KernelKey, options: str = "") -> Any:

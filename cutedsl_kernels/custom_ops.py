@@ -130,7 +130,7 @@ def _check_devices(op: str, out: Tensor, **tensors: Tensor | None) -> None:
             require_same_device("out", out, **{f"{op}: {name}": tensor})
 
 
-def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
+def launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
     """Check addresses, which only real tensors have, and launch the call unless it has no rows."""
     through_tma = {
         "weights": call.weights,
@@ -197,7 +197,7 @@ def _product(
         row_scale=row_scale,
         alpha=alpha,
     )
-    _launch("product", architecture, call)
+    launch("product", architecture, call)
 
 
 def _check_grouped_product(
@@ -252,7 +252,7 @@ def _grouped_product(
         row_scale=row_scale,
         alpha=alpha,
     )
-    _launch("grouped_product", architecture, call)
+    launch("grouped_product", architecture, call)
 
 
 def _check_expert_gate_up(
@@ -339,7 +339,7 @@ def _expert_gate_up(
         offsets=offsets,
         counts=counts,
     )
-    _launch("expert_gate_up", architecture, call, limit)
+    launch("expert_gate_up", architecture, call, limit)
 
 
 def _check_expert_down(
@@ -412,7 +412,7 @@ def _expert_down(
         offsets=offsets,
         counts=counts,
     )
-    _launch("expert_down", architecture, call)
+    launch("expert_down", architecture, call)
 
 
 def _target(out: Tensor) -> tuple[str, Clusters]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.scale_layout import layout_tile
@@ -25,17 +25,17 @@ from .sm90.shape import EXPERT_TOKEN_TILES, max_split
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.choose import (
     MAX_EXPERT_TILE,
-    MIN_SLICE,
     MIN_STAGES,
     choose_experts,
     choose_gated,
     choose_product,
     expert_shapes,
     expert_tile,
+    longest_split,
     product_shapes,
     product_tiles,
 )
-from .sm100.shape import KernelShape
+from .sm100.shape import KernelShape, Operands
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Pin:
         except ValueError as error:
             raise OperandValueError(f"pin: {error}") from None
 
-    def shape(self, k: int, token_tile: int, output: Output, gated: bool, grouped: bool) -> KernelShape:
+    def shape(
+        self, k: int, token_tile: int, output: Output, *, gated: bool, grouped: bool, operands: Operands = "nvfp4"
+    ) -> KernelShape:
         """The kernel for rows of ``k`` elements that are quantised for ``token_tile``.
 
         Raises:
@@ -74,10 +76,10 @@ class Pin:
             raise OperandValueError(
                 f"token_tile: expected {self.token_tile}, to which plans are pinned, found {token_tile}"
             )
-        split = self.split_k
-        while split > 1 and k // split < MIN_SLICE:
-            split //= 2
-        return KernelShape(self.token_tile, pair=self.pair, gated=gated, grouped=grouped, split_k=split, output=output)
+        shape = KernelShape(
+            self.token_tile, pair=self.pair, gated=gated, grouped=grouped, output=output, operands=operands
+        )
+        return replace(shape, split_k=longest_split(k, self.split_k, shape))
 
 
 _pin: Pin | None = None
@@ -101,7 +103,14 @@ def pinned(wanted: Pin | None) -> Iterator[None]:
 
 
 def plan_product(
-    features: int, k: int, rows: int, groups: int, token_tile: int, output: Output, clusters: Clusters
+    features: int,
+    k: int,
+    rows: int,
+    groups: int,
+    token_tile: int,
+    output: Output,
+    clusters: Clusters,
+    operands: Operands = "nvfp4",
 ) -> KernelShape:
     """The kernel for a dense GEMM, or for ``groups`` of them, of rows that are quantised for ``token_tile``.
 
@@ -111,10 +120,11 @@ def plan_product(
         token_tile: of the rows' block scales.
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
+        operands: what is multiplied.
     """
     if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated=False, grouped=False)
-    return choose_product(features, k, rows, groups, output, clusters, token_tile)
+        return _pin.shape(k, token_tile, output, gated=False, grouped=False, operands=operands)
+    return choose_product(features, k, rows, groups, output, clusters, token_tile, operands)
 
 
 def plan_experts(
@@ -125,16 +135,24 @@ def plan_experts(
     The tokens of each expert are known on the device alone; how many pairs there may be in all follows from ``rows``.
     """
     if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated, grouped=True)
+        return _pin.shape(k, token_tile, output, gated=gated, grouped=True)
     pairs = pairs_in(rows, experts, token_tile)
     return choose_experts(features, k, pairs, experts, gated, output, clusters, token_tile)
 
 
-def plan_gated(features: int, k: int, rows: int, token_tile: int, output: Output, clusters: Clusters) -> KernelShape:
+def plan_gated(
+    features: int,
+    k: int,
+    rows: int,
+    token_tile: int,
+    output: Output,
+    clusters: Clusters,
+    operands: Operands = "nvfp4",
+) -> KernelShape:
     """The kernel for the gated GEMM of one expert that all rows visit: an expert kernel without offsets."""
     if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated=True, grouped=False)
-    return choose_gated(features, k, rows, output, clusters, token_tile)
+        return _pin.shape(k, token_tile, output, gated=True, grouped=False, operands=operands)
+    return choose_gated(features, k, rows, output, clusters, token_tile, operands)
 
 
 def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, clusters: Clusters) -> HopperShape:
@@ -223,6 +241,8 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
 def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
     """All kernels that plans can need, whatever the sizes: NVFP4 between the expert kernels, ``outputs`` elsewhere.
 
+    Those of MXFP8, whose gated kernels write bf16, are among them.
+
     Down kernels of routed experts are included with and without row weights, all others without.
     """
     if architecture == "sm_90a":
@@ -237,4 +257,8 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
     for grouped in (True, False):
         gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, grouped, "nvfp4")]
         keys += [KernelKey(architecture, shape, limit) for shape in gated]
+    for output in outputs:
+        keys += [KernelKey(architecture, shape) for shape in product_shapes(k, TOKEN_TILES, output, "mxfp8")]
+    gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, False, "bf16", "mxfp8")]
+    keys += [KernelKey(architecture, shape, limit) for shape in gated]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= MIN_STAGES))

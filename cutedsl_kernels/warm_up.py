@@ -7,7 +7,7 @@ CUDA graph is captured or a request waits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ from .sm90.layout import TILE_BYTES, TILE_ROWS
 from .sm90.layout import TILE_K as HOPPER_TILE_K
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
-from .sm100.shape import TILE_K, KernelShape
+from .sm100.shape import KernelShape, Operands
 
 
 class SizedProduct(Protocol):
@@ -47,6 +47,7 @@ class SizedProduct(Protocol):
         gated: whether there are a gate and an up matrix of ``features`` each.
         experts_per_token: experts that each token visits; 0 if every token takes part in every group.
         output: what is written.
+        operands: what is multiplied; "bf16" is a library's GEMM, and no kernel of these.
     """
 
     @property
@@ -61,6 +62,8 @@ class SizedProduct(Protocol):
     def experts_per_token(self) -> int: ...
     @property
     def output(self) -> Output: ...
+    @property
+    def operands(self) -> Literal["nvfp4", "mxfp8", "bf16"]: ...
 
 
 def keys_for(
@@ -87,8 +90,10 @@ def keys_for(
         return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch)
     found: dict[KernelKey, None] = {}
     for product in products:
+        if product.operands == "bf16":
+            continue
         for tokens in range(1, max_tokens + 1):
-            shape = _shape(product, tokens, clusters)
+            shape = _shape(product, product.operands, tokens, clusters)
             down = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
             found[key] = None
@@ -115,20 +120,21 @@ def _w4a16_keys(
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, tokens: int, clusters: Clusters) -> KernelShape:
+def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clusters) -> KernelShape:
     """The kernel that the operations will plan for ``tokens`` tokens."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
         pairs = tokens * product.experts_per_token
         tile = expert_token_tile_for(pairs, groups)
         return plan_experts(features, k, rows_of(pairs, groups, tile), groups, product.gated, tile, output, clusters)
+    tile = token_tile_for(tokens)
     if product.gated:
-        return plan_gated(features, k, tokens, token_tile_for(tokens), output, clusters)
-    return plan_product(features, k, tokens, groups, token_tile_for(tokens), output, clusters)
+        return plan_gated(features, k, tokens, tile, output, clusters, operands)
+    return plan_product(features, k, tokens, groups, tile, output, clusters, operands)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Ask how many clusters the device runs, run each kernel once on zeros (valid NVFP4), and wait for the last."""
+    """Ask how many clusters the device runs, run each kernel once on zeros, and wait for the last."""
     runner = launcher.current()
     runner.clusters(device)
     for key in keys:
@@ -138,13 +144,14 @@ def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
 
 
 def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
-    """The smallest call of a kernel: one tile of one group, all zeros."""
+    """The smallest call of a kernel: one tile of one group, all zeros (valid NVFP4 and MXFP8)."""
     if isinstance(key.shape, HopperShape):
         return _smallest_w4a16_call(key.shape, device)
     shape = key.shape
-    rows, features, k = shape.token_tile, shape.tile_features, TILE_K * shape.split_k
+    rows, features, k = shape.token_tile, shape.tile_features, shape.tile_k * shape.split_k
     outputs = shape.tile_outputs
     quantized = shape.output == "nvfp4"
+    codes = k // shape.byte_elements
 
     def zeros(*sizes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.zeros(*sizes, dtype=dtype, device=device)
@@ -152,10 +159,10 @@ def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "nvfp4": torch.uint8}
     return Call(
         shape=shape,
-        weights=zeros(1, features, k // 2),
-        weight_scales=zeros(scale_bytes(features, k)),
-        tokens=zeros(rows, k // 2),
-        token_scales=zeros(scale_bytes(rows, k, shape.token_tile)),
+        weights=zeros(1, features, codes),
+        weight_scales=zeros(scale_bytes(features, k, block=shape.block)),
+        tokens=zeros(rows, codes),
+        token_scales=zeros(scale_bytes(rows, k, shape.token_tile, shape.block)),
         out=zeros(rows, outputs // 2 if quantized else outputs, dtype=dtypes[shape.output]),
         row_scale=zeros(rows, dtype=torch.float32),
         alpha=zeros(2 if shape.gated else 1 if shape.grouped else features, dtype=torch.float32),

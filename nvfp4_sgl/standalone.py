@@ -40,7 +40,7 @@ class Standalone:
         model: checkpoint directory, or a model that was verified already, as random weights are.
         target: whose boundaries run.
         device: a CUDA device for a GPU target, or the CPU under Triton's interpreter; the CPU for the CPU target.
-        mode: what enters GEMMs with NVFP4 weights; the target's default unless given.
+        mode: what enters GEMMs with quantised weights; the target's default unless given.
         packed: keep rows in SGLang's 8-bit entries instead of ``dtype``; GPU targets always do.
         dtype: model dtype; GPU targets take bf16.
         requests, capacity: sequences held at once, and tokens of each.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -38,13 +37,15 @@ class GemmCall(ABC):
     offsets: Tensor | None = None
     counts: Tensor | None = None
 
-    STAGE_K: ClassVar[int]
-    """Elements of K in a pipeline stage."""
-
     def __post_init__(self) -> None:
-        stages = -(-self.k // self.STAGE_K)
+        stages = -(-self.k // self.stage_k)
         if self.shape.split_k > stages:
             raise ValueError(f"split_k {self.shape.split_k}: K = {self.k} has only {stages} stages")
+
+    @property
+    @abstractmethod
+    def stage_k(self) -> int:
+        """Elements of K in a pipeline stage."""
 
     @property
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -34,15 +34,17 @@ class Work(Fixed):
 class Gemm(ABC):
     """A kernel of one :class:`.shape.GemmShape`."""
 
-    operand_types: ClassVar[tuple[Any, Any, Any, Any]]
-    """CuTeDSL's types of (weights, weight_scales, tokens, token_scales)."""
-
     shape: GemmShape
     epilogue: Any
     """What happens to a tile: the architecture's ``epilogue.Epilogue``."""
 
     def __init__(self, shape: GemmShape, epilogue: Any) -> None:
         self.shape, self.epilogue = shape, epilogue
+
+    @property
+    @abstractmethod
+    def operand_types(self) -> tuple[Any, Any, Any, Any]:
+        """CuTeDSL's types of (weights, weight_scales, tokens, token_scales)."""
 
     # Host side, traced once per compilation.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK = 16
-"""Elements that share a block scale."""
+"""Elements of NVFP4 that share a block scale."""
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
 """N of the MMA."""
 WARP_LANES = 32

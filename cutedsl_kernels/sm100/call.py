@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..common.arguments import Arguments
 from ..common.call import GemmCall, address
-from .shape import SCALE_ATOM_BYTES, TILE_K, KernelShape
+from .shape import SCALE_ATOM_BLOCKS, SCALE_ATOM_BYTES, KernelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,12 @@ class Call(GemmCall):
     """The tensors and sizes of one launch.
 
     Attributes:
-        weights: uint8 [groups, features, k/2]; ``weight_scales``: E4M3, swizzled, one padded matrix after the other.
-            Rows of gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and so on.
-        tokens: uint8 [rows, k/2] or [rows, groups, k/2], the last dimension contiguous.
-        token_scales: E4M3, swizzled as scale_layout.py says. Rows by (k of all groups) as one matrix if ``tokens`` has
-            groups.
+        weights: codes [groups, features, k]: uint8, two a byte, of NVFP4, E4M3 of MXFP8. ``weight_scales``: E4M3 or
+            UE8M0, swizzled, one padded matrix after the other. Rows of gated kernels: ``shape.GATE_ROWS`` gates, as
+            many ups, and so on.
+        tokens: codes [rows, k] or [rows, groups, k], the last dimension contiguous.
+        token_scales: swizzled as scale_layout.py says. Whole atoms of each group side by side, as one matrix, if
+            ``tokens`` has groups.
         out: bf16 or fp32 [rows, features] or [rows, groups, features]; for NVFP4 output uint8 codes. Gated kernels have
             half as many features here.
         out_scales: E4M3 of NVFP4 output, swizzled like ``token_scales``.
@@ -38,7 +39,9 @@ class Call(GemmCall):
     out_scales: Tensor | None = None
     row_weight: Tensor | None = None
 
-    STAGE_K = TILE_K
+    @property
+    def stage_k(self) -> int:
+        return self.shape.tile_k
 
     @property
     def features(self) -> int:
@@ -46,7 +49,7 @@ class Call(GemmCall):
 
     @property
     def k(self) -> int:
-        return self.weights.shape[2] * 2
+        return self.weights.shape[2] * self.shape.byte_elements
 
     @property
     def blocks(self) -> int:
@@ -62,7 +65,7 @@ class Call(GemmCall):
 
     def arguments(self, clusters: int) -> Arguments:
         grouped_tokens = self.tokens.dim() == 3
-        matrix_atoms = -(-self.k // 64)
+        matrix_atoms = -(-self.k // (SCALE_ATOM_BLOCKS * self.shape.block))
         row_scale = self.row_scale
         token_row, token_group = self.token_strides
         out_row, out_group = self.out_strides
@@ -84,8 +87,8 @@ class Call(GemmCall):
             rows=self.rows,
             groups=self.groups,
             clusters=clusters,
-            token_row=token_row * 2,
-            token_group=token_group * 2,
+            token_row=token_row * self.shape.byte_elements,
+            token_group=token_group * self.shape.byte_elements,
             token_scale_row=matrix_atoms * (self.groups if grouped_tokens else 1) * SCALE_ATOM_BYTES,
             token_scale_group=matrix_atoms * SCALE_ATOM_BYTES,
             out_row=out_row,

@@ -19,7 +19,7 @@ from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.planned import planned_pairs, planned_tokens
 from ..common.shape import TOKEN_TILES, Output
 from .cost import B200, Machine, Problem, cost
-from .shape import SCALE_ATOM_ROWS, TILE_K, KernelShape
+from .shape import SCALE_ATOM_ROWS, KernelShape, Operands
 
 MIN_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
@@ -30,8 +30,8 @@ MAX_EXPERT_TILE = 128
 MAX_SPLIT_TILE = 64
 """Tokens of a kernel that splits K."""
 SPLITS = (2, 4, 8)
-MIN_SLICE = 2 * TILE_K
-"""Elements of K that a CTA of a split-K cluster has at least: a single stage is all latency."""
+MIN_SLICE_STAGES = 2
+"""Stages that a CTA of a split-K cluster has at least: a single one is all latency."""
 NEARLY = 1.01
 """What the model tells apart: shapes within this factor of the least time are as good."""
 
@@ -44,23 +44,32 @@ def choose_product(
     output: Output = "bf16",
     clusters: Clusters = B200_CLUSTERS,
     token_tile: int | None = None,
+    operands: Operands = "nvfp4",
 ) -> KernelShape:
     """Choose for ``groups`` products of [tokens, k] by [features, k].
 
     Args:
         clusters: what the GPU runs at a time.
         token_tile: what the tokens are quantised for; that of their number if not given.
+        operands: what is multiplied.
     """
     tiles = product_tiles(tokens if token_tile is None else token_tile)
-    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, tiles)
+    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, tiles, operands)
 
 
 @lru_cache(maxsize=4096)
 def _choose_product(
-    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, tiles: tuple[int, ...]
+    features: int,
+    k: int,
+    tokens: int,
+    groups: int,
+    output: Output,
+    clusters: Clusters,
+    tiles: tuple[int, ...],
+    operands: Operands,
 ) -> KernelShape:
-    problem = Problem(features, k, tokens, groups, output=output)
-    return _best(product_shapes(k, tiles, output), problem, replace(B200, clusters=clusters))[1]
+    problem = Problem(features, k, tokens, groups, output=output, operands=operands)
+    return _best(product_shapes(k, tiles, output, operands), problem, replace(B200, clusters=clusters))[1]
 
 
 def choose_experts(
@@ -83,31 +92,29 @@ def choose_experts(
             if not given.
     """
     tile = expert_tile(pairs, experts) if token_tile is None else min(token_tile, MAX_EXPERT_TILE)
-    return _choose_experts(features, k, planned_pairs(pairs), experts, gated, True, output, clusters, tile)
+    problem = Problem(features, k, planned_pairs(pairs), experts, gated, True, output)
+    return _choose_experts(problem, clusters, tile)
 
 
 def choose_gated(
-    features: int, k: int, tokens: int, output: Output, clusters: Clusters, token_tile: int
+    features: int,
+    k: int,
+    tokens: int,
+    output: Output,
+    clusters: Clusters,
+    token_tile: int,
+    operands: Operands = "nvfp4",
 ) -> KernelShape:
     """For one expert's gate and up projections of all tokens: a kernel without offsets."""
-    tile = min(token_tile, MAX_EXPERT_TILE)
-    return _choose_experts(features, k, planned_tokens(tokens), 1, True, False, output, clusters, tile)
+    problem = Problem(features, k, planned_tokens(tokens), gated=True, output=output, operands=operands)
+    return _choose_experts(problem, clusters, min(token_tile, MAX_EXPERT_TILE))
 
 
 @lru_cache(maxsize=4096)
-def _choose_experts(
-    features: int,
-    k: int,
-    pairs: int,
-    experts: int,
-    gated: bool,
-    grouped: bool,
-    output: Output,
-    clusters: Clusters,
-    tile: int,
-) -> KernelShape:
-    problem = Problem(features, k, pairs, experts, gated, grouped, output)
-    return _best(expert_shapes(k, tile, gated, grouped, output), problem, replace(B200, clusters=clusters))[1]
+def _choose_experts(problem: Problem, clusters: Clusters, tile: int) -> KernelShape:
+    p = problem
+    shapes = expert_shapes(p.k, tile, p.gated, p.grouped, p.output, p.operands)
+    return _best(shapes, problem, replace(B200, clusters=clusters))[1]
 
 
 def expert_tile(pairs: int, experts: int) -> int:
@@ -141,15 +148,24 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 
 
-def product_shapes(k: int, tiles: Iterable[int], output: Output) -> Iterator[KernelShape]:
+def product_shapes(k: int, tiles: Iterable[int], output: Output, operands: Operands = "nvfp4") -> Iterator[KernelShape]:
     """What :func:`choose_product` chooses from."""
     for tile in tiles:
-        yield from _variants(k, KernelShape(tile, output=output))
+        yield from _variants(k, KernelShape(tile, output=output, operands=operands))
 
 
-def expert_shapes(k: int, token_tile: int, gated: bool, grouped: bool, output: Output) -> Iterator[KernelShape]:
-    """What :func:`choose_experts` chooses from."""
-    return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output))
+def expert_shapes(
+    k: int, token_tile: int, gated: bool, grouped: bool, output: Output, operands: Operands = "nvfp4"
+) -> Iterator[KernelShape]:
+    """What :func:`choose_experts` and :func:`choose_gated` choose from."""
+    return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output, operands=operands))
+
+
+def longest_split(k: int, most: int, shape: KernelShape) -> int:
+    """``most``, halved until every CTA that shares K has ``MIN_SLICE_STAGES`` stages of it."""
+    while most > 1 and k // most < MIN_SLICE_STAGES * shape.tile_k:
+        most //= 2
+    return most
 
 
 def _variants(k: int, shape: KernelShape) -> Iterator[KernelShape]:
@@ -160,7 +176,7 @@ def _variants(k: int, shape: KernelShape) -> Iterator[KernelShape]:
             yield replace(shape, pair=True, shared_tokens=tokens, shared_weights=weights)
     if shape.token_tile <= MAX_SPLIT_TILE:
         for split in SPLITS:
-            if k // split >= MIN_SLICE:
+            if longest_split(k, split, shape) == split:
                 yield replace(shape, split_k=split)
 
 

@@ -21,10 +21,22 @@ from dataclasses import dataclass
 
 from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.shape import BLOCK, Output
-from .shape import LANES, MMA_K, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+from .shape import (
+    LANES,
+    MMA_ROW_BYTES,
+    SCALE_ATOM_BLOCKS,
+    SCALE_ATOM_BYTES,
+    SCALE_ATOM_ROWS,
+    STAGE_MMAS,
+    KernelShape,
+    Operands,
+)
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
-
+OPERAND_BYTES: dict[Operands, float] = {"nvfp4": 0.5 + 1 / BLOCK, "mxfp8": 1 + 1 / (2 * BLOCK)}
+"""Of an element with its share of a block scale."""
+OPERAND_RATES: dict[Operands, float] = {"nvfp4": 1.0, "mxfp8": 0.5}
+"""Multiply-adds over those of NVFP4: NVIDIA states half as many for FP8, dense."""
 
 HANDOVER_CYCLES = 100.0
 """Cycles from an MMA's end until the next one may begin: a barrier to the epilogue's warps, which read a chunk out of
@@ -38,7 +50,7 @@ the timed mode of the emulator."""
 
 @dataclass(frozen=True)
 class Machine:
-    """A B200 at the clock at which 2^14 multiply-adds a cycle and SM make the 9 PFLOP/s stated for it.
+    """A B200 at the clock at which 2^14 multiply-adds of NVFP4 a cycle and SM make the 9 PFLOP/s stated for it.
 
     Attributes:
         clusters: how many run at a time.
@@ -101,6 +113,7 @@ class Problem:
     grouped: bool = False
     output: Output = "bf16"
     shared_tokens: int = 0
+    operands: Operands = "nvfp4"
 
     @property
     def matrices(self) -> float:
@@ -145,7 +158,7 @@ class Problem:
     @property
     def least_bytes(self) -> float:
         """Codes, block scales and outputs, each once, without padding."""
-        operand = (self.matrices * self.features + self.rows) * self.k * (0.5 + 1 / BLOCK)
+        operand = (self.matrices * self.features + self.rows) * self.k * OPERAND_BYTES[self.operands]
         return operand + self.rows * self.features * OUTPUT_BYTES[self.output]
 
     @property
@@ -154,7 +167,8 @@ class Problem:
 
     def floor_seconds(self, machine: Machine = B200) -> float:
         """No kernel is faster: HBM for the least bytes, or the tensor cores for the products."""
-        return max(self.least_bytes / machine.memory_bytes_per_second, self.flops / machine.flops)
+        rate = machine.flops * OPERAND_RATES[self.operands]
+        return max(self.least_bytes / machine.memory_bytes_per_second, self.flops / rate)
 
 
 def _at_least(count: int, mean: float) -> float:
@@ -225,11 +239,12 @@ def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
     An MMA of a CTA takes 128 weight rows by the tokens, of which a pair's CTA multiplies all; its operands leave shared
     memory at 32 bytes a row, of which a pair's CTA holds half of the tokens.
     """
-    products = LANES * shape.token_tile * MMA_K / machine.multiply_adds_per_cycle
+    mma_k = MMA_ROW_BYTES * shape.byte_elements
+    products = LANES * shape.token_tile * mma_k / (machine.multiply_adds_per_cycle * OPERAND_RATES[shape.operands])
     own_tokens = shape.token_tile // (2 if shape.pair else 1)
-    operands = (LANES + own_tokens) * MMA_K / 2 / machine.shared_bytes_per_cycle
+    operands = (LANES + own_tokens) * MMA_ROW_BYTES / machine.shared_bytes_per_cycle
     scales = (shape.weight_scale_bytes + shape.token_scale_bytes) / machine.shared_bytes_per_cycle
-    return (TILE_K // MMA_K) * max(products, operands) + scales
+    return STAGE_MMAS * max(products, operands) + scales
 
 
 def read_bytes(shape: KernelShape) -> float:
@@ -247,7 +262,7 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     0.28 µs for 72, and the line meets 7.2 TB/s at 148. So the time is HBM's for all bytes, plus the share of idle SMs
     times what an SM takes for what is not read again from L2.
     """
-    k_tiles = math.ceil(problem.k / TILE_K)
+    k_tiles = math.ceil(problem.k / shape.tile_k)
     feature_tiles = math.ceil(problem.features / shape.tile_outputs)
     token_tiles = problem.token_tiles(shape.token_tile)
     tiles = feature_tiles * token_tiles
@@ -299,9 +314,9 @@ def _waves(full: float, uneven: bool) -> float:
 
 def _memory_bytes(shape: KernelShape, problem: Problem, token_tiles: float) -> float:
     """Each distinct byte that TMA touches, once: block scales come in whole atoms, of which narrow tiles have one."""
-    scale_columns = math.ceil(problem.k / (4 * BLOCK))
+    scale_columns = math.ceil(problem.k / (SCALE_ATOM_BLOCKS * shape.block))
     weight_atoms = math.ceil(problem.features / SCALE_ATOM_ROWS) * scale_columns
-    weights = problem.matrices * (problem.features * problem.k / 2 + weight_atoms * SCALE_ATOM_BYTES)
+    weights = problem.matrices * (problem.features * problem.k / shape.byte_elements + weight_atoms * SCALE_ATOM_BYTES)
     atoms = token_tiles * max(1, shape.token_tile // SCALE_ATOM_ROWS) * scale_columns
-    tokens = problem.rows * problem.k / 2 + atoms * SCALE_ATOM_BYTES
+    tokens = problem.rows * problem.k / shape.byte_elements + atoms * SCALE_ATOM_BYTES
     return weights + tokens + problem.rows * problem.features * OUTPUT_BYTES[problem.output]

@@ -1,14 +1,16 @@
-"""NVFP4 x NVFP4 products on SM100's block-scaled tensor cores: one kernel for every shape, schedule and epilogue.
+"""Block-scaled GEMMs on SM100's tensor cores, NVFP4 or MXFP8: one kernel for every shape, schedule and epilogue.
 
 Computes, for each group (or expert) g, token row t and feature f::
 
     acc      = sum over k of (code * block_scale)(tokens[t, k]) * (code * block_scale)(weights[g, f, k])     fp32
     out[t,f] = epilogue(acc)                                                          see epilogue.py
 
-Operands: E2M1 codes, two a byte, low nibble first, K contiguous; E4M3 block scales for each 16 of K in the 128x4
-swizzled layout. K a multiple of 64 (32 bytes of codes; K tails are zero-filled by TMA); any number of tokens; features
-whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200). Weights are the A operand,
-tokens the B operand (``..common.shape`` says why).
+Operands, K contiguous, block scales in the 128x4 swizzled layout. NVFP4: E2M1 codes, two a byte, low nibble first; an
+E4M3 scale for each 16 of K; K a multiple of 64. MXFP8: E4M3 codes, a UE8M0 scale for each 32 of K; K a multiple of 32.
+K tails are zero-filled by TMA, so that the scales which pad the last atom must be numbers. Any number of tokens;
+features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200). Weights are the A
+operand, tokens the B operand (``..common.shape`` says why). Both kinds take 32 bytes of codes of a row an instruction,
+so that they differ in types and in how many block scales a stage has.
 
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
@@ -36,29 +38,35 @@ from ..common.gemm import Gemm
 from ..common.load_warp import load_stages
 from ..common.ring import Ring
 from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
-from ..common.shape import ALIGNMENT, BLOCK, EXPERT_TABLE_WORDS, TEAM_WARPS, WARP_LANES
+from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .fences import fence_after_wait, fence_before_signal
 from .fragment import make_fragment, read_fragment
 from .load import OperandLoad, StageLoads
-from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, KernelShape, Operands
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
-def scale_layout(rows: Any, k: Any, groups: Any, row_stride: Any, group_stride: Any) -> cute.Layout:
-    """Block scales as ((32, 4, row atoms), (16, 4, K atoms), groups) in bytes; strides of atoms and groups given."""
+OPERAND_TYPES: dict[Operands, tuple[Any, Any]] = {
+    "nvfp4": (cutlass.Float4E2M1FN, cutlass.Float8E4M3FN),
+    "mxfp8": (cutlass.Float8E4M3FN, cutlass.Float8E8M0FNU),
+}
+"""Types of codes and of block scales."""
+
+
+def scale_layout(block: int, rows: Any, k: Any, groups: Any, row_stride: Any, group_stride: Any) -> cute.Layout:
+    """Block scales as ((32, 4, row atoms), (block, 4, K atoms), groups) in bytes; strides of atoms and groups given."""
     return cute.make_layout(
-        (((32, 4), cute.ceil_div(rows, SCALE_ATOM_ROWS)), ((BLOCK, 4), cute.ceil_div(k, 4 * BLOCK)), groups),
+        (((32, 4), cute.ceil_div(rows, SCALE_ATOM_ROWS)), ((block, 4), cute.ceil_div(k, 4 * block)), groups),
         stride=(((16, 4), row_stride), ((0, 1), SCALE_ATOM_BYTES), group_stride),
     )
 
 
-class NvFp4Gemm(Gemm):
+class BlockScaledGemm(Gemm):
     """A kernel of one :class:`KernelShape`; ``..common.entry`` compiles it."""
 
-    operand_types = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN, cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
     shape: KernelShape
     epilogue: Epilogue
 
@@ -68,15 +76,20 @@ class NvFp4Gemm(Gemm):
         self.ctas = 2 if shape.pair else 1
         self.sharing = (self.ctas * shape.shared_tokens, shape.shared_weights)
         """CTAs of a cluster that share operands, along features and along tokens."""
-        self.tiler = (shape.tile_features, shape.token_tile, TILE_K)
-        self.scale_tiler = (LANES, max(shape.token_tile, SCALE_ATOM_ROWS), TILE_K)
+        self.code_type, self.scale_type = OPERAND_TYPES[shape.operands]
+        self.tiler = (shape.tile_features, shape.token_tile, shape.tile_k)
+        self.scale_tiler = (LANES, max(shape.token_tile, SCALE_ATOM_ROWS), shape.tile_k)
         """Tile of the tokens' block scales: whole atoms, and all of them in each CTA of a pair."""
+
+    @property
+    def operand_types(self) -> tuple[Any, Any, Any, Any]:
+        return self.code_type, self.scale_type, self.code_type, self.scale_type
 
     # Host side, traced once per compilation.
 
     def _mma(self, group: Any, tiler: Any) -> cute.TiledMma:
         return sm100_utils.make_blockscaled_trivial_tiled_mma(
-            cutlass.Float4E2M1FN, cutlass.Float4E2M1FN, K_MAJOR, K_MAJOR, cutlass.Float8E4M3FN, BLOCK, group, tiler[:2]
+            self.code_type, self.code_type, K_MAJOR, K_MAJOR, self.scale_type, self.shape.block, group, tiler[:2]
         )
 
     def _shared_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
@@ -84,12 +97,12 @@ class NvFp4Gemm(Gemm):
 
         They are static, so they can be made anywhere.
         """
-        stages, fp4 = self.shape.stages, cutlass.Float4E2M1FN
+        stages, block = self.shape.stages, self.shape.block
         return (
-            sm100_utils.make_smem_layout_a(mma, self.tiler, fp4, stages),
-            sm100_utils.make_smem_layout_b(mma, self.tiler, fp4, stages),
-            blockscaled.make_smem_layout_sfa(mma, self.tiler, BLOCK, stages),
-            blockscaled.make_smem_layout_sfb(mma, self.tiler, BLOCK, stages),
+            sm100_utils.make_smem_layout_a(mma, self.tiler, self.code_type, stages),
+            sm100_utils.make_smem_layout_b(mma, self.tiler, self.code_type, stages),
+            blockscaled.make_smem_layout_sfa(mma, self.tiler, block, stages),
+            blockscaled.make_smem_layout_sfb(mma, self.tiler, block, stages),
         )
 
     def _shared_operands(self, storage: Any, mma: cute.TiledMma) -> tuple[Any, Any, Any, Any]:
@@ -106,10 +119,10 @@ class NvFp4Gemm(Gemm):
         """Launch.
 
         Args:
-            arguments: traced ``Arguments``. Weights are E2M1 codes [groups, features, k], their block scales swizzled,
-                one padded matrix after the other; rows of gated kernels as ``shape.py`` says. Tokens are E2M1 codes,
-                their block scales in atoms of 128 rows (of one token tile, if that is smaller) by 64 of K; atoms of 64
-                of K adjacent. Offsets and counts are for the grouped schedule alone.
+            arguments: traced ``Arguments``. Weights are codes [groups, features, k], their block scales swizzled, one
+                padded matrix after the other; rows of gated kernels as ``shape.py`` says. Tokens are codes, their block
+                scales in atoms of 128 rows (of one token tile, if that is smaller) by 4 blocks of K; atoms of the same
+                rows adjacent. Offsets and counts are for the grouped schedule alone.
         """
         a = arguments
         shape = self.shape
@@ -123,17 +136,20 @@ class NvFp4Gemm(Gemm):
         tokens = cute.make_tensor(
             a.tokens, cute.make_layout((a.rows, a.k, a.groups), stride=(a.token_row, 1, a.token_group))
         )
-        k_atoms = cute.ceil_div(a.k, 4 * BLOCK)
+        k_atoms = cute.ceil_div(a.k, 4 * shape.block)
         atom_row = Int64(k_atoms) * SCALE_ATOM_BYTES
         weight_scales = cute.make_tensor(
             a.weight_scales,
-            scale_layout(a.features, a.k, a.groups, atom_row, atom_row * cute.ceil_div(a.features, SCALE_ATOM_ROWS)),
-        )
+            scale_layout(
+                shape.block, a.features, a.k, a.groups,
+                atom_row, atom_row * cute.ceil_div(a.features, SCALE_ATOM_ROWS),
+            ),
+        )  # fmt: skip
         token_tiles = cute.ceil_div(a.rows, shape.token_tile)
         # A narrow token tile has atoms of its own; the second atom of a wide one may lie beyond the last row.
         scale_rows = token_tiles * SCALE_ATOM_ROWS if shape.token_tile < SCALE_ATOM_ROWS else a.rows
         token_scales = cute.make_tensor(
-            a.token_scales, scale_layout(scale_rows, a.k, a.groups, a.token_scale_row, a.token_scale_group)
+            a.token_scales, scale_layout(shape.block, scale_rows, a.k, a.groups, a.token_scale_row, a.token_scale_group)
         )
 
         def one(layout: Any) -> Any:
@@ -158,12 +174,12 @@ class NvFp4Gemm(Gemm):
         offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
         kernel = self.kernel(
             mma, scale_mma, *tma_a, *tma_b, *tma_sfa, *tma_sfb, outputs, offsets, counts,
-            feature_tiles, token_tiles, a.groups, cute.ceil_div(a.k, TILE_K), ctas, scale_ctas,
+            feature_tiles, token_tiles, a.groups, cute.ceil_div(a.k, shape.tile_k), ctas, scale_ctas,
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
 
     def _storage(self, a_layout: Any, b_layout: Any, sfa_layout: Any, sfb_layout: Any) -> Any:
-        shape = self.shape
+        shape, codes, scales = self.shape, self.code_type, self.scale_type
 
         @cute.struct
         class Storage:
@@ -179,10 +195,10 @@ class NvFp4Gemm(Gemm):
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
             output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(shape.staging_bytes, 16)], ALIGNMENT]
-            a: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(a_layout.outer)], ALIGNMENT]
-            b: cute.struct.Align[cute.struct.MemRange[cutlass.Float4E2M1FN, cute.cosize(b_layout.outer)], ALIGNMENT]
-            sfa: cute.struct.Align[cute.struct.MemRange[cutlass.Float8E4M3FN, cute.cosize(sfa_layout)], ALIGNMENT]
-            sfb: cute.struct.Align[cute.struct.MemRange[cutlass.Float8E4M3FN, cute.cosize(sfb_layout)], ALIGNMENT]
+            a: cute.struct.Align[cute.struct.MemRange[codes, cute.cosize(a_layout.outer)], ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[codes, cute.cosize(b_layout.outer)], ALIGNMENT]
+            sfa: cute.struct.Align[cute.struct.MemRange[scales, cute.cosize(sfa_layout)], ALIGNMENT]
+            sfb: cute.struct.Align[cute.struct.MemRange[scales, cute.cosize(sfb_layout)], ALIGNMENT]
 
         return Storage
 
@@ -325,10 +341,10 @@ class NvFp4Gemm(Gemm):
             return cute.slice_(layout, (None, None, None, 0))
 
         def scales(column: int, layout: Any) -> Any:
-            return cute.make_tensor(cute.recast_ptr(tensor_memory + column, dtype=cutlass.Float8E4M3FN), layout)
+            return cute.make_tensor(cute.recast_ptr(tensor_memory + column, dtype=self.scale_type), layout)
 
-        sfa_layout = blockscaled.make_tmem_layout_sfa(mma, self.tiler, BLOCK, one(s_sfa.layout))
-        sfb_layout = blockscaled.make_tmem_layout_sfb(mma, self.tiler, BLOCK, one(s_sfb.layout))
+        sfa_layout = blockscaled.make_tmem_layout_sfa(mma, self.tiler, shape.block, one(s_sfa.layout))
+        sfb_layout = blockscaled.make_tmem_layout_sfb(mma, self.tiler, shape.block, one(s_sfb.layout))
         t_sfa = scales(shape.scales_column, sfa_layout)
         t_sfb = scales(shape.scales_column + shape.weight_scale_columns, sfb_layout)
         copies = self._scale_copy(s_sfa, t_sfa), self._scale_copy(s_sfb, t_sfb)
@@ -382,7 +398,7 @@ class NvFp4Gemm(Gemm):
     def _scale_copy(self, shared: cute.Tensor, target: cute.Tensor) -> tuple[Any, Any, Any]:
         """The copy of block scales from shared to tensor memory: (copy, source by stage, target)."""
         shared, target = cute.filter_zeros(shared), cute.filter_zeros(target)
-        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), cutlass.Float8E4M3FN)
+        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), self.scale_type)
         copy = tcgen05.make_s2t_copy(atom, target)
         part = copy.get_slice(0)
         source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(shared))

@@ -1,4 +1,4 @@
-"""The shape of one NVFP4 GEMM kernel and what it costs in shared and tensor memory; plain Python, no CuTeDSL.
+"""The shape of one block-scaled GEMM kernel and what it costs in shared and tensor memory; plain Python, no CuTeDSL.
 
 Features lie on the 128 lanes of tensor memory and tokens in its columns; ``..common.shape`` says why.
 """
@@ -6,9 +6,11 @@ Features lie on the 128 lanes of tensor memory and tokens in its columns; ``..co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..common.shape import (
     ALIGNMENT,
+    BLOCK,
     SPLIT_CHUNK,
     TEAM_THREADS,
     TEAM_WARPS,
@@ -17,17 +19,24 @@ from ..common.shape import (
     Output,
 )
 
-TILE_K = 256
-"""Elements of K in a pipeline stage: 128 bytes of FP4, one row of the 128-byte swizzle."""
-MMA_K = 64
-"""Elements of K of one MMA instruction of kind mxf4nvf4."""
+Operands = Literal["nvfp4", "mxfp8"]
+"""What is multiplied: E2M1 codes with an E4M3 scale for each 16 (tcgen05 kind mxf4nvf4), or E4M3 codes with a UE8M0
+scale for each 32 (kind mxf8f6f4)."""
+STAGE_ROW_BYTES = 128
+"""Bytes of a row's codes in a pipeline stage: one row of the 128-byte swizzle."""
+MMA_ROW_BYTES = 32
+"""Bytes of a row's codes that one MMA instruction takes, of either kind."""
+STAGE_MMAS = STAGE_ROW_BYTES // MMA_ROW_BYTES
+"""MMA instructions of a stage."""
 LANES = 128
 """Weight rows of a CTA's tile: the lanes of tensor memory."""
 GATE_ROWS = 16
 """Gated weights alternate between this many rows of gates and as many of the ups of the same features, so that a warp
 of the epilogue holds both; the features of one are a block of NVFP4 output."""
-SCALE_ATOM_ROWS, SCALE_ATOM_BYTES = 128, 512
+SCALE_ATOM_ROWS, SCALE_ATOM_BYTES, SCALE_ATOM_BLOCKS = 128, 512, 4
 """Block scales travel in atoms of 128 rows by 4 blocks."""
+TENSOR_COLUMN_MULTIPLE = 16
+"""Accumulators begin at multiples of this; the epilogue's reads assume 8."""
 TENSOR_COLUMNS = 512
 MAX_CLUSTER = 8
 """CTAs of a cluster on any GPU (the portable size)."""
@@ -44,6 +53,7 @@ class KernelShape(GemmShape):
         token_tile, split_k, output, gated, grouped: as :class:`GemmShape` says.
         pair: two CTAs of a cluster work on 256 features as one tensor core (cta_group::2), each holding half of the
             tokens' codes.
+        operands: what is multiplied.
         shared_tokens: pairs of a cluster along the features, which receive the tokens by one multicast.
         shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
             reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
@@ -55,6 +65,7 @@ class KernelShape(GemmShape):
     pair: bool = False
     shared_tokens: int = 1
     shared_weights: int = 1
+    operands: Operands = "nvfp4"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +80,8 @@ class KernelShape(GemmShape):
             )
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
+        if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):
+            raise ValueError("MXFP8 operands are for plain and gated kernels with bf16 or fp32 output")
 
     @classmethod
     def outputs(cls) -> tuple[Output, ...]:
@@ -109,6 +122,28 @@ class KernelShape(GemmShape):
         """Threads of a CTA: the teams, a warp for MMAs and one for loads."""
         return TEAM_THREADS * self.teams + 2 * WARP_LANES
 
+    # Operands.
+
+    @property
+    def block(self) -> int:
+        """Elements that share a block scale."""
+        return BLOCK if self.operands == "nvfp4" else 2 * BLOCK
+
+    @property
+    def byte_elements(self) -> int:
+        """Codes of a byte."""
+        return 2 if self.operands == "nvfp4" else 1
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of K in a pipeline stage."""
+        return STAGE_ROW_BYTES * self.byte_elements
+
+    @property
+    def stage_scale_atoms(self) -> int:
+        """Atoms of block scales that 128 rows of a stage have: one for each MMA of NVFP4, one for all of MXFP8."""
+        return self.tile_k // (SCALE_ATOM_BLOCKS * self.block)
+
     # Tensor memory, in columns.
 
     @property
@@ -119,11 +154,11 @@ class KernelShape(GemmShape):
     @property
     def weight_scale_columns(self) -> int:
         """Columns of one stage's weight scales: 128 rows by 4 blocks take 4 columns."""
-        return 4 * (TILE_K // MMA_K)
+        return 4 * self.stage_scale_atoms
 
     @property
     def token_scale_columns(self) -> int:
-        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * 4 * (TILE_K // MMA_K)
+        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * 4 * self.stage_scale_atoms
 
     @property
     def overlap(self) -> int:
@@ -134,7 +169,8 @@ class KernelShape(GemmShape):
         is still being drained.
         """
         scales = self.weight_scale_columns + self.token_scale_columns
-        return max(0, 2 * self.accumulator_columns + scales - TENSOR_COLUMNS)
+        beyond = max(0, 2 * self.accumulator_columns + scales - TENSOR_COLUMNS)
+        return -(-beyond // TENSOR_COLUMN_MULTIPLE) * TENSOR_COLUMN_MULTIPLE
 
     @property
     def second_accumulator(self) -> int:
@@ -157,21 +193,21 @@ class KernelShape(GemmShape):
     @property
     def weight_bytes(self) -> int:
         """Codes of the weights in a stage, per CTA."""
-        return LANES * TILE_K // 2
+        return LANES * STAGE_ROW_BYTES
 
     @property
     def token_bytes(self) -> int:
         """Codes of the tokens in a stage, per CTA."""
-        return self.token_tile // (2 if self.pair else 1) * TILE_K // 2
+        return self.token_tile // (2 if self.pair else 1) * STAGE_ROW_BYTES
 
     @property
     def weight_scale_bytes(self) -> int:
-        return SCALE_ATOM_BYTES * (TILE_K // MMA_K)
+        return SCALE_ATOM_BYTES * self.stage_scale_atoms
 
     @property
     def token_scale_bytes(self) -> int:
         """Block scales of all of the tile's tokens: each CTA of a pair needs them all."""
-        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * SCALE_ATOM_BYTES * (TILE_K // MMA_K)
+        return max(self.token_tile // SCALE_ATOM_ROWS, 1) * SCALE_ATOM_BYTES * self.stage_scale_atoms
 
     @property
     def stage_bytes(self) -> int:

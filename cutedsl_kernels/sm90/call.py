@@ -28,7 +28,7 @@ class Call(GemmCall):
 
     shape: KernelShape
 
-    STAGE_K = TILE_K
+    stage_k = TILE_K
 
     @property
     def features(self) -> int:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.formats import fp8_block, mxfp4, nvfp4, ue8m0
+from nvfp4_sgl.formats import fp8_block, mxfp4, mxfp8, nvfp4, ue8m0
 from nvfp4_sgl.formats.checks import holds_any
 from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
 from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 Matrix = NvFp4Tensor | Tensor
@@ -82,6 +83,7 @@ class Decoder(ABC):
         parts: what is stored for a matrix.
         block: rows and columns of the smallest piece that can be decoded alone.
         is_packed: whether :meth:`decode` gives NVFP4, which can be cut at every 16th column, or a plain tensor.
+        has_mxfp8: whether :meth:`mxfp8` gives the same values in MXFP8.
     """
 
     scheme: ClassVar[str]
@@ -89,6 +91,7 @@ class Decoder(ABC):
     parts: ClassVar[tuple[Part, ...]]
     block: ClassVar[tuple[int, int]] = (1, 1)
     is_packed: ClassVar[bool] = False
+    has_mxfp8: ClassVar[bool] = False
 
     @abstractmethod
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -101,6 +104,10 @@ class Decoder(ABC):
     @abstractmethod
     def decode(self, pieces: Pieces) -> Matrix:
         """The matrix, or the part of it that ``pieces`` hold, which begins and ends with whole blocks."""
+
+    def mxfp8(self, pieces: Pieces) -> MxFp8Tensor:
+        """The matrix in MXFP8, every value as it is; for storages that have :attr:`has_mxfp8`."""
+        raise NotImplementedError(f"{type(self).__name__}: no MXFP8 form")
 
     def values(self, pieces: Pieces) -> Tensor:
         """fp32 [n, k]: what the stored tensors stand for, also where they have no exact form here."""
@@ -228,6 +235,7 @@ class Fp8PowerScales(Decoder):
         Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (fp8_block.BLOCK, fp8_block.BLOCK), values.power_scales),
     )
     block = (fp8_block.BLOCK, fp8_block.BLOCK)
+    has_mxfp8 = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         return "scale" in stored or "weight_scale_inv" in stored or stored.get("weight") == "F8_E4M3"
@@ -237,6 +245,10 @@ class Fp8PowerScales(Decoder):
         exact = Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")).dequantize()
         rounded = exact.bfloat16()
         return exact if holds_any(rounded.float() != exact) else rounded
+
+    def mxfp8(self, pieces: Pieces) -> MxFp8Tensor:
+        """The codes as they are stored; each scale for every 32 of 128 columns, in each of its rows."""
+        return mxfp8.from_blocks(Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")))
 
 
 class Fp8FloatScales(Decoder):

@@ -20,7 +20,8 @@ from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.formats import nvfp4
+from nvfp4_sgl.formats import mxfp8, nvfp4
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 logger = logging.getLogger(__name__)
@@ -117,24 +118,50 @@ class CheckpointReader:
         Raises:
             CheckpointError: as :meth:`read`; or the matrix has no exact form here, and so have all that are named.
         """
+        decoder = self.storage(stem).decoder
+        pieces, row, col = self._pieces(stem, rows, cols, nvfp4.BLOCK if decoder.is_packed else 1)
+        if decoder.problem(pieces) is not None:
+            raise self._not_exact()
+        matrix = decoder.decode(pieces)
+        self._decoded[stem] = self.storage(stem)
+        return _cut(matrix, row, col)
+
+    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor:
+        """The matrix ``stem``, or a part of it, in MXFP8 with every value as it is.
+
+        Args:
+            rows, cols: ranges of the matrix, step 1. Columns begin and end at multiples of 32.
+
+        Raises:
+            CheckpointError: as :meth:`read`; or the matrix is in a storage that has no MXFP8 form.
+        """
         storage = self.storage(stem)
-        decoder = storage.decoder
+        if not storage.is_mxfp8:
+            raise CheckpointError(f"tensor '{stem}.weight': expected FP8 with UE8M0 scales, found {storage.value}")
+        pieces, row, col = self._pieces(stem, rows, cols, mxfp8.BLOCK)
+        matrix = storage.decoder.mxfp8(pieces)
+        blocks = slice(col.start // mxfp8.BLOCK, -(-col.stop // mxfp8.BLOCK))
+        return MxFp8Tensor(matrix.codes[row, col].contiguous(), matrix.scale[row, blocks].contiguous())
+
+    def _pieces(self, stem: str, rows: slice | None, cols: slice | None, unit: int) -> tuple[_Pieces, slice, slice]:
+        """The whole blocks that hold a range of the matrix ``stem``, and the range within them.
+
+        Whole blocks are read, so that scales and values keep to the same grid.
+
+        Args:
+            unit: columns begin and end at multiples of this, or with the matrix.
+        """
+        decoder = self.storage(stem).decoder
         n, k = self.matrix_shape(stem)
         weight = self._entry(self._inventory.part_name(stem, decoder.parts[0]))
         row, col = _range(weight, "rows", rows, n), _range(weight, "columns", cols, k)
-        unit = nvfp4.BLOCK if decoder.is_packed else 1
-        if col.start % unit or col.stop % unit:
+        if col.start % unit or (col.stop % unit and col.stop != k):
             raise CheckpointError(
                 f"tensor {called(f'{stem}.{decoder.parts[0].suffixes[0]}', weight)}: columns {col.start}:{col.stop} are"
                 f" not whole blocks of {unit}; choose a tensor-parallel size that keeps blocks whole"
             )
-        # Whole blocks are read, so that scales and values keep to the same grid; the edges are cut afterwards.
         pieces = _Pieces(self, stem, decoder, _widened(row, decoder.block[0], n), _widened(col, decoder.block[1], k))
-        if decoder.problem(pieces) is not None:
-            raise self._not_exact()
-        matrix = decoder.decode(pieces)
-        self._decoded[stem] = storage
-        return _cut(matrix, _shifted(row, pieces.rows.start), _shifted(col, pieces.cols.start))
+        return pieces, _shifted(row, pieces.rows.start), _shifted(col, pieces.cols.start)
 
     def problems(self) -> dict[str, str]:
         """Matrices that have no exact form here, each with the reason. Reads scales of whole matrices, or all of them.

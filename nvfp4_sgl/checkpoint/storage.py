@@ -35,6 +35,11 @@ class Storage(enum.Enum):
         return self.decoder.is_packed
 
     @property
+    def is_mxfp8(self) -> bool:
+        """Whether a matrix can be read as MXFP8 with every value as it is."""
+        return self.decoder.has_mxfp8
+
+    @property
     def is_converted(self) -> bool:
         """Whether reading changes what holds the values, which may be impossible for some matrix."""
         return type(self.decoder).problem is not Decoder.problem

@@ -1,8 +1,8 @@
-"""Activations in NVFP4, as the kernels that make them hand them to the GEMMs that read them.
+"""Activations in NVFP4 and MXFP8, as the kernels that make them hand them to the GEMMs that read them.
 
 value[t, k] = e2m1(codes[t, k]) * block_scale[t, k // 16] * scale[t], with two E2M1 codes a byte, the even k in the low
 nibble. The recipe is :func:`nvfp4_sgl.formats.nvfp4.quantize_rows`; the order of block scales is that of
-:mod:`nvfp4_sgl.formats.scale_layout` for one token tile.
+:mod:`nvfp4_sgl.formats.scale_layout` for one token tile. MXFP8 (:class:`MxFp8Rows`) has the same layout for its scales.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.scale_layout import TOKEN_TILES, scale_bytes
 
 
@@ -104,3 +105,38 @@ class ExpertRows(Rows):
     @property
     def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
         return self.offsets, self.counts
+
+
+@dataclass(frozen=True)
+class MxFp8Rows:
+    """MXFP8 activations [T, K], or [T, G, K] for a grouped GEMM: value = e4m3(codes) * 2^(block_scale - 127).
+
+    The recipe is :func:`nvfp4_sgl.formats.mxfp8.quantize_rows`. There are no row scales.
+
+    Attributes:
+        codes: float8_e4m3fn [T, K] or [T, G, K], the last dimension contiguous.
+        block_scales: uint8, flat; whole atoms of each group side by side, one matrix. Scales that pad a row's last atom
+            are numbers: a GEMM multiplies zeros with them.
+        token_tile: of the GEMM that reads the block scales.
+    """
+
+    codes: Tensor
+    block_scales: Tensor
+    token_tile: int
+
+    def __post_init__(self) -> None:
+        if self.token_tile not in TOKEN_TILES:
+            raise OperandValueError(f"token_tile: expected one of {TOKEN_TILES}, found {self.token_tile}")
+
+    @classmethod
+    def allocate(
+        cls, tokens: int, k: int, token_tile: int, device: torch.device | str, *, groups: int | None = None
+    ) -> MxFp8Rows:
+        """Room for [tokens, k], or [tokens, groups, k]; contents undefined."""
+        leading = (tokens,) if groups is None else (tokens, groups)
+        scales = scale_bytes(tokens, k, token_tile, mxfp8.BLOCK, groups or 1)
+        return cls(
+            torch.empty(*leading, k, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(scales, dtype=torch.uint8, device=device),
+            token_tile,
+        )

@@ -19,6 +19,7 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dtype, require_shape
 
 BLOCK = 16
+"""Elements that share a scale in NVFP4, which functions here assume unless told."""
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
 ATOM_BYTES = ATOM_ROWS * ATOM_BLOCKS
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
@@ -35,9 +36,14 @@ def scale_rows(rows: int, token_tile: int = ATOM_ROWS) -> int:
     return -(-rows // layout_tile(token_tile)) * ATOM_ROWS
 
 
-def scale_bytes(rows: int, k: int, token_tile: int = ATOM_ROWS) -> int:
-    """Bytes of the block scales of [rows, k] activations for GEMMs of that token tile, or of a weight [rows, k]."""
-    return scale_rows(rows, token_tile) * -(-k // (ATOM_BLOCKS * BLOCK)) * ATOM_BLOCKS
+def scale_bytes(rows: int, k: int, token_tile: int = ATOM_ROWS, block: int = BLOCK, groups: int = 1) -> int:
+    """Bytes of the block scales of [rows, k] activations for GEMMs of that token tile, or of a weight [rows, k].
+
+    Args:
+        block: elements that share a scale.
+        groups: of activations [rows, groups, k]; each has whole atoms.
+    """
+    return scale_rows(rows, token_tile) * groups * -(-k // (ATOM_BLOCKS * block)) * ATOM_BLOCKS
 
 
 def scale_offset(row: int, block: int, k: int, token_tile: int = ATOM_ROWS) -> int:
@@ -54,7 +60,7 @@ def scale_offset(row: int, block: int, k: int, token_tile: int = ATOM_ROWS) -> i
 def swizzle_128x4(scales: Tensor, token_tile: int = ATOM_ROWS) -> Tensor:
     """Plain block scales [..., M, Kb] in the layout, flat for each matrix, contiguous; padding is zero.
 
-    uint8 or float8_e4m3fn, dtype kept; Kb = K/16.
+    uint8 or float8_e4m3fn, dtype kept; Kb = K/16 for NVFP4, K/32 for MXFP8.
     """
     require_dtype("block scales", scales, torch.uint8, torch.float8_e4m3fn)
     if scales.dim() < 2:

@@ -9,9 +9,11 @@ from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
+from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.scale_layout import scale_bytes
-from nvfp4_sgl.model.products import LayerProduct, step_products
+from nvfp4_sgl.model.products import LayerProduct, step_products, stored_products
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.storages import sm100_operands
 
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -37,9 +39,13 @@ def weight_bytes(
     apart = _shared_apart(others) if target is Target.SM90 else 0
     # Of a shared expert that runs apart gate, up and down, dequantised to bf16.
     experts, matrices = apart * 2 * 3 * config.hidden_size * config.moe_intermediate_size // ranks, 0
-    for product, layers in step_products(config, ranks, apart).items():
+    if target is Target.SM100:
+        products = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+    else:
+        products = step_products(config, ranks, apart)
+    for product, layers in products.items():
         nbytes = layers * _PRODUCT_BYTES[target](product, _is_nvfp4(product, others))
-        if product.experts_per_token:
+        if product.experts_per_token or product.name.startswith("shared_experts."):
             experts += nbytes
         else:
             matrices += nbytes
@@ -72,8 +78,15 @@ def _sm90_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
 
 
 def _sm100_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
-    """Codes, padded block scales, alphas; no other storage is served."""
+    """NVFP4: codes, padded block scales, alphas. MXFP8: codes, padded block scales, two ones. Else bf16.
+
+    What a product multiplies says which.
+    """
     rows = _rows(product)
+    if product.operands == "bf16":
+        return 2 * _elements(product)
+    if product.operands == "mxfp8":
+        return product.groups * (rows * product.k + scale_bytes(rows, product.k, block=mxfp8.BLOCK)) + 2 * 4
     return product.groups * (rows * product.k // 2 + scale_bytes(rows, product.k) + 4 * _alphas_of_group(product))
 
 

@@ -329,7 +329,7 @@ class Context:
         boundaries: the target's implementations.
         device: where parameters go.
         dtype: the model dtype, which activations between boundaries have.
-        mode: what enters GEMMs with NVFP4 weights.
+        mode: what enters GEMMs with quantised weights.
         parallel: this rank's share; the whole model unless given.
         uniform_experts: routing by scores is simulated (:mod:`.uniform_experts`).
     """

@@ -7,12 +7,16 @@ Sizes follow from the checkpoint's tensors (``checkpoint.names``) and from what 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.weights.parallel import TensorParallel
+
+Operands = Literal["nvfp4", "mxfp8", "bf16"]
+"""What a product multiplies, weights and activations alike. Those of bf16 are a library's."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class LayerProduct:
         experts_per_token: 0 for products of all tokens; else how many of the groups each token goes through.
         shared: the last of the groups is one that every token goes through, the shared expert.
         output: what is written; "nvfp4" is quantised again for the product that follows.
+        operands: what is multiplied, where the target multiplies several kinds.
     """
 
     name: str
@@ -34,6 +39,7 @@ class LayerProduct:
     experts_per_token: int = 0
     shared: bool = False
     output: Literal["bf16", "fp32", "nvfp4"] = "bf16"
+    operands: Operands = "nvfp4"
 
 
 def layer_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> list[LayerProduct]:
@@ -69,6 +75,36 @@ def step_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> Counte
     return found
 
 
+def stored_products(config: ModelConfig, ranks: int, operands: Callable[[str], Operands]) -> Counter[LayerProduct]:
+    """The products of a pass on one of ``ranks`` where what is multiplied goes by the matrix, as on SM100.
+
+    Of matrices that read the same activation those of one kind are merged. A shared expert that is not NVFP4 runs
+    apart; its matrices are all of one kind.
+
+    Args:
+        operands: of a matrix, by its name without suffix.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    TensorParallel(size=ranks).check(config)
+    found: Counter[LayerProduct] = Counter()
+    inner, d = config.moe_intermediate_size // ranks, config.hidden_size
+    merges = {kind: _merges(config, kind, ranks) for kind in LayerKind if kind in config.layer_kinds}
+    for layer, layer_kind in enumerate(config.layer_kinds):
+        for merge in merges[layer_kind]:
+            kinds = {name: operands(f"layers.{layer}.attn.{name}") for name in merge.rows}
+            for kind in dict.fromkeys(kinds.values()):
+                rows = {name: count for name, count in merge.rows.items() if kinds[name] == kind}
+                found[replace(merge.of(rows), operands=kind)] += 1
+        kind = operands(f"layers.{layer}.ffn.shared_experts.w1")
+        found.update(_experts(config, ranks, shared=kind == "nvfp4"))
+        if kind != "nvfp4":
+            found[LayerProduct("shared_experts.w1 + w3", inner, d, gated=True, operands=kind)] += 1
+            found[LayerProduct("shared_experts.w2", d, inner, operands=kind)] += 1
+    return found
+
+
 def _experts(config: ModelConfig, ranks: int, shared: bool) -> list[LayerProduct]:
     """The routed experts' products; the shared expert is one more group, if it is among them."""
     d, inner = config.hidden_size, config.moe_intermediate_size // ranks
@@ -79,23 +115,39 @@ def _experts(config: ModelConfig, ranks: int, shared: bool) -> list[LayerProduct
     ]
 
 
+@dataclass(frozen=True)
+class _Merge:
+    """Matrices of an attention layer that read the same activation: weight rows by name, on one rank."""
+
+    rows: dict[str, int]
+    k: int
+    groups: int = 1
+    output: Literal["bf16", "fp32"] = "bf16"
+
+    def of(self, rows: dict[str, int]) -> LayerProduct:
+        """The product of some of them."""
+        return LayerProduct(" + ".join(rows), sum(rows.values()), self.k, self.groups, output=self.output)
+
+
 def _attention(config: ModelConfig, kind: LayerKind, ranks: int) -> list[LayerProduct]:
-    layer = config.layer_kinds.index(kind)
-    stem = f"layers.{layer}.attn."
+    return [merge.of(merge.rows) for merge in _merges(config, kind, ranks)]
+
+
+def _merges(config: ModelConfig, kind: LayerKind, ranks: int) -> list[_Merge]:
+    """What is merged in a layer of that kind, on one of ``ranks``."""
+    stem = f"layers.{config.layer_kinds.index(kind)}.attn."
     linear = {
         name.removeprefix(stem): spec.shape
         for name, spec in tensor_specs(config).items()
         if name.startswith(stem) and spec.role is Role.LINEAR
     }
-    from_x = [name for name in linear if name in ("wq_a", "wkv") or "compressor" in name]
-    columns = sum(linear[name][0] for name in from_x)
-    products = [LayerProduct(" + ".join(from_x), columns, config.hidden_size, output="fp32")]
-    heads, index = linear["wq_b"][0] // ranks, linear.get("indexer.wq_b")
-    if index is None:
-        products.append(LayerProduct("wq_b", heads, config.q_lora_rank))
-    else:
-        products.append(LayerProduct("wq_b + indexer.wq_b", heads + index[0], config.q_lora_rank))
-    groups = config.o_groups // ranks
-    products.append(LayerProduct("wo_a", config.o_lora_rank, linear["wo_a"][1], groups))
-    products.append(LayerProduct("wo_b", config.hidden_size, linear["wo_b"][1] // ranks))
-    return products
+    from_x = {name: shape[0] for name, shape in linear.items() if name in ("wq_a", "wkv") or "compressor" in name}
+    from_q = {"wq_b": linear["wq_b"][0] // ranks}
+    if "indexer.wq_b" in linear:
+        from_q["indexer.wq_b"] = linear["indexer.wq_b"][0]
+    return [
+        _Merge(from_x, config.hidden_size, output="fp32"),
+        _Merge(from_q, config.q_lora_rank),
+        _Merge({"wo_a": config.o_lora_rank}, linear["wo_a"][1], config.o_groups // ranks),
+        _Merge({"wo_b": config.hidden_size}, linear["wo_b"][1] // ranks),
+    ]

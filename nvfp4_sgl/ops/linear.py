@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
 
 
 class ActivationMode(enum.Enum):
-    """What enters a product with an NVFP4 weight."""
+    """What enters a product with a quantised weight."""
 
     W4A16 = "w4a16"
     """Activations as they are (bf16 or fp32)."""
     W4A4 = "w4a4"
-    """Activations quantised to NVFP4 per 16, with one fp32 scale per row."""
+    """Activations as SM100's tensor cores take them: quantised to NVFP4 per 16, with one fp32 scale per row, where the
+    weight is NVFP4; to MXFP8 per 32 where it is FP8 with UE8M0 scales."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class PreparedWeight:
             with few rows is 1.4 to 1.6 times faster so (8 x 256 by 256 x 3200: 0.29 against 0.43 ms; 16 experts'
             6 x 256 by 256 x 256: 0.20 against 0.33 ms; two Zen 3 cores, 2026-11-21).
         alpha: fp32 [..., N], the global scale of the shard that each column belongs to; ``None`` unless NVFP4.
+        is_mxfp8: whether the weight is FP8 with UE8M0 scales, which SM100 multiplies as MXFP8.
     """
 
     values: Tensor
     alpha: Tensor | None
+    is_mxfp8: bool = False
 
     @property
     def is_nvfp4(self) -> bool:
@@ -51,9 +55,12 @@ def activation_operand(
 ) -> tuple[Tensor, Tensor | None]:
     """``(values fp32 [..., K], row_scale fp32 [...] | None)`` of the activations that meet ``weight``.
 
-    Only a product with an NVFP4 weight quantises its activations, and only in ``w4a4`` mode, by
-    :func:`nvfp4_sgl.formats.nvfp4.quantize_rows`. FP8 and plain weights always see the activations as they are.
+    Activations are quantised in ``w4a4`` mode only: by :func:`nvfp4_sgl.formats.nvfp4.quantize_rows` for NVFP4 weights,
+    by :func:`nvfp4_sgl.formats.mxfp8.quantize_rows` for FP8 with UE8M0 scales. Other weights always see them as they
+    are.
     """
+    if mode is ActivationMode.W4A4 and weight.is_mxfp8:
+        return mxfp8.quantize_rows(x.reshape(-1, x.shape[-1])).dequantize().view(x.shape), None
     if mode is ActivationMode.W4A16 or not weight.is_nvfp4:
         return x.float(), None
     rows = quantize_rows(x.reshape(-1, x.shape[-1]), row_scale)
@@ -75,7 +82,7 @@ def linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
     Args:
         x: [T, K].
         weight: values [K, N].
-        mode: what happens to ``x`` where the weight is NVFP4.
+        mode: what happens to ``x`` where the weight is quantised.
 
     Returns:
         fp32 [T, N]; the caller rounds.

@@ -49,7 +49,7 @@ MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
     Target.SM90: (ActivationMode.W4A16,),
     Target.SM100: (ActivationMode.W4A4,),
 }
-"""What may enter GEMMs with NVFP4 weights; the first is the default."""
+"""What may enter GEMMs with quantised weights; the first is the default."""
 
 
 def _cpu() -> Choice:
@@ -82,7 +82,7 @@ def _sm100() -> Choice:
 
     return Choice(
         Target.SM100,
-        fused.nvfp4_boundaries(),
+        fused.sm100_boundaries(),
         MODES[Target.SM100],
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),

@@ -11,7 +11,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.targets.choose import MODES, Target
-from nvfp4_sgl.targets.storages import how
+from nvfp4_sgl.targets.storages import Arrival, how
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -39,14 +39,19 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
     _check_merged(target, config, storage)
     if target is Target.CPU:
         return
-    matrices = [s.name for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
-    refused = [f"'{name}.weight' ({storage(name).value})" for name in matrices if how(target, storage(name)) is None]
+    matrices = {s.name: s.role for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)}
+    refused = [
+        f"'{name}.weight' ({storage(name).value})"
+        for name, role in matrices.items()
+        if not _runs(target, role, storage(name))
+    ]
     if refused:
         more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
         raise UnsupportedError(
             f"target {target.value}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
-            f" {', '.join(refused[:SHOWN])}{more}; expected every matrix in NVFP4, or in MXFP4, which is read as NVFP4"
-            " (docs/formats.md): make such a checkpoint with 'nvfp4-sgl convert', or serve this one on Hopper or a CPU"
+            f" {', '.join(refused[:SHOWN])}{more}; expected routed experts in NVFP4, or in MXFP4, which is read as"
+            " NVFP4, and others in these, in FP8 with UE8M0 scales or in BF16 (docs/formats.md): make such a checkpoint"
+            " with 'nvfp4-sgl convert', or serve this one on Hopper or a CPU"
         )
     if not any(storage(name).is_nvfp4 for name in matrices):
         return  # library GEMMs alone, which take any size
@@ -64,6 +69,13 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
                 )
 
 
+def _runs(target: Target, role: Role, storage: Storage) -> bool:
+    """Whether ``target`` runs a matrix of that role; SM100 has no GEMMs of routed experts but NVFP4's."""
+    if target is Target.SM100 and role is Role.EXPERT_LINEAR:
+        return storage.is_nvfp4
+    return how(target, storage) is not None
+
+
 def check_activation_mode(target: Target, raw: Mapping[str, Any]) -> None:
     """UnsupportedError if ``activation_mode`` of config.json, ``raw``, is none of the target's."""
     mode, known = raw.get("activation_mode"), [mode.value for mode in MODES[target]]
@@ -72,7 +84,10 @@ def check_activation_mode(target: Target, raw: Mapping[str, Any]) -> None:
 
 
 def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
-    """Refuse merged matrices of which some are NVFP4: gate and up; on a CPU also all routed experts of a layer."""
+    """Refuse merged matrices of which some are NVFP4: gate and up; on a CPU also all routed experts of a layer.
+
+    On SM100 a shared expert is also refused whose matrices do not all arrive alike.
+    """
     for layer in range(config.num_hidden_layers):
         *routed, shared = expert_matrices(config, layer, TensorParallel())
         merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
@@ -80,10 +95,17 @@ def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], 
             merged.append([stem for stems in merged[:-1] for stem in stems])
             merged.append([expert.down.stem for expert in routed])
         for stems in merged:
-            kinds = {storage(stem).is_nvfp4: stem for stem in reversed(stems)}
-            if len(kinds) > 1:
-                found = " and ".join(f"'{stem}' {storage(stem).value}" for stem in kinds.values())
-                raise CheckpointError(
-                    f"target {target.value}: matrices that are merged must all be NVFP4 or all be not; found {found};"
-                    " quantise all of them or none"
-                )
+            _require_alike(target, storage, {storage(stem).is_nvfp4: stem for stem in reversed(stems)})
+        if target is Target.SM100:
+            stems = [shard.stem for shard in (*shared.gate_up, shared.down)]
+            _require_alike(target, storage, {Arrival.of(storage(stem)): stem for stem in reversed(stems)})
+
+
+def _require_alike(target: Target, storage: Callable[[str], Storage], kinds: Mapping[Any, str]) -> None:
+    """CheckpointError if there are several ``kinds``, each with a matrix of its kind."""
+    if len(kinds) > 1:
+        found = " and ".join(f"'{stem}' {storage(stem).value}" for stem in kinds.values())
+        raise CheckpointError(
+            f"target {target.value}: matrices that are merged must all be NVFP4 or all be not, and on SM100 those of a"
+            f" shared expert all be stored alike; found {found}; quantise all of them or none"
+        )

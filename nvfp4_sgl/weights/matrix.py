@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
@@ -30,6 +31,22 @@ def load_matrix(source: WeightSource, shards: Sequence[Shard], *, groups: int | 
         matrix.block_scale.unflatten(0, (groups, -1)),
         matrix.global_scale_of_rows().unflatten(0, (groups, -1)),
     )
+
+
+def load_mxfp8(source: WeightSource, shards: Sequence[Shard], *, groups: int | None = None) -> MxFp8Tensor:
+    """Merge FP8 ``shards`` by rows, in MXFP8; with ``groups``, split the rows into [groups, N/groups, K]."""
+    parts = [source.read_mxfp8(shard.stem, rows=shard.rows, cols=shard.cols) for shard in shards]
+    matrix = parts[0] if len(parts) == 1 else merge_mxfp8(parts)
+    if groups is None:
+        return matrix
+    return MxFp8Tensor(matrix.codes.unflatten(0, (groups, -1)), matrix.scale.unflatten(0, (groups, -1)))
+
+
+def merge_mxfp8(matrices: Sequence[MxFp8Tensor]) -> MxFp8Tensor:
+    """Matrices [N, K] one below the other."""
+    # As bytes: torch does not concatenate e4m3 everywhere.
+    codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in matrices])
+    return MxFp8Tensor(codes.view(torch.float8_e4m3fn), torch.cat([matrix.scale for matrix in matrices]))
 
 
 def concatenate(matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:

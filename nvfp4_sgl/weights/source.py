@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 
 
 class WeightSource(Protocol):
@@ -19,6 +20,8 @@ class WeightSource(Protocol):
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
 
     def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix: ...
+
+    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor: ...
 
 
 @dataclass(frozen=True)

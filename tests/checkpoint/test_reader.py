@@ -90,6 +90,30 @@ def test_parts_of_an_fp8_matrix(tiny: dict[str, Path], rows: slice | None, cols:
     assert np.array_equal(values_of(part).numpy(), values[rows or slice(None), cols or slice(None)])
 
 
+PARTS = [(None, None), (slice(0, 64), None), (slice(100, 300), slice(32, 192)), (slice(127, 129), slice(96, None))]
+
+
+@pytest.mark.parametrize(("rows", "cols"), PARTS)
+def test_parts_of_an_fp8_matrix_in_mxfp8(tiny: dict[str, Path], rows: slice | None, cols: slice | None) -> None:
+    """The codes are the file's, the scale of a block of 128 by 128 is that of each 32 in each of its rows."""
+    directory, stem = tiny["nvfp4-experts"], "layers.2.attn.wkv"
+    part = open_reader(directory).read_mxfp8(stem, rows, cols)
+    r, c, raw = rows or slice(None), cols or slice(None), raw_tensors(directory)
+    assert np.array_equal(part.dequantize().numpy(), dequantize_checkpoint(directory)[f"{stem}.weight"][r, c])
+    codes = raw[f"{stem}.weight"][1]
+    assert as_bytes(part.codes) == codes[r, c].tobytes()
+    scales = raw[f"{stem}.scale"][1].repeat(128, axis=0)[: len(codes)].repeat(128, axis=1)[:, : codes.shape[1]]
+    assert as_bytes(part.scale) == scales[r, c][:, ::32].tobytes()
+
+
+def test_what_has_no_mxfp8_form_is_refused(tiny: dict[str, Path]) -> None:
+    reader = open_reader(tiny["nvfp4-experts"])
+    with pytest.raises(CheckpointError, match=r"compressor\.wkv\.weight': expected FP8 with UE8M0 scales, found plain"):
+        reader.read_mxfp8("layers.1.attn.compressor.wkv")
+    with pytest.raises(CheckpointError, match=r"wkv.*whole blocks of 32"):
+        reader.read_mxfp8("layers.2.attn.wkv", cols=slice(16, 64))
+
+
 def test_ranges_that_cut_blocks_or_leave_the_matrix_are_refused(tiny: dict[str, Path]) -> None:
     reader = open_reader(tiny["nvfp4-full"])
     stem = "layers.3.attn.wo_b"

@@ -324,7 +324,7 @@ def to_plain(directory: Path, stems: tuple[str, ...]) -> None:
         (("layers.1.ffn.experts.3.w2",), ["sm_90a"]),
         (("layers.1.ffn.experts.3.w3",), []),
         (("layers.0.ffn.shared_experts.w1",), []),
-        (("layers.0.attn.wkv",), ["cpu", "sm_90a"]),
+        (("layers.0.attn.wkv",), ["cpu", "sm_90a", "sm_100a"]),
     ],
 )
 def test_mixtures_are_refused_where_they_are_merged(
@@ -367,9 +367,12 @@ def test_an_activation_mode_that_a_target_has_not_is_refused(
 def test_what_targets_do_with_storages(small: dict[str, Path], capsys: Any) -> None:
     _, report = inspect(small["deepseek"], capsys)
     targets = report["targets"]
-    assert targets["sm_90a"]["runs"]["FP8"] == "bf16, rounded at load" and targets["sm_100a"]["runs"]["FP8"] is None
-    assert "packed" in targets["sm_100a"]["runs"]["MXFP4"] and not targets["sm_100a"]["serves"]
-    assert "wq_a" in targets["sm_100a"]["reason"]
+    assert targets["sm_90a"]["runs"]["FP8"] == "bf16, rounded at load"
+    assert "MXFP8" in targets["sm_100a"]["runs"]["FP8"] and "packed" in targets["sm_100a"]["runs"]["MXFP4"]
+    assert targets["sm_100a"]["serves"]
+    _, report = inspect(small["compressed-tensors"], capsys)
+    on_sm100 = report["targets"]["sm_100a"]
+    assert on_sm100["runs"]["FP8, float scales"] is None and not on_sm100["serves"] and "wq_a" in on_sm100["reason"]
 
 
 # --- errors and size ----------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ CASES = [
     (Target.SM90, "nvfp4-experts"),
     (Target.SM90, "deepseek"),
     (Target.SM100, "nvfp4-full"),
+    (Target.SM100, "nvfp4-experts"),
 ]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
@@ -328,11 +329,12 @@ def test_build_asks_for_a_target_where_no_gpu_is(
     assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
 @pytest.mark.parametrize(("name", "shared"), [("nvfp4-full", 1), ("nvfp4-experts", 0), ("deepseek", 0)])
 def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
-    name: str, shared: int, checkpoints: dict[str, Path]
+    name: str, shared: int, target: Target, checkpoints: dict[str, Path]
 ) -> None:
-    cpu = OnTheCpu(checkpoints[name], Target.SM90)
+    cpu = OnTheCpu(checkpoints[name], target)
     config, block = cpu.model.config, cpu.model.decoder.layers[0]
     planned = {(p.groups, p.experts_per_token) for p in cpu.planner.products() if p.experts_per_token}
     assert planned == {(config.n_routed_experts + shared, config.num_experts_per_tok + shared)}

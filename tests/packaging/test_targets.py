@@ -10,7 +10,7 @@ import pytest
 
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.targets.choose import Target, choose
 from nvfp4_sgl.targets.requirements import check_target
@@ -84,12 +84,41 @@ def test_options_that_it_has(target: Target, base: Any, on: Callable[[Target], N
 
 def test_matrices_that_sm100_does_not_read_are_named():
     config = ModelConfig.from_dict(config_json(FLASH))
-    others = {"layers.3.attn.wo_a": Storage.FP8, "layers.5.ffn.experts.7.w2": Storage.PLAIN}
+    others = {"layers.3.attn.wo_a": Storage.FP8_FLOAT_SCALES, "layers.5.ffn.experts.7.w2": Storage.FP8}
     with pytest.raises(UnsupportedError) as error:
         check_target(Target.SM100, config, 1, Stored(Storage.NVFP4, others).storage)
-    for text in ("2 of ", "'layers.3.attn.wo_a.weight' (FP8)", "'layers.5.ffn.experts.7.w2.weight' (plain)"):
+    for text in (
+        "2 of ",
+        "'layers.3.attn.wo_a.weight' (FP8, float scales)",
+        "'layers.5.ffn.experts.7.w2.weight' (FP8)",
+    ):
         assert text in str(error.value)
     check_target(Target.SM90, config, 1, Stored(Storage.FP8).storage)
+
+
+def test_sm100_reads_what_nvidia_and_deepseek_publish():
+    """Routed experts in NVFP4 or MXFP4, others in FP8, compressors in BF16; any of them for each projection."""
+    config = ModelConfig.from_dict(config_json(FLASH))
+
+    def storage(stem: str) -> Storage:
+        if ".ffn.experts." in stem:
+            return Storage.MXFP4 if "layers.1." in stem else Storage.NVFP4
+        return Storage.PLAIN if "compressor" in stem else Storage.FP8
+
+    for size in (1, 8):
+        check_target(Target.SM100, config, size, storage)
+    mixed = {"layers.2.attn.wq_a": Storage.FP8, "layers.2.attn.wo_b": Storage.PLAIN}
+    check_target(Target.SM100, config, 1, Stored(Storage.NVFP4, mixed).storage)
+
+
+@pytest.mark.parametrize("matrix", ["w1", "w2", "w3"])
+def test_a_shared_expert_of_several_kinds_is_refused(matrix: str):
+    config = ModelConfig.from_dict(config_json(FLASH))
+    for stored, others in ((Storage.FP8, Storage.PLAIN), (Storage.NVFP4, Storage.FP8)):
+        shared = {f"layers.4.ffn.shared_experts.{name}": stored for name in ("w1", "w2", "w3")}
+        shared[f"layers.4.ffn.shared_experts.{matrix}"] = others
+        with pytest.raises(CheckpointError, match=rf"target sm_100a.*layers\.4\.ffn\.shared_experts\.{matrix}"):
+            check_target(Target.SM100, config, 1, Stored(Storage.NVFP4, shared).storage)
 
 
 @pytest.mark.parametrize(

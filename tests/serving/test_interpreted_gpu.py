@@ -100,8 +100,8 @@ def test_what_is_running(server: Server, target: Target, checkpoint: Path):
     assert info["activation_mode"] == "w4a4"
     ours = {name: where.rpartition(":")[2] for name, where in info["boundaries"].items() if "nvfp4" in where}
     assert {name: where for name, where in ours.items() if where.startswith("NvFp4")} == {
-        "plan": "NvFp4Planner",
-        "project_input": "NvFp4InputProjection",
+        "plan": "Sm100Planner",
+        "project_input": "project_input",
         "project": "NvFp4Projection",
         "project_groups": "NvFp4GroupedProjection",
         "experts": "NvFp4Experts",

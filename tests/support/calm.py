@@ -16,17 +16,22 @@ from tests.support.damage import load_stored, store
 
 QUIET = (".attn.wo_b.weight_scale_2", ".w2.weight_scale_2")
 """Global scales of the last matrix of each sublayer."""
-FACTOR = 0.125
+QUIET_BLOCKS = (".attn.wo_b.scale", ".w2.scale")
+"""UE8M0 scales of the same matrices where they are FP8."""
+FACTOR, EXPONENT = 0.125, -3
 
 
-def write_calm(path: Path, *, seed: int, **shapes: Any) -> Path:
-    """A full-NVFP4 checkpoint as :func:`write_tiny` writes it, but for the factor; returns ``path``."""
-    write_tiny(path, "nvfp4-full", seed=seed, **shapes)
+def write_calm(path: Path, *, seed: int, format: str = "nvfp4-full", **shapes: Any) -> Path:
+    """A checkpoint, full NVFP4 or experts only, as :func:`write_tiny` writes it but for the factor; its path."""
+    write_tiny(path, format, seed=seed, **shapes)
     for file in path.glob("*.safetensors"):
         tensors = load_stored(file)
         for name, (dtype, shape, data) in tensors.items():
             if name.endswith(QUIET):
                 (value,) = struct.unpack("<f", data)
                 tensors[name] = dtype, shape, struct.pack("<f", value * FACTOR)
+            elif name.endswith(QUIET_BLOCKS):
+                assert dtype == "F8_E8M0", (name, dtype)
+                tensors[name] = dtype, shape, bytes(byte + EXPONENT for byte in data)
         store(file, tensors)
     return path

@@ -81,7 +81,7 @@ class Launches:
 
 def install(model: Any) -> None:
     """Replace both launchers of this process; ``model`` is the module of the served class."""
-    from nvfp4_sgl.targets.fused.products_nvfp4 import NvFp4Planner
+    from nvfp4_sgl.targets.fused.products_sm100 import Sm100Planner
 
     launches = Launches()
     _wrap(launches.gemms, "launch", lambda key, call, clusters: launches.gemm(key, call))
@@ -94,15 +94,15 @@ def install(model: Any) -> None:
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     JITFunction.run = dry
-    _wrap(NvFp4Planner, "plan", lambda planner, request: launches.plan(len(request.positions)))
+    _wrap(Sm100Planner, "plan", lambda planner, request: launches.plan(len(request.positions)))
 
-    warm_up = NvFp4Planner.warm_up
+    warm_up = Sm100Planner.warm_up
 
     def warm_up_and_tell(*args: Any, **kwargs: Any) -> None:
         warm_up(*args, **kwargs)
         tell("warmed up", passes=sorted(launches.passes), variants=len(launches.warm))
 
-    NvFp4Planner.warm_up = warm_up_and_tell  # type: ignore[method-assign]
+    Sm100Planner.warm_up = warm_up_and_tell  # type: ignore[method-assign]
     load = model.DeepseekV4ForCausalLM.load_weights
 
     def load_and_tell(self: Any, weights: Any) -> Any:
@@ -137,7 +137,7 @@ def check_target(server: Server) -> None:
     """Pre-flight, log and ``/server_info`` say SM100 and ``w4a4``."""
     info = server.info()
     assert (info["target"], info["activation_mode"], info["dtype"]) == ("sm_100a", "w4a4", "bfloat16")
-    assert info["boundaries"]["experts"].endswith("products_nvfp4:NvFp4Experts") and "584-byte" in info["kv_rows"]
+    assert info["boundaries"]["experts"].endswith("products_sm100:experts") and "584-byte" in info["kv_rows"]
     log = server.text()
     assert "nvfp4_sgl: target: sm_100a" in log and "nvfp4_sgl: activation_mode: w4a4" in log
 

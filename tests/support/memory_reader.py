@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 
 _MODULE_RENAMES = (
     (r"\bcompressor\.indexer\.scorer\.weights_proj\b", "indexer.weights_proj"),
@@ -70,6 +71,9 @@ class MemoryReader:
 
     def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         return self.read(f"{stem}.weight", rows, cols)
+
+    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor:
+        raise NotImplementedError(f"{stem}: all matrices are plain")
 
 
 def randomise(module: nn.Module, seed: int) -> None:

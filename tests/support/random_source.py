@@ -11,6 +11,7 @@ from torch import Tensor
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 CODE_RMS = 2.9
@@ -67,6 +68,9 @@ class RandomSource:
         scales = torch.randint(SCALES[0], SCALES[1] + 1, (n, k // 16), generator=generator, dtype=torch.uint8)
         gain = GAINS.get(stem[-3:], 1.0)
         return NvFp4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(gain * k**-0.5 / (CODE_RMS * 1.1)))
+
+    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor:
+        raise NotImplementedError(f"{stem}: all matrices are NVFP4")
 
 
 def _generator(name: str) -> torch.Generator:

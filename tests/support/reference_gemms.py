@@ -24,7 +24,8 @@ from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import unpack_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS as HOPPER_GATE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS, Operands
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4, unswizzle_128x4
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
@@ -32,7 +33,9 @@ from nvfp4_sgl.ops.swiglu import clamped_swiglu
 E4M3 = torch.float8_e4m3fn
 
 
-def _unscaled(codes: Tensor, scales: Tensor) -> Tensor:
+def _unscaled(codes: Tensor, scales: Tensor, operands: Operands = "nvfp4") -> Tensor:
+    if operands == "mxfp8":
+        return MxFp8Tensor(codes.contiguous().view(E4M3), scales[:, : codes.shape[-1] // 32].contiguous()).dequantize()
     return NvFp4Tensor(codes, scales.view(E4M3), torch.ones(())).unscaled()
 
 
@@ -71,17 +74,19 @@ class ReferenceLauncher:
             _multiply_bf16(key, call)
         else:
             assert isinstance(call, Call)
-            self._multiply_nvfp4(key, call)
+            self._multiply_scaled(key, call)
 
-    def _multiply_nvfp4(self, key: KernelKey, call: Call) -> None:
+    def _multiply_scaled(self, key: KernelKey, call: Call) -> None:
         shape, k = call.shape, call.k
         matrices, features = call.weights.shape[:2]
-        blocks = -(-k // 64) * 4
+        blocks = -(-k // (4 * shape.block)) * 4
         plain = call.weight_scales.view(torch.uint8).view(matrices, -1)
         groups = call.tokens.shape[1] if call.tokens.dim() == 3 else 1
         scales = unswizzle_128x4(call.token_scales.view(torch.uint8), call.rows, blocks * groups, shape.token_tile)
         tokens = call.tokens.reshape(call.rows, groups, -1)
-        values = torch.stack([_unscaled(tokens[:, g], scales[:, g * blocks : (g + 1) * blocks]) for g in range(groups)])
+        values = torch.stack(
+            [_unscaled(tokens[:, g], scales[:, g * blocks : (g + 1) * blocks], shape.operands) for g in range(groups)]
+        )
         row_scale = call.row_scale if call.row_scale.dim() == 2 else call.row_scale.expand(call.rows)
         if call.offsets is None or call.counts is None:
             parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
@@ -93,7 +98,8 @@ class ReferenceLauncher:
             if rows.start == rows.stop:
                 continue
             source = values[group if groups > 1 else 0, rows]
-            weight = _unscaled(call.weights[group], unswizzle_128x4(plain[group], features, blocks))
+            plain_scales = unswizzle_128x4(plain[group], features, blocks)
+            weight = _unscaled(call.weights[group], plain_scales, shape.operands)
             factor = (row_scale[:, group] if row_scale.dim() == 2 else row_scale)[rows, None]
             if shape.gated:
                 alpha = call.alpha.view(-1, 2)[group]

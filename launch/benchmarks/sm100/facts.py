@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, entry_of
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options, Statistics, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.sass import compile_binary
@@ -49,7 +49,7 @@ def kernel_facts(key: KernelKey) -> KernelFacts:
     short, long = _emulate(key, k // 2), _emulate(key, k)
     shape, times = shape_of(key), long.timelines[0]
     # A stage is issued once for each CTA, or pair, of a cluster.
-    issued = k // 2 // TILE_K * _tiles(key)
+    issued = k // 2 // shape.tile_k * _tiles(key)
     # Behind the teams of the epilogue.
     multiplying, loading = (_count(long, warp) - _count(short, warp) for warp in (4 * shape.teams, 4 * shape.teams + 1))
     mmas, copies = (_tensor(multiplying, name) / issued for name in ("tcgen05.mma", "tcgen05.cp"))

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.sm100.cases import Case
 from benchmarks.sm100.steps import HANDOFF_SECONDS, goal_seconds
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, epilogue_cycles, exposed_cycles, multiply_cycles, read_bytes
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import MMA_K, SCALE_ATOM_BYTES, TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import SCALE_ATOM_BYTES, KernelShape
 
 NARROWER = 224
 
@@ -56,7 +56,7 @@ class LastWave:
 
     def _main_loop(self, shape: KernelShape, split: int = 1) -> float:
         stage = max(multiply_cycles(shape), read_bytes(shape) / B200.l2_bytes_per_cycle)
-        return math.ceil(math.ceil(self.case.problem.k / TILE_K) / split) * stage
+        return math.ceil(math.ceil(self.case.problem.k / shape.tile_k) / split) * stage
 
     def _excess(self, cycles: float) -> float:
         """µs beyond the goal, if waves and the last epilogue take so many cycles."""
@@ -80,7 +80,7 @@ class LastWave:
     def k_split(self) -> float | None:
         if not 0 < 2 * self.rest <= self.pairs:
             return None
-        split = min(self.pairs // self.rest, math.ceil(self.case.problem.k / TILE_K))
+        split = min(self.pairs // self.rest, math.ceil(self.case.problem.k / self.shape.tile_k))
         sums = (split - 1) / split * 128 * 256 * 4
         exchange = 2 * sums / B200.l2_bytes_per_cycle + HANDOFF_SECONDS * B200.clock_hz
         last = self._main_loop(self.shape, split) + exchange + epilogue_cycles(self.shape) / split
@@ -88,14 +88,14 @@ class LastWave:
 
     def narrower(self) -> float:
         wide, atoms = self.shape, 3
-        scales = atoms * SCALE_ATOM_BYTES * (TILE_K // MMA_K)
-        multiply = NARROWER / 256 * (TILE_K // MMA_K) * 256 * 256 * MMA_K / 2 / B200.multiply_adds_per_cycle
+        scales = atoms * SCALE_ATOM_BYTES * wide.stage_scale_atoms
+        multiply = NARROWER / 256 * 256 * 256 * wide.tile_k / 2 / B200.multiply_adds_per_cycle
         multiply += (wide.weight_scale_bytes + scales) / B200.shared_bytes_per_cycle
         read = wide.weight_bytes + wide.weight_scale_bytes + wide.token_bytes * NARROWER / 256 + scales / 2
         stage = max(multiply, read / B200.l2_bytes_per_cycle)
         waves = math.ceil(self.tiles(NARROWER) / self.pairs)
         epilogue = epilogue_cycles(wide) * NARROWER / 256
-        return self._excess(waves * math.ceil(self.case.problem.k / TILE_K) * stage + epilogue)
+        return self._excess(waves * math.ceil(self.case.problem.k / wide.tile_k) * stage + epilogue)
 
 
 def wave_row(name: str, case: Case, excess: float) -> dict[str, Any]:

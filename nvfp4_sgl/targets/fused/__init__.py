@@ -1,7 +1,7 @@
 """The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
 Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The targets differ in their GEMMs alone:
-``products_w4a16`` (Hopper) and ``products_nvfp4`` (SM100). Activations are bf16. Accumulators, and everything that the
+``products_w4a16`` (Hopper) and ``products_sm100``. Activations are bf16. Accumulators, and everything that the
 specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for nothing on the host, and
 the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
 """
@@ -9,7 +9,7 @@ the shapes of a decode pass follow from the batch size alone, so that a CUDA gra
 from dataclasses import replace
 
 from nvfp4_sgl.model.contract import Boundaries
-from nvfp4_sgl.targets.fused import products_nvfp4 as nvfp4
+from nvfp4_sgl.targets.fused import products_sm100 as sm100
 from nvfp4_sgl.targets.fused import products_w4a16 as w4a16
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
 from nvfp4_sgl.targets.fused.experts import FusedRouter
@@ -33,13 +33,13 @@ def w4a16_boundaries() -> Boundaries:
     )
 
 
-def nvfp4_boundaries() -> Boundaries:
-    """The boundaries on SM100: those of Hopper with NVFP4 activations in the GEMMs."""
+def sm100_boundaries() -> Boundaries:
+    """The boundaries on SM100: those of Hopper with quantised activations in the GEMMs."""
     return replace(
         w4a16_boundaries(),
-        plan=nvfp4.NvFp4Planner,
-        project_input=nvfp4.NvFp4InputProjection,
-        project=nvfp4.NvFp4Projection,
-        project_groups=nvfp4.NvFp4GroupedProjection,
-        experts=nvfp4.NvFp4Experts,
+        plan=sm100.Sm100Planner,
+        project_input=sm100.project_input,
+        project=sm100.project,
+        project_groups=sm100.project_groups,
+        experts=sm100.experts,
     )

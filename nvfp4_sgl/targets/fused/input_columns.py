@@ -1,4 +1,4 @@
-"""The first GEMMs of an attention layer: one with NVFP4 weights; in CSA layers that of the index weights in bf16."""
+"""The first GEMMs of an attention layer: the merged ones; in CSA layers that of the index weights in bf16."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 
 class MergedProjection(Protocol):
-    """The GEMM with NVFP4 weights."""
+    """GEMMs of matrices that read the same activation."""
 
     @property
     def takes(self) -> Form: ...
 
     def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The columns of each shard, [T, rows] in ``dtype``."""
+
+    def __call__(self, x: Operand) -> list[Tensor]:
+        """The columns of each shard in bf16."""
 
 
 class InputColumns(nn.Module):

@@ -1,4 +1,4 @@
-"""bf16 GEMMs on weights that were dequantised at load: on Hopper, for matrices in another storage than NVFP4.
+"""bf16 GEMMs on weights that were dequantised at load: matrices that are not NVFP4 on Hopper, plain ones on SM100.
 
 FP8 weights, exact in bf16, take twice their bytes. An NVFP4 weight that is merged with others is ``code * block_scale *
 global_scale`` in fp32, rounded once to bf16. Activations are not quantised. The GEMMs are torch's, with fp32
@@ -55,9 +55,13 @@ class Bf16Projection(nn.Module):
         self.sizes = [part.shape[0] for part in parts]
         self.weight = frozen(torch.cat(parts))
 
+    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The columns of each shard, slices [T, rows] in ``dtype``, bf16 or fp32."""
+        return multiply(x.require_values(), self.weight, dtype).split(self.sizes, dim=1)
+
     def forward(self, x: Operand) -> list[Tensor]:
-        """The columns of each shard, slices bf16 [T, rows]."""
-        return list(multiply(x.require_values(), self.weight, torch.bfloat16).split(self.sizes, dim=1))
+        """The columns of each shard in bf16."""
+        return list(self.product(x, torch.bfloat16))
 
 
 class Bf16InputProjection(nn.Module):
@@ -72,8 +76,7 @@ class Bf16InputProjection(nn.Module):
 
     def forward(self, x: Operand) -> Columns:
         """The layer's columns in fp32."""
-        product = multiply(x.require_values(), self.projection.weight, torch.float32)
-        return columns_of(product.split(self.projection.sizes, dim=1), indexed=self._is_indexed)
+        return columns_of(self.projection.product(x, torch.float32), indexed=self._is_indexed)
 
 
 class Bf16GroupedProjection(nn.Module):

@@ -7,7 +7,7 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,11 @@ from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.rows import ExpertRows
-from nvfp4_sgl.model.contract import Context, Form, Operand, PassRequest
-from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
-from nvfp4_sgl.targets.fused.input_columns import InputColumns
+from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
-from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
-from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
-from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix, merge
@@ -34,7 +30,7 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 
 def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
-    """Merge shards and copy them to the device, packed.
+    """Merge NVFP4 shards and copy them to the device, packed.
 
     Raises:
         CheckpointError: the shards are not NVFP4; names the first.
@@ -43,8 +39,8 @@ def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4T
     if isinstance(matrix, Tensor):
         stem = shards[0].stem
         raise CheckpointError(
-            f"tensor '{stem}.weight': expected NVFP4, found {context.source.storage(stem).value}: SM100 runs"
-            " full-NVFP4 checkpoints; quantise this matrix too"
+            f"tensor '{stem}.weight': expected NVFP4, found {context.source.storage(stem).value}: SM100 has no other"
+            " GEMMs for it; quantise this matrix too"
         )
     return matrix.to(context.device)
 
@@ -85,13 +81,6 @@ class NvFp4Projection(nn.Module):
         return list(self.product(x, torch.bfloat16))
 
 
-class NvFp4InputProjection(InputColumns):
-    """The first GEMMs of an attention layer."""
-
-    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
-        super().__init__(context, NvFp4Projection(context, shards), index_weights)
-
-
 class NvFp4GroupedProjection(nn.Module):
     """The block-diagonal GEMM of the attention output (specification §3.4); each token and group has a row scale."""
 
@@ -109,14 +98,20 @@ class NvFp4GroupedProjection(nn.Module):
 
 
 class NvFp4Experts(nn.Module):
-    """Routed experts and the shared one as two grouped GEMMs; the epilogue of the first does SwiGLU and quantises."""
+    """Experts as two grouped GEMMs; the epilogue of the first does SwiGLU and quantises.
 
-    takes, has_shared_group = Form.VALUES, True
+    Args:
+        matrices: of the groups: routed experts, then the shared one unless it is apart.
+        shared: the shared expert that runs apart, bf16 [T, d] to bf16 [T, d].
+    """
+
+    takes = Form.VALUES
     """``quantize_scattered`` reads values: it quantises a token once and stores it wherever its experts read it."""
 
-    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
+    def __init__(self, context: Context, matrices: Sequence[ExpertMatrices], shared: nn.Module | None = None):
         super().__init__()
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
+        self.shared, self.has_shared_group = shared, shared is None
         w13: Weights | None = None
         w2: Weights | None = None
         # One expert at a time, so that the host never holds a whole layer.
@@ -135,12 +130,15 @@ class NvFp4Experts(nn.Module):
 
     def new_routes(self, tokens: int) -> Routes:
         """Routes whose groups begin at multiples of the GEMMs' token tile."""
-        visits = self._config.num_experts_per_tok + 1
+        visits = self._config.num_experts_per_tok + self.has_shared_group
         tile = operations.expert_token_tile_for(tokens * visits, self._groups)
         return Routes.allocate(tokens, visits, self._groups, tile, self._device)
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
-        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32."""
+        """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32.
+
+        A shared expert that runs apart is added last.
+        """
         values, limit = x.require_values(), self._config.swiglu_limit
         groups = (routes.tile, routes.offsets, routes.counts)
         rows = ExpertRows.of_experts(len(routes.source_row), values.shape[1], *groups)
@@ -149,24 +147,5 @@ class NvFp4Experts(nn.Module):
         hidden = ExpertRows.of_experts(len(routes.source_row), inner_width, *groups, scale=self._hidden_scale)
         operations.expert_gate_up_quantized(rows, self.w13.operand, limit, out=hidden)
         output = operations.expert_down(hidden, self.w2.operand)
-        return finalize(output, routes.destination, routes.weights, torch.empty_like(values))
-
-
-class NvFp4Planner(GemmPlanner):
-    """Knows what kernels are compiled for by the number of tokens."""
-
-    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
-        """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
-        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16, and the kernel that
-        prepares attention for the number of tokens whose index weights it computes."""
-        config = self.context.config
-        visits, groups = config.num_experts_per_tok + 1, config.n_routed_experts + 1
-
-        def kind(count: int) -> tuple[int, int, bool]:
-            tile = operations.expert_token_tile_for(count * visits, groups)
-            return operations.token_tile_for(count), tile, padded_rows(count * visits, groups, tile) % 16 == 0
-
-        def tile(count: int) -> tuple[int, int]:
-            return operations.token_tile_for(count), padded_tokens(count)
-
-        return warm_up_passes(self.slots, tokens, kind, tile)
+        shared = None if self.shared is None else self.shared(values)
+        return finalize(output, routes.destination, routes.weights, torch.empty_like(values), shared=shared)

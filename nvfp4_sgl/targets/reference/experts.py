@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from nvfp4_sgl.cache.plan import BatchPlan
+from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.model.uniform_experts import UniformExperts
+from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.moe import expert_mlp, route_hash, route_topk, route_weights, routed_experts
 from nvfp4_sgl.targets.reference.projections import working_copy
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix, stack
-from nvfp4_sgl.weights.source import frozen
+from nvfp4_sgl.weights.source import WeightSource, frozen
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,24 @@ class ReferenceExperts(nn.Module):
         names = [expert.down.stem for expert in routed]
         w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
         w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
-        self._routed = working_copy(w13), working_copy(w2)
+        self._routed = _working_copies(source, routed[0], w13, w2)
         shared_w13, shared_w2 = load_matrix(source, shared.gate_up), load_matrix(source, [shared.down])
-        self._shared = working_copy(shared_w13), working_copy(shared_w2)
+        self._shared = _working_copies(source, shared, shared_w13, shared_w2)
 
     def forward(self, x: Operand, routes: Choices, step: BatchPlan) -> Tensor:
         """fp32 [T, d]."""
         values = x.require_values()
         routed = routed_experts(values, routes.experts, routes.weights, *self._routed, self._limit, self._mode)
         return routed + expert_mlp(values, *self._shared, self._limit, self._mode, values.dtype)
+
+
+def _working_copies(
+    source: WeightSource, expert: ExpertMatrices, w13: Matrix, w2: Matrix
+) -> tuple[PreparedWeight, PreparedWeight]:
+    """Gate with up, and down, of experts that are all stored as ``expert`` is.
+
+    Activations are quantised to MXFP8 where gate and up both are FP8 with UE8M0 scales.
+    """
+    of_gate_up = {source.storage(shard.stem) for shard in expert.gate_up}
+    gate_up = of_gate_up.pop() if len(of_gate_up) == 1 else None
+    return working_copy(w13, gate_up), working_copy(w2, source.storage(expert.down.stem))

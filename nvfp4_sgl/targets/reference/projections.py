@@ -7,38 +7,47 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
-from nvfp4_sgl.ops.linear import PreparedWeight, grouped_linear, linear
+from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight, grouped_linear, linear
 from nvfp4_sgl.weights.matrix import concatenate, load_matrix
 from nvfp4_sgl.weights.source import Shard
 
 
-def working_copy(matrix: Matrix) -> PreparedWeight:
-    """What the references multiply with; global scales stay apart as per-row alphas."""
+def working_copy(matrix: Matrix, storage: Storage | None = None) -> PreparedWeight:
+    """What the references multiply with; global scales stay apart as per-row alphas.
+
+    Args:
+        storage: of the matrix, by which ``w4a4`` mode knows FP8 with UE8M0 scales.
+    """
     if isinstance(matrix, Tensor):
-        return PreparedWeight(matrix.float().transpose(-1, -2).contiguous(), None)
+        values = matrix.float().transpose(-1, -2).contiguous()
+        return PreparedWeight(values, None, storage is not None and storage.is_mxfp8)
     return PreparedWeight(matrix.unscaled().transpose(-1, -2).contiguous(), matrix.global_scale_of_rows())
 
 
 class ReferenceProjection(nn.Module):
-    """Matrices that read one activation; those of one storage are merged, so that it is quantised once."""
+    """Matrices that read one activation; those whose activation is quantised alike are merged."""
 
     takes = Form.VALUES
 
     def __init__(self, context: Context, shards: Sequence[Shard]):
         super().__init__()
         self._mode = context.mode
-        by_storage: dict[bool, list[int]] = {}
-        for index, shard in enumerate(shards):
-            by_storage.setdefault(context.source.storage(shard.stem).is_nvfp4, []).append(index)
-        self._members = list(by_storage.values())
+        storages = [context.source.storage(shard.stem) for shard in shards]
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for index, storage in enumerate(storages):
+            is_mxfp8 = storage.is_mxfp8 and self._mode is ActivationMode.W4A4
+            alike.setdefault((storage.is_nvfp4, is_mxfp8), []).append(index)
+        self._members = list(alike.values())
         self._sizes = [0] * len(shards)
         self._weights: list[PreparedWeight] = []
         for members in self._members:
             loaded = [load_matrix(context.source, [shards[i]]) for i in members]
             for index, part in zip(members, loaded, strict=True):
                 self._sizes[index] = part.shape[0]
-            self._weights.append(working_copy(concatenate(loaded, [shards[i].stem for i in members])))
+            merged = concatenate(loaded, [shards[i].stem for i in members])
+            self._weights.append(working_copy(merged, storages[members[0]]))
 
     def forward(self, x: Operand) -> list[Tensor]:
         """fp32 [T, rows] for each shard, in the order given; the consumer rounds."""
@@ -82,7 +91,8 @@ class ReferenceGroupedProjection(nn.Module):
     def __init__(self, context: Context, shard: Shard, groups: int):
         super().__init__()
         self._mode = context.mode
-        self._weight = working_copy(load_matrix(context.source, [shard], groups=groups))
+        matrix = load_matrix(context.source, [shard], groups=groups)
+        self._weight = working_copy(matrix, context.source.storage(shard.stem))
 
     def forward(self, x: Operand, form: Form) -> Operand:
         """[T, G * N], rounded to the dtype of ``x``."""

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, fields, replace
 from itertools import product as every_pair
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,9 +18,13 @@ from nvfp4_sgl.cutedsl_kernels.common.arguments import Arguments
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
+from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations as mxfp8_operations
+from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
+from nvfp4_sgl.formats.rows import MxFp8Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile
 from nvfp4_sgl.model.products import layer_products
 from tests.sm100.support.launcher import emulated_operations
@@ -143,6 +147,7 @@ class Size:
     gated: bool = False
     experts_per_token: int = 0
     output: Output = "bf16"
+    operands: Literal["nvfp4", "mxfp8", "bf16"] = "nvfp4"
 
 
 def test_operations_ask_for_what_warm_up_ran() -> None:
@@ -168,14 +173,22 @@ def test_operations_ask_for_what_warm_up_ran() -> None:
             getattr(torch.ops.nvfp4_sgl, op)(**arguments)
         for op in ("expert_gate_up", "expert_down"):
             getattr(torch.ops.nvfp4_sgl, op)(**VALID[op]())
+        rows = MxFp8Rows.allocate(T, K, plan.token_tile_for(T), "cpu")
+        codes, scale = torch.zeros(2, F, K, dtype=torch.uint8), torch.zeros(2, F, K // 32, dtype=torch.uint8)
+        weights = MxFp8Tensor(codes.view(torch.float8_e4m3fn), scale)
+        mxfp8_operations.gate_up(rows, MxFp8Weights.gated(weights), LIMIT)
+        mxfp8_operations.product(rows, MxFp8Weights.of(MxFp8Tensor(weights.codes[0], scale[0])))
+    assert {key.shape.operands for key in recorder.keys} == {"nvfp4", "mxfp8"}
     pairs = 2
     sizes = [Size(F, K), Size(F, K, G), Size(F, K, E, True, pairs, "nvfp4"), Size(F, K, E, False, pairs)]
+    sizes += [Size(F, K, gated=True, operands="mxfp8"), Size(F, K, operands="mxfp8"), Size(F, K, operands="bf16")]
     assert set(recorder.keys) <= set(warm_up.keys_for(sizes, T, LIMIT, "sm_100a", B200_CLUSTERS, weighted=True))
 
 
 def test_warm_up_runs_each_kernel_once() -> None:
     keys = [PLAIN, GATED, KernelKey("sm_100a", KernelShape(8, grouped=True), weighted=True)]
     keys.append(KernelKey("sm_100a", KernelShape(8, split_k=2)))
+    keys.append(KernelKey("sm_100a", KernelShape(8, gated=True, operands="mxfp8"), LIMIT))
     with emulated_operations() as runner:
         warm_up.warm_up(keys, torch.device("cpu"))
     assert runner.keys == keys

@@ -5,13 +5,15 @@ Known by compiling alone; nothing here runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
 from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.gemm import NvFp4Gemm
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TENSOR_COLUMNS, TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.gemm import BlockScaledGemm
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import STAGE_MMAS, TENSOR_COLUMNS, KernelShape
 from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
@@ -28,12 +30,17 @@ SHAPES = [
     KernelShape(16, gated=True, grouped=True, split_k=4, output="nvfp4"),
     KernelShape(64, grouped=True),
     KernelShape(8, grouped=True, split_k=8),
+    KernelShape(8, operands="mxfp8"),
+    KernelShape(64, split_k=4, operands="mxfp8"),
+    KernelShape(256, output="fp32", operands="mxfp8"),
+    KernelShape(128, pair=True, gated=True, operands="mxfp8"),
     KernelShape(128, pair=True, gated=True, grouped=True, output="nvfp4"),
 ]
 
 
 def name(shape: KernelShape) -> str:
     kinds = "grouped " * shape.grouped + "gated " * shape.gated + "pair " * shape.pair
+    kinds += "MXFP8 " * (shape.operands == "mxfp8")
     return f"{kinds}{shape.token_tile} {shape.output}" + f" split {shape.split_k}" * (shape.split_k > 1)
 
 
@@ -43,18 +50,18 @@ def epilogue_of(shape: KernelShape) -> Epilogue:
 
 
 def compiled(shape: KernelShape, architecture: str) -> Binary:
-    entry = Entry(NvFp4Gemm(shape, epilogue_of(shape)))
+    entry = Entry(BlockScaledGemm(shape, epilogue_of(shape)))
     return compile_binary(architecture, entry, *entry.example())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
 def test_sass_for_sm_100a(shape: KernelShape) -> None:
     binary = compiled(shape, "sm_100a")
-    stage = TILE_K // 64
-    mma = "UTCOMMA.2CTA.4X" if shape.pair else "UTCOMMA.4X"
-    assert binary.opcodes[mma] == binary.count("UTCOMMA") == stage, "block-scaled MMAs of one stage"
-    atoms = 4 * (1 + max(shape.token_tile // 128, 1))
-    assert binary.count("UTCCP") == atoms, "block scales to tensor memory, an instruction for each 128 rows by 64 of K"
+    kind, scales = ("UTCOMMA", ".4X") if shape.operands == "nvfp4" else ("UTCQMMA", "")
+    mma = f"{kind}.2CTA{scales}" if shape.pair else f"{kind}{scales}"
+    assert binary.opcodes[mma] == binary.count(kind) == STAGE_MMAS, "block-scaled MMAs of one stage"
+    atoms = shape.stage_scale_atoms * (1 + max(shape.token_tile // 128, 1))
+    assert binary.count("UTCCP") == atoms, "block scales to tensor memory, an instruction for each 128 rows by 4 blocks"
     assert binary.count("UTMALDG") > 0
     stores = 0 if shape.output == "nvfp4" else shape.chunk // shape.store_tokens
     assert binary.count("UTMASTG") == stores
@@ -68,7 +75,7 @@ def test_sass_for_sm_100a(shape: KernelShape) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-1]], ids=name)
 def test_sass_for_sm_103a(shape: KernelShape) -> None:
     binary = compiled(shape, "sm_103a")
-    assert binary.count("UTCOMMA") == TILE_K // 64
+    assert binary.count("UTCOMMA") == STAGE_MMAS
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0
 
 
@@ -84,6 +91,8 @@ def every_shape() -> list[KernelShape]:
                             shapes.append(KernelShape(tile, split, output, pair=pair, gated=gated, grouped=gated))
                         except ValueError:
                             continue
+                        if output != "nvfp4":
+                            shapes.append(replace(shapes[-1], grouped=False, operands="mxfp8"))
     return shapes
 
 
@@ -95,13 +104,14 @@ def test_memory_budgets(shape: KernelShape) -> None:
     end = shape.scales_column + shape.weight_scale_columns + shape.token_scale_columns
     assert end <= shape.tensor_columns <= TENSOR_COLUMNS
     assert shape.second_accumulator + shape.accumulator_columns <= shape.scales_column
+    assert shape.second_accumulator % 8 == 0, "what the epilogue's reads of tensor memory assume"
     assert shape.overlap <= shape.teams * shape.chunk, "the teams' first chunks are read before the next tile begins"
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, KernelShape(256, output="fp32")], ids=name)
 def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
     """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
-    gemm = NvFp4Gemm(shape, epilogue_of(shape))
+    gemm = BlockScaledGemm(shape, epilogue_of(shape))
     entry = Entry(gemm)
     compile_for("sm_100a", entry, *entry.example())
     taken = gemm.storage.size_in_bytes()
@@ -127,6 +137,8 @@ def test_impossible_shapes_are_refused() -> None:
         {"token_tile": 8, "output": "fp16"},
         {"token_tile": 128, "shared_tokens": 2},
         {"token_tile": 128, "pair": True, "shared_tokens": 4, "shared_weights": 2},
+        {"token_tile": 8, "grouped": True, "operands": "mxfp8"},
+        {"token_tile": 8, "gated": True, "output": "nvfp4", "operands": "mxfp8"},
     ):
         with pytest.raises(ValueError, match=r"expected|is for|are for|needs"):
             KernelShape(**arguments)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import epilogue_cycles, exposed_cycles, multiply_cycles
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, KernelShape
 from tests.sm100.emulator import Options, TimingModel
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.timed_products import timeline
@@ -28,7 +28,7 @@ def operand_bytes(rows: int, k: int) -> int:
 
 def test_prefill_keeps_the_tensor_core_busy() -> None:
     times = timeline(PAIR, features=512, k=4096, tokens=256)
-    stages = 2 * 4096 // TILE_K
+    stages = 2 * 4096 // PAIR.tile_k
     # The copies of the first stage come before the first MMA.
     assert times.multiplying + times.copying == stages * multiply_cycles(PAIR) - 48
     assert times.busy > 0.95

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -55,7 +55,7 @@ def name(value: KernelShape | Options) -> str:
 @pytest.mark.parametrize("mode", MODES, ids=name)
 @pytest.mark.parametrize("shape", shapes(), ids=name)
 def test_every_shape_in_every_mode(shape: KernelShape, mode: Options) -> None:
-    tile, k = shape.token_tile, max(320, TILE_K * shape.split_k + 64)
+    tile, k = shape.token_tile, max(320, shape.tile_k * shape.split_k + 64)
     if shape.grouped or shape.gated:
         counts = (3, 0, tile + 1) if shape.grouped else (tile + 1,)
         ExpertCase(shape, counts, features=192, k=k, seed=5).check(mode)

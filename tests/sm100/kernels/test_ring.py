@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ProductCase
 
@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_operand_stages_are_used_again(case: str) -> None:
     product, options = CASES[case]
-    stages = -(-product.k // TILE_K)
+    stages = -(-product.k // product.shape.tile_k)
     assert stages > product.shape.stages and stages % product.shape.stages
     call, _ = product.build()
     assert call.blocks >= 2

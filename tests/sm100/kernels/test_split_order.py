@@ -11,7 +11,7 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import TILE_K, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, HazardError, Options
 from tests.sm100.support.mutants import compile_changed, without_each
 from tests.sm100.support.products import ProductCase, RandomOperand, compile_call, poisoned, run, swizzle_rows
@@ -23,17 +23,17 @@ EXPONENTS = (7, -3, 7, -3, 6, -4, 7, 0)
 """Exponents of the block scales in each slice: large sums that cancel, with small ones in between."""
 
 
-def sliced(rows: int, split_k: int, seed: int) -> RandomOperand:
+def sliced(rows: int, shape: KernelShape, seed: int) -> RandomOperand:
     """All codes, and in each slice of K one block scale, a power of two: sums of a slice are exact in fp32."""
-    operand = RandomOperand.make(1, rows, TILE_K * split_k, seed)
-    powers = torch.tensor([(exponent + 7) << 3 for exponent in EXPONENTS[:split_k]], dtype=torch.uint8)
-    scales = powers.repeat_interleave(TILE_K // 16).expand(1, rows, -1).contiguous()
+    operand = RandomOperand.make(1, rows, shape.tile_k * shape.split_k, seed)
+    powers = torch.tensor([(exponent + 7) << 3 for exponent in EXPONENTS[: shape.split_k]], dtype=torch.uint8)
+    scales = powers.repeat_interleave(shape.tile_k // 16).expand(1, rows, -1).contiguous()
     return RandomOperand(operand.packed, scales)
 
 
 def make(shape: KernelShape) -> tuple[Call, np.ndarray]:
     """A call without scales of its own, and the fp32 sums of each slice [slices, tokens, features]."""
-    weights, tokens = sliced(FEATURES, shape.split_k, 1), sliced(shape.token_tile, shape.split_k, 2)
+    weights, tokens = sliced(FEATURES, shape, 1), sliced(shape.token_tile, shape, 2)
     out = poisoned(shape.token_tile, 1, FEATURES, output="fp32")
     ones = torch.ones(shape.token_tile, 1)
     call = Call(
@@ -46,7 +46,9 @@ def make(shape: KernelShape) -> tuple[Call, np.ndarray]:
         row_scale=ones,
         alpha=torch.ones(1, FEATURES),
     )
-    parts = [values.reshape(len(values), shape.split_k, TILE_K) for values in (tokens.values(0), weights.values(0))]
+    parts = [
+        values.reshape(len(values), shape.split_k, shape.tile_k) for values in (tokens.values(0), weights.values(0))
+    ]
     exact = np.einsum("tsk,fsk->stf", *parts)
     sums = exact.astype(np.float32)
     assert np.array_equal(sums, exact)

@@ -80,7 +80,7 @@ def compile_changed(
         spec.loader.exec_module(module)
         make = importlib.import_module(f"{name}.sm100.epilogue").Epilogue
         changed = make(**{field.name: getattr(epilogue, field.name) for field in fields(epilogue)})
-        gemm = importlib.import_module(f"{name}.sm100.gemm").NvFp4Gemm(shape, changed)
+        gemm = importlib.import_module(f"{name}.sm100.gemm").BlockScaledGemm(shape, changed)
         entry = importlib.import_module(f"{name}.common.entry").Entry(gemm, programmatic_launch)
         compiled = compile_for("sm_100a", entry, *entry.example())
         return Compiled(NativeFunction(compiled.function), compiled.ptx)

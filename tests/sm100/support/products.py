@@ -1,4 +1,4 @@
-"""Random NVFP4 products in the layouts that the SM100 kernels take, run in the emulator, and their fp64 references."""
+"""Random NVFP4 and MXFP8 products as the SM100 kernels take them, run in the emulator, and their fp64 references."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import scale_rows, swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, emulated
 from tests.sm100.support.entries import compile_entry
+from tests.sm100.support.narrow_operands import NarrowOperand
 from tests.support.numpy_nvfp4 import dequantize
 
 LIMIT = 10.0
 """The SwiGLU clamp."""
-NAN_SCALE = 0x7F
-"""E4M3's NaN: what block scales that no result may depend on are filled with."""
+NAN_SCALES = {"nvfp4": 0x7F, "mxfp8": 0xFF}
+"""NaN of E4M3 and of UE8M0: what block scales that no result may depend on are filled with."""
+NAN_SCALE = NAN_SCALES["nvfp4"]
 UNIT = 2.0**-24
 """Half an ulp of fp32, relative."""
 
@@ -42,37 +44,62 @@ def run(
 
 @dataclass(frozen=True)
 class RandomOperand:
-    """Random codes and block scales of ``groups`` matrices [rows, k]: packed [groups, rows, k/2] and plain scales."""
+    """Random codes and block scales of ``groups`` matrices [rows, k]: packed [groups, rows, k/2] and plain scales.
+
+    Codes of MXFP8 take a byte each.
+    """
 
     packed: Tensor
     scales: Tensor
+    operands: Operands = "nvfp4"
 
     @classmethod
-    def make(cls, groups: int, rows: int, k: int, seed: int) -> RandomOperand:
+    def make(cls, groups: int, rows: int, k: int, seed: int, operands: Operands = "nvfp4") -> RandomOperand:
         """All codes, and scales over E4M3's whole finite range; a twentieth of the blocks have the scale 0."""
         random = np.random.default_rng(seed)
+        if operands == "mxfp8":
+            return cls._mxfp8(random, groups, rows, k)
         packed = random.integers(0, 256, (groups, rows, k // 2), dtype=np.uint8)
         scales = random.integers(0, 127, (groups, rows, k // 16), dtype=np.uint8)
         scales[random.random(scales.shape) < 0.05] = 0
         return cls(torch.from_numpy(packed), torch.from_numpy(scales))
 
+    @classmethod
+    def _mxfp8(cls, random: np.random.Generator, groups: int, rows: int, k: int) -> RandomOperand:
+        """All finite codes, scales from 2^-9 to 2^3; a twentieth of the blocks have the least scale and codes 0."""
+        codes = random.integers(0, 127, (groups, rows, k), dtype=np.uint8)
+        codes |= random.integers(0, 2, codes.shape, dtype=np.uint8) << 7
+        scales = random.integers(118, 131, (groups, rows, -(-k // 32)), dtype=np.uint8)
+        empty = random.random(scales.shape) < 0.05
+        scales[empty] = 0
+        codes[np.repeat(empty, 32, axis=2)[..., :k]] = 0
+        return cls(torch.from_numpy(codes), torch.from_numpy(scales), "mxfp8")
+
     def values(self, group: int) -> np.ndarray:
         """fp64 [rows, k]."""
-        return dequantize(self.packed[group].numpy(), self.scales[group].numpy())
+        codes, scales = self.packed[group].numpy(), self.scales[group].numpy()
+        if self.operands == "mxfp8":
+            return NarrowOperand("e4m3", codes).values() * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, 1)
+        return dequantize(codes, scales)
 
     def swizzled(self) -> Tensor:
         """Block scales of each matrix swizzled, one matrix after the other; NaN in the padding."""
-        return torch.stack([swizzle_rows(scales, 128) for scales in self.scales])
+        return torch.stack([swizzle_rows(scales, 128, self.operands) for scales in self.scales])
 
 
-def swizzle_rows(scales: Tensor, token_tile: int) -> Tensor:
-    """Block scales [rows, kb] as a kernel of that token tile takes them; NaN in the padding."""
+def whole_atoms(scales: Tensor) -> Tensor:
+    """Block scales [rows, kb] with kb padded to a multiple of 4, by zeros."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+
+
+def swizzle_rows(scales: Tensor, token_tile: int, operands: Operands = "nvfp4") -> Tensor:
+    """Block scales [rows, kb] as a kernel of that token tile takes them; NaN in the padding rows."""
     rows, kb = scales.shape
     tile = min(token_tile, 128)
     tiles = -(-rows // tile)
-    padded = torch.full((tiles * tile, kb), NAN_SCALE, dtype=torch.uint8)
+    padded = torch.full((tiles * tile, kb), NAN_SCALES[operands], dtype=torch.uint8)
     padded[:rows] = scales.view(torch.uint8)
-    spread = torch.full((tiles, 128, kb), NAN_SCALE, dtype=torch.uint8)
+    spread = torch.full((tiles, 128, kb), NAN_SCALES[operands], dtype=torch.uint8)
     spread[:, :tile] = padded.view(tiles, tile, kb)
     return swizzle_128x4(spread.view(-1, kb))
 
@@ -115,10 +142,10 @@ class Bounded:
         return float((low == high).double().mean())
 
 
-def product(tokens: np.ndarray, weights: np.ndarray) -> Bounded:
-    """``tokens @ weights.T`` where every 64 of K may round once."""
+def product(tokens: np.ndarray, weights: np.ndarray, mma_k: int = 64) -> Bounded:
+    """``tokens @ weights.T`` where every instruction, of 64 or 32 of K, may round once."""
     magnitude = np.abs(tokens) @ np.abs(weights).T
-    return Bounded(tokens @ weights.T, (tokens.shape[1] / 64 + 1) * UNIT * magnitude)
+    return Bounded(tokens @ weights.T, (tokens.shape[1] / mma_k + 1) * UNIT * magnitude)
 
 
 def swiglu(gate: Bounded, up: Bounded, limit: float = LIMIT) -> Bounded:
@@ -152,8 +179,9 @@ class ProductCase:
 
     def operands(self) -> tuple[RandomOperand, RandomOperand]:
         """(weights, tokens)"""
-        weights = RandomOperand.make(self.groups, self.features, self.k, self.seed)
-        return weights, RandomOperand.make(self.groups, self.tokens, self.k, self.seed + 1)
+        kind = self.shape.operands
+        weights = RandomOperand.make(self.groups, self.features, self.k, self.seed, kind)
+        return weights, RandomOperand.make(self.groups, self.tokens, self.k, self.seed + 1, kind)
 
     def build(self) -> tuple[Call, Epilogue]:
         """Tokens and outputs of the groups are interleaved, as attention has them."""
@@ -166,7 +194,11 @@ class ProductCase:
             weights=weights.packed,
             weight_scales=weights.swizzled(),
             tokens=tokens.packed.transpose(0, 1).contiguous(),
-            token_scales=swizzle_rows(torch.cat(list(tokens.scales), dim=1), self.shape.token_tile),
+            token_scales=swizzle_rows(
+                torch.cat([whole_atoms(scales) for scales in tokens.scales], dim=1),
+                self.shape.token_tile,
+                self.shape.operands,
+            ),
             out=poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
             row_scale=row_scale,
             alpha=alpha,
@@ -184,7 +216,7 @@ class ProductCase:
         row_scale, alpha = call.row_scale, call.alpha
         statistics = run(call, epilogue, options, clusters, compiled)
         for group in range(self.groups):
-            expected = product(tokens.values(group), weights.values(group))
+            expected = product(tokens.values(group), weights.values(group), 32 * self.shape.byte_elements)
             expected = expected.scaled(row_scale[:, group, None].double().numpy()).scaled(alpha[group].double().numpy())
             wrong = ~expected.allows(call.out[:, group])
             assert not wrong.any(), f"group {group}: {wrong.sum()} of {wrong.size} wrong, first {np.argwhere(wrong)[0]}"
@@ -225,14 +257,14 @@ class ExpertCase:
         offsets = (padded.cumsum(0) - padded).to(torch.int32)
         rows = max(int(padded.sum()), tile) if shape.grouped else self.counts[0]
         parts = shape.rows_per_feature
-        weights = RandomOperand.make(len(counts) * parts, self.features, self.k, self.seed)
+        weights = RandomOperand.make(len(counts) * parts, self.features, self.k, self.seed, shape.operands)
         laid_out = weights
         if shape.gated:
-            plain = (t.unflatten(0, (-1, 2)) for t in (weights.packed, weights.scales))
-            laid_out = RandomOperand(*(interleave_gates(tensor) for tensor in plain))
-        tokens = RandomOperand.make(1, rows, self.k, self.seed + 1)
+            packed, plain = (t.unflatten(0, (-1, 2)) for t in (weights.packed, weights.scales))
+            laid_out = RandomOperand(interleave_gates(packed), interleave_gates(plain), shape.operands)
+        tokens = RandomOperand.make(1, rows, self.k, self.seed + 1, shape.operands)
         used = np.concatenate([np.arange(o, o + n) for o, n in zip(offsets, counts, strict=True)]).astype(int)
-        scales = torch.full_like(tokens.scales[0], NAN_SCALE)
+        scales = torch.full_like(tokens.scales[0], NAN_SCALES[shape.operands])
         scales[used] = tokens.scales[0][used]
         random = torch.Generator().manual_seed(self.seed)
         # Products of full-range scales are near 2^16 * sqrt(k): factors that put SwiGLU's inputs around its limit.
@@ -250,7 +282,7 @@ class ExpertCase:
             weights=laid_out.packed,
             weight_scales=laid_out.swizzled(),
             tokens=tokens.packed[0],
-            token_scales=swizzle_rows(scales, tile),
+            token_scales=swizzle_rows(scales, tile, shape.operands),
             out=poisoned(rows, codes, output=shape.output),
             row_scale=row_scale,
             alpha=alpha,
@@ -272,7 +304,11 @@ class ExpertCase:
                 continue
             factors = call.row_scale[rows, None].double().numpy()
             parts = [
-                product(values[rows], weights.values(expert * len(call.alpha[expert]) + half))
+                product(
+                    values[rows],
+                    weights.values(expert * len(call.alpha[expert]) + half),
+                    32 * self.shape.byte_elements,
+                )
                 .scaled(factors)
                 .scaled(np.array(float(call.alpha[expert, half])))
                 for half in range(len(call.alpha[expert]))

@@ -50,18 +50,24 @@ class ScaledGemm:
 
     def run(self, shape: tuple[int, int, int], options: Options) -> tuple[bool, Statistics]:
         """Multiply random operands of (M, N, K), K-major; whether each element is right up to the order of its sum."""
-        import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
-
         m, n, k = shape
         a, b = ScaledOperand.random(self.kind, m, k, 1), ScaledOperand.random(self.kind, n, k, 2)
+        out, statistics = self.multiply(a, b, options)
+        expected = a.values @ b.values.T
+        slack = 2.0**-22 * np.abs(a.values) @ np.abs(b.values).T
+        return bool((np.abs(out.numpy() - expected) <= slack).all()), statistics
+
+    def multiply(self, a: ScaledOperand, b: ScaledOperand, options: Options) -> tuple[Tensor, Statistics]:
+        """fp32 [M, N], ``a @ b.T``."""
+        import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
+
+        (m, k), n = a.values.shape, len(b.values)
         out = torch.full((m, n), float("nan"))
         buffers = [a.raw, b.raw, a.swizzled, b.swizzled]
         with emulated(options, reads=buffers, writes=[out]) as emulator:
             pointers = _pointers(self.kind, [tensor.data_ptr() for tensor in (*buffers, out)])
             emulator(self.compiled(), *pointers, (m, n, k, 1), cuda.CUstream(0))
-        expected = a.values @ b.values.T
-        slack = 2.0**-22 * np.abs(a.values) @ np.abs(b.values).T
-        return bool((np.abs(out.numpy() - expected) <= slack).all()), emulator.statistics[0]
+        return out, emulator.statistics[0]
 
 
 def _pointers(kind: str, addresses: list[int]) -> list[object]:

@@ -11,6 +11,7 @@ from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.index_entry import store_index_keys
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, store_kv_entries
 from nvfp4_sgl.triton_kernels.hyper_connection import streams
+from nvfp4_sgl.triton_kernels.quantize.mxfp8 import quantize_mxfp8
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from tests.sm100.triton.cases.case import Outputs, case, close, next_codes, seldom
@@ -20,6 +21,8 @@ from tests.triton.test_index_entry import pool as index_pool
 from tests.triton.test_kv_entry import adversarial_rows as adversarial_entries
 from tests.triton.test_kv_entry import pool as kv_pool
 from tests.triton.test_quantize import adversarial_rows
+from tests.triton.test_quantize_mxfp8 import adversarial_rows as mxfp8_rows
+from tests.triton.test_quantize_mxfp8 import poisoned as poisoned_mxfp8
 
 EPS = 1e-6
 BF16 = seldom(0.01, 2.0**-7)
@@ -76,6 +79,21 @@ def quantised_groups() -> Outputs:
     out = poisoned_rows(14, 128, "cpu", groups=2)
     quantize(x, out)
     return outputs_of(out)
+
+
+@case("_quantize_mxfp8_kernel")
+def rows_quantised_to_mxfp8() -> Outputs:
+    """fp32, subnormal numbers among them; a row's last atom of scales is padded."""
+    out = poisoned_mxfp8(12, 416, "cpu", token_tile=8)
+    quantize_mxfp8(mxfp8_rows(416), out)
+    return {"codes": out.codes.view(torch.uint8), "block_scales": out.block_scales}
+
+
+@case("_quantize_mxfp8_kernel")
+def groups_quantised_to_mxfp8() -> Outputs:
+    out = poisoned_mxfp8(10, 128, "cpu", groups=2)
+    quantize_mxfp8(mxfp8_rows(256).bfloat16()[:10].view(10, 2, 128), out)
+    return {"codes": out.codes.view(torch.uint8), "block_scales": out.block_scales}
 
 
 @case("_quantize_scattered_kernel")

@@ -1,0 +1,137 @@
+"""SM100's GEMMs by the storage of their matrices: NVFP4 (:mod:`.products_nvfp4`), FP8 as MXFP8 (:mod:`.products_mxfp8`)
+or bf16 (:mod:`.products_bf16`).
+
+Matrices that read the same activation are merged with those of their kind. Routed experts are NVFP4.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.cutedsl_kernels import operations
+from nvfp4_sgl.model.contract import (
+    Context,
+    Experts,
+    GroupedProjection,
+    InputProjection,
+    Operand,
+    PassRequest,
+    Projection,
+)
+from nvfp4_sgl.model.products import LayerProduct, Operands, stored_products
+from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.targets.fused.input_columns import InputColumns, MergedProjection
+from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16Projection, Bf16SharedExpert
+from nvfp4_sgl.targets.fused.products_mxfp8 import MxFp8GroupedProjection, MxFp8Projection, MxFp8SharedExpert
+from nvfp4_sgl.targets.fused.products_nvfp4 import NvFp4Experts, NvFp4GroupedProjection, NvFp4Projection
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
+from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
+from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.source import Shard
+
+PROJECTIONS: Mapping[Operands, type[NvFp4Projection] | type[MxFp8Projection] | type[Bf16Projection]] = {
+    "nvfp4": NvFp4Projection,
+    "mxfp8": MxFp8Projection,
+    "bf16": Bf16Projection,
+}
+GROUPED: Mapping[Operands, Callable[[Context, Shard, int], GroupedProjection]] = {
+    "nvfp4": NvFp4GroupedProjection,
+    "mxfp8": MxFp8GroupedProjection,
+    "bf16": Bf16GroupedProjection,
+}
+
+
+def _operands(context: Context, shard: Shard) -> Operands:
+    return sm100_operands(context.source.storage(shard.stem))
+
+
+def project(context: Context, shards: Sequence[Shard]) -> Projection:
+    """Matrices that read the same activation: a GEMM for each kind that there is."""
+    return _merged(context, shards)
+
+
+def _merged(context: Context, shards: Sequence[Shard]) -> MergedProjection:
+    kinds = {_operands(context, shard) for shard in shards}
+    return PROJECTIONS[kinds.pop()](context, shards) if len(kinds) == 1 else MixedProjection(context, shards)
+
+
+class MixedProjection(nn.Module):
+    """Matrices of several kinds that read the same activation: a GEMM for each kind."""
+
+    def __init__(self, context: Context, shards: Sequence[Shard]):
+        super().__init__()
+        members: dict[Operands, list[int]] = {}
+        for index, shard in enumerate(shards):
+            members.setdefault(_operands(context, shard), []).append(index)
+        self._members, self._count = list(members.values()), len(shards)
+        self._parts = [PROJECTIONS[kind](context, [shards[i] for i in of_kind]) for kind, of_kind in members.items()]
+        self.parts = nn.ModuleList(self._parts)
+        self.takes = functools.reduce(operator.or_, (part.takes for part in self._parts))
+
+    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The columns of each shard, slices [T, rows] in ``dtype``."""
+        found: dict[int, Tensor] = {}
+        for members, part in zip(self._members, self._parts, strict=True):
+            found.update(zip(members, part.product(x, dtype), strict=True))
+        return tuple(found[index] for index in range(self._count))
+
+    def forward(self, x: Operand) -> list[Tensor]:
+        """The columns of each shard in bf16."""
+        return list(self.product(x, torch.bfloat16))
+
+
+def project_input(context: Context, shards: Sequence[Shard], index_weights: Shard | None) -> InputProjection:
+    """The first GEMMs of an attention layer."""
+    return InputColumns(context, _merged(context, shards), index_weights)
+
+
+def project_groups(context: Context, shard: Shard, groups: int) -> GroupedProjection:
+    """The block-diagonal GEMM of the attention output."""
+    return GROUPED[_operands(context, shard)](context, shard, groups)
+
+
+def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
+    """Routed experts, and the shared one as one more of their groups if it is NVFP4, else by itself."""
+    *routed, shared = matrices
+    kind = _operands(context, shared.down)
+    if kind == "nvfp4":
+        return NvFp4Experts(context, matrices)
+    make = MxFp8SharedExpert if kind == "mxfp8" else Bf16SharedExpert
+    return NvFp4Experts(context, routed, make(context, shared))
+
+
+class Sm100Planner(GemmPlanner):
+    """Knows what kernels are compiled for by the number of tokens."""
+
+    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
+        """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
+        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16, and the kernel that
+        prepares attention for the number of tokens whose index weights it computes."""
+        sizes = {
+            (product.experts_per_token, product.groups) for product in self.products() if product.experts_per_token
+        }
+
+        def kind(count: int) -> Hashable:
+            found: list[Hashable] = [operations.token_tile_for(count)]
+            for visits, groups in sorted(sizes):
+                tile = operations.expert_token_tile_for(count * visits, groups)
+                found.append((tile, padded_rows(count * visits, groups, tile) % 16 == 0))
+            return tuple(found)
+
+        def tile(count: int) -> tuple[int, int]:
+            return operations.token_tile_for(count), padded_tokens(count)
+
+        return warm_up_passes(self.slots, tokens, kind, tile)
+
+    def products(self) -> Sequence[LayerProduct]:
+        """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
+        context = self.context
+        storage = context.source.storage
+        return list(stored_products(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem))))
