@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import orjson
+
 
 class Kind(Enum):
     """What a path is for."""
@@ -86,6 +88,9 @@ NOT_ON_CPU = frozenset({"/start_profile", "/stop_profile"})
 MAX_BODY_BYTES = 32 * 2**20
 """Bound on a request's body: a prompt of 2**20 token ids, seven digits each, and as much again."""
 
+MAX_BODY_DEPTH = 120
+"""Bound on objects and arrays within each other in a body: the chat encoder takes 128 and adds a few of its own."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -143,7 +148,28 @@ def refuse_body(body: bytes) -> Refusal | None:
         return Refusal(413, f"body: found more than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer of them")
     if not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Refusal(400, f"body: expected a JSON object, found {body[:40].decode(errors='replace')!r}")
+    if (found := depth(body)) > MAX_BODY_DEPTH:
+        return Refusal(400, f"body: found objects and arrays {found} deep; expected {MAX_BODY_DEPTH} or less")
     return None
+
+
+def depth(body: bytes) -> int:
+    """How deep the objects and arrays of a JSON text nest, as far as :data:`MAX_BODY_DEPTH` and one more.
+
+    0 for what is no JSON, or deeper than any parser goes: SGLang refuses that itself.
+    """
+    if body.count(b"{") + body.count(b"[") <= MAX_BODY_DEPTH:
+        return 1
+    try:
+        level = [orjson.loads(body)]
+    except orjson.JSONDecodeError:
+        return 0
+    found = 0
+    while level and found <= MAX_BODY_DEPTH:
+        found += 1
+        children = (container.values() if type(container) is dict else container for container in level)
+        level = [child for values in children for child in values if type(child) in (dict, list)]
+    return found
 
 
 def has_key(authorization: bytes, key: str) -> bool:

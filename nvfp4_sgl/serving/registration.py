@@ -63,6 +63,7 @@ def register_scheduler() -> None:
             "configure_pool": kv_pool.configure_pool,
             "scheduler_init": start_scheduler,
             "internal_state": runtime_info.add_to_internal_state,
+            "worker_info": requests.worker_info,
             "validate_in_scheduler": requests.validate_in_scheduler,
             "compile_grammar": grammars.compile_grammar,
             "fill_grammar_mask": grammars.fill_mask,

@@ -64,8 +64,11 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_CHARACTERS = 4096
 """Bound on the stop strings of a request together; the end of the answer is searched for them at every token."""
 
-RESERVED_TOKENS = 5
-"""What SGLang's longest prompt lacks to the longest sequence (``TpWorker.get_worker_info``)."""
+RESERVED_TOKENS = 4
+"""What SGLang's bound on prompts, which they must stay below, lacks to the longest sequence of prompt and answer."""
+
+RESERVED_PAGES = 1
+"""Pages of the pool that SGLang's admission wants free beyond a request's prompt and answer."""
 
 
 def serves_our_model() -> bool:
@@ -123,6 +126,12 @@ def request_fault(request: Any) -> str | None:
         if batched and n * len(prompts) > MAX_SEQUENCES:
             return f"prompts times n: found {n * len(prompts)}; expected {MAX_SEQUENCES} or less; send several requests"
     return None
+
+
+def worker_info(original: Callable[..., Any], worker: Any) -> Any:
+    """Hook around the lengths that SGLang allows: what its admission would never find room for is too long."""
+    info = original(worker)
+    return private.shorten_requests(info, pages=RESERVED_PAGES) if serves_our_model() else info
 
 
 def advertise_length(manager: Any) -> None:

@@ -146,6 +146,10 @@ HOOKS = {
     "verify_sampling": Private(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", "lets values through that end the scheduler"
     ),
+    "worker_info": Private(
+        "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        "lets requests in that its admission never finds room for: they wait for ever, and who comes later with them",
+    ),
     "normalize_request": Private(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
@@ -296,6 +300,13 @@ def largest_prefill() -> int:
     arguments, resolved = served_arguments(), __getattr__("resolution_result")
     chunk = resolved(arguments, "chunked_prefill_size")
     return int(chunk if chunk and chunk > 0 else resolved(arguments, "max_prefill_tokens"))
+
+
+def shorten_requests(info: Any, *, pages: int) -> Any:
+    """``info`` of :data:`HOOKS` ``worker_info`` with requests that leave so many ``pages`` of the pool free."""
+    tokens, size = info[0], int(resolved("page_size"))
+    excess = max(0, info[4] - (tokens - pages * size - 1))
+    return (*info[:4], info[4] - excess, info[5] - excess, *info[6:])
 
 
 def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
