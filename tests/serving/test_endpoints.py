@@ -115,7 +115,7 @@ def ask(
     guard: Guard, path: str, *parts: bytes, method: str = "POST", **headers: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """What a guarded application answers, and the kinds of message that were left unread."""
-    incoming = [{"type": "http.request", "body": part, "more_body": True} for part in parts[:-1]]
+    incoming: list[dict[str, Any]] = [{"type": "http.request", "body": part, "more_body": True} for part in parts[:-1]]
     incoming += [{"type": "http.request", "body": parts[-1]}] if parts else []
     incoming += [{"type": "http.disconnect"}]
     sent: list[dict[str, Any]] = []
