@@ -62,10 +62,13 @@ def test_administration_is_off_without_its_key(pair) -> None:
 
 
 def test_the_longest_request_is_served_and_a_longer_one_refused(pair) -> None:
-    """SGLang itself accepts some that it never has room for; they would wait for ever."""
+    """SGLang itself accepts some that it never has room for; they would wait for ever.
+
+    A prompt leaves five tokens for its answer.
+    """
     server = pair[0]
     length = server.get("/v1/models")["data"][0]["max_model_len"]
-    for prompt in (length - 1, length - 300, length // 2):
+    for prompt in (length - 5, length - 300, length // 2):
         body = {"input_ids": [30 + prompt % 7] * prompt, "sampling_params": {"ignore_eos": True}}
         body["sampling_params"] |= (
             {"max_new_tokens": length - prompt} if prompt != length // 2 else {"max_new_tokens": 3}
@@ -73,7 +76,7 @@ def test_the_longest_request_is_served_and_a_longer_one_refused(pair) -> None:
         answer = server.post("/generate", body, seconds=120)["meta_info"]
         assert answer["prompt_tokens"] == prompt
         assert prompt == length // 2 or prompt + answer["completion_tokens"] == length
-    for prompt in (length + 1, POOL - 1, 2 * POOL):
+    for prompt in (length - 4, POOL - 1, 2 * POOL):
         assert server.status("/generate", {"input_ids": [30] * prompt, "sampling_params": {"max_new_tokens": 1}}) == 400
 
 
@@ -110,13 +113,12 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(pair) -> None:
     assert not wait_for_none(server.process.pid, 10)
 
 
-@pytest.mark.parametrize("name", ["sglang::detokenizer"])
-def test_a_dead_process_ends_the_server(name: str, pair) -> None:
+def test_a_dead_process_ends_the_server(pair) -> None:
     """Run after the other server has ended: this one did not notice."""
     server = pair[1]
     assert len(server.generate([30, 31], 3)["output_ids"]) == 3
-    process(server, name).kill()
+    process(server, "sglang::detokenizer").kill()
     assert server.process.wait(DEATH_SECONDS) != 0
     assert not wait_for_none(server.process.pid, DEATH_SECONDS)
     line = next(line for line in server.text().splitlines() if "crashed with exit code" in line)
-    assert name.removeprefix("sglang::") in line, line
+    assert "detokenizer" in line, line
