@@ -228,12 +228,14 @@ def check_keys(given: Mapping[str, Any]) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Refuse a port that another process listens on, before weights are loaded."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}: expected 0 to {2**16 - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from error
 
 

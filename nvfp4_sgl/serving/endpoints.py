@@ -148,28 +148,29 @@ def refuse_body(body: bytes) -> Refusal | None:
         return Refusal(413, f"body: found more than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer of them")
     if not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Refusal(400, f"body: expected a JSON object, found {body[:40].decode(errors='replace')!r}")
-    if (found := depth(body)) > MAX_BODY_DEPTH:
-        return Refusal(400, f"body: found objects and arrays {found} deep; expected {MAX_BODY_DEPTH} or less")
+    if is_deeper(body, MAX_BODY_DEPTH):
+        return Refusal(400, f"body: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less")
     return None
 
 
-def depth(body: bytes) -> int:
-    """How deep the objects and arrays of a JSON text nest, as far as :data:`MAX_BODY_DEPTH` and one more.
+def is_deeper(text: bytes | str, bound: int) -> bool:
+    """Whether the objects and arrays of a JSON text nest more than ``bound`` deep.
 
-    0 for what is no JSON, or deeper than any parser goes: SGLang refuses that itself.
+    ``False`` for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
     """
-    if body.count(b"{") + body.count(b"[") <= MAX_BODY_DEPTH:
-        return 1
+    encoded = text.encode(errors="replace") if isinstance(text, str) else text
+    if encoded.count(b"{") + encoded.count(b"[") <= bound:
+        return False
     try:
-        level = [orjson.loads(body)]
+        level = [orjson.loads(encoded)]
     except orjson.JSONDecodeError:
-        return 0
-    found = 0
-    while level and found <= MAX_BODY_DEPTH:
-        found += 1
+        return False
+    for _ in range(bound):
         children = (container.values() if type(container) is dict else container for container in level)
         level = [child for values in children for child in values if type(child) in (dict, list)]
-    return found
+        if not level:
+            return False
+    return True
 
 
 def has_key(authorization: bytes, key: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
+from nvfp4_sgl.serving.endpoints import is_deeper
 
 MAX_TOP_K = 2**30
 """SGLang's own value for the whole vocabulary; it keeps top-k in int32."""
@@ -55,8 +56,11 @@ MAX_SEQUENCES = 4096
 MAX_GRAMMAR_CHARACTERS = 2**16
 """Bound on the text of a schema, regular expression or grammar: the slowest ones of that length compile in seconds."""
 
-MAX_GRAMMAR_DEPTH = 128
-"""Bound on brackets within brackets in such a text, 64 objects in a JSON schema: compiling 300 takes 8 s."""
+MAX_SCHEMA_DEPTH = 128
+"""Bound on objects and arrays within each other in a schema, 64 properties in each other: compiling 300 takes 8 s.
+
+xgrammar has a bound of its own for regular expressions and EBNF, and takes little time up to it.
+"""
 
 MAX_LOGIT_BIASES = 1024
 """Bound on tokens with a bias; SGLang writes them one by one whenever the batch changes."""
@@ -211,18 +215,9 @@ def grammar_fault(params: Any) -> str | None:
             return f"{name}: found {type(text).__name__}; expected a string"
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             return f"{name}: found {len(text)} characters; expected {MAX_GRAMMAR_CHARACTERS} or fewer"
-        if (found := depth(text)) > MAX_GRAMMAR_DEPTH:
-            return f"{name}: found brackets {found} deep; expected {MAX_GRAMMAR_DEPTH} or less"
+        if name in ("json_schema", "structural_tag") and is_deeper(text, MAX_SCHEMA_DEPTH):
+            return f"{name}: found objects and arrays more than {MAX_SCHEMA_DEPTH} deep; expected less"
     return None
-
-
-def depth(text: str) -> int:
-    """How deep brackets nest in ``text``; brackets inside a JSON text's strings count, too."""
-    level = deepest = 0
-    for bracket in re.findall(r"[][(){}]", text):
-        level += 1 if bracket in "([{" else -1
-        deepest = max(deepest, level)
-    return deepest
 
 
 def prompt_fault(ids: Sequence[int], top_logprobs: int, vocab_size: int) -> str | None:

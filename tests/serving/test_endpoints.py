@@ -18,7 +18,7 @@ from nvfp4_sgl.serving.endpoints import (
     Access,
     Kind,
     Refusal,
-    depth,
+    is_deeper,
     kind_of,
     refuse_body,
     refuse_path,
@@ -84,7 +84,9 @@ def test_bodies() -> None:
 
 def test_depth_of_bodies() -> None:
     """Brackets count outside strings only."""
-    assert depth(rb'{"a": [{"b": []}, {}], "c": "[[[\"[[[", "d": [' + b"{}," * 200 + b'"[["]}') == 4
+    text = rb'{"a": [{"b": []}, {}], "c": "[[[\"[[[", "d": [' + b"{}," * 200 + b'"]]}}"]}'
+    assert [is_deeper(text, bound) for bound in (2, 3, 4, 5)] == [True, True, False, False]
+    assert [is_deeper(text.decode(), bound) for bound in (2, 3, 4, 5)] == [True, True, False, False]
     assert refuse_body(b'{"a":' * 121 + b"1" + b"}" * 121).status == 400
     assert refuse_body(b'{"a":' * 120 + b"1" + b"}" * 120) is None
     assert refuse_body(b'{"prompt": "' + b"[{" * 10**6 + b'"}') is None

@@ -16,7 +16,7 @@ import pytest
 from tests.serving.test_startup_errors import assert_one_error
 from tests.support.golden import Golden
 from tests.support.launch_forks import LaunchForks
-from tests.support.server import Server, free_port, wait_for_none
+from tests.support.server import Server, wait_for_none
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -83,12 +83,6 @@ def test_the_longest_request_is_served_and_a_longer_one_refused(pair) -> None:
 def test_port_in_use_is_said_before_anything_is_loaded(pair, checkpoint, start_up: LaunchForks) -> None:
     port = str(pair[0].port)
     assert_one_error(*start_up(checkpoint, "--port", port), (f"--port {port}", "in use"))
-
-
-def test_port_that_is_free_again(checkpoint) -> None:
-    from nvfp4_sgl.serving.arguments import check_port
-
-    check_port("127.0.0.1", free_port())
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_new_ones(pair) -> None:
