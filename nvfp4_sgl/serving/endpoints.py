@@ -6,12 +6,11 @@ are off unless the server has ``--admin-api-key``; then they take that key and n
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-import orjson
 
 
 class Kind(Enum):
@@ -91,6 +90,9 @@ MAX_BODY_BYTES = 32 * 2**20
 MAX_BODY_DEPTH = 120
 """Bound on objects and arrays within each other in a body: the chat encoder takes 128 and adds a few of its own."""
 
+MAX_BODY_BRACKETS = 2**19
+"""Bound on opening brackets in a body, strings included: each may be an object, and parsing millions takes seconds."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -148,9 +150,16 @@ def refuse_body(body: bytes) -> Refusal | None:
         return Refusal(413, f"body: found more than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer of them")
     if not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Refusal(400, f"body: expected a JSON object, found {body[:40].decode(errors='replace')!r}")
+    if (found := opening_brackets(body)) > MAX_BODY_BRACKETS:
+        return Refusal(400, f"body: found {found} opening brackets; expected {MAX_BODY_BRACKETS} or fewer")
     if is_deeper(body, MAX_BODY_DEPTH):
         return Refusal(400, f"body: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less")
     return None
+
+
+def opening_brackets(text: bytes) -> int:
+    """A bound on the objects and arrays of a JSON text."""
+    return text.count(b"{") + text.count(b"[")
 
 
 def is_deeper(text: bytes | str, bound: int) -> bool:
@@ -159,11 +168,11 @@ def is_deeper(text: bytes | str, bound: int) -> bool:
     ``False`` for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
     """
     encoded = text.encode(errors="replace") if isinstance(text, str) else text
-    if encoded.count(b"{") + encoded.count(b"[") <= bound:
+    if opening_brackets(encoded) <= bound:
         return False
     try:
-        level = [orjson.loads(encoded)]
-    except orjson.JSONDecodeError:
+        level = [json.loads(encoded)]
+    except (ValueError, RecursionError):
         return False
     for _ in range(bound):
         children = (container.values() if type(container) is dict else container for container in level)

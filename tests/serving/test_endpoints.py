@@ -89,7 +89,8 @@ def test_depth_of_bodies() -> None:
     assert [is_deeper(text.decode(), bound) for bound in (2, 3, 4, 5)] == [True, True, False, False]
     assert refuse_body(b'{"a":' * 121 + b"1" + b"}" * 121).status == 400
     assert refuse_body(b'{"a":' * 120 + b"1" + b"}" * 120) is None
-    assert refuse_body(b'{"prompt": "' + b"[{" * 10**6 + b'"}') is None
+    assert refuse_body(b'{"prompt": "' + b"[{" * 10**5 + b'"}') is None
+    assert "brackets" in refuse_body(b'{"prompt": ["' + b"[]," * 10**6 + b"1]}").message
 
 
 @pytest.mark.parametrize(
