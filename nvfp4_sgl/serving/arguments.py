@@ -146,8 +146,9 @@ OTHER_FRONT_ENDS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
 KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments that nobody is to read in the log or in ``/server_info``."""
 
-CRASH_STACKS = "SGLANG_PYSPY_DUMP_BEFORE_CRASH"
-"""Environment variable: SGLang waits five seconds, and then for the stacks of its schedulers, before a server ends."""
+CRASH_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+"""Environment variables: with either, SGLang waits from five seconds to more than a minute before a server whose process
+has died ends. They are off unless set."""
 
 UNIFORM_EXPERTS = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
 """Environment variable of SGLang that has routing by scores simulated (:mod:`nvfp4_sgl.model.uniform_experts`)."""
@@ -187,7 +188,8 @@ def preflight(server_args: Any) -> None:
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
     bind_threads(given["tp_size"])
-    os.environ.setdefault(CRASH_STACKS, "0")  # a dead process ends the server at once
+    for name in CRASH_DIAGNOSTICS:
+        os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
