@@ -147,8 +147,8 @@ KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments that nobody is to read in the log or in ``/server_info``."""
 
 CRASH_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
-"""Environment variables: with either, SGLang waits from five seconds to more than a minute before a server whose process
-has died ends. They are off unless set."""
+"""Environment variables: with either, SGLang waits from five seconds to more than a minute before a server of which a
+process has died ends. They are off unless set."""
 
 UNIFORM_EXPERTS = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
 """Environment variable of SGLang that has routing by scores simulated (:mod:`nvfp4_sgl.model.uniform_experts`)."""
