@@ -71,8 +71,9 @@ MAX_STOP_CHARACTERS = 4096
 RESERVED_TOKENS = 4
 """What SGLang's bound on prompts, which they must stay below, lacks to the longest sequence of prompt and answer."""
 
-RESERVED_PAGES = 1
-"""Pages of the pool that SGLang's admission wants free beyond a request's prompt and answer."""
+RESERVED_PAGES = 2
+"""Pages of the pool that prompt and answer leave free: SGLang rounds a prompt up to pages and wants one more, and cuts the
+answer short, to nothing in the end, where they are not there."""
 
 
 def serves_our_model() -> bool:
@@ -133,7 +134,7 @@ def request_fault(request: Any) -> str | None:
 
 
 def worker_info(original: Callable[..., Any], worker: Any) -> Any:
-    """Hook around the lengths that SGLang allows: what its admission would never find room for is too long."""
+    """Hook around the lengths that SGLang allows: what its pool has no room for is too long."""
     info = original(worker)
     return private.shorten_requests(info, pages=RESERVED_PAGES) if serves_our_model() else info
 

@@ -148,7 +148,7 @@ HOOKS = {
     ),
     "worker_info": Private(
         "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
-        "lets requests in that its admission never finds room for: they wait for ever, and who comes later with them",
+        "lets prompts in that get an answer of no token, or wait for ever, and who comes later with them",
     ),
     "normalize_request": Private(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
@@ -303,9 +303,12 @@ def largest_prefill() -> int:
 
 
 def shorten_requests(info: Any, *, pages: int) -> Any:
-    """``info`` of :data:`HOOKS` ``worker_info`` with requests that leave so many ``pages`` of the pool free."""
+    """``info`` of :data:`HOOKS` ``worker_info`` with requests that leave so many ``pages`` of the pool free.
+
+    SGLang bounds prompt + answer by the fifth entry less 1, and keeps prompts below the sixth.
+    """
     tokens, size = info[0], int(resolved("page_size"))
-    excess = max(0, info[4] - (tokens - pages * size - 1))
+    excess = max(0, info[4] - (tokens - pages * size + 1))
     return (*info[:4], info[4] - excess, info[5] - excess, *info[6:])
 
 

@@ -269,8 +269,8 @@ def test_header_beyond_ascii_at_an_open_path(server: Server) -> None:
 
 @pytest.mark.server
 def test_length_that_is_said_for_models(server: Server) -> None:
-    """The pool, less a page that SGLang's admission wants free, less the token that ends a request."""
-    assert server.get("/v1/models")["data"][0]["max_model_len"] == 16384 - 256 - 2
+    """The pool less two pages."""
+    assert server.get("/v1/models")["data"][0]["max_model_len"] == 16384 - 2 * 256
 
 
 @pytest.mark.server

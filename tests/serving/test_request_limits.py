@@ -142,11 +142,11 @@ def test_length_that_is_advertised() -> None:
     assert manager.model_config.context_len == 504
 
 
-def test_room_that_admission_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_a_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool tokens stand first, the longest request and the longest prompt fifth and sixth."""
     monkeypatch.setattr(private, "resolved", lambda name: {"page_size": 256}[name])
     info = (16384, 1, 2, 3, 16383, 16378, "seed")
-    assert requests.worker_info(lambda worker: info, None) == (16384, 1, 2, 3, 16127, 16122, "seed")
+    assert requests.worker_info(lambda worker: info, None) == (16384, 1, 2, 3, 15873, 15868, "seed")
     ample = (10**6, 1, 2, 3, 16383, 16378, "seed")
     assert requests.worker_info(lambda worker: ample, None) == ample
 
