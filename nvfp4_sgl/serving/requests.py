@@ -72,8 +72,8 @@ RESERVED_TOKENS = 4
 """What SGLang's bound on prompts, which they must stay below, lacks to the longest sequence of prompt and answer."""
 
 RESERVED_PAGES = 2
-"""Pages of the pool that prompt and answer leave free: SGLang rounds a prompt up to pages and wants one more, and cuts the
-answer short, to nothing in the end, where they are not there."""
+"""Pages of the pool that prompt and answer leave free: SGLang rounds a prompt up to pages and wants one more, and cuts
+the answer short, to nothing in the end, where they are not there."""
 
 
 def serves_our_model() -> bool:
