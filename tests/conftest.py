@@ -8,7 +8,10 @@ import pytest
 
 DEFAULT_SERVER = frozenset(
     f"tests/serving/test_{name}.py"
-    for name in ("aborts", "api_chat", "api_completions", "bad_requests", "examples", "logprobs", "server_info")
+    for name in (
+        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "examples", "logprobs"),
+        "server_info",
+    )
 )
 """Files that talk to the same server, started with default flags."""
 

@@ -39,6 +39,8 @@ STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
 STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
 LONG_PROMPT = 8192
 TRACED_STEPS = 6
+ADMIN_KEY = "bench-full"
+"""Key of the servers that are measured: SGLang's profiler is an administrative endpoint."""
 CLIENT_SECONDS = 300
 
 
@@ -84,7 +86,7 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
     """Serve an engine and yield what each measurement is called and found."""
     folder: Path = arguments.folder / engine
     model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
-    flags = [*FLAGS.split(), "--tp", str(arguments.tp), *arguments.flags.split()]
+    flags = [*FLAGS.split(), "--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
     values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}
     if engine == "stock":
         flags += STOCK_FLAGS
@@ -166,7 +168,8 @@ def trace(url: str, folder: Path, count: int, prompt: int) -> str:
 
 
 def post(url: str, **fields: object) -> None:
-    request = urllib.request.Request(url, json.dumps(fields).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+    request = urllib.request.Request(url, json.dumps(fields).encode(), headers)
     urllib.request.urlopen(request, timeout=CLIENT_SECONDS).read()
 
 

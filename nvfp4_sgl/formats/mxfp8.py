@@ -1,4 +1,4 @@
-"""MXFP8: E4M3 codes with a UE8M0 scale for each 32 of a row. Source: OCP MX 1.0; DEEPSEEK_V4.md §3.5 for its weights.
+"""MXFP8: E4M3 codes with a UE8M0 scale for each 32 of a row. Source: OCP MX 1.0; specification §3.5 for its weights.
 
 What SM100's tensor cores multiply where a checkpoint has FP8 matrices:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors", DUMMY),
     "model_impl": ("auto", "sglang"),
     "page_size": (None, 256),
+    "grammar_backend": (None, "xgrammar", "none"),
 }
 """Arguments of which only these values are implemented; targets have further ones (``targets.choose``)."""
 
@@ -81,6 +83,16 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "encoder_only": _OFF,
     "language_only": _OFF,
     "enable_pdmux": _OFF,
+    # other front ends, which our middleware does not stand in front of
+    "tokenizer_worker_num": _ONE,
+    "enable_http2": _OFF,
+    "grpc_mode": _OFF,
+    "smg_grpc_mode": _OFF,
+    "grpc_port": _OFF,
+    # code that a client sends
+    "enable_custom_logit_processor": _OFF,
+    # answers that are kept without bound
+    "enable_response_store": _OFF,
     # other ways to compute
     "speculative_algorithm": _OFF,
     "enable_lora": _OFF,
@@ -128,6 +140,16 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that select something not implemented here, with the values that leave it off."""
 
+OTHER_FRONT_ENDS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
+"""Environment variables of SGLang that select a front end which our middleware does not stand in front of."""
+
+KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Arguments that nobody is to read in the log or in ``/server_info``."""
+
+CRASH_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+"""Environment variables: with either, SGLang waits from five seconds to more than a minute before a server of which a
+process has died ends. They are off unless set."""
+
 UNIFORM_EXPERTS = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
 """Environment variable of SGLang that has routing by scores simulated (:mod:`nvfp4_sgl.model.uniform_experts`)."""
 ROUND_ROBIN = "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"
@@ -159,11 +181,16 @@ def preflight(server_args: Any) -> None:
         return
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
+    check_keys(given)
+    check_port(given["host"], given["port"])
     check_simulation()
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
     bind_threads(given["tp_size"])
+    for name in CRASH_DIAGNOSTICS:
+        os.environ.setdefault(name, "0")
+    private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
 
 
@@ -186,6 +213,38 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{flag(name)} {given[name]}: not implemented for {ARCHITECTURE} by this package; leave the flag out"
             )
+    for name in OTHER_FRONT_ENDS:
+        if os.environ.get(name, "0").lower() not in ("", "0", "false"):
+            raise UnsupportedError(f"{name}: not implemented for {ARCHITECTURE} by this package; unset it")
+
+
+def check_keys(given: Mapping[str, Any]) -> None:
+    """Refuse keys that no HTTP header can hold, and an administrative key that every user has."""
+    for name in ("api_key", "admin_api_key"):
+        key = given[name]
+        if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+            raise ConfigError(f"{flag(name)}: expected printable ASCII characters without a space")
+    if given["admin_api_key"] is not None and given["admin_api_key"] == given["api_key"]:
+        raise ConfigError("--admin-api-key: the same as --api-key, which every user has; choose another")
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that another process listens on, before weights are loaded."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}: expected 0 to {2**16 - 1}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from error
+
+
+def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dict[str, Any]:
+    """Hook around what SGLang prints of its arguments: keys are left out."""
+    resolved = original(server_args)
+    return {**resolved, **{name: private.REDACTED for name in KEYS if resolved.get(name)}}
 
 
 def check_options(given: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], where: str = "") -> None:

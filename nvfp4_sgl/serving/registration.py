@@ -17,7 +17,7 @@ from typing import Any
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
-from nvfp4_sgl.serving import arguments, kv_pool, requests, runtime_info
+from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,17 @@ def register_all() -> None:
             "load_hf_config": load_hf_config,
             "normalize_sampling": requests.normalize_sampling,
             "verify_sampling": requests.verify_sampling,
+            "resolved_arguments": arguments.redacted,
         }
     )
     if private.MODULES["tokenizer_manager"].path in sys.modules or multiprocessing.parent_process() is None:
-        private.install_hooks({"validate_in_front_end": requests.validate_in_front_end})
+        private.install_hooks(
+            {
+                "normalize_request": requests.normalize_request,
+                "run_http_server": guard.serve_guarded,
+                "validate_in_front_end": requests.validate_in_front_end,
+            }
+        )
     if private.MODULES["scheduler"].path in sys.modules:
         register_scheduler()
 
@@ -56,7 +63,13 @@ def register_scheduler() -> None:
             "configure_pool": kv_pool.configure_pool,
             "scheduler_init": start_scheduler,
             "internal_state": runtime_info.add_to_internal_state,
+            "worker_info": requests.worker_info,
             "validate_in_scheduler": requests.validate_in_scheduler,
+            "compile_grammar": grammars.compile_grammar,
+            "fill_grammar_mask": grammars.fill_mask,
+            "accept_prefill_grammar": grammars.accept_prefill,
+            "accept_grammar_tokens": grammars.accept_tokens,
+            "cache_grammar": grammars.cache,
         }
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -25,6 +26,9 @@ VERSION = "0.5.23"
 
 BACKEND = "nvfp4_sgl"
 """Name of our attention backend."""
+
+REDACTED = "<redacted>"
+"""What is printed in place of a key."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,50 @@ HOOKS = {
     "verify_sampling": Private(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", "lets values through that end the scheduler"
     ),
+    "worker_info": Private(
+        "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        "lets prompts in that get an answer of no token, or wait for ever, and who comes later with them",
+    ),
+    "normalize_request": Private(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
+    ),
+    "run_http_server": Private(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
+    ),
+    "resolved_arguments": Private(
+        "sglang.srt.server_args.ServerArgs.resolved_dict", "the log and /server_info print it, with the keys"
+    ),
+    "compile_grammar": Private(
+        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch",
+        "compiles a grammar that no text follows without a word",
+    ),
+    "fill_grammar_mask": Private(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask",
+        "a grammar that allows no token makes every probability NaN, which ends the scheduler",
+    ),
+    "accept_prefill_grammar": Private(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._apply_prefill_grammar",
+        "where a request can be failed for its grammar, at its first token",
+    ),
+    "accept_grammar_tokens": Private(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._accept_grammar_tokens",
+        "same, at later tokens",
+    ),
+    "cache_grammar": Private(
+        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache", "its cache has no bound"
+    ),
 }
 """Targets of the hooks that :mod:`nvfp4_sgl.serving.registration` installs."""
 
 MODULES = {
+    "grammar_backend": Private(
+        "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
+    ),
+    "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
+    "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
     "registry": Private("sglang.srt.models.registry", "ModelRegistry.models maps architecture to class"),
     "kv_cache_configurator": Private(
@@ -256,6 +300,43 @@ def largest_prefill() -> int:
     arguments, resolved = served_arguments(), __getattr__("resolution_result")
     chunk = resolved(arguments, "chunked_prefill_size")
     return int(chunk if chunk and chunk > 0 else resolved(arguments, "max_prefill_tokens"))
+
+
+def shorten_requests(info: Any, *, pages: int) -> Any:
+    """``info`` of :data:`HOOKS` ``worker_info`` with requests that leave so many ``pages`` of the pool free.
+
+    SGLang bounds prompt + answer by the fifth entry less 1, and keeps prompts below the sixth.
+    """
+    tokens, size = info[0], int(resolved("page_size"))
+    excess = max(0, info[4] - (tokens - pages * size + 1))
+    return (*info[:4], info[4] - excess, info[5] - excess, *info[6:])
+
+
+def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
+    """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added."""
+    app = importlib.import_module(MODULES["http_server"].path).app
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: wrapper(build())
+
+
+def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:
+    """Replace ``secrets`` in the command line that ``/server_info`` shows."""
+    command = getattr(server_args, "_launch_command", None)
+    if command is not None:
+        for secret in secrets:
+            command = command.replace(secret, REDACTED)
+        server_args._launch_command = command
+
+
+def abort(request: Any, message: str) -> None:
+    """Have the scheduler finish ``request`` with status 400 and ``message``."""
+    finish = importlib.import_module(MODULES["schedule_batch"].path).FINISH_ABORT
+    request.to_finish = finish(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def invalid_grammar(message: str) -> Any:
+    """What SGLang takes in place of a compiled grammar to refuse its request with ``message``."""
+    return importlib.import_module(MODULES["grammar_backend"].path).InvalidGrammarObject(message)
 
 
 def activation_mode(hf_config: Any) -> str | None:

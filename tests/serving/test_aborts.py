@@ -92,7 +92,7 @@ class Plan:
 
         def abort() -> None:
             time.sleep(self.patience)
-            command(server, "/abort_request", {"rid": self.name})
+            server.command("/abort_request", {"rid": self.name})
 
         thread = threading.Thread(target=abort)
         thread.start()
@@ -102,15 +102,6 @@ class Plan:
         if not chunks or '"abort"' in chunks[-1]:
             return "given up"
         return "complete"
-
-
-def command(server: Server, path: str, body: dict[str, Any]) -> None:
-    """A POST that answers 200, with no JSON."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
 
 
 def pools(server: Server) -> dict[str, dict[str, int]]:
@@ -136,7 +127,7 @@ def check_nothing_is_left(server: Server) -> None:
     """Every token and request slot is free or cached, and free once the cache is flushed."""
     found = wait_until_idle(server)
     assert all(found[name]["used"] == 0 for name in POOLS), found
-    command(server, "/flush_cache", {})
+    server.command("/flush_cache", {})
     found = pools(server)
     assert all(found[name]["free"] == found[name]["capacity"] > 0 for name in POOLS), found
     # SGLang's own checks, which run whenever the scheduler is idle, end it or leave a word.
@@ -191,7 +182,7 @@ def test_abort_all(server):
         while pools(server)["requests"]["free"]:
             assert time.monotonic() < deadline, "not all request slots came into use"
             time.sleep(0.1)
-        command(server, "/abort_request", {"abort_all": True})
+        server.command("/abort_request", {"abort_all": True})
         reasons = [future.result()["meta_info"]["finish_reason"]["type"] for future in running]
     assert reasons == ["abort"] * len(plans)
     check_nothing_is_left(server)

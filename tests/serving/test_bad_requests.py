@@ -56,6 +56,11 @@ def schema(value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of objects in objects, two brackets each."""
+    return {"type": "object", "properties": {"a": nested(levels - 1)}} if levels else {"type": "string"}
+
+
 def tool(**function: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **function}}]
 
@@ -91,6 +96,15 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown response format": ({"response_format": {"type": "xml"}}, "response_format"),
     "response format without its schema": ({"response_format": {"type": "json_schema"}}, "schema"),
     "adapter": ({"lora_path": "x"}, "LoRA"),
+    "a billion choices": ({"n": 10**9}, "n: found 1000000000"),
+    "seed": ({"seed": 5}, "seed: not honoured"),
+    "bias on too many tokens": ({"logit_bias": {"0" * n + "30": 1 for n in range(1025)}}, "logit_bias: found 1025"),
+    "long stop strings": ({"stop": ["a" * 5000]}, "stop: found 5000"),
+    "regex that searches for ever": ({"stop_regex": "(a+)+b"}, "stop_regex"),
+    "grammar of nothing": ({"ebnf": "root ::= root"}, "allows no token"),
+    "grammar that comes to nothing": ({"ebnf": 'root ::= "a" b\nb ::= b', "top_p": 0.9}, "allows no token"),
+    "long regex": ({"regex": "|".join(f"w{n}" for n in range(20000))}, "regex: found 128889 characters"),
+    "deep regex": ({"regex": "(" * 9000 + "a" + ")" * 9000}, "regex"),
 }
 """Fields that both OpenAI routes take, and a part of the answer."""
 
@@ -123,6 +137,20 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     ),
     "schema of an unknown type": (chat(response_format=schema({"type": "nonsense"})), "nonsense"),
     "schema with a dangling reference": (chat(response_format=schema({"$ref": "#/nowhere"})), "nowhere"),
+    "schema of itself": (chat(response_format=schema({"$ref": "#"}), top_p=0.9), "allows no token"),
+    "schema of itself in a stream": (
+        chat(response_format=schema({"$ref": "#"}), top_p=0.9, stream=True),
+        "allows no token",
+    ),
+    "schemas of each other": (
+        chat(
+            response_format=schema(
+                {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+            )
+        ),
+        "allows no token",
+    ),
+    "deep schema": (chat(response_format=schema(nested(100))), "deep"),
     "schema as text": (chat(response_format=schema("x")), "schema"),
     "chat with more top_logprobs than the vocabulary": (chat(logprobs=True, top_logprobs=10**4), "log-probabilities"),
     "chat with negative top_logprobs": (chat(logprobs=True, top_logprobs=-1), "log-probabilities"),
@@ -151,8 +179,31 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "native: embeddings in places": (generate(positional_embed_overrides=[1]), "positional_embed_overrides"),
     "native: unknown parameter": (sampling(unknown=1), "unknown"),
     "native: n": (sampling(n=-2), "n: found -2"),
+    "native: a billion choices in a stream": (
+        (GENERATE, {**sampling(n=10**9)[1], "stream": True}),
+        "n: found 1000000000",
+    ),
+    "native: n of nothing": (sampling(n=None), "n: found None"),
+    "native: seed": (sampling(sampling_seed=5), "seed: not honoured"),
+    "native: beams": (sampling(beam_width=4), "beam_width"),
+    "native: list of no parameters": (generate(sampling_params=[]), "malformed"),
+    "native: too many prompts": (generate(input_ids=[[30]] * 4097), "prompts times n: found 4097"),
+    "native: names for one request": (generate(rid=["a", "b"]), "rid"),
+    "native: top log-probabilities in a list": (generate(return_logprob=True, top_logprobs_num=[2]), "[2]"),
+    "native: picture": (generate(image_data="x"), "image_data"),
+    "native: another process's socket": (generate(http_worker_ipc="ipc://x"), "http_worker_ipc"),
+    "native: longer than the pool in a stream": (
+        generate(input_ids=[30] * POOL_TOKENS, stream=True),
+        "exceeds the maximum",
+    ),
+    "longer than the pool in a stream": (completion(prompt=[30] * POOL_TOKENS, stream=True), "exceeds the maximum"),
+    "native: bad id in a stream": (generate(input_ids=[VOCAB], stream=True), f"token id {VOCAB}"),
     "native: min_new_tokens": (sampling(min_new_tokens=50), "min_new_tokens"),
     "native: stop ids with min_new_tokens": (sampling(stop_token_ids=[-3], min_new_tokens=2), "stop_token_ids"),
+    "native: deep schema": (
+        sampling(json_schema=json.dumps(nested(70))),
+        "json_schema: found objects and arrays more than 128 deep",
+    ),
     "native: schema that is no JSON": (sampling(json_schema="{"), "json"),
     "native: unknown session": (generate(session_params={"id": "x"}), "session"),
     "embeddings of a generating model": (("/v1/embeddings", {"model": "tiny", "input": "x"}), "embedding"),
@@ -183,18 +234,10 @@ def test_what_is_no_json(path, data, server):
     assert refuse(server, path, data)[0] == 400
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 @pytest.mark.parametrize("data", [b"[]", b"null", b'"x"', b"5"])
 def test_json_that_is_no_object(path, data, server):
     assert refuse(server, path, data)[0] == 400
-
-
-def test_a_stream_longer_than_the_pool_says_so(server):
-    """Only the scheduler knows its pool, so the stream has begun: an error is its only event."""
-    status, text = refuse(server, *as_bytes(completion(prompt=[30] * POOL_TOKENS, stream=True)))
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert status == 200 and [event["error"]["code"] for event in events] == [400]
-    assert "exceeds the maximum" in events[0]["error"]["message"]
 
 
 def as_bytes(request: tuple[str, dict[str, Any]]) -> tuple[str, bytes]:
@@ -211,6 +254,12 @@ def as_bytes(request: tuple[str, dict[str, Any]]) -> tuple[str, bytes]:
         completion(top_k=2**30),
         completion(temperature=1e308),
         completion(top_p=1e-300),
+        completion(n=64, max_tokens=1),
+        completion(logit_bias={"0" * n + "30": 1 for n in range(1024)}),
+        completion(ebnf='root ::= "a" root'),
+        completion(regex="(" * 128 + "a" + ")" * 128),
+        chat(response_format=schema(nested(58))),
+        sampling(json_schema=json.dumps(nested(63))),
         sampling(stop_token_ids=[VOCAB - 1], min_new_tokens=2),
     ],
     ids=lambda body: json.dumps(body[1])[:90],

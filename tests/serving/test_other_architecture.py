@@ -38,8 +38,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.server
 def test_llama(llama: Path, tmp_path: Path) -> None:
     """Served by SGLang's own class and a stock backend, without our defaults; log-probabilities as transformers'."""
-    with Server.launch(llama, "--max-total-tokens", "4096", "--dtype", "float32", log=tmp_path / "log") as server:
+    flags = ("--max-total-tokens", "4096", "--dtype", "float32")
+    with Server.launch(llama, *flags, log=tmp_path / "log", admin=False) as server:
         server.wait_ready()
+        server.command("/flush_cache", {})  # needs no key where SGLang's own rules hold
+        assert server.get("/v1/models")["data"][0]["max_model_len"] == 2048
         state = server.get("/server_info")
         assert "nvfp4_sgl" not in state["internal_states"][0]
         assert state["attention_backend"] == "torch_native"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,8 +41,7 @@ def check(answer: dict[str, Any], ids: Sequence[int], oracle: DeepseekV4ForCausa
 
 def flush(server: Server) -> None:
     """Empty the prefix cache; SGLang refuses while anything runs."""
-    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/flush_cache", method="POST"), timeout=60):
-        pass
+    server.command("/flush_cache", {})
 
 
 def generate(

@@ -27,6 +27,8 @@ START_SECONDS = 600
 STOP_SECONDS = 20
 TAIL_CHARACTERS = 4000
 
+ADMIN_KEY = "administrative-key-of-the-tests"
+
 
 class ServerExited(RuntimeError):
     """The server ended, or did not become ready in time; the message holds the end of its log."""
@@ -76,15 +78,20 @@ class Server:
         log: Path,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
+        port: int | None = None,
+        admin: bool = True,
     ) -> Server:
         """Start a server and return at once.
 
         Args:
+            port: a free one unless given.
+            admin: start it with :data:`ADMIN_KEY`, which :meth:`command` sends.
             environment: added to this process's; its PYTHONPATH is put in front of this process's, on which the
                 packages may be.
             directory: where it runs; the log's folder unless given, so that no checkout is on its path.
         """
-        port = free_port()
+        port = port or free_port()
+        arguments = (*(("--admin-api-key", ADMIN_KEY) if admin else ()), *arguments)
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -173,6 +180,13 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             return json.load(answer)
+
+    def command(self, path: str, body: Mapping[str, Any]) -> None:
+        """A ``POST`` to an administrative path that answers 200, with or without JSON."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60):
+            pass
 
     def status(self, path: str, body: Mapping[str, Any]) -> int:
         """Status code of ``POST path``."""

@@ -68,7 +68,7 @@ class MxFp8Projection(nn.Module):
 
 
 class MxFp8GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (DEEPSEEK_V4.md §3.4)."""
+    """The block-diagonal GEMM of the attention output (specification §3.4)."""
 
     takes = Form.VALUES
 

@@ -1,0 +1,244 @@
+"""A soak test: mixed, given-up and malformed requests at one server for minutes or hours, then a look at what is left.
+
+Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, a
+probe's greedy ids and log-probabilities are what they were, and memory has not grown beyond ``--memory`` after a
+warm-up.
+Figures of past runs: launch/results/soak.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import http.client
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from local_server import server
+
+ADMIN_KEY = "soak"
+SETTLE_SECONDS = 60
+TIMEOUT_SECONDS = 300
+TOLERANCE = 1e-4
+"""Of log-probabilities: sums take another order beside other requests."""
+
+MALFORMED: tuple[tuple[str, bytes], ...] = (
+    ("/generate", b"[]"),
+    ("/generate", b'{"input_ids": [99999999]}'),
+    ("/generate", b'{"input_ids": [30], "sampling_params": {"n": 1000000000}}'),
+    ("/generate", b'{"input_ids": [30], "sampling_params": {"sampling_seed": 1}}'),
+    ("/generate", b'{"input_ids": [30], "sampling_params": {"ebnf": "root ::= root", "top_p": 0.9}}'),
+    ("/v1/chat/completions", b"5"),
+    ("/v1/chat/completions", b'{"model": "x", "messages": [{"role": "wizard"}]}'),
+    ("/v1/completions", b'{"model": "x", "prompt": "x", "temperature": -1}'),
+    ("/v1/completions", b'{"model": "x", "prompt": "x", "regex": "["}'),
+    ("/v1/completions", b'{"model": "x", "prompt"'),
+    ("/update_weights_from_disk", b"{}"),
+    ("/flush_cache", b"{}"),
+)
+"""Requests that must be answered with a 4xx."""
+
+
+class Client:
+    """Asks one server and counts how its requests ended."""
+
+    def __init__(self, url: str, vocabulary: int, longest: int) -> None:
+        self.address, self.vocabulary, self.longest = url.removeprefix("http://"), vocabulary, longest
+        self.ended: collections.Counter[str] = collections.Counter()
+        self.faults: list[str] = []
+        self._lock = threading.Lock()
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        connection = http.client.HTTPConnection(self.address, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def command(self, path: str, **fields: Any) -> None:
+        """An administrative request."""
+        self.post(path, json.dumps(fields).encode(), Authorization=f"Bearer {ADMIN_KEY}")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=TIMEOUT_SECONDS) as answer:
+            return json.load(answer)
+
+    def count(self, how: str, fault: str = "") -> None:
+        with self._lock:
+            self.ended[how] += 1
+            if fault:
+                self.faults.append(fault)
+
+    def once(self, rng: random.Random, name: str) -> None:
+        """One request, drawn by ``rng``: answered, hung up on, aborted or malformed."""
+        kind = rng.choices(("answered", "hung up", "aborted", "malformed"), (5, 2, 2, 2))[0]
+        if kind == "malformed":
+            path, data = rng.choice(MALFORMED)
+            status, text = self.post(path, data)
+            self.count(kind, "" if 400 <= status < 500 else f"{path} {data[:80]!r}: {status} {text[:200]!r}")
+            return
+        length = min(self.longest, int(2 ** rng.uniform(0, 10)))
+        tokens = rng.randint(1, 32) if kind == "answered" else rng.randint(50, 200)
+        sampling: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
+        sampling |= rng.choice([{}, {"n": 2}, {"top_p": 0.9}, {"regex": f"[a-z]{{{rng.randint(1, 400)},999}}"}])
+        prefix = random.Random(rng.choice([1, 2, rng.random()]))  # some prompts have their beginning in common
+        ids = [prefix.randrange(20, self.vocabulary) for _ in range(length)]
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "stream": kind != "answered"}
+        if kind == "answered":
+            status, text = self.post("/generate", json.dumps(body).encode())
+            parts = json.loads(text)
+            short = [one for one in (parts if isinstance(parts, list) else [parts]) if len(one["output_ids"]) != tokens]
+            self.count(kind, f"{status} {text[:200]!r}" if status != 200 or short else "")
+        else:
+            self.give_up(kind, body, name, rng.uniform(0, 2))
+
+    def give_up(self, kind: str, body: dict[str, Any], name: str, seconds: float) -> None:
+        """A stream that is left, or aborted by its name, after ``seconds``."""
+        if kind == "aborted" and "n" not in body["sampling_params"]:
+            body["rid"] = name
+        connection = http.client.HTTPConnection(self.address, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            time.sleep(seconds)
+            if "rid" in body:
+                self.command("/abort_request", rid=name)
+                connection.getresponse().read()
+        finally:
+            connection.close()
+        self.count(kind)
+
+    def probe(self) -> tuple[list[int], list[float]]:
+        """Greedy ids and log-probabilities of a fixed prompt."""
+        ids = [20 + 7 * n % (self.vocabulary - 20) for n in range(min(300, self.longest))]
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling}
+        answer = json.loads(self.post("/generate", json.dumps(body).encode())[1])
+        return answer["output_ids"], [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
+
+    def used(self) -> dict[str, int]:
+        """What is in use of each pool, once nothing changes any more or :data:`SETTLE_SECONDS` have passed."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            pools = self.get("/server_info")["internal_states"][0]["nvfp4_sgl"]["pools"]
+            found = {name: pool["used"] for name, pool in pools.items()}
+            if not any(found.values()) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
+
+
+def descendants(root: int) -> list[int]:
+    """Ids of every process below ``root``."""
+    parents: dict[int, list[int]] = collections.defaultdict(list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])].append(int(folder.name))
+        except (OSError, IndexError):
+            continue  # it has just ended
+    found, pending = [], [root]
+    while pending:
+        children = parents[pending.pop()]
+        found += children
+        pending += children
+    return found
+
+
+def memory() -> int:
+    """MiB that the server's processes, children of this one, hold for themselves alone."""
+    total = 0
+    for process in descendants(os.getpid()):
+        try:
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return total // 1024
+
+
+def soak(client: Client, seconds: float, concurrency: int) -> None:
+    """Keep ``concurrency`` requests going for ``seconds``."""
+    end = time.monotonic() + seconds
+
+    def work(number: int) -> None:
+        rng, done = random.Random(time.time_ns() + number), 0
+        while time.monotonic() < end:
+            try:
+                client.once(rng, f"soak-{number}-{done}-{time.time_ns()}")
+            except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+                client.count("failed", f"{type(error).__name__}: {error}")
+                time.sleep(0.5)
+            done += 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
+    """The whole test of a running server; prints its result."""
+    client = Client(url, vocabulary, longest=1024)
+    before = client.probe()
+    warm_up = arguments.minutes / 4
+    soak(client, 60 * warm_up, arguments.concurrency)
+    client.used()
+    start = memory()
+    soak(client, 60 * (arguments.minutes - warm_up), arguments.concurrency)
+    used = client.used()
+    end = memory()
+    client.command("/flush_cache")
+    after = client.probe()
+    difference = max(abs(one - other) for one, other in zip(before[1], after[1], strict=True))
+    results = {
+        "requests ended as they must": not client.faults,
+        "slots and tokens in use": not any(used.values()),
+        "answer of the probe": before[0] == after[0] and difference <= TOLERANCE,
+        "memory": end - start <= arguments.memory,
+    }
+    print(f"\n{arguments.minutes:g} minutes, {arguments.concurrency} at once: {sum(client.ended.values())} requests")
+    print("  " + ", ".join(f"{count} {how}" for how, count in client.ended.most_common()))
+    print(f"  in use afterwards: {used}")
+    print(f"  probe: ids {'equal' if before[0] == after[0] else 'CHANGED'}, log-probabilities within {difference:.1e}")
+    print(f"  private memory: {start} MiB after {warm_up:g} minutes, {end} MiB at the end")
+    for fault in client.faults[:10]:
+        print(f"  FAULT {fault}")
+    for name, passed in results.items():
+        print(f"{'pass' if passed else 'FAIL'}  {name}")
+    return all(results.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="launch/soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="served checkpoint; a tiny one is made by default")
+    parser.add_argument("--minutes", type=float, default=60, help="a quarter of them warms up (default: 60)")
+    parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
+    parser.add_argument("--memory", type=int, default=200, help="MiB that it may grow (default: 200)")
+    parser.add_argument("--flags", default="", help="further flags of the server, in one string")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:
+        checkpoint = arguments.checkpoint
+        if checkpoint is None:
+            from nvfp4_sgl.checkpoint.tiny import write_tiny
+
+            checkpoint = Path(folder) / "tiny"
+            write_tiny(checkpoint, "nvfp4-full", seed=1)
+        vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+        flags = ["--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
+        with server(checkpoint, Path(folder) / "log", arguments=flags) as url:
+            return 0 if run(url, arguments, vocabulary) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

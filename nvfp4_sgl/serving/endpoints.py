@@ -1,0 +1,188 @@
+"""Which HTTP paths a server of our model answers, and to whom: one table, and pure functions over it.
+
+Every path of SGLang is of one :class:`Kind`; a path that is not in :data:`PATHS` is not offered. Administrative paths
+are off unless the server has ``--admin-api-key``; then they take that key and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a path is for."""
+
+    READ = "says what is running"
+    INFERENCE = "takes a JSON object and computes"
+    ADMINISTRATIVE = "acts on other people's requests or on the server"
+
+
+PATHS: Mapping[str, Kind] = {
+    **dict.fromkeys(
+        (
+            "/",
+            "/docs",
+            "/get_model_info",
+            "/get_server_info",
+            "/health",
+            "/health_generate",
+            "/metrics",
+            "/metrics/",
+            "/model_info",
+            "/openapi.json",
+            "/ping",
+            "/ready",
+            "/server_info",
+            "/v1/loads",
+            "/v1/models",
+        ),
+        Kind.READ,
+    ),
+    **dict.fromkeys(
+        (
+            "/detokenize",
+            "/generate",
+            "/parse_function_call",
+            "/separate_reasoning",
+            "/tokenize",
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/detokenize",
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/responses",
+            "/v1/score",
+            "/v1/tokenize",
+        ),
+        Kind.INFERENCE,
+    ),
+    **dict.fromkeys(
+        (
+            "/abort_request",
+            "/configure_logging",
+            "/continue_generation",
+            "/flush_cache",
+            "/freeze_gc",
+            "/pause_generation",
+            "/start_profile",
+            "/stop_profile",
+        ),
+        Kind.ADMINISTRATIVE,
+    ),
+}
+"""Every path that is answered. What SGLang has beyond these would update weights that our model does not let it
+update, free memory that it does not manage, or fetch what a client names."""
+
+READ_BELOW = ("/v1/models/",)
+"""Prefixes of further paths of :attr:`Kind.READ`."""
+
+NOT_ON_CPU = frozenset({"/start_profile", "/stop_profile"})
+"""Paths that need an accelerator: SGLang's profiler ends the scheduler where the platform is not its own."""
+
+MAX_BODY_BYTES = 32 * 2**20
+"""Bound on a request's body: a prompt of 2**20 token ids, seven digits each, and as much again."""
+
+MAX_BODY_DEPTH = 120
+"""Bound on objects and arrays within each other in a body: the chat encoder takes 128 and adds a few of its own."""
+
+MAX_BODY_BRACKETS = 2**19
+"""Bound on opening brackets in a body, strings included: each may be an object, and parsing millions takes seconds."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer instead of SGLang's."""
+
+    status: int
+    message: str
+
+    @property
+    def kind(self) -> str:
+        """``type`` of the error, as OpenAI names it."""
+        return {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "service_unavailable"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The body of the answer."""
+        return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.status}}
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the server was started with."""
+
+    admin_key: str | None = None
+    cpu: bool = False
+
+
+def kind_of(path: str) -> Kind | None:
+    """The kind of ``path``, ``None`` if it is not offered."""
+    return PATHS.get(path) or (Kind.READ if path.startswith(READ_BELOW) else None)
+
+
+def refuse_path(path: str, authorization: bytes, access: Access) -> Refusal | None:
+    """Why a request to ``path`` with that ``Authorization`` header is not passed on, or ``None``."""
+    if not authorization.isascii():
+        return Refusal(401, "Authorization: expected ASCII characters only")
+    kind = kind_of(path)
+    if kind is None:
+        return Refusal(404, f"{path}: not offered for this model")
+    if kind is not Kind.ADMINISTRATIVE:
+        return None
+    if access.admin_key is None:
+        return Refusal(403, f"{path}: administrative, and off; start the server with --admin-api-key to use it")
+    if not has_key(authorization, access.admin_key):
+        return Refusal(401, f"{path}: administrative; send the server's --admin-api-key as a bearer token")
+    if access.cpu and path in NOT_ON_CPU:
+        return Refusal(400, f"{path}: not available on a CPU")
+    return None
+
+
+def refuse_body(body: bytes) -> Refusal | None:
+    """Why a body that must be a JSON object is refused, or ``None``; what is inside it is SGLang's to parse."""
+    if len(body) > MAX_BODY_BYTES:
+        return Refusal(413, f"body: found more than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer of them")
+    if not body.lstrip(b" \t\r\n").startswith(b"{"):
+        return Refusal(400, f"body: expected a JSON object, found {body[:40].decode(errors='replace')!r}")
+    if (found := opening_brackets(body)) > MAX_BODY_BRACKETS:
+        return Refusal(400, f"body: found {found} opening brackets; expected {MAX_BODY_BRACKETS} or fewer")
+    if is_deeper(body, MAX_BODY_DEPTH):
+        return Refusal(400, f"body: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less")
+    return None
+
+
+def opening_brackets(text: bytes) -> int:
+    """A bound on the objects and arrays of a JSON text."""
+    return text.count(b"{") + text.count(b"[")
+
+
+def is_deeper(text: bytes | str, bound: int) -> bool:
+    """Whether the objects and arrays of a JSON text nest more than ``bound`` deep.
+
+    ``False`` for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
+    """
+    encoded = text.encode(errors="replace") if isinstance(text, str) else text
+    if opening_brackets(encoded) <= bound:
+        return False
+    try:
+        level = [json.loads(encoded)]
+    except (ValueError, RecursionError):
+        return False
+    for _ in range(bound):
+        children = (container.values() if type(container) is dict else container for container in level)
+        level = [child for values in children for child in values if type(child) in (dict, list)]
+        if not level:
+            return False
+    return True
+
+
+def has_key(authorization: bytes, key: str) -> bool:
+    """Whether an ``Authorization`` header holds the bearer token ``key``."""
+    scheme, _, token = authorization.partition(b" ")
+    return scheme.lower() == b"bearer" and secrets.compare_digest(token, key.encode())

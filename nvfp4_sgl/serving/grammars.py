@@ -1,0 +1,94 @@
+"""Keeps a grammar that a request brings from ending the scheduler, stalling it or filling its memory.
+
+A grammar may reach a state in which no token is allowed (``{"$ref": "#"}`` begins in one): its mask would make every
+probability NaN. An ambiguous one (``root ::= root root | "a"``) takes longer with every token, in the scheduler's own
+thread. Such a request is failed with status 400; the others go on. xgrammar compiles in threads that let the scheduler
+go on, and :mod:`nvfp4_sgl.serving.requests` bounds what they are given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.requests import serves_our_model
+
+MAX_STEP_SECONDS = 0.25
+"""Bound on one mask. Those of JSON schemas and regular expressions take about a millisecond."""
+
+MAX_CACHED_GRAMMARS = 128
+"""Bound on compiled grammars that are kept; SGLang keeps all."""
+
+FAULT = "nvfp4_sgl_fault"
+"""Attribute of a grammar object that says why its request cannot go on."""
+
+NO_TOKEN = "the grammar allows no token here; does a rule refer to nothing but itself?"
+
+ALL_TOKENS = -1
+"""A word of the mask with every bit set."""
+
+
+def compile_grammar(original: Callable[..., Any], backend: Any, key: Any, reasoning: bool) -> Any:
+    """Hook around the compilation of a grammar, in a thread of its own: one that allows no token at all is invalid."""
+    grammar = original(backend, key, reasoning)
+    if not serves_our_model() or not hasattr(grammar, "matcher"):
+        return grammar
+    mask = grammar.allocate_vocab_mask(grammar.vocab_size, 1, "cpu")
+    grammar.copy().matcher.fill_next_token_bitmask(mask, 0)
+    return grammar if mask.any() else private.invalid_grammar(NO_TOKEN)
+
+
+def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) -> None:
+    """Hook around the filling of row ``row`` of ``mask``, int32 [requests, vocabulary / 32] on the host.
+
+    A row that allows nothing is made to allow everything, so that sampling stays valid until the request is failed.
+    """
+    started = time.perf_counter()
+    original(grammar, mask, row)
+    seconds = time.perf_counter() - started
+    if not serves_our_model():
+        return
+    if not mask[row].any():
+        mask[row] = ALL_TOKENS
+        setattr(grammar, FAULT, NO_TOKEN)
+    elif seconds > MAX_STEP_SECONDS and private.tp_size() == 1:
+        # Ranks would come to different ends, so only a single one may go by its clock.
+        setattr(grammar, FAULT, f"the grammar is too ambiguous: one token took more than {MAX_STEP_SECONDS} s")
+
+
+def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, **kwargs: Any) -> None:
+    """Hook around the grammar's step over a request's first token: fail the request if its grammar has a fault."""
+    if (message := fault(req.grammar)) is None:
+        original(processor, req=req, **kwargs)
+    else:
+        private.abort(req, message)
+        req.grammar.finished = req.finished()
+
+
+def accept_tokens(original: Callable[..., list[int]], processor: Any, req: Any, tokens: Any) -> list[int]:
+    """As :func:`accept_prefill` for later tokens; the tokens that were accepted."""
+    if (message := fault(req.grammar)) is None:
+        return original(processor, req, tokens)
+    private.abort(req, message)
+    return []
+
+
+def fault(grammar: Any) -> str | None:
+    """Why the request of ``grammar`` cannot go on, or ``None``; a grammar after a reasoning part wraps another."""
+    inner = getattr(grammar, "grammar", None)
+    found: str | None = getattr(grammar, FAULT, None) or getattr(inner, FAULT, None)
+    return found
+
+
+def cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:
+    """Hook around the keeping of a compiled grammar: forget all of them once there are :data:`MAX_CACHED_GRAMMARS`.
+
+    A backend for reasoning models wraps the one whose compiler keeps grammars, too, and does not reset it.
+    """
+    if serves_our_model() and len(backend.cache) >= MAX_CACHED_GRAMMARS:
+        for one in (backend, getattr(backend, "grammar_backend", None)):
+            if one is not None:
+                one.reset()
+    original(backend, key, value)

@@ -1,0 +1,153 @@
+"""The one ASGI middleware in front of SGLang's HTTP application, for servers of our model only.
+
+It refuses paths and bodies by :mod:`nvfp4_sgl.serving.endpoints`, answers 503 to new requests while the server drains,
+and gives a stream that begins with an error the status of that error: SGLang has sent status 200 before it knows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.endpoints import MAX_BODY_BYTES, Access, Kind, Refusal, kind_of, refuse_body, refuse_path
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+DRAINING = Refusal(503, "the server is shutting down; it finishes what runs and takes nothing new")
+FREEZE_GC = "/freeze_gc"
+
+
+class Guard:
+    """ASGI application around ``application``.
+
+    Args:
+        draining: whether the server has been asked to stop.
+    """
+
+    def __init__(self, application: Application, access: Access, draining: Callable[[], bool]) -> None:
+        self._application, self._access, self._draining = application, access, draining
+        # SGLang itself asks for this path once, when the server is ready, and has no key of ours to send.
+        self._may_freeze = access.admin_key is None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] != "http" or scope["method"] == "OPTIONS":
+            await self._application(scope, receive, send)
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        headers = dict(scope["headers"])
+        refusal = refuse_path(path, headers.get(b"authorization", b""), self._access)
+        if path == FREEZE_GC and self._may_freeze:
+            self._may_freeze, refusal = False, None
+        if refusal is None and kind_of(path) is Kind.INFERENCE and scope["method"] in ("POST", "PUT"):
+            if self._draining():
+                refusal = DRAINING
+            elif b"content-encoding" in headers:
+                refusal = Refusal(415, "Content-Encoding: not supported; send the body as it is")
+            else:
+                body = await read_body(receive)
+                if body is None:
+                    return  # the client has hung up
+                refusal = refuse_body(body)
+                receive, send = replayed(body, receive), StreamStatus(send)
+        if refusal is not None:
+            await answer(send, refusal)
+        else:
+            await self._application(scope, receive, send)
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """The request's body, cut off once it is too long; ``None`` if the client hung up before its end."""
+    parts, length, more = [], 0, True
+    while more and length <= MAX_BODY_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        length, more = length + len(parts[-1]), message.get("more_body", False)
+    return b"".join(parts)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """``receive`` that gives ``body`` first and then what comes, such as the client's hanging up."""
+    message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def replay() -> Message:
+        nonlocal message
+        first, message = message, None
+        return first if first is not None else await receive()
+
+    return replay
+
+
+async def answer(send: Send, refusal: Refusal) -> None:
+    """Send ``refusal`` as JSON."""
+    body = json.dumps(refusal.as_json()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class StreamStatus:
+    """``send`` that holds a stream's status back until its first event, and answers an error with its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._refused = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._refused:
+            return
+        if message["type"] == "http.response.start" and is_event_stream(message):
+            self._start = message
+            return
+        if self._start is not None and message["type"] == "http.response.body":
+            start, self._start = self._start, None
+            if (refusal := first_error(message.get("body", b""))) is not None:
+                self._refused = True
+                await answer(self._send, refusal)
+                return
+            await self._send(start)
+        await self._send(message)
+
+
+def is_event_stream(start: Message) -> bool:
+    """Whether a response that starts so is a stream of server-sent events."""
+    return dict(start.get("headers", ())).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def first_error(chunk: bytes) -> Refusal | None:
+    """The error that a stream's first chunk holds, as SGLang's OpenAI routes and its native one write it."""
+    if not chunk.startswith(b"data: {"):
+        return None
+    try:
+        event = json.loads(chunk[6:].split(b"\n", 1)[0])
+    except ValueError:
+        return None
+    error, finish = event.get("error"), (event.get("meta_info") or {}).get("finish_reason") or {}
+    if isinstance(error, dict):
+        status, message = error.get("code"), error.get("message")
+    else:
+        status, message = finish.get("status_code"), finish.get("message")
+    return Refusal(int(status), str(message)) if isinstance(status, int) and 400 <= status < 600 else None
+
+
+def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around SGLang's start of its HTTP server: put :class:`Guard` in front of every other middleware."""
+    from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
+
+    if serves_our_model():
+        advertise_length(manager)
+        access = Access(private.resolved("admin_api_key"), private.resolved("device") == "cpu")
+        private.wrap_http_application(lambda application: Guard(application, access, lambda: manager.gracefully_exit))
+    return original(server_args, manager, *args, **kwargs)

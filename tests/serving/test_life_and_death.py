@@ -1,0 +1,113 @@
+"""How a server ends, and how two live side by side. Small pools: what is said of lengths is tried to the last token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serving.test_startup_errors import assert_one_error
+from tests.support.golden import Golden
+from tests.support.launch_forks import LaunchForks
+from tests.support.server import Server, wait_for_none
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+POOL = 2048
+DEATH_SECONDS = 10
+FLAGS = ("--max-total-tokens", str(POOL))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoints) -> Path:
+    return tiny_checkpoints("nvfp4-full")
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """Two servers that started at once, without an administrative key."""
+    folder = tmp_path_factory.mktemp("pair")
+    with (
+        Server.launch(checkpoint, *FLAGS, log=folder / "first.log", admin=False) as first,
+        Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False) as second,
+    ):
+        yield first.wait_ready(), second.wait_ready()
+
+
+def process(server: Server, name: str) -> psutil.Process:
+    """The server's process that SGLang names so."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return next(child for child in children if name in " ".join(child.cmdline()))
+
+
+def test_two_servers_answer_alike(pair) -> None:
+    first, second = pair
+    Golden.ask(first).assert_same(Golden.ask(second))
+
+
+def test_administration_is_off_without_its_key(pair) -> None:
+    """SGLang's own call of one such path, when it is ready, has left no trace in the log."""
+    for path in ("/flush_cache", "/abort_request", "/configure_logging", "/start_profile"):
+        with pytest.raises(urllib.error.HTTPError, match="403") as refusal:
+            pair[0].post(path, {})
+        assert "--admin-api-key" in refusal.value.read().decode()
+    assert "freeze_gc failed" not in pair[0].text()
+
+
+def test_the_longest_request_is_served_and_a_longer_one_refused(pair) -> None:
+    """SGLang itself takes some that it answers with no token, or never; a prompt leaves five tokens for its answer."""
+    server = pair[0]
+    length = server.get("/v1/models")["data"][0]["max_model_len"]
+    assert length == POOL - 2 * 256
+    for prompt in (length - 5, length - 254, length - 258):
+        sampling = {"max_new_tokens": length - prompt, "ignore_eos": True}
+        body = {"input_ids": [30 + prompt % 7] * prompt, "sampling_params": sampling}
+        answer = server.post("/generate", body, seconds=120)["meta_info"]
+        assert answer["prompt_tokens"] + answer["completion_tokens"] == length
+    for prompt in (length - 4, length + 1, POOL - 1, 2 * POOL):
+        assert server.status("/generate", {"input_ids": [30] * prompt, "sampling_params": {"max_new_tokens": 1}}) == 400
+
+
+def test_port_in_use_is_said_before_anything_is_loaded(pair, checkpoint, start_up: LaunchForks) -> None:
+    port = str(pair[0].port)
+    assert_one_error(*start_up(checkpoint, "--port", port), (f"--port {port}", "in use"))
+
+
+def test_sigterm_lets_requests_finish_and_takes_no_new_ones(pair) -> None:
+    server, answers = pair[0], []
+    sampling = {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": [30, 31, 32], "sampling_params": sampling}
+    thread = threading.Thread(target=lambda: answers.append(server.post("/generate", body)))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.info()["pools"]["requests"]["used"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(server.process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.status("/generate", body) == 503
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.get("/health")
+    assert refusal.value.code == 503
+    thread.join(60)
+    assert answers and answers[0]["meta_info"]["completion_tokens"] == 150
+    server.process.wait(30)
+    assert not wait_for_none(server.process.pid, 10)
+
+
+def test_a_dead_process_ends_the_server(pair) -> None:
+    """Run after the other server has ended: this one did not notice."""
+    server = pair[1]
+    assert len(server.generate([30, 31], 3)["output_ids"]) == 3
+    process(server, "sglang::detokenizer").kill()
+    assert server.process.wait(DEATH_SECONDS) != 0
+    assert not wait_for_none(server.process.pid, DEATH_SECONDS)
+    line = next(line for line in server.text().splitlines() if "crashed with exit code" in line)
+    assert "detokenizer" in line, line

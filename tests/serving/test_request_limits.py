@@ -1,0 +1,183 @@
+"""What a request may ask for, as pure functions: no server, nothing of SGLang's."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.serving import arguments, grammars, requests
+from nvfp4_sgl.serving import sglang_private as private
+
+
+@pytest.fixture(autouse=True)
+def our_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that serves our model."""
+    for module in (requests, grammars):
+        monkeypatch.setattr(module, "serves_our_model", lambda: True)
+    monkeypatch.setattr(private, "tp_size", lambda: 1)
+
+
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Messages of the requests that were failed."""
+    messages: list[str] = []
+    monkeypatch.setattr(private, "abort", lambda request, message: messages.append(message))
+    return messages
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------
+
+
+def test_mask_that_allows_nothing(aborted: list[str]) -> None:
+    """Sampling stays valid, the neighbours' rows stay as they are, and the request is failed at its next token."""
+    grammar, mask = SimpleNamespace(finished=False), torch.full((3, 16), 5, dtype=torch.int32)
+    grammars.fill_mask(lambda grammar, mask, row: mask[row].zero_(), grammar, mask, 1)
+    assert mask[1].eq(-1).all() and mask[[0, 2]].eq(5).all()
+    request = SimpleNamespace(grammar=grammar, finished=lambda: True)
+    assert grammars.accept_tokens(lambda *_: [7], None, request, 7) == []
+    grammars.accept_prefill(lambda *_, **__: pytest.fail("accepted"), None, req=request, next_token_id=7)
+    assert aborted == [grammars.NO_TOKEN] * 2 and grammar.finished
+
+
+def test_mask_that_allows_something(aborted: list[str]) -> None:
+    grammar, mask = SimpleNamespace(), torch.full((2, 16), -1, dtype=torch.int32)
+
+    def only_one(grammar: Any, mask: torch.Tensor, row: int) -> None:
+        mask[row] = 0
+        mask[row, 15] = 1 << 30
+
+    grammars.fill_mask(only_one, grammar, mask, 0)
+    assert mask[0].tolist() == [0] * 15 + [1 << 30]
+    assert grammars.accept_tokens(lambda *_: [7], None, SimpleNamespace(grammar=grammar), 7) == [7]
+    calls: list[Any] = []
+    request = SimpleNamespace(grammar=grammar)
+    grammars.accept_prefill(lambda *args, **given: calls.append(given), None, req=request, next_token_id=7)
+    assert calls == [{"req": request, "next_token_id": 7}] and not aborted
+
+
+@pytest.mark.parametrize(("ranks", "failed"), [(1, True), (2, False)])
+def test_mask_that_takes_long(ranks: int, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks must not go by their own clocks."""
+    monkeypatch.setattr(private, "tp_size", lambda: ranks)
+    monkeypatch.setattr(grammars, "MAX_STEP_SECONDS", 0.01)
+    grammar = SimpleNamespace()
+    fill = lambda *_: time.sleep(0.02)  # noqa: E731
+    grammars.fill_mask(fill, grammar, torch.full((1, 16), -1, dtype=torch.int32), 0)
+    wrapped = SimpleNamespace(grammar=grammar)  # as after a reasoning part
+    assert (grammars.fault(wrapped) is not None) == (grammars.fault(grammar) is not None) == failed
+
+
+def test_cached_grammars_are_bounded() -> None:
+    """Also those of the compiler that a backend for reasoning models wraps."""
+
+    class Backend:
+        def __init__(self, inner: Any = None) -> None:
+            self.cache: dict[Any, Any] = {}
+            self.resets, self.grammar_backend = 0, inner
+
+        def reset(self) -> None:
+            self.cache.clear()
+            self.resets += 1
+
+    inner = Backend()
+    outer = Backend(inner)
+    for key in range(300):
+        grammars.cache(lambda backend, key, value: backend.cache.update({key: value}), outer, key, "compiled")
+        assert len(outer.cache) <= grammars.MAX_CACHED_GRAMMARS and key in outer.cache
+    assert outer.resets == inner.resets == 2
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+def fault(**fields: Any) -> str | None:
+    given = {"text": None, "input_ids": [30], "sampling_params": {}} | fields
+    return requests.request_fault(SimpleNamespace(**given))
+
+
+def test_choices() -> None:
+    assert fault(sampling_params={"n": requests.MAX_CHOICES}) is None
+    for n in (0, -1, requests.MAX_CHOICES + 1, 10**9, 1.0, "2", None):
+        assert "n: found" in (fault(sampling_params={"n": n}) or "")
+    assert "n: found" in (fault(input_ids=[[1], [2]], sampling_params=[{}, {"n": 10**9}]) or "")
+
+
+def test_sequences() -> None:
+    assert fault(input_ids=[[30]] * 64, sampling_params={"n": 64}) is None
+    assert "prompts times n: found 4160" in (fault(input_ids=[[30]] * 65, sampling_params={"n": 64}) or "")
+    assert fault(input_ids=[30] * 100_000, sampling_params={"n": 64}) is None, "one prompt"
+    assert "4097" in (fault(text=["x"] * 4097) or "")
+
+
+@pytest.mark.parametrize("name", requests.NOT_OFFERED)
+def test_fields_that_are_not_offered(name: str) -> None:
+    assert name in (fault(**{name: "x"}) or "")
+    assert fault(**{name: None}) is None and fault(**{name: False}) is None
+
+
+def test_malformed_requests_are_the_clients_fault() -> None:
+    def expand(request: Any) -> None:
+        raise IndexError("list index out of range")
+
+    given = SimpleNamespace(text="x", input_ids=None, sampling_params={}, is_single=True, rid="a")
+    with pytest.raises(ValueError, match="malformed"):
+        requests.normalize_request(expand, given)
+    given.rid = ["a", "b"]
+    with pytest.raises(ValueError, match="rid"):
+        requests.normalize_request(lambda request: None, given)
+
+
+def test_length_that_is_advertised() -> None:
+    manager = SimpleNamespace(max_req_input_len=None, model_config=SimpleNamespace(context_len=1000))
+    requests.advertise_length(manager)
+    assert manager.model_config.context_len == 1000
+    manager.max_req_input_len = 500
+    requests.advertise_length(manager)
+    assert manager.model_config.context_len == 504
+
+
+def test_room_that_a_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pool tokens stand first, the longest request and the longest prompt fifth and sixth."""
+    monkeypatch.setattr(private, "resolved", lambda name: {"page_size": 256}[name])
+    info = (16384, 1, 2, 3, 16383, 16378, "seed")
+    assert requests.worker_info(lambda worker: info, None) == (16384, 1, 2, 3, 15873, 15868, "seed")
+    ample = (10**6, 1, 2, 3, 16383, 16378, "seed")
+    assert requests.worker_info(lambda worker: ample, None) == ample
+
+
+# --- keys and ports ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_api_key"), [("ä", None), (None, "a b"), ("", None), (None, "a\n"), ("same", "same")]
+)
+def test_keys_that_cannot_be_sent(api_key: str | None, admin_api_key: str | None) -> None:
+    with pytest.raises(ConfigError, match="api-key"):
+        arguments.check_keys({"api_key": api_key, "admin_api_key": admin_api_key})
+
+
+def test_keys_are_left_out() -> None:
+    arguments.check_keys({"api_key": "one", "admin_api_key": "other"})
+    given = {"api_key": "one", "admin_api_key": "other", "ssl_keyfile_password": None, "port": 1}
+    hidden = {"api_key": private.REDACTED, "admin_api_key": private.REDACTED, "ssl_keyfile_password": None, "port": 1}
+    assert arguments.redacted(lambda server_args: given, None) == hidden
+    server_args = SimpleNamespace(_launch_command="--api-key one --admin-api-key=other --port 1")
+    private.redact_launch_command(server_args, ["one", "other"])
+    assert "one" not in server_args._launch_command and "other" not in server_args._launch_command
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: cannot listen"):
+            arguments.check_port("127.0.0.1", port)
+    arguments.check_port("127.0.0.1", port)
+    for host, port in (("no such host", 1), ("127.0.0.1", 70000)):
+        with pytest.raises(ConfigError):
+            arguments.check_port(host, port)
