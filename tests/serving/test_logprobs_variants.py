@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
+from nvfp4_sgl import cli
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate
@@ -57,13 +58,18 @@ def test_tensor_parallel(serve, checkpoint, oracle, prompts):
     check_concurrently(server, oracle, [(prompts[n], TOKENS) for n in (127, 128, 131, 513)])
 
 
-@pytest.mark.parametrize("name", ["nvfp4-experts", "compressed-tensors", "deepseek"])
-def test_other_formats(name, serve, tiny_checkpoints):
-    """One of each kind of file; ``tests/model/test_whole_model.py`` has all formats, without a server."""
-    path = tiny_checkpoints(name)
+@pytest.mark.parametrize("name", ["nvfp4-experts", "deepseek", "converted"])
+def test_other_formats(name, serve, tiny_checkpoints, tmp_path):
+    """Files of several kinds, and what ``nvfp4-sgl convert`` makes of another; ``tests/model/test_whole_model.py`` has
+    all formats, without a server."""
+    if name == "converted":
+        path = tmp_path / "full"
+        assert cli.main(["convert", str(tiny_checkpoints("compressed-tensors")), str(path), "--device", "cpu"]) == 0
+    else:
+        path = tiny_checkpoints(name)
     model = cached_hf_model(path)
     server = serve(path)
-    for length in (5, 131, 600):
+    for length in (5, 131) if name == "converted" else (5, 131, 600):  # clear prompts of it are rare
         ids = clear_ids(model, length, seed=length)
         check(generate(server, ids, logprob_start_len=0), ids, model)
 
