@@ -8,22 +8,13 @@ global scales stay exact.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
-
-
-class ActivationMode(enum.Enum):
-    """What enters a product with an NVFP4 weight."""
-
-    W4A16 = "w4a16"
-    """Activations as they are (bf16 or fp32)."""
-    W4A4 = "w4a4"
-    """Activations quantised to NVFP4 per 16, with one fp32 scale per row."""
+from nvfp4_sgl.ops.modes import ActivationMode
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.checkpoint.storage import Storage
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class WeightSource(Protocol):
@@ -32,4 +33,6 @@ class Shard:
 
 def frozen(tensor: Tensor) -> nn.Parameter:
     """``tensor`` as a parameter that is never trained."""
+    from torch import nn
+
     return nn.Parameter(tensor, requires_grad=False)
