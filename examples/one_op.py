@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.formats.nvfp4 import quantize_weight
-from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight, linear
+from nvfp4_sgl.ops.linear import PreparedWeight, linear
+from nvfp4_sgl.ops.modes import ActivationMode
 
 TOKENS, FEATURES, COLUMNS = 7, 64, 256
 

@@ -29,7 +29,7 @@ from nvfp4_sgl.cutedsl_kernels.operand import Weights  # noqa: E402
 from nvfp4_sgl.model.attention import Attention  # noqa: E402
 from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots  # noqa: E402
 from nvfp4_sgl.model.moe import MoE  # noqa: E402
-from nvfp4_sgl.ops.linear import ActivationMode  # noqa: E402
+from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.ops.moe import expert_mlp, route_topk  # noqa: E402
 from nvfp4_sgl.targets.choose import Target, choose  # noqa: E402
 from nvfp4_sgl.targets.fused.operands import in_form  # noqa: E402

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tokenizers import Tokenizer  # noqa: E402
 
-from nvfp4_sgl.ops.linear import ActivationMode  # noqa: E402
+from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.standalone import Standalone  # noqa: E402
 from nvfp4_sgl.targets.choose import Target  # noqa: E402
 from tests.sm100.support.launcher import emulated_operations  # noqa: E402

@@ -43,7 +43,7 @@ COMMANDS = {
         "nvfp4_sgl.checkpoint.verify_cli",
     ),
     "convert": Command("write a checkpoint with its large matrices in NVFP4", "nvfp4_sgl.convert.cli"),
-    "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build"),
+    "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build_cli"),
     "layertest": Command("run one layer here beside the CPU reference, op by op", "nvfp4_sgl.tracing.layer_cli"),
     "trace": Command("name the first op in which two recorded runs of a server depart", "nvfp4_sgl.tracing.trace_cli"),
     "doctor": Command("print versions, device and which implementation of every op runs here", "nvfp4_sgl.doctor"),

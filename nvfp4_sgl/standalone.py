@@ -18,7 +18,7 @@ from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, choose
 from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.weights.parallel import TensorParallel

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
@@ -43,6 +42,8 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tiny(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
+    from nvfp4_sgl.checkpoint.tiny import write_tiny
+
     overrides = dict(args.overrides)
     summary = write_tiny(args.directory, args.format, args.seed, force=args.force, names=args.names, **overrides)
     print(f"wrote {args.directory} ({args.format}, seed {args.seed})\n{summary.table()}")
@@ -73,11 +74,13 @@ def run_inspect(args: argparse.Namespace) -> int:
     """
     from nvfp4_sgl.checkpoint import checksums
     from nvfp4_sgl.checkpoint.inspection import broken_as_json, inspect
-    from nvfp4_sgl.checkpoint.scan import scan
 
     try:
-        verified = verify(args.directory)
-        found = scan(verified, whole=args.values, threads=args.threads) if args.values or args.scales else None
+        verified, found = verify(args.directory), None
+        if args.values or args.scales:
+            from nvfp4_sgl.checkpoint.scan import scan
+
+            found = scan(verified, whole=args.values, threads=args.threads)
         inspection = inspect(verified, found, checksums.check(verified.inventory) if args.checksums else None)
     except Nvfp4SglError as error:
         if not args.json:

@@ -3,18 +3,11 @@
 Names may differ (DeepSeek's, transformers') and so may storages. A matrix is one of two:
 
 * *must be equal*: its storage holds the source's values without loss (:func:`is_lossless`). Every block of 16 columns
-  must then have the same values, unless :attr:`Thresholds.lossy` says that the quantiser was free to choose others;
-* *may differ*: the relative RMS error of the matrix and the largest error in any of its blocks are bounded.
+  must then have the same values, unless ``Thresholds.lossy`` says that the quantiser was free to choose others;
+* *may differ*: the relative RMS error of the matrix and the largest error in any of its blocks are bounded
+  (:mod:`.thresholds`).
 
 Tensors that are not matrices (norms, router, embedding, …) must be equal, whatever their dtypes.
-
-:data:`MAX_RMS` and :data:`MAX_BLOCK` are for NVFP4. Scaled by its maximum, a block of 16 has its largest value between
-5⅔ and 6⅜ steps of its scale, and codes are at most one step from the value: no error is larger than 3/17 = 0.176 of
-that maximum. Measured on 2048 × 2048 random values with :func:`nvfp4_sgl.formats.nvfp4.quantize_weight`: relative RMS
-error 0.095 (normal distribution), 0.102 (uniform), 0.093 (Laplace), 0.073 (Student, 2 degrees of freedom), and
-a largest error in a block of 0.175 or 0.176 in all. Normally distributed matrices or rows that are mixed up have a
-relative error of sqrt(2); a block scale that is half or twice what it should be changes a block by 0.5 or 1. MXFP4 has
-one scale for 32: errors of 0.116 (normal) to 0.151 (Student, 3), and up to 1 in a block of 16; FP8 0.027 and 0.06.
 """
 
 from __future__ import annotations
@@ -29,20 +22,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass, layer_of
+from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.names import TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.checkpoint.scan import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
+from nvfp4_sgl.checkpoint.thresholds import Thresholds
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 
-MAX_RMS = 0.12
-"""Relative RMS error of a matrix that is accepted unless told otherwise."""
-MAX_BLOCK = 0.4
-"""Largest error in a block, relative to its largest value, that is accepted unless told otherwise. Leaves room for
-quantisers that cut off a block's maximum to serve its other values."""
 LEAST_BLOCK_SHARE = 2.0**-14
 """Blocks whose maximum is below this share of the matrix's count as if it were that: smaller ones have subnormal scales
 in E4M3 (2^-6 / 448 = 2^-14.8), or none."""
@@ -52,18 +41,6 @@ CHUNK_VALUES = 2**18
 """Values of a matrix that a thread decodes at once, or a row of blocks. Fits a core's cache: two cores of an EPYC
 compare 125 million values a second, with four times as many at once 75 million (NVFP4 with MXFP4 and FP8,
 2026-11-23)."""
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What is accepted where values may differ: :data:`MAX_RMS`, :data:`MAX_BLOCK`.
-
-    lossy: they may differ everywhere, also where the storage holds the source's values without loss.
-    """
-
-    rms: float = MAX_RMS
-    block: float = MAX_BLOCK
-    lossy: bool = False
 
 
 @dataclass(frozen=True)

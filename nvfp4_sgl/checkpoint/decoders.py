@@ -4,6 +4,8 @@ A decoder knows nothing of files, names of layers or ranks. The inventory holds 
 :attr:`Decoder.parts`, the reader cuts a rank's range out of each part, and :meth:`Decoder.decode` makes a matrix of the
 pieces. Whoever adds a storage writes a decoder here and names it in :class:`.storage.Storage`.
 
+Headers are checked without torch, which takes seconds to import; so only what touches values imports it.
+
 Source: specification §8.1, §8.2, §9.6; compressed-tensors' ``nvfp4-pack-quantized`` and ``float-quantized`` formats.
 """
 
@@ -13,20 +15,19 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.formats import fp8_block, mxfp4, mxfp8, nvfp4, ue8m0
-from nvfp4_sgl.formats.checks import holds_any
-from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
-from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
-from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
-from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from nvfp4_sgl.formats.blocks import FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK
 
-Matrix = NvFp4Tensor | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
+    from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
+    from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+
+Matrix: TypeAlias = "NvFp4Tensor | Tensor"
 """[..., N, K]: NVFP4, or a plain tensor, BF16 or F32."""
 
 
@@ -111,6 +112,8 @@ class Decoder(ABC):
 
     def values(self, pieces: Pieces) -> Tensor:
         """fp32 [n, k]: what the stored tensors stand for, also where they have no exact form here."""
+        from torch import Tensor
+
         matrix = self.decode(pieces)
         return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
 
@@ -135,11 +138,11 @@ class ModelOptNvFp4(Decoder):
     writers = frozenset({Writer.MODELOPT})
     parts = (
         Part(("weight",), ("U8",), (1, 2), values.anything),
-        Part(("weight_scale",), ("F8_E4M3",), (1, nvfp4.BLOCK), values.e4m3_scales),
+        Part(("weight_scale",), ("F8_E4M3",), (1, NVFP4_BLOCK), values.e4m3_scales),
         Part(("weight_scale_2",), ("F32",), None, values.global_scale),
         Part(("input_scale",), ("F32",), None, values.global_scale, optional=True),
     )
-    block = (1, nvfp4.BLOCK)
+    block = (1, NVFP4_BLOCK)
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -147,6 +150,8 @@ class ModelOptNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """The bytes as they are stored."""
+        from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+
         global_scale = pieces.whole("weight_scale_2").reshape(())
         return NvFp4Tensor(pieces.piece("weight"), pieces.piece("weight_scale"), global_scale)
 
@@ -161,11 +166,11 @@ class CompressedNvFp4(Decoder):
     writers = frozenset({Writer.COMPRESSED_TENSORS})
     parts = (
         Part(("weight_packed",), ("U8",), (1, 2), values.anything),
-        Part(("weight_scale",), ("F8_E4M3",), (1, nvfp4.BLOCK), values.e4m3_scales),
+        Part(("weight_scale",), ("F8_E4M3",), (1, NVFP4_BLOCK), values.e4m3_scales),
         Part(("weight_global_scale",), ("F32",), None, values.inverse_global_scale),
         Part(("input_global_scale",), ("F32",), None, values.inverse_global_scale, optional=True),
     )
-    block = (1, nvfp4.BLOCK)
+    block = (1, NVFP4_BLOCK)
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -173,6 +178,8 @@ class CompressedNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """Codes and block scales as they are stored."""
+        from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+
         global_scale = pieces.whole("weight_global_scale").reshape(()).reciprocal()
         return NvFp4Tensor(pieces.piece("weight_packed"), pieces.piece("weight_scale"), global_scale)
 
@@ -188,9 +195,9 @@ class MxFp4AsNvFp4(Decoder):
     writers = frozenset({Writer.MODELOPT})
     parts = (
         Part(("weight",), ("I8", "U8"), (1, 2), values.anything),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (1, mxfp4.BLOCK), values.power_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (1, MXFP4_BLOCK), values.power_scales),
     )
-    block = (1, mxfp4.BLOCK)
+    block = (1, MXFP4_BLOCK)
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -200,12 +207,16 @@ class MxFp4AsNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""
+        from nvfp4_sgl.formats import mxfp4
+
         return mxfp4.to_nvfp4(self._stored(pieces), self.exponents(pieces)[1])
 
     def values(self, pieces: Pieces) -> Tensor:
         return self._stored(pieces).dequantize()
 
     def problem(self, pieces: Pieces) -> str | None:
+        from nvfp4_sgl.formats import mxfp4
+
         low, high = self.exponents(pieces)
         if low.is_meta:
             return None  # a model without values, of which the kernels alone are asked
@@ -213,11 +224,21 @@ class MxFp4AsNvFp4(Decoder):
 
     @staticmethod
     def _stored(pieces: Pieces) -> MxFp4Tensor:
+        import torch
+
+        from nvfp4_sgl.formats import ue8m0
+        from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
+
         return MxFp4Tensor(pieces.piece("weight").view(torch.uint8), ue8m0.as_bytes(pieces.piece("scale")))
 
     @staticmethod
     def exponents(pieces: Pieces) -> tuple[Tensor, Tensor]:
         """Smallest and largest block exponent, int32 scalars. Codes are read only if blocks of zeros may matter."""
+        import torch
+
+        from nvfp4_sgl.formats import mxfp4, ue8m0
+        from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
+
         scale = ue8m0.as_bytes(pieces.whole("scale"))
         low, high = (extreme.int() - ue8m0.BIAS for extreme in scale.aminmax())
         if low.is_meta or mxfp4.why_not_exact(int(low), int(high)) is None:
@@ -232,9 +253,9 @@ class Fp8PowerScales(Decoder):
     writers = frozenset(Writer)
     parts = (
         Part(("weight",), ("F8_E4M3",), (1, 1), values.e4m3_values),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (fp8_block.BLOCK, fp8_block.BLOCK), values.power_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (FP8_BLOCK, FP8_BLOCK), values.power_scales),
     )
-    block = (fp8_block.BLOCK, fp8_block.BLOCK)
+    block = (FP8_BLOCK, FP8_BLOCK)
     has_mxfp8 = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -242,12 +263,18 @@ class Fp8PowerScales(Decoder):
 
     def decode(self, pieces: Pieces) -> Tensor:
         """BF16 where that is exact, as it is short of subnormal values; else F32."""
+        from nvfp4_sgl.formats.checks import holds_any
+        from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
+
         exact = Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")).dequantize()
         rounded = exact.bfloat16()
         return exact if holds_any(rounded.float() != exact) else rounded
 
     def mxfp8(self, pieces: Pieces) -> MxFp8Tensor:
         """The codes as they are stored; each scale for every 32 of 128 columns, in each of its rows."""
+        from nvfp4_sgl.formats import mxfp8
+        from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
+
         return mxfp8.from_blocks(Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")))
 
 
@@ -265,11 +292,11 @@ class Fp8FloatScales(Decoder):
         Part(
             ("scale", "weight_scale_inv", "weight_scale"),
             ("F32", "BF16"),
-            (fp8_block.BLOCK, fp8_block.BLOCK),
+            (FP8_BLOCK, FP8_BLOCK),
             values.fp32_scales,
         ),
     )
-    block = (fp8_block.BLOCK, fp8_block.BLOCK)
+    block = (FP8_BLOCK, FP8_BLOCK)
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         scales = [stored[suffix] for suffix in self.parts[1].suffixes if suffix in stored]
@@ -277,6 +304,8 @@ class Fp8FloatScales(Decoder):
 
     def decode(self, pieces: Pieces) -> Tensor:
         """F32: the scale has more bits than bf16 leaves room for."""
+        from nvfp4_sgl.formats import fp8_block
+
         return fp8_block.dequantize_blocks(pieces.piece("weight"), pieces.piece("scale").float())
 
 

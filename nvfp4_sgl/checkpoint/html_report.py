@@ -10,7 +10,7 @@ from html import escape
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.compare import Compared, Comparison
-from nvfp4_sgl.checkpoint.scan import Finding
+from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.verification import Verification
 from nvfp4_sgl.files import escaped
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.scan import Finding, Scan
+from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
@@ -17,6 +17,9 @@ from nvfp4_sgl.files import escaped
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.requirements import check_activation_mode, check_target
 from nvfp4_sgl.targets.storages import how
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.checkpoint.scan import Scan
 
 SHOWN = 20
 """Findings that are printed; the rest are counted."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.decoders import Part
+from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
@@ -37,17 +38,6 @@ SATURATED_SHARE, SATURATED_COUNT = 0.01, 16
 maximum has that scale, and with normally distributed weights one in 10^5 beside it (measured on 2048 × 2048)."""
 ZERO_CODES = 0x77
 """Bits of a byte of E2M1 codes that are zero if both codes are ±0."""
-
-
-class Finding(NamedTuple):
-    """Something about a tensor, or about the whole checkpoint where ``tensor`` is ``None``.
-
-    ``kind`` is one word for programs: what docs/formats.md lists.
-    """
-
-    tensor: str | None
-    kind: str
-    message: str
 
 
 @dataclass(frozen=True)

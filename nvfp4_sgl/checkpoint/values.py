@@ -7,13 +7,12 @@ shape, or ``None`` if any value may be there) and, in words, what was expected.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from nvfp4_sgl.formats import nvfp4
-
-Rule = Callable[[Tensor], tuple[Tensor | None, str]]
+Rule: TypeAlias = "Callable[[Tensor], tuple[Tensor | None, str]]"
 
 
 def anything(part: Tensor) -> tuple[Tensor | None, str]:
@@ -28,11 +27,15 @@ def finite(part: Tensor) -> tuple[Tensor | None, str]:
 
 def e4m3_values(part: Tensor) -> tuple[Tensor | None, str]:
     """E4M3 weights, which have no infinity."""
+    import torch
+
     return (part.view(torch.uint8) & 0x7F) == 0x7F, "no NaN"
 
 
 def e4m3_scales(part: Tensor) -> tuple[Tensor | None, str]:
     """NVFP4 block scales: no sign, no NaN, not all zero."""
+    import torch
+
     bits = part.view(torch.uint8)
     if part.numel() and not bool(bits.any()):
         return bits == 0, "block scales of which one at least is > 0"
@@ -41,6 +44,8 @@ def e4m3_scales(part: Tensor) -> tuple[Tensor | None, str]:
 
 def power_scales(part: Tensor) -> tuple[Tensor | None, str]:
     """UE8M0 scales: byte 255 is NaN."""
+    import torch
+
     return part.view(torch.uint8) == 0xFF, "no NaN scale"
 
 
@@ -51,11 +56,15 @@ def fp32_scales(part: Tensor) -> tuple[Tensor | None, str]:
 
 def global_scale(part: Tensor) -> tuple[Tensor | None, str]:
     """Scalar that multiplies. Beyond the bounds the largest value or a reciprocal is not a normal fp32 number."""
+    from nvfp4_sgl.formats import nvfp4
+
     low, high = nvfp4.SCALE_MIN, nvfp4.SCALE_MAX
     return ~((part >= low) & (part <= high)), "a scale > 0 from 2^-117 to 2^116"
 
 
 def inverse_global_scale(part: Tensor) -> tuple[Tensor | None, str]:
     """Scalar that divides: the reciprocal of a :func:`global_scale`."""
+    from nvfp4_sgl.formats import nvfp4
+
     low, high = 1 / nvfp4.SCALE_MAX, 1 / nvfp4.SCALE_MIN
     return ~((part >= low) & (part <= high)), "an inverse scale > 0 from 2^-116 to 2^117"

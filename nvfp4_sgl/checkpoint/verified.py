@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nvfp4_sgl.checkpoint.dummy import DummyReader, dummy_inventory
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.overrides import FLAG, completed
 from nvfp4_sgl.checkpoint.quantization import check_manifest, check_quantization_config
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.config import ModelConfig, read_config_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvfp4_sgl.checkpoint.reader import CheckpointReader
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Verified:
 
     def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
         """What hands the tensors out; random ones are made on ``device``, others lie on the CPU."""
+        from nvfp4_sgl.checkpoint.dummy import DummyReader
+        from nvfp4_sgl.checkpoint.reader import CheckpointReader
+
         return DummyReader(self.inventory, device) if self.is_dummy else CheckpointReader(self.inventory)
 
     def describe(self) -> str:
@@ -65,6 +69,8 @@ def verify_dummy(directory: str | Path, overrides: Mapping[str, Any] | None = No
     Raises:
         ConfigError: config.json is absent, unreadable or not servable, or claims a storage that is not supported.
     """
+    from nvfp4_sgl.checkpoint.dummy import dummy_inventory
+
     raw, source = read_config_json(directory), str(Path(directory) / "config.json")
     if overrides:
         raw, source = raw | completed(raw, overrides), f"{source} with {FLAG}"

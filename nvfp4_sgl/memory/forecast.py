@@ -83,6 +83,14 @@ class Forecast:
             found.append(f"tokens              {self.tokens:10,d}  of {setting.requests} requests at once")
         return found
 
+    def summary(self) -> str:
+        """The sums in one line."""
+        parts = (("weights", self.weights), ("pools for requests", self.server), ("estimated", self.estimated))
+        words = [f"{name} {gb(sum(values.values())).strip()}" for name, values in parts]
+        if self.free is not None and self.tokens is not None:
+            words += [f"free {gb(self.free).strip()}", f"room for {self.tokens:,d} tokens"]
+        return ", ".join(words)
+
     def problem(self) -> str | None:
         """Why a server would not start, with the arithmetic and the flags to change; ``None`` if it would."""
         if self.free is None or self.tokens is None:

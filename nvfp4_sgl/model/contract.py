@@ -34,7 +34,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource

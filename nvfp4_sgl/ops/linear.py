@@ -8,7 +8,6 @@ global scales stay exact.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +15,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.nvfp4 import quantize_rows
-
-
-class ActivationMode(enum.Enum):
-    """What enters a product with a quantised weight."""
-
-    W4A16 = "w4a16"
-    """Activations as they are (bf16 or fp32)."""
-    W4A4 = "w4a4"
-    """Activations as SM100's tensor cores take them: quantised to NVFP4 per 16, with one fp32 scale per row, where the
-    weight is NVFP4; to MXFP8 per 32 where it is FP8 with UE8M0 scales."""
+from nvfp4_sgl.ops.modes import ActivationMode
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
-from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight, activation_operand, apply_scales
+from nvfp4_sgl.ops.linear import PreparedWeight, activation_operand, apply_scales
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 
 

@@ -20,7 +20,7 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import require_finished
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements

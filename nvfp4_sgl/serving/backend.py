@@ -17,6 +17,7 @@ from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving import stages
 
 
 class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
@@ -49,7 +50,8 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
             longest=int(runner.model_config.context_len),
         )
         self.planner = model.choice.boundaries.plan(model.decoder.context, slots, self.caches)
-        self.planner.warm_up(model.decoder, model.embed.weight, private.largest_prefill())
+        with stages.stage("warm-up"):
+            self.planner.warm_up(model.decoder, model.embed.weight, private.largest_prefill())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

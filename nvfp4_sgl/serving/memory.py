@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
 from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
-from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.serving import kv_pool, stages
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.targets.choose import Target
 
-logger = logging.getLogger(__name__)
-
 
 def forecast_here(verified: Verified, target: Target, context: int) -> Forecast:
-    """What this rank needs and has; logged.
+    """What this rank needs and has; logged in a line. ``/server_info`` and ``nvfp4-sgl doctor`` have all of it.
 
     Args:
         context: tokens of the longest request.
@@ -40,9 +36,8 @@ def forecast_here(verified: Verified, target: Target, context: int) -> Forecast:
         most_tokens=private.resolved("max_total_tokens"),
     )
     found = forecast(verified, target, setting, free_bytes(ranks))
-    for line in found.lines():
-        logger.info("memory of a rank: %s", line)
     found.check()
+    stages.say("memory", found.summary())
     return found
 
 

@@ -7,7 +7,6 @@ loader behind SGLang's ``load_weights``.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +17,8 @@ from nvfp4_sgl.build import Serving
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.ops.linear import ActivationMode
-from nvfp4_sgl.serving import arguments
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.compiler import start_compiling
 from nvfp4_sgl.serving.memory import forecast_here
@@ -28,8 +27,6 @@ from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
-logger = logging.getLogger(__name__)
-
 
 class DeepseekV4ForCausalLM(nn.Module):
     """DeepSeek-V4 with packed NVFP4 weights on SGLang's runtime."""
@@ -37,7 +34,11 @@ class DeepseekV4ForCausalLM(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
         super().__init__()
         self.config = config
-        self.verified = arguments.served_here()
+        stages.leave_out_false_warnings()
+        with stages.stage("config") as words:
+            self.verified = arguments.served_here()
+            words.append(f"{self.verified.inventory.directory} verified")
+            words.append(f"{len(self.verified.inventory.entries):,} tensors")
         self.model_config = self.verified.config
         self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
         self.choice = choose(detect_target())
@@ -79,6 +80,12 @@ class DeepseekV4ForCausalLM(nn.Module):
         self._load()
 
     def _load(self) -> None:
+        with stages.stage("weights") as words:
+            self._read_weights()
+            words.append(self.verified.describe())
+            words.append(f"{self.verified.summary.nbytes / 1e9:.2f} GB stored")
+
+    def _read_weights(self) -> None:
         device = self.embed.weight.device
         reader = self.verified.reader(device)
         for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
@@ -96,7 +103,6 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.decoder = Decoder(context)
         self.recorder = recorder(self.decoder, self.choice.target.value, self.activation_mode.value)
         reader.finish()
-        logger.info("weights: %s\n%s", self.verified.describe(), self.verified.summary.table())
 
     @torch.no_grad()
     def forward(

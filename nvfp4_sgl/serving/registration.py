@@ -17,7 +17,7 @@ from typing import Any
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
-from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info
+from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info, stages
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
+    stages.begin()
     try:
         if arguments.is_our_checkpoint(private.model_path()):
             arguments.use_bound_cpus(private.tp_rank())

@@ -1,19 +1,16 @@
 """What is running: model class, backend, activation mode, cache rows, the implementation of every boundary.
 
-Logged when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
+Logged in one line when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.serving import arguments, kv_pool
+from nvfp4_sgl.serving import arguments, kv_pool, stages
 from nvfp4_sgl.serving import sglang_private as private
-
-logger = logging.getLogger(__name__)
 
 
 def describe_runtime(runner: Any) -> dict[str, Any] | None:
@@ -42,14 +39,16 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
 
 
 def log(scheduler: Any) -> None:
-    """Log :func:`describe_runtime`, one line each; nothing for other models."""
+    """Log the last line of the start, with what :func:`describe_runtime` has of modes; nothing for other models."""
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is None:
         return
     private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
-    for key, value in info.items():
-        text = ", ".join(f"{op}={where}" for op, where in value.items()) if isinstance(value, dict) else value
-        logger.info("nvfp4_sgl: %s: %s", key, text)
+    words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
+    words.append(f"routing {info['routing']}")
+    if info["note"]:
+        words.append(f"NOTE: {info['note']}")
+    stages.ready(*words)
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Boundaries
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.model.contract import Boundaries
 
 
 class Target(enum.Enum):
@@ -100,6 +101,8 @@ def choose(target: Target) -> Choice:
 
 def detect_target() -> Target:
     """The target of this machine: the CUDA device's architecture if there is one, else the CPU."""
+    import torch
+
     if not torch.cuda.is_available():
         return Target.CPU
     capability = torch.cuda.get_device_capability()

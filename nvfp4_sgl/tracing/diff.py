@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.tracing.record import FORMAT, SAMPLED_VALUES
+from nvfp4_sgl.tracing.contents import FORMAT, SAMPLED_VALUES
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.model.contract import Form, Operand
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import Target, choose
 from nvfp4_sgl.targets.fused.operands import in_form

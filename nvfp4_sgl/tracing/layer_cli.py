@@ -7,14 +7,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import MODES, Target, detect_target
-from nvfp4_sgl.tracing.layer import Stage, compare_layer
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.tracing.layer import Stage
 
 BOUNDS = {ActivationMode.W4A16: 0.03, ActivationMode.W4A4: 0.3}
 """Median error of a stage's rows that roundings explain: of bf16; of activations in FP4, whose codes flip."""
@@ -35,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 if a stage has values that are no numbers, or is beyond the bound."""
+    import torch
+
+    from nvfp4_sgl.tracing.layer import compare_layer
+
     target = Target(args.target) if args.target else detect_target()
     if target is not Target.CPU and target is not detect_target():
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 """Records what a server's passes compute, as JSON lines: of each boundary NaN, infinities, amax, a digest and a sketch.
 
 The cost is bounded: a number of passes are recorded, then the taps are gone; a pass ends with one copy to the host;
-sketch and digest read at most ``SAMPLED_VALUES`` values of a boundary. Files hold no activations: two runs are compared
-by their sketches (:mod:`.diff`).
+sketch and digest read at most ``contents.SAMPLED_VALUES`` values of a boundary. Files hold no activations: two runs are
+compared by their sketches (:mod:`.diff`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.tracing.contents import FORMAT, SAMPLED_VALUES, SKETCH
 from nvfp4_sgl.tracing.taps import observing
 from nvfp4_sgl.tracing.values import hashed, sign
-
-FORMAT = 1
-SKETCH = 16
-"""Random projections of a boundary's values: the difference of two runs is known within about 1/sqrt(2 · 16) = 18 %."""
-SAMPLED_VALUES = 2**22
-"""Values of which digest and sketch are made; of larger outputs evenly spaced rows."""
 
 
 class Recorder:

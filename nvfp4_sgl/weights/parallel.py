@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Collective(enum.Enum):

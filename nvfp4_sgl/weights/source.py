@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 
 
 class WeightSource(Protocol):
@@ -35,4 +37,6 @@ class Shard:
 
 def frozen(tensor: Tensor) -> nn.Parameter:
     """``tensor`` as a parameter that is never trained."""
+    from torch import nn
+
     return nn.Parameter(tensor, requires_grad=False)

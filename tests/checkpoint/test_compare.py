@@ -15,11 +15,12 @@ import pytest
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint import compare as compare_module
-from nvfp4_sgl.checkpoint.compare import MAX_BLOCK, MAX_RMS, Thresholds, compare, is_lossless
+from nvfp4_sgl.checkpoint.compare import compare, is_lossless
+from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.inspection import finding_lines
 from nvfp4_sgl.checkpoint.names import tensor_specs
-from nvfp4_sgl.checkpoint.scan import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verification import verify_checkpoint

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from tests.support import native

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.operands import in_form

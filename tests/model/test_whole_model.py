@@ -7,7 +7,7 @@ import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.oracle import hf_model
 from tests.support.packed_oracle import pack_rows

@@ -10,7 +10,8 @@ import torch
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.formats import fp8_block
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_weight
-from nvfp4_sgl.ops.linear import ActivationMode, grouped_linear, linear
+from nvfp4_sgl.ops.linear import grouped_linear, linear
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.ops.moe import expert_mlp, routed_experts
 from nvfp4_sgl.targets.reference.projections import working_copy
 from tests.support import numpy_nvfp4 as reference

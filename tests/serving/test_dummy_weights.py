@@ -70,7 +70,7 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
         memory = info["memory"]
         assert memory["setting"]["ranks"] == ranks and memory["setting"]["row_bytes"] == 4
         assert memory["tokens"] == info["pools"]["full"]["capacity"] == 16384
-        assert "memory of a rank: weights" in server.text()
+        assert "nvfp4_sgl: memory: weights" in server.text()
     assert len(ids) == len(PROMPT) + 7 and all(math.isfinite(value) for value in logprobs)
     dummy = verify_dummy(model, {"num_hidden_layers": 4})
     alone = Standalone(dummy, requests=1, capacity=512, uniform_experts=True)

@@ -20,7 +20,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target
 from tests.support import bf16_logprobs
 from tests.support.bf16_logprobs import References, distances, errors, prompt, whole_vocabulary

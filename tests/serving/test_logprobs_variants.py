@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV4ForCausalLM
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate
 from tests.support.oracle import cached_hf_model, hf_logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,8 +31,17 @@ def test_what_is_running(server: Server) -> None:
     assert info["weights"].startswith("nvfp4-full checkpoint /") and info["routing"] == "by the model"
     assert info["target"] == "cpu"
     assert info["boundaries"] == choose(Target.CPU).boundaries.names()
-    for key in ("model_class", "attention_backend", "kv_rows", "activation_mode", "boundaries"):
-        assert f"nvfp4_sgl: {key}: " in server.text()
+
+
+def test_the_start_is_five_lines_with_times(server: Server) -> None:
+    lines = re.findall(r"nvfp4_sgl: ([\w-]+): (.*)", server.text())
+    assert [name for name, _ in lines] == ["config", "memory", "weights", "warm-up", "ready"]
+    said = dict(lines)
+    assert all(re.search(r"\d+\.\d s", said[name]) for name in said if name != "memory")
+    assert (
+        "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
+    )
+    assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["ready"]
 
 
 def test_defaults(server: Server) -> None:

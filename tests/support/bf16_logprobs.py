@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from tests.support.server import Server
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def check_target(server: Server) -> None:
     assert (info["target"], info["activation_mode"], info["dtype"]) == ("sm_100a", "w4a4", "bfloat16")
     assert info["boundaries"]["experts"].endswith("products_sm100:experts") and "584-byte" in info["kv_rows"]
     log = server.text()
-    assert "nvfp4_sgl: target: sm_100a" in log and "nvfp4_sgl: activation_mode: w4a4" in log
+    assert re.search(r"nvfp4_sgl: ready: target sm_100a, w4a4, bfloat16, packed 584-byte entries", log)
 
 
 def check_weights(server: Server, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, detect_target
 from tests.support.calm import write_calm
 from tests.support.interpreted import ON_GPU

@@ -20,7 +20,7 @@ from torch import Tensor
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.parallel import TensorParallel
