@@ -22,6 +22,7 @@ from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
 from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
+from nvfp4_sgl.terminal import fitted
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if a server would start here, 1 if something stands in its way."""
     report = examine(args.dir, args.tp, args.target)
-    print(json.dumps(asdict(report), indent=2) if args.json else render(report))
+    print(json.dumps(asdict(report), indent=2) if args.json else fitted(render(report)))
     return 1 if report.problems else 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.terminal import Counter, fitted
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,19 @@ def run_tiny(args: argparse.Namespace) -> int:
     from nvfp4_sgl.checkpoint.tiny import write_tiny
 
     overrides = dict(args.overrides)
-    summary = write_tiny(args.directory, args.format, args.seed, force=args.force, names=args.names, **overrides)
+    progress = Counter("tensors drawn:")
+    try:
+        summary = write_tiny(
+            args.directory,
+            args.format,
+            args.seed,
+            force=args.force,
+            names=args.names,
+            progress=progress,
+            **overrides,
+        )
+    finally:
+        progress.end()
     print(f"wrote {args.directory} ({args.format}, seed {args.seed})\n{summary.table()}")
     return 0
 
@@ -87,7 +100,11 @@ def run_inspect(args: argparse.Namespace) -> int:
             raise
         print(json.dumps(broken_as_json(args.directory, error), indent=2))
         return 2
-    print(json.dumps(inspection.as_json(), indent=2, allow_nan=False) if args.json else "\n".join(inspection.lines()))
+    print(
+        json.dumps(inspection.as_json(), indent=2, allow_nan=False)
+        if args.json
+        else fitted("\n".join(inspection.lines()))
+    )
     return 1 if inspection.problems else 0
 
 

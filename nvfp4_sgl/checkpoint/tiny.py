@@ -27,6 +27,7 @@ from nvfp4_sgl.checkpoint.transformers_names import transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.terminal import Counter
 
 MARKER = "nvfp4_sgl_tiny.json"
 """Marks a directory as written by this module; only such a directory is ever overwritten."""
@@ -40,6 +41,7 @@ def write_tiny(
     force: bool = False,
     shards: int = 3,
     names: TinyNames | str = TinyNames.ORIGINAL,
+    progress: Counter | None = None,
     **overrides: Any,
 ) -> CheckpointSummary:
     """Write a tiny checkpoint with tokenizer and configuration; returns what its own verification found.
@@ -51,6 +53,7 @@ def write_tiny(
         force: replace an earlier tiny checkpoint.
         shards: number of safetensors files.
         names: of the tensors.
+        progress: counts the tensors that are drawn.
         overrides: config.json fields to replace (see :func:`tiny_config`).
     """
     directory, format, names = Path(directory), TinyFormat(format), TinyNames(names)
@@ -65,7 +68,12 @@ def write_tiny(
     if (described := manifest(format, raw)) is not None:
         _write_json(directory / MANIFEST, described)
     write_tokenizer(directory, config.vocab_size, config.max_position_embeddings)
-    _write_shards(directory, dict(_tensors(config, format, names, seed)), shards)
+    tensors = {}
+    for name, tensor in _tensors(config, format, names, seed):
+        tensors[name] = tensor
+        if progress is not None:
+            progress.advance()
+    _write_shards(directory, tensors, shards)
     return verify(directory).summary
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nvfp4_sgl.checkpoint.cli import positive
 from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
+from nvfp4_sgl.terminal import fitted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     found = verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
     if args.html is not None:
         args.html.write_text(page(found), encoding="utf-8")
-    print(json.dumps(found.as_json(), indent=2, allow_nan=False) if args.json else "\n".join(found.lines()))
+    print(json.dumps(found.as_json(), indent=2, allow_nan=False) if args.json else fitted("\n".join(found.lines())))
     return 1 if found.problems else 0
 
 

@@ -1,0 +1,80 @@
+"""``launch/environment --clean``, and what the scripts of ``launch`` do where they are called through a link."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+
+SCRIPT = ROOT / "launch" / "environment"
+
+
+def run(script: Path, cache: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The script without HOME."""
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    environment |= {"XDG_CACHE_HOME": str(cache), **more}
+    return subprocess.run([script, *arguments], env=environment, capture_output=True, text=True, timeout=60, cwd="/")
+
+
+def environment(cache: Path, name: str) -> Path:
+    folder = cache / "nvfp4-sgl" / name
+    (folder / "base").mkdir(parents=True)
+    (folder / "base" / "file").write_bytes(b"x" * 100_000)
+    (folder / "lock").touch()
+    return folder
+
+
+@pytest.fixture
+def current(tmp_path: Path) -> Path:
+    """The folder of this checkout in a cache of its own, as the script names it; nothing is built."""
+    said = run(SCRIPT, tmp_path, "--clean").stderr
+    return environment(tmp_path, Path(said.split("kept ")[1].split(",")[0]).name)
+
+
+def test_clean_removes_other_environments_alone(tmp_path: Path, current: Path) -> None:
+    old, other = environment(tmp_path, "0123456789abcdef"), environment(tmp_path, "kernels")
+    foreign = environment(tmp_path, "fedcba9876543210")
+    (foreign / "lock").unlink()
+    busy = environment(tmp_path, "00000000ffffffff")
+    with (busy / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run(SCRIPT, tmp_path, "--clean")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert not old.exists() and f"removed {old}, freed 1" in done.stderr
+    assert all((folder / "base" / "file").is_file() for folder in (current, other, foreign, busy))
+    assert f"{busy} is in use" in done.stderr and f"kept {current}," in done.stderr
+
+
+def test_a_link_to_the_script_works_elsewhere_with_another_python3(tmp_path: Path, current: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "python3").chmod(0o755)
+    (folder / "env").symlink_to(SCRIPT)
+    done = run(folder / "env", tmp_path, "--clean", PATH=f"{folder}:{os.environ['PATH']}")
+    assert done.returncode == 0 and f"kept {current}," in done.stderr
+
+
+def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
+    done = run(SCRIPT, tmp_path, "--clear")
+    assert done.returncode == 1 and "expected nothing, --clean or --help, found --clear" in done.stderr
+
+
+def test_neither_home_nor_cache_folder_need_be_set() -> None:
+    """Up to its arguments: beyond them it would work in this user's own cache."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run([SCRIPT, "--clear"], env=environment, capture_output=True, text=True, timeout=60)
+    assert "unbound" not in done.stderr and "expected nothing, --clean or --help" in done.stderr
+
+
+def test_every_script_follows_links() -> None:
+    scripts = [file for file in (ROOT / "launch").iterdir() if file.is_file() and "BASH_SOURCE" in file.read_text()]
+    assert len(scripts) > 10
+    for script in scripts:
+        text = script.read_text()
+        assert text.count("BASH_SOURCE[0]") == text.count('readlink -f "${BASH_SOURCE[0]}"'), script
