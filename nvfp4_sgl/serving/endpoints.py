@@ -115,10 +115,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Access:
-    """What the server was started with."""
+    """What the server was started with: ``--admin-api-key``, whether it runs on a CPU, and ``--api-key``."""
 
     admin_key: str | None = None
     cpu: bool = False
+    api_key: str | None = None
 
 
 def kind_of(path: str) -> Kind | None:
@@ -133,6 +134,9 @@ def refuse_path(path: str, authorization: bytes, access: Access) -> Refusal | No
     kind = kind_of(path)
     if kind is None:
         return Refusal(404, f"{path}: not offered for this model")
+    if kind is Kind.INFERENCE and access.api_key is not None and not has_key(authorization, access.api_key):
+        # SGLang says so, too, but behind this: a body is read before.
+        return Refusal(401, f"{path}: send the server's --api-key as a bearer token")
     if kind is not Kind.ADMINISTRATIVE:
         return None
     if access.admin_key is None:

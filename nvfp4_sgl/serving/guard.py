@@ -11,7 +11,16 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving.endpoints import MAX_BODY_BYTES, Access, Kind, Refusal, kind_of, refuse_body, refuse_path
+from nvfp4_sgl.serving.endpoints import (
+    MAX_BODY_BYTES,
+    Access,
+    Kind,
+    Refusal,
+    has_key,
+    kind_of,
+    refuse_body,
+    refuse_path,
+)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -42,16 +51,25 @@ class Guard:
         else:
             await self._http(scope, receive, send)
 
+    def _is_own(self, authorization: bytes) -> bool:
+        """Whether the caller may be SGLang itself, which sends ``--api-key`` if there is one."""
+        return self._access.api_key is None or has_key(authorization, self._access.api_key)
+
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(scope["headers"])
-        refusal = refuse_path(path, headers.get(b"authorization", b""), self._access)
-        if path == FREEZE_GC and self._may_freeze:
+        # SGLang takes the first of several, other servers the last.
+        authorizations = [value for name, value in scope["headers"] if name == b"authorization"]
+        authorization = authorizations[0] if authorizations else b""
+        refusal = refuse_path(path, authorization, self._access)
+        if len(authorizations) > 1:
+            refusal = Refusal(400, f"Authorization: expected one, found {len(authorizations)}")
+        elif path == FREEZE_GC and self._may_freeze and self._is_own(authorization):
             self._may_freeze, refusal = False, None
         if refusal is None and kind_of(path) is Kind.INFERENCE and scope["method"] in ("POST", "PUT"):
             if self._draining():
                 refusal = DRAINING
-            elif b"content-encoding" in headers:
+            elif headers.get(b"content-encoding", b"identity") != b"identity":
                 refusal = Refusal(415, "Content-Encoding: not supported; send the body as it is")
             else:
                 body = await read_body(receive)
@@ -148,6 +166,8 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
 
     if serves_our_model():
         advertise_length(manager)
-        access = Access(private.resolved("admin_api_key"), private.resolved("device") == "cpu")
+        access = Access(
+            private.resolved("admin_api_key"), private.resolved("device") == "cpu", private.resolved("api_key")
+        )
         private.wrap_http_application(lambda application: Guard(application, access, lambda: manager.gracefully_exit))
     return original(server_args, manager, *args, **kwargs)

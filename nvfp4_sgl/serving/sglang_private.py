@@ -87,6 +87,9 @@ FUNCTIONS = {
     ),
     "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
     "envs": Private("sglang.srt.environ:envs", "SGLang's environment variables, parsed as it parses them"),
+    "cuda_graph_fully_disabled": Private(
+        "sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", "records need passes without graphs"
+    ),
     "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
@@ -288,6 +291,11 @@ def model_path() -> Path:
 def resolved(name: str) -> Any:
     """An argument as resolved."""
     return __getattr__("resolution_result")(served_arguments(), name)
+
+
+def has_no_graphs() -> bool:
+    """Whether no pass of this server runs in a CUDA graph."""
+    return bool(__getattr__("cuda_graph_fully_disabled")())
 
 
 def environment_flag(name: str) -> bool:

@@ -23,25 +23,36 @@ def check_trace() -> None:
     """Refuse, before weights are loaded, what cannot be recorded.
 
     Raises:
-        ConfigError: CUDA graphs are on, whose replays no tap sees; or the number of passes is none.
+        ConfigError: CUDA graphs are on, whose replays no tap sees; the number of passes is none; the file is there
+            already, or cannot be made.
     """
     if not os.environ.get(TRACE):
         return
     _passes()
-    if torch.cuda.is_available() and not private.resolved("disable_cuda_graph"):
+    if torch.cuda.is_available() and not private.has_no_graphs():
         raise ConfigError(
             f"{TRACE}: passes in CUDA graphs cannot be recorded; add --disable-cuda-graph, or unset {TRACE}"
         )
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise ConfigError(f"{TRACE}: {file} holds a record, or is none of ours; name another folder") from error
+    except OSError as error:
+        raise ConfigError(f"{TRACE}: {file} cannot be written ({error.strerror}); name another folder") from error
 
 
 def recorder(decoder: Decoder, target: str, mode: str) -> Recorder | None:
     """What records this rank's passes; ``None`` if nothing is to be recorded."""
-    folder = os.environ.get(TRACE)
-    if not folder:
+    if not os.environ.get(TRACE):
         return None
-    rank = private.tp_rank()
-    about = {"target": target, "mode": mode, "rank": rank, "ranks": private.tp_size()}
-    return Recorder(decoder, Path(folder) / f"rank{rank}.jsonl", _passes(), about)
+    about = {"target": target, "mode": mode, "rank": private.tp_rank(), "ranks": private.tp_size()}
+    return Recorder(decoder, _file(), _passes(), about)
+
+
+def _file() -> Path:
+    return Path(os.environ[TRACE]) / f"rank{private.tp_rank()}.jsonl"
 
 
 def _passes() -> int:

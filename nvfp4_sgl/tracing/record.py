@@ -73,8 +73,10 @@ class Recorder:
 
 def summary(values: Tensor) -> tuple[Tensor, Tensor]:
     """(fp64 [4 + SKETCH]: NaN, infinities, amax, rms of the sample, sketch; int64 [], digest of the sample)."""
-    nan, infinite = values.isnan().sum(), values.isinf().sum()
-    amax = values.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    rows = values.reshape(values.shape[0], -1)
+    parts = rows.split(max(1, SAMPLED_VALUES // rows.shape[1]))  # a part at a time takes little room
+    nan, infinite = (torch.stack([count(part).sum() for part in parts]).sum() for count in (torch.isnan, torch.isinf))
+    amax = torch.stack([part.nan_to_num(0.0, 0.0, 0.0).abs().max() for part in parts]).max()
     sample = _sample(values)
     finite = sample.float().nan_to_num(0.0, 0.0, 0.0).flatten()
     bits = hashed(torch.arange(finite.numel(), device=values.device))

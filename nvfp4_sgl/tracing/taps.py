@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Columns, Operand, Prepared, Unmultiplied
+from nvfp4_sgl.model.contract import Columns, Operand, Prepared
 from nvfp4_sgl.model.decoder import Block, Decoder
 from nvfp4_sgl.tracing.values import operand_values, route_weights, selected_set
 
@@ -26,8 +26,8 @@ PROJECTED_FROM_Q = ("q", "index_q")
 def observing(decoder: Decoder, observe: Observe) -> Iterator[None]:
     """Let ``observe`` see what each boundary gives while the context lasts.
 
-    Values are those between boundaries: of an activation that is handed on in NVFP4 or MXFP8 alone, what its codes and
-    scales stand for. Routes come as a dense matrix of weights, fp32 [T, experts], chosen entries as
+    Values are those between boundaries: of an activation that is handed on in NVFP4 alone, what its codes and scales
+    stand for. Routes come as a dense matrix of weights, fp32 [T, experts], chosen entries as
     :func:`.values.selected_set`, so that targets with other containers can be compared.
     """
     undo: list[Callable[[], object]] = []
@@ -107,8 +107,10 @@ def named_parts(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, operand_values(output)
         case Columns() | Prepared():
             for field in fields(output):
-                yield from named_parts(f"{name}.{field.name}", getattr(output, field.name))
-        case None | Unmultiplied():
+                # Made here or by ``prepare``, which hands them on, by the number of tokens.
+                if not (isinstance(output, Columns) and field.name == "index_weights"):
+                    yield from named_parts(f"{name}.{field.name}", getattr(output, field.name))
+        case None:
             return
         case [Tensor(), *_]:
             yield from zip(_names(name, len(output)), output, strict=True)

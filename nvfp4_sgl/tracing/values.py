@@ -58,12 +58,9 @@ def selected_set(entries: Any) -> Tensor:
     present = slots >= 0
     if lengths is not None:
         present &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
-    return (signs(slots, SET_COLUMNS) * present[..., None]).sum(dim=1)
-
-
-def signs(numbers: Tensor, columns: int) -> Tensor:
-    """Random signs, fp32 [..., columns], the same for the same number on any device; int64 [...]; columns ≤ 32."""
-    return torch.stack([sign(hashed(numbers), column) for column in range(columns)], dim=-1)
+    bits = hashed(slots)
+    # One column at a time: all of them would take SET_COLUMNS times the room.
+    return torch.stack([(sign(bits, column) * present).sum(dim=1) for column in range(SET_COLUMNS)], dim=-1)
 
 
 def hashed(numbers: Tensor) -> Tensor:

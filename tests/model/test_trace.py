@@ -176,15 +176,21 @@ def test_records_of_other_requests_and_no_records_are_refused(model: Standalone,
         list(differences(tmp_path / "nowhere", right))
 
 
-def test_a_server_says_what_it_cannot_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_says_what_it_cannot_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace.check_trace()
-    monkeypatch.setenv(trace.TRACE, "folder")
+    monkeypatch.setenv(trace.TRACE, str(tmp_path / "records"))
+    monkeypatch.setattr(trace.private, "tp_rank", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(trace.private, "resolved", lambda name: False)
+    monkeypatch.setattr(trace.private, "has_no_graphs", lambda: False)
     with pytest.raises(ConfigError, match="add --disable-cuda-graph"):
         trace.check_trace()
-    monkeypatch.setattr(trace.private, "resolved", lambda name: True)
+    monkeypatch.setattr(trace.private, "has_no_graphs", lambda: True)
     trace.check_trace()
+    with pytest.raises(ConfigError, match="rank1.jsonl holds a record"):
+        trace.check_trace()
+    monkeypatch.setenv(trace.TRACE, "/dev/null/records")
+    with pytest.raises(ConfigError, match="rank1.jsonl cannot be written"):
+        trace.check_trace()
     monkeypatch.setenv(trace.TRACE_PASSES, "all")
     with pytest.raises(ConfigError, match="NVFP4_SGL_TRACE_PASSES: expected a number from 1, found 'all'"):
         trace.check_trace()

@@ -141,6 +141,40 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def test_a_body_is_not_read_without_the_key() -> None:
+    guard = Guard(echo, Access(api_key="secret"), lambda: False)
+    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        sent, unread = ask(guard, "/generate", b'{"a"', b": 1}", **header)
+        assert sent[0]["status"] == 401 and unread == ["http.request", "http.request", "http.disconnect"]
+    sent, _ = ask(guard, "/generate", b'{"a"', b": 1}", authorization="Bearer secret")
+    assert sent[0]["status"] == 200 and sent[1]["body"] == b'{"a": 1}'
+
+
+def test_the_free_call_is_not_spent_by_strangers() -> None:
+    guard = Guard(echo, Access(api_key="secret"), lambda: False)
+    assert ask(guard, "/freeze_gc", b"")[0][0]["status"] == 403
+    assert ask(guard, "/freeze_gc", b"", authorization="Bearer secret")[0][0]["status"] == 200
+    assert ask(guard, "/freeze_gc", b"", authorization="Bearer secret")[0][0]["status"] == 403
+
+
+def test_headers() -> None:
+    guard = Guard(echo, Access(), lambda: False)
+    assert ask(guard, "/generate", b"{}", content_encoding="identity")[0][0]["status"] == 200
+    assert ask(guard, "/generate", b"{}", content_encoding="gzip")[0][0]["status"] == 415
+    twice = {"authorization": "Bearer a", "Authorization": "Bearer b"}
+    scope = [(name.lower().encode(), value.encode()) for name, value in twice.items()]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("read")
+
+    asyncio.run(guard({"type": "http", "method": "POST", "path": "/generate", "headers": scope}, receive, send))
+    assert sent[0]["status"] == 400
+
+
 def stream_of(*chunks: bytes) -> Any:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})

@@ -61,13 +61,19 @@ def test_mask_that_allows_something(aborted: list[str]) -> None:
     assert calls == [{"req": request, "next_token_id": 7}] and not aborted
 
 
-@pytest.mark.parametrize(("ranks", "failed"), [(1, True), (2, False)])
-def test_mask_that_takes_long(ranks: int, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks must not go by their own clocks."""
+@pytest.mark.parametrize(("ranks", "working", "failed"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_mask_that_takes_long(ranks: int, working: bool, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks must not go by their own clocks, and a thread that waits is not working."""
+
+    def fill(*_: Any) -> None:
+        end = time.thread_time() + 0.02
+        while working and time.thread_time() < end:
+            pass
+        time.sleep(0 if working else 0.02)
+
     monkeypatch.setattr(private, "tp_size", lambda: ranks)
     monkeypatch.setattr(grammars, "MAX_STEP_SECONDS", 0.01)
     grammar = SimpleNamespace()
-    fill = lambda *_: time.sleep(0.02)  # noqa: E731
     grammars.fill_mask(fill, grammar, torch.full((1, 16), -1, dtype=torch.int32), 0)
     wrapped = SimpleNamespace(grammar=grammar)  # as after a reasoning part
     assert (grammars.fault(wrapped) is not None) == (grammars.fault(grammar) is not None) == failed
