@@ -52,4 +52,4 @@ def test_records_of_a_gpu_and_of_the_reference_are_compared(tmp_path: Path) -> N
         files.append(tmp_path / name)
     found = list(differences(*files))
     assert max(each.error for each in found) < 0.2
-    assert len(found) > 40 and not all(each.equal for each in found)
+    assert len(found) > 30 and not all(each.equal for each in found)
