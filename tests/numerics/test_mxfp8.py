@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,8 @@ from nvfp4_sgl.formats import fp8_block, mxfp8, ue8m0
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor, from_blocks, quantize_rows
 from tests.numerics import oracles
 from tests.numerics.oracles import ceil_log2
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 VALUE_MAX = 1.875 * 2.0**127
 """Where activations are clamped: what rounds to no more than fp32 holds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,8 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.ops.moe import expert_mlp, routed_experts
 from nvfp4_sgl.targets.reference.projections import working_copy
 from tests.support import numpy_nvfp4 as reference
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 W4A4 = ActivationMode.W4A4
 
