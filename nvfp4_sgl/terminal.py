@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -15,10 +14,9 @@ INDENT = "    "
 def fitted(text: str) -> str:
     """``text`` with lines broken between words where they are wider than the terminal.
 
-    Words stay whole: paths and names can be copied. Nothing is broken where stdout is no terminal, unless the
-    environment variable ``COLUMNS`` is set.
+    Words stay whole: paths and names can be copied. Nothing is broken where stdout is no terminal.
     """
-    if not (os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()):
+    if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
     return "\n".join(_broken(line, width) for line in text.split("\n"))

@@ -47,8 +47,8 @@ NOT_OFFERED = (
 )
 """Fields of a request that select what is not implemented, or that only SGLang's own processes set."""
 
-MAX_CHOICES = 64
-"""Bound on ``n``: SGLang keeps the state of every choice, and each has its own copy of the prompt."""
+MAX_CHOICES = 128
+"""Bound on ``n``, OpenAI's: SGLang keeps the state of every choice, and each has its own copy of the prompt."""
 
 MAX_SEQUENCES = 4096
 """Bound on prompts times ``n`` of one request."""

@@ -20,6 +20,7 @@ class Terminal(io.StringIO):
 
 def test_lines_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", Terminal())
     lines = fitted(f"short\n\n{LONG}").split("\n")
     assert lines[:2] == ["short", ""] and lines[2].startswith("  sm_100a refuses word")
     assert all(line.startswith("      ") for line in lines[3:])
@@ -28,7 +29,8 @@ def test_lines_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pipes_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", io.StringIO())
     assert fitted(LONG) == LONG
 
 
@@ -41,17 +43,16 @@ def test_a_counter_is_for_terminals() -> None:
         assert stream.getvalue() == expected
 
 
-def test_commands_fit_80_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    terminal = Terminal()
+    terminal, printed = Terminal(), Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stdout", printed)
     assert cli.main(["tiny", "t", "--format", "deepseek"]) == 0
     assert terminal.getvalue().startswith("\rtensors drawn: 1\r") and terminal.getvalue().endswith("\r\033[K")
     assert cli.main(["inspect", "t", "--values"]) == 0
     cli.main(["doctor", "t"])
     cli.main(["convert", "t", "u", "--dry-run"])
-    wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80 and " " in line.strip()]
+    wide = [line for line in printed.getvalue().splitlines() if len(line) > 80 and " " in line.strip()]
     assert not wide
