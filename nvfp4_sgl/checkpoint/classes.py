@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import re
 
-_LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
+_BLOCK = re.compile(r"^(layers|mtp)\.(\d+)\.(.+)$")
 
 
 class MatrixClass(enum.Enum):
-    """What a matrix of the decoder does; ``value`` is its name for people."""
+    """What a matrix of the decoder, or of a draft's block, does; ``value`` is its name for people."""
 
     EXPERTS = "experts"
     """Gate, up and down of routed experts."""
@@ -32,7 +32,7 @@ class MatrixClass(enum.Enum):
         Raises:
             ValueError: no such matrix is in a decoder layer.
         """
-        inner = _LAYER.sub(r"\2", stem)
+        inner = _BLOCK.sub(r"\3", stem)
         for kind, modules in MODULES.items():
             if any(inner.startswith(m[:-1]) if m.endswith("*") else inner == m for m in modules):
                 return kind
@@ -54,6 +54,6 @@ MODULES: dict[MatrixClass, tuple[str, ...]] = {
 
 def layer_of(stem: str) -> int:
     """Number of the layer that the matrix ``stem`` belongs to."""
-    found = _LAYER.match(stem)
-    assert found is not None, stem
-    return int(found[1])
+    found = _BLOCK.match(stem)
+    assert found is not None and found[1] == "layers", stem
+    return int(found[2])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nvfp4_sgl.checkpoint.decoders import Part
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, draft_block, tensor_specs
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called, read_header
 from nvfp4_sgl.checkpoint.storage import SUFFIXES, Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
@@ -29,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 SHOWN = 20
 """Problems listed in full; the rest are counted."""
 
+DRAFT_BLOCK = re.compile(rf"{re.escape(MTP_PREFIX)}(\d{{1,3}})\.")
 DSPARK_MARK = re.compile(r"\.(main_proj|markov_head|confidence_head)\.")
 """Tensors that DSpark's draft layers have and MTP's have not."""
 
@@ -133,6 +134,25 @@ class Inventory:
             logger.info("left out %d tensors mtp.* (%s): nothing is drafted here", len(drafts), summary.draft)
         self.config, self.summary = config, summary
         return summary
+
+    def draft_matrices(self, config: ModelConfig) -> dict[str, tuple[TensorSpec, Storage]]:
+        """Matrices that the blocks of a draft, ``mtp.N``, share with decoder layers, and what each is stored as.
+
+        What a draft has of its own (``e_proj`` and ``h_proj``, DSpark's projections and heads) is not among them.
+
+        Raises:
+            CheckpointError: lists wrong shapes and dtypes, as :meth:`verify` does.
+        """
+        blocks = {int(match[1]) for name in self.entries if (match := DRAFT_BLOCK.match(name))}
+        specs = (spec for block in sorted(blocks) for spec in draft_block(config, block))
+        audit, found = _Audit(self), {}
+        for spec in specs:
+            if spec.role.is_matrix and self.stored(spec.name):
+                storage, _ = audit.check(spec)
+                assert storage is not None, spec
+                found[spec.name] = spec, storage
+        audit.report()
+        return found
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -5,11 +5,13 @@ What is written here is understood by :mod:`.exporters`. Source: specification Â
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NOT_QUANTIZED = ("embed", "head", "*.gate", "*.indexer.weights_proj", "mtp.*")
+NOT_QUANTIZED = ("embed", "head", "*.gate", "*.indexer.weights_proj")
 """What stays as it is even where every large matrix is NVFP4."""
+DRAFTS = "mtp.*"
+"""Pattern of what drafts hold, which is not quantised unless somebody asks for it."""
 
 FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 _GROUPS = {"group_0": {"input_activations": FP4, "weights": FP4, "targets": ["Linear"]}}
@@ -24,15 +26,19 @@ FP8_BLOCKS = {
 """DeepSeek's words for its releases, which ModelOpt adds to."""
 
 
-def full(producer: Mapping[str, str]) -> dict[str, Any]:
-    """Every large matrix is NVFP4."""
+def full(producer: Mapping[str, str], drafts: Sequence[str] = (DRAFTS,)) -> dict[str, Any]:
+    """Every large matrix is NVFP4.
+
+    Args:
+        drafts: patterns of what is not in drafts.
+    """
     return {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "group_size": 16,
         "kv_cache_quant_algo": None,
         "config_groups": _GROUPS,
-        "ignore": list(NOT_QUANTIZED),
+        "ignore": [*NOT_QUANTIZED, *drafts],
         "producer": dict(producer),
     }
 

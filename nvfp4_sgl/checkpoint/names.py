@@ -66,13 +66,18 @@ def mtp_specs(config: ModelConfig, index: int = 0) -> dict[str, TensorSpec]:
     """Logical tensors of MTP block ``index``: a window-only, top-k routed block with its own head parameters (§7)."""
     stem, d = f"{MTP_PREFIX}{index}", config.hidden_size
     specs = [
-        *_block(config, stem, LayerKind.SWA, hash_routed=False),
+        *draft_block(config, index),
         TensorSpec(f"{stem}.e_proj", (d, d), Role.LINEAR),
         TensorSpec(f"{stem}.h_proj", (d, d), Role.LINEAR),
         *(TensorSpec(f"{stem}.{norm}.weight", (d,), Role.PLAIN) for norm in ("enorm", "hnorm", "norm")),
         *_hyper_head(config, f"{stem}.hc_head"),
     ]
     return {spec.name: spec for spec in specs}
+
+
+def draft_block(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
+    """What draft block ``index``, of MTP or a stage of DSpark, has in common with decoder layers."""
+    return _block(config, f"{MTP_PREFIX}{index}", LayerKind.SWA, hash_routed=False)
 
 
 def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:

@@ -267,6 +267,8 @@ class CheckpointReader:
         """What ``name`` is of a matrix; ``None`` if it is a tensor of its own."""
         stem, _, suffix = name.rpartition(".")
         storage = self._storages().get(stem)
+        if storage is None and name.startswith(MTP_PREFIX) and (stored := self._inventory.stored(stem)):
+            storage = Storage.of(stored)  # verifying leaves drafts out
         return storage.decoder.part(suffix) if storage is not None else None
 
     def _is_optional(self, name: str) -> bool:

@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one global scale for gate and up of an expert: other engines need it, this one does not",
     )
     parser.add_argument(
+        "--drafts",
+        choices=["keep", "nvfp4"],
+        default="keep",
+        help="whether drafts (mtp.*) stay byte for byte or get these classes in NVFP4, too: nothing here drafts, and"
+        " an engine that does must read it (default: %(default)s)",
+    )
+    parser.add_argument(
         "--shard-size",
         metavar="SIZE",
         type=_checked(parse_size),
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         scales=Scales(args.scales),
         tie_gate_up=args.tie_gate_up,
         shard_size=args.shard_size,
+        drafts=args.drafts == "nvfp4",
     )
     try:
         device = torch.device(args.device) if args.device else None

@@ -30,12 +30,14 @@ class Options:
         scales: of matrices that are quantised.
         tie_gate_up: gate and up of an expert share a global scale where they are quantised or cast.
         shard_size: bytes of a file at most, unless a single tensor is larger.
+        drafts: matrices of these classes become NVFP4 in drafts, too.
     """
 
     classes: frozenset[MatrixClass] = frozenset(MatrixClass)
     scales: Scales = Scales.MAX
     tie_gate_up: bool = False
     shard_size: int = 5 * 10**9
+    drafts: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """For records and the manifest."""
@@ -44,6 +46,7 @@ class Options:
             "scales": self.scales.value,
             "tie_gate_up": self.tie_gate_up,
             "shard_size": self.shard_size,
+            "drafts": self.drafts,
         }
 
 

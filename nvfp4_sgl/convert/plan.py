@@ -135,27 +135,34 @@ class Plan:
     Attributes:
         shards: the files.
         before, after: storage of every matrix in the source and in the result.
-        drafts, draft_bytes: tensors of draft layers.
+        drafts: storages of the matrices of drafts that become NVFP4, before.
+        draft_tensors, draft_bytes: tensors of drafts that are copied.
     """
 
     shards: tuple[Shard, ...]
     before: dict[str, Storage]
     after: dict[str, Storage]
-    drafts: int
+    drafts: dict[str, Storage]
+    draft_tensors: int
     draft_bytes: int
 
     @property
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
+    @property
+    def outputs(self) -> Iterator[Output]:
+        """Every tensor of the result."""
+        return (output for shard in self.shards for output in shard.outputs)
+
 
 def make_plan(source: Verified, options: Options) -> Plan:
     """What converting ``source`` writes.
 
     Raises:
-        ConfigError: nothing would be NVFP4.
+        ConfigError: nothing would be NVFP4; or drafts should be, and there are none.
         CheckpointError: K of a matrix is no multiple of 16; or gate and up, which are to be tied, are stored
-            differently.
+            differently; or matrices of a draft, which are to be converted, have other shapes than a layer's.
     """
     inventory, before = source.inventory, source.summary.storages
     after = {stem: _becomes(stem, storage, options) for stem, storage in before.items()}
@@ -174,10 +181,34 @@ def make_plan(source: Verified, options: Options) -> Plan:
             groups.append(_renamed(inventory, spec.name))
         else:
             groups.append([_quantised(inventory, spec, before, options)])
-    drafts = [name for name in inventory.entries if name.startswith(MTP_PREFIX)]
-    groups += [[_copy(inventory, name, name, is_draft=True)] for name in drafts]
-    draft_bytes = sum(inventory.entries[name].nbytes for name in drafts)
-    return Plan(_shards(groups, options.shard_size), before, after, len(drafts), draft_bytes)
+    drafts = _drafts(source, options)
+    storages = {stem: storage for stem, (_, storage) in drafts.items()}
+    for stem, (spec, storage) in drafts.items():
+        is_renamed = storage is Storage.NVFP4_COMPRESSED
+        groups.append(_renamed(inventory, stem) if is_renamed else [_quantised(inventory, spec, storages, options)])
+    parts = (_stored_parts(inventory, stem, storage.decoder) for stem, storage in storages.items())
+    converted = {name for of_matrix in parts for _, name in of_matrix}
+    copied = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and name not in converted]
+    groups += [[_copy(inventory, name, name, is_draft=True)] for name in copied]
+    draft_bytes = sum(inventory.entries[name].nbytes for name in copied)
+    return Plan(_shards(groups, options.shard_size), before, after, storages, len(copied), draft_bytes)
+
+
+def _drafts(source: Verified, options: Options) -> dict[str, tuple[TensorSpec, Storage]]:
+    """Matrices of drafts that become NVFP4."""
+    if not options.drafts:
+        return {}
+    found = source.inventory.draft_matrices(source.config)
+    if not found:
+        raise ConfigError(
+            f"{source.inventory.directory}: --drafts nvfp4: there is no draft with matrices under DeepSeek's names"
+            " (mtp.0.attn.wq_a, …); leave the flag out"
+        )
+    return {
+        stem: (spec, storage)
+        for stem, (spec, storage) in found.items()
+        if storage is not Storage.NVFP4 and MatrixClass.of(stem) in options.classes
+    }
 
 
 def _becomes(stem: str, storage: Storage, options: Options) -> Storage:
@@ -225,9 +256,10 @@ def _quantised(inventory: Inventory, spec: TensorSpec, before: dict[str, Storage
         )
     cost = n * k // 2 if storage is Storage.MXFP4 else n * k * QUANTISE_COST[options.scales]
     tied = _other_of_gate_and_up(stem) if options.tie_gate_up else None
-    if tied is not None and before[tied] is not storage:
+    if tied is not None and before.get(tied) is not storage:
+        other = before[tied].value if tied in before else "absent"
         raise CheckpointError(
-            f"{inventory.directory}: --tie-gate-up: '{stem}' is {storage.value}, '{tied}' is {before[tied].value};"
+            f"{inventory.directory}: --tie-gate-up: '{stem}' is {storage.value}, '{tied}' is {other};"
             " expected both in one storage; leave the flag out"
         )
     return Quantise(stem, storage, MatrixClass.of(stem), (n, k), tied, cost)

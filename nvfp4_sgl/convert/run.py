@@ -17,6 +17,7 @@ from nvfp4_sgl import __version__
 from nvfp4_sgl.checkpoint import checksums, modelopt_words
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny import MARKER
@@ -173,7 +174,7 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
     weight_map = {name: file for file, record in records.items() for name in record["tensors"]}
     index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     folder.write_json(target / INDEX, index)
-    config = described(verified.raw, plan.after)
+    config = described(verified.raw, plan.after, _draft_weights(plan))
     folder.write_json(target / MANIFEST, modelopt_words.manifest(config["quantization_config"]))
     for name in _small_files(source):
         folder.copy(source / name, name)
@@ -197,6 +198,14 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
     folder.write_json(target / "config.json", config)
 
 
+def _draft_weights(plan: Plan) -> dict[str, bool]:
+    """Stems of the 2-D weights of drafts, and whether each is NVFP4 now."""
+    outputs = [output for output in plan.outputs if output.name.startswith(MTP_PREFIX)]
+    nvfp4 = {output.name.removesuffix(".weight_scale_2") for output in outputs}
+    stems = (o.name.removesuffix(".weight") for o in outputs if o.name.endswith(".weight") and len(o.shape) == 2)
+    return {stem: stem in nvfp4 for stem in stems}
+
+
 def _small_files(source: Path) -> Iterator[Path]:
     """Files beside the weights, relative to ``source``: tokenizer, documentation, code. Hidden ones are left out."""
     for directory, folders, files in os.walk(source):
@@ -217,8 +226,9 @@ def _announcement(source: Verified, plan: Plan, options: Options) -> str:
     for (kind, was, now), count in sorted(counts.items(), key=lambda item: list(MatrixClass).index(item[0][0])):
         rows.append((kind.value, str(count), was.value, "" if was is now else now.value, _what_happens(was, now)))
     lines = [f"{name:<11}{count:>8}  {was:<26}{now:<9}{values}" for name, count, was, now, values in rows]
-    if plan.drafts:
-        lines.append(f"{source.summary.draft}: {plan.drafts} tensors, {plan.draft_bytes / 1e9:.2f} GB, byte for byte")
+    if plan.drafts or plan.draft_tensors:
+        kept = f"{plan.draft_tensors} tensors, {plan.draft_bytes / 1e9:.2f} GB, byte for byte"
+        lines.append(f"{source.summary.draft}: {len(plan.drafts)} matrices become NVFP4; {kept}")
     was_bytes = sum(entry.nbytes for entry in source.inventory.entries.values())
     lines.append(f"block scales by {options.scales.value}, gate and up {'' if options.tie_gate_up else 'not '}tied")
     lines.append(f"{was_bytes / 1e9:.2f} GB become {plan.nbytes / 1e9:.2f} GB in {len(plan.shards)} files")

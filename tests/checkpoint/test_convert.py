@@ -29,7 +29,7 @@ from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.requirements import check_target
 from tests.support import numpy_nvfp4
-from tests.support.damage import change_tensor, copy_checkpoint, load_stored, set_byte
+from tests.support.damage import change_tensor, copy_checkpoint, load_stored, set_byte, store
 from tests.support.dequantize import dequantize_checkpoint
 from tests.support.oracle import hf_logits, hf_model
 from tests.support.prompts import clear_ids
@@ -118,28 +118,33 @@ def test_every_tensor_is_what_numpy_makes_of_it(
     values = dequantize_checkpoint(sources[format, TinyNames.ORIGINAL])
     stems, seen = matrices(after), set()
     for stem in stems:
-        found, was = parts(after, stem), parts(before, stem)
+        found = parts(after, stem)
         seen |= {f"{stem}.{suffix}" for suffix in found}
-        if "weight_scale_2" in was:  # NVFP4 already
-            assert found == was, stem
-        elif "weight_packed" in was:
-            assert found["weight"] == was["weight_packed"] and found["weight_scale"] == was["weight_scale"], stem
-            for ours, theirs in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
-                inverse = np.float32(1) / np.frombuffer(was[theirs][2], np.float32)
-                assert found[ours] == ("F32", [], inverse.tobytes()), stem
-        elif was["weight"][0] == "I8":  # MXFP4, whose exponents fit
-            assert found["weight"] == ("U8", was["weight"][1], was["weight"][2]), stem
-            scale = numpy_nvfp4.E4M3[np.frombuffer(found["weight_scale"][2], np.uint8)]
-            packed = np.frombuffer(found["weight"][2], np.uint8).reshape(found["weight"][1])
-            g = np.frombuffer(found["weight_scale_2"][2], np.float32)
-            exact = numpy_nvfp4.dequantize(packed, _bytes(found["weight_scale"])) * g
-            assert set(np.log2(scale) % 1) == {0} and np.array_equal(exact, values[f"{stem}.weight"]), stem
-        else:
-            assert found == quantised_by_numpy(values[f"{stem}.weight"]), stem
+        require_numpys(stem, found, parts(before, stem), values[f"{stem}.weight"])
     untouched = {name: value for name, value in after.items() if name not in seen}
     assert untouched == {name: before[name] for name in untouched}
     assert {n for n in before if n.rpartition(".")[0] not in stems} == untouched.keys()
     assert {n.rpartition(".")[0] for n in before if n.startswith("layers.")} >= stems and len(stems) > 100
+
+
+def require_numpys(stem: str, found: Stored, was: Stored, values: np.ndarray) -> None:
+    """A matrix that became NVFP4 is what NumPy makes of what it was."""
+    if "weight_scale_2" in was:  # NVFP4 already
+        assert found == was, stem
+    elif "weight_packed" in was:
+        assert found["weight"] == was["weight_packed"] and found["weight_scale"] == was["weight_scale"], stem
+        for ours, theirs in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
+            inverse = np.float32(1) / np.frombuffer(was[theirs][2], np.float32)
+            assert found[ours] == ("F32", [], inverse.tobytes()), stem
+    elif was["weight"][0] == "I8":  # MXFP4, whose exponents fit
+        assert found["weight"] == ("U8", was["weight"][1], was["weight"][2]), stem
+        scale = numpy_nvfp4.E4M3[np.frombuffer(found["weight_scale"][2], np.uint8)]
+        packed = np.frombuffer(found["weight"][2], np.uint8).reshape(found["weight"][1])
+        g = np.frombuffer(found["weight_scale_2"][2], np.float32)
+        exact = numpy_nvfp4.dequantize(packed, _bytes(found["weight_scale"])) * g
+        assert set(np.log2(scale) % 1) == {0} and np.array_equal(exact, values), stem
+    else:
+        assert found == quantised_by_numpy(values), stem
 
 
 def _bytes(value: tuple[str, list[int], bytes]) -> np.ndarray:
@@ -160,6 +165,59 @@ def test_names_of_the_source_make_no_difference(
     assert {n: v for n, v in theirs.items() if n not in drafts} == {
         n: v for n, v in ours.items() if not n.startswith("mtp.")
     }
+
+
+@pytest.mark.parametrize("only", ["", "experts"])
+@pytest.mark.parametrize("format", [TinyFormat.DEEPSEEK, TinyFormat.BF16, TinyFormat.NVFP4_EXPERTS])
+def test_drafts_are_converted_on_request(
+    format: TinyFormat, only: str, sources: dict[tuple[TinyFormat, TinyNames], Path], tmp_path: Path
+) -> None:
+    source = sources[format, TinyNames.ORIGINAL]
+    classes = parse_classes(only) if only else frozenset(MatrixClass)
+    target = quiet(source, tmp_path / "to", Options(classes, shard_size=1_500_000, drafts=True))
+    before, after = stored(source), stored(target)
+    values = dequantize_checkpoint(source, drafts=True)
+    chosen = {name.removesuffix(".weight") for name in values if re.search(r"\.(experts|shared_experts)\.", name)}
+    chosen |= {f"mtp.0.attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")}
+    chosen = {stem for stem in chosen if not only or ".experts." in stem}
+    assert len(chosen) == 3 * SIZES["n_routed_experts"] + (0 if only else 3 + 5)
+    for stem in chosen:
+        require_numpys(stem, parts(after, stem), parts(before, stem), values[f"{stem}.weight"])
+    drafts = {name for name in after if name.startswith("mtp.")}
+    others = {name for name in drafts if name.rpartition(".")[0] not in chosen}
+    assert {n: after[n] for n in others} == {n: v for n, v in before.items() if n in others} and len(others) > 10
+    assert {n for n in before if n.startswith("mtp.")} - drafts <= {f"{s}.{x}" for s in chosen for x in ("scale",)}
+    said = json.loads((target / "config.json").read_text())["quantization_config"]
+    for name in drafts:
+        stem, _, suffix = name.rpartition(".")
+        if suffix != "weight" or len(after[name][1]) != 2:
+            continue
+        listed = said.get("quantized_layers")
+        ignored = any(fnmatchcase(stem, pattern) for pattern in said["ignore"])
+        assert ignored == (stem not in chosen), stem
+        if listed is not None:
+            assert (stem in chosen) == bool({stem, stem.rsplit(".", 2)[0]} & listed.keys()), stem
+    verify(target)
+
+
+def test_drafts_that_cannot_be_converted_are_refused(
+    sources: dict[tuple[TinyFormat, TinyNames], Path], tmp_path: Path
+) -> None:
+    source = sources[TinyFormat.DEEPSEEK, TinyNames.ORIGINAL]
+    options = Options(drafts=True)
+    bare = copy_checkpoint(source, tmp_path / "bare")
+    for file in bare.glob("*.safetensors"):
+        store(file, {name: value for name, value in load_stored(file).items() if not name.startswith("mtp.")})
+    (bare / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="--drafts nvfp4: .* no draft"):
+        quiet(bare, tmp_path / "to", options)
+    wide = copy_checkpoint(source, tmp_path / "wide")
+    change_tensor(
+        wide, "mtp.0.attn.wkv.weight", lambda dtype, shape, data: (dtype, [shape[0] * 2, shape[1] // 2], data)
+    )
+    quiet(wide, tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"mtp\.0\.attn\.wkv\.weight.*wrong shape"):
+        quiet(wide, tmp_path / "to", options)
 
 
 def test_small_pieces_change_nothing(

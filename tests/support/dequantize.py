@@ -1,7 +1,7 @@
 """Dequantise a checkpoint directory in plain NumPy: the independent opinion on what its bytes mean.
 
 Parses safetensors and decodes E2M1, E4M3, E8M0 and BF16 by itself, from the formats' definitions and not from the
-package. Only the decoder's tensors are returned, under the names that the files have; draft layers are left out.
+package. Tensors are returned under the names that the files have; draft layers only on request.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ SCALE_SUFFIXES = {
 }
 
 
-def dequantize_checkpoint(directory: str | Path) -> dict[str, np.ndarray]:
-    """``{name: fp32 array}``, integers as they are. A quantised matrix appears as ``<stem>.weight``."""
+def dequantize_checkpoint(directory: str | Path, drafts: bool = False) -> dict[str, np.ndarray]:
+    """``{name: fp32 array}``, integers as they are. A quantised matrix appears as ``<stem>.weight``.
+
+    Args:
+        drafts: return draft layers, and nothing else.
+    """
     raw = {
         name: value
         for name, value in raw_tensors(Path(directory)).items()
-        if not name.removeprefix("model.").startswith("mtp.")
+        if name.removeprefix("model.").startswith("mtp.") == drafts
     }
     result: dict[str, np.ndarray] = {}
     for name, (dtype, array) in raw.items():
