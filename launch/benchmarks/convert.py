@@ -1,4 +1,4 @@
-"""Time and memory of ``nvfp4-sgl convert`` and of reading its checksums, on random tensors of Flash's shapes.
+"""Time and memory of converting, verifying and loading, on random tensors of Flash's shapes.
 
 Tensors are random bytes in DeepSeek's storages (``--load-format dummy``'s), written to ``DIR/source`` once. The
 processes' memory is read from /proc while they run: what they allocated, and with it the pages of files that they map,
@@ -23,12 +23,14 @@ from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify_dummy
 
 SHARD_BYTES = 5 * 10**9
+RANKS = 8
+"""Of the server whose first rank's loading is measured; one layer of Flash takes 3.6 GB, and CI's machine has 24."""
 SECONDS = 0.05
 """Between two looks at a process's memory."""
 
 
 def main() -> int:
-    """Write the source if it is not there, convert it, verify the result; print a table."""
+    """Write the source if it is not there; convert it, check the result, load it; print a table."""
     parser = argparse.ArgumentParser(description="Measure nvfp4-sgl convert on tensors of Flash's shapes.")
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write, 20 GB by default")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
@@ -43,11 +45,16 @@ def main() -> int:
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     print(f"{size / 1e9:.2f} GB in {args.layers} layers, {os.cpu_count()} cores", flush=True)
     print("command                         seconds   GB/s   allocated GB   with mapped files GB")
+    cli = "nvfp4_sgl.cli"
     for name, command in (
-        ("convert", ["convert", str(source), str(target), *flags]),
-        ("inspect --checksums", ["inspect", str(target), "--checksums"]),
+        ("convert", [cli, "convert", str(source), str(target), *flags]),
+        ("inspect", [cli, "inspect", str(target)]),
+        ("inspect --values", [cli, "inspect", str(target), "--values"]),
+        ("inspect --checksums", [cli, "inspect", str(target), "--checksums"]),
+        ("verify --against", [cli, "verify", str(target), "--against", str(source)]),
+        (f"load rank 0 of {RANKS}", ["benchmarks.load_rank", str(target), str(RANKS)]),
     ):
-        seconds, own, resident = measured(command, args.directory / f"{command[0]}.log")
+        seconds, own, resident = measured(command, args.directory / f"{name.replace(' ', '_')}.log")
         print(
             f"{name:<30}{seconds:>9.1f}{size / 1e9 / seconds:>7.2f}{own / 1e9:>15.2f}{resident / 1e9:>23.2f}",
             flush=True,
@@ -71,16 +78,16 @@ def write_source(directory: Path, layers: int) -> None:
 
 
 def measured(command: list[str], log: Path) -> tuple[float, int, int]:
-    """Seconds, peak bytes allocated, and peak bytes with mapped files, of ``nvfp4-sgl COMMAND``."""
+    """Seconds, peak bytes allocated, and peak bytes with mapped files, of ``python -m COMMAND``."""
     started, own, resident = time.monotonic(), 0, 0
     with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "nvfp4_sgl.cli", *command], stdout=out, stderr=out)
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
         while process.poll() is None:
             status = memory(process.pid)
             own, resident = max(own, status.get("RssAnon", 0)), max(resident, status.get("VmRSS", 0))
             time.sleep(SECONDS)
     if process.returncode:
-        raise SystemExit(f"nvfp4-sgl {' '.join(command)} ended with {process.returncode}: see {log}")
+        raise SystemExit(f"python -m {' '.join(command)} ended with {process.returncode}: see {log}")
     return time.monotonic() - started, own, resident
 
 

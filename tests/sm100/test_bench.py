@@ -49,6 +49,9 @@ PRODUCTS = [
     LayerProduct("one expert", 64, 128, gated=True, experts_per_token=1, output="nvfp4"),
     LayerProduct("gate and up", 96, 128, groups=4, gated=True, experts_per_token=2, output="nvfp4"),
     LayerProduct("down", 136, 192, groups=4, experts_per_token=3, shared=True),
+    LayerProduct("MXFP8", 136, 160, operands="mxfp8"),
+    LayerProduct("MXFP8, grouped", 136, 128, groups=2, operands="mxfp8"),
+    LayerProduct("MXFP8, gated", 64, 128, gated=True, operands="mxfp8"),
 ]
 
 
@@ -87,6 +90,17 @@ def test_cases_are_what_the_operations_run() -> None:
         assert case.shape.output == case.product.output
         assert not case.key.weighted
         assert case.token_tile % min(case.shape.token_tile, 128) == 0
+
+
+def test_cases_of_released_checkpoints() -> None:
+    full, released = (cases(["flash"], [1, 8], [1, 64], checkpoint) for checkpoint in ("full", "released"))
+    assert {case.operands for case in full} == {"nvfp4"} and {case.operands for case in released} == {"nvfp4", "mxfp8"}
+    for case in released:
+        assert case.shape.operands == case.problem.operands == case.operands
+        assert case.routed == (case.operands == "nvfp4") and not case.product.shared
+    # FP8 has twice the bytes and half the rate, so no step is faster than with all of it in NVFP4.
+    for ours, theirs in zip(steps(released), steps(full), strict=True):
+        assert ours.name == theirs.name and ours.floor_seconds > theirs.floor_seconds and ours.seconds > theirs.seconds
 
 
 def test_every_token_visits_the_shared_expert() -> None:

@@ -22,7 +22,11 @@ FACTOR, EXPONENT = 0.125, -3
 
 
 def write_calm(path: Path, *, seed: int, format: str = "nvfp4-full", **shapes: Any) -> Path:
-    """A checkpoint, full NVFP4 or experts only, as :func:`write_tiny` writes it but for the factor; its path."""
+    """A checkpoint as :func:`write_tiny` writes it but for the factor; its path.
+
+    Args:
+        format: one in which the last matrix of each sublayer is NVFP4, MXFP4 or FP8 with UE8M0 scales.
+    """
     write_tiny(path, format, seed=seed, **shapes)
     for file in path.glob("*.safetensors"):
         tensors = load_stored(file)

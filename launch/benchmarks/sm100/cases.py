@@ -16,12 +16,17 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     token_tile_for,
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
-from nvfp4_sgl.model.products import LayerProduct, step_products
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
+from nvfp4_sgl.model.products import LayerProduct, step_products, stored_products
+from nvfp4_sgl.model.products import Operands as LayerOperands
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
 ARCHITECTURE = "sm_100a"
+FULL, RELEASED = "full", "released"
+CHECKPOINTS = (FULL, RELEASED)
+"""All matrices in NVFP4; or as DeepSeek and NVIDIA release them: routed experts in MXFP4 or NVFP4, which both run as
+NVFP4, compressors in bf16, which a library multiplies, and all else in FP8, which runs as MXFP8."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,12 @@ class Case:
         return self.product.groups > 1 and self.product.experts_per_token > 0
 
     @property
+    def operands(self) -> Operands:
+        """What is multiplied; products in bf16 are no cases."""
+        assert self.product.operands != "bf16", self.product
+        return self.product.operands
+
+    @property
     def pairs(self) -> int:
         """Rows of the kernel: tokens, or token-expert pairs."""
         return self.tokens * (self.product.experts_per_token if self.routed else 1)
@@ -57,8 +68,10 @@ class Case:
             rows = rows_of(self.pairs, one.groups, tile)
             return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
-            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS)
-        return plan_product(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS)
+            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS, self.operands)
+        return plan_product(
+            one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.operands
+        )
 
     @property
     def key(self) -> KernelKey:
@@ -67,15 +80,27 @@ class Case:
     @property
     def problem(self) -> Problem:
         one, shared = self.product, self.tokens if self.product.shared else 0
-        return Problem(one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared)
+        return Problem(
+            one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared, self.operands
+        )
 
 
-def cases(models: list[str], ranks: list[int], tokens: list[int]) -> list[Case]:
-    """Every distinct product of the models."""
+def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: str = FULL) -> list[Case]:
+    """Every distinct product of the models that is ours, of one of :data:`CHECKPOINTS`."""
     found = []
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))
         for size in ranks:
-            for product, layers in step_products(config, size).items():
+            of_step = step_products(config, size) if checkpoint == FULL else stored_products(config, size, _released)
+            for product, layers in of_step.items():
+                if product.operands == "bf16":
+                    continue
                 found += [Case(model, size, product, count, config.swiglu_limit, layers) for count in tokens]
     return found
+
+
+def _released(stem: str) -> LayerOperands:
+    """What a matrix of a released checkpoint multiplies, by its name without suffix."""
+    if ".ffn.experts." in stem:
+        return "nvfp4"
+    return "bf16" if ".compressor." in stem else "mxfp8"

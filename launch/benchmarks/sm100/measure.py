@@ -11,9 +11,13 @@ from torch import Tensor
 
 from benchmarks.sm100.cases import Case
 from nvfp4_sgl.cutedsl_kernels import operations
+from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations as mxfp8_operations
+from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
 from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
-from nvfp4_sgl.formats.rows import ExpertRows, Rows
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import Operands
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
+from nvfp4_sgl.formats.rows import ExpertRows, MxFp8Rows, Rows
 from nvfp4_sgl.formats.scale_layout import scale_offset, swizzle_128x4
 from tests.support.departure import Departure
 
@@ -33,7 +37,9 @@ SAMPLED = 64
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp64 [..., K] of packed codes and plain block scales."""
+    """fp64 [..., K] of codes and plain block scales: packed E2M1 under E4M3, or E4M3 under UE8M0 exponents in uint8."""
+    if codes.dtype == E4M3:
+        return codes.double() * torch.exp2(scales.double() - 127).repeat_interleave(2 * BLOCK, dim=-1)
     table = torch.tensor([*E2M1, *(-one for one in E2M1)], dtype=torch.float64, device=codes.device)
     pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
     return pairs * scales.double().repeat_interleave(BLOCK, dim=-1)
@@ -73,6 +79,35 @@ def _ratios(values: Tensor) -> str:
     return f"{float(values.min()):.4g} to {float(values.max()):.4g}"
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Random operands: codes and plain block scales."""
+
+    generator: torch.Generator
+    operands: Operands
+
+    def operand(self, k: int, *shape: int) -> tuple[Tensor, Tensor]:
+        """[\\*shape, K]: any codes, scales within a factor of 8."""
+        if self.operands == "nvfp4":
+            scales = self._integers(0x28, 0x40, *shape, k // BLOCK)
+            return self._integers(0, 256, *shape, k // 2), scales.view(E4M3)
+        # Magnitudes up to 448: the code above is NaN.
+        signs = self._integers(0, 2, *shape, k) << 7
+        codes = (self._integers(0, 0x7F, *shape, k) | signs).view(E4M3)
+        return codes, self._integers(120, 124, *shape, k // (2 * BLOCK))
+
+    def factors(self, *shape: int) -> Tensor:
+        """Scales of rows and matrices; MXFP8 has none."""
+        device = self.generator.device
+        if self.operands == "mxfp8":
+            return torch.ones(shape, device=device)
+        return torch.rand(shape, device=device, generator=self.generator) / 64 + 1 / 64
+
+    def _integers(self, low: int, high: int, *shape: int) -> Tensor:
+        device = self.generator.device
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=self.generator)
+
+
 @dataclass
 class Workload:
     """Random operands of a case, its launch, and what the launch should give."""
@@ -93,29 +128,26 @@ class Workload:
     @classmethod
     def make(cls, case: Case, device: torch.device, seed: int = 1) -> Workload:
         one, generator = case.product, torch.Generator(device).manual_seed(seed)
-
-        def integers(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
-
-        def factors(*shape: int) -> Tensor:
-            return torch.rand(shape, device=device, generator=generator) / 64 + 1 / 64
-
+        drawn = Drawn(generator, case.operands)
         tile, halves = case.token_tile, (2,) if one.gated else ()
         counts = _counts(case, generator)
         padded = (counts + tile - 1) // tile * tile if case.routed else counts
         offsets = padded.cumsum(0) - padded
         rows = rows_of(case.pairs, one.groups, tile) if case.routed else case.tokens
         groups = (one.groups,) if one.groups > 1 and not case.routed else ()
-        codes, scales = integers(0, 256, rows, *groups, one.k // 2), integers(0x28, 0x40, rows, *groups, one.k // BLOCK)
-        scales = scales.view(E4M3)
-        row_scale = factors(rows, *groups)
+        codes, scales = drawn.operand(one.k, rows, *groups)
+        row_scale = drawn.factors(rows, *groups)
         size = (one.groups, *halves) if one.groups > 1 or one.gated or case.routed else ()
-        weights = integers(0, 256, *size, one.features, one.k // 2)
-        weight_scales = integers(0x28, 0x40, *size, one.features, one.k // BLOCK).view(E4M3)
-        alpha = factors(*(size if case.routed or one.gated else (*size, one.features)))
+        weights, weight_scales = drawn.operand(one.k, *size, one.features)
+        alpha = drawn.factors(*(size if case.routed or one.gated else (*size, one.features)))
         arranged = swizzle_128x4(scales.flatten(1), tile)
         index = torch.arange(rows, device=device)
         group_of_row = torch.zeros_like(index)
+        if case.operands == "mxfp8":
+            whole = MxFp8Tensor(weights[0] if one.gated else weights, weight_scales[0] if one.gated else weight_scales)
+            of_case = MxFp8Weights.gated(whole) if one.gated else MxFp8Weights.of(whole)
+            run, of_run = _launch_mxfp8(case, MxFp8Rows(codes, arranged.flatten(), tile), of_case)
+            return cls(case, run, of_run, codes, scales, row_scale, weights, weight_scales, alpha, group_of_row)
         if case.routed:
             ends = offsets + padded
             group_of_row = torch.searchsorted(ends, index, right=True).clamp(max=one.groups - 1)
@@ -230,6 +262,14 @@ def _launch(case: Case, tokens: Rows, weights: Weights) -> tuple[Callable[[], ob
     return lambda: call(tokens, weights, out=out), out
 
 
+def _launch_mxfp8(case: Case, rows: MxFp8Rows, weights: MxFp8Weights) -> tuple[Callable[[], object], Tensor]:
+    one = case.product
+    out = torch.empty(*rows.codes.shape[:-1], one.features, dtype=DTYPES[one.output], device=rows.codes.device)
+    if one.gated:
+        return lambda: mxfp8_operations.gate_up(rows, weights, case.limit, out=out), out
+    return lambda: mxfp8_operations.product(rows, weights, out=out), out
+
+
 class CudaTimer:
     """Seconds of a launch, by CUDA graphs and events."""
 
@@ -261,7 +301,7 @@ class CudaTimer:
 def others(load: Workload) -> dict[str, Callable[[], object]]:
     """The same dense product by other libraries, where they have it."""
     one = load.case.product
-    if load.codes.dim() != 2 or load.weights.dim() != 2:
+    if load.codes.dim() != 2 or load.weights.dim() != 2 or load.case.operands != "nvfp4":
         return {}
     tokens, weights = swizzle_128x4(load.scales), swizzle_128x4(load.weight_scales)
     packed = torch.float4_e2m1fn_x2

@@ -1,4 +1,6 @@
-"""An experts-only checkpoint as SM100 runs it: routed experts in NVFP4, FP8 matrices as MXFP8, compressors in bf16.
+"""Released checkpoints as SM100 runs them: routed experts in NVFP4, FP8 matrices as MXFP8, compressors in bf16.
+
+ModelOpt's experts-only releases store NVFP4; DeepSeek's own store MXFP4, which is read as NVFP4.
 
 Triton is interpreted and every GEMM of ours emulated; ``test_decoder.py`` says how such a run is judged.
 """
@@ -29,9 +31,9 @@ LIKE_THE_REFERENCE = 1.4
 """Bound of the distance from activations that are not quantised, as a multiple of the reference's."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_calm(tmp_path_factory.mktemp("mixed"), seed=11, format="nvfp4-experts", **SHAPES)
+@pytest.fixture(scope="module", params=["nvfp4-experts", "deepseek"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calm(tmp_path_factory.mktemp(request.param), seed=11, format=request.param, **SHAPES)
 
 
 def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
