@@ -245,7 +245,7 @@ def test_stop_string_is_kept_on_demand(ask, whole):
 
 
 def test_very_long_stop_strings_change_nothing(ask, whole):
-    stops = [whole + "!" * 20_000, "x" * 50_000, "界" * 1000]
+    stops = [whole + "!" * 2000, "x" * 1500, "界" * 400]
     assert ask(stop=stops).choices[0].text == whole
     assert text_of(ask(stop=stops, stream=True)) == whole
 
