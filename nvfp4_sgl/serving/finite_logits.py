@@ -19,7 +19,10 @@ from torch import Tensor
 from nvfp4_sgl.serving import sglang_private as private
 
 FAILED = -1
-"""The token id of a row that is not finite. The embedding of the pass that has begun by then takes 0 instead."""
+"""The token id of a row that is not finite; the pass that has begun by then takes 0 instead.
+
+SGLang asserts on the device that there is none only for its own tests (``SGLANG_IS_IN_CI``).
+"""
 
 _MARK = "nvfp4_sgl_failed"
 """Attribute of SGLang's request that has been failed."""
@@ -49,8 +52,8 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
         position = private.sequence_length(request) - 1
         private.fail(
             request,
-            f"the model's logits at position {position} (token {len(request.output_ids)} of the answer) are NaN or"
-            " infinite; only this request is ended; send it again, and see docs/troubleshooting.md if it fails again",
+            f"the logits for position {position} (token {len(request.output_ids)} of the answer) are NaN or infinite;"
+            " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time",
         )
         setattr(request, _MARK, True)
     return found

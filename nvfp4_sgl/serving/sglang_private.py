@@ -364,7 +364,9 @@ def fail(request: Any, message: str) -> None:
     finish = importlib.import_module(MODULES["schedule_batch"].path).FINISH_ABORT
     request.finished_reason = finish(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     request.skip_radix_cache_insert = True
-    request.output_ids[-1] = max(0, request.output_ids[-1])  # the detokenizer sees it
+    # The detokenizer ends at an id that is none: neither the answer nor its log-probabilities may take one there.
+    request.output_ids[-1] = max(0, request.output_ids[-1])
+    request.return_logprob = False
 
 
 def sequence_length(request: Any) -> int:
