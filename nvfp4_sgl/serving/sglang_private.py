@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -250,6 +251,7 @@ def install_hooks(around: dict[str, Callable[..., Any]]) -> None:
     SGLang logs and ignores a hook that it cannot apply; this raises :class:`UnsupportedError`.
     """
     module = importlib.import_module(MODULES["hook_registry"].path)
+    module.logger.setLevel(logging.WARNING)  # else a line for each hook, among those of the start
     registry, kind = module.HookRegistry, module.HookType.AROUND
     for name, hook in around.items():
         registry.register(HOOKS[name].path, hook, kind)
