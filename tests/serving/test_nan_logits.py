@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.serving.finite_logits import FAILED, sample, zero_rows_not_finite
+from nvfp4_sgl.serving import grammars
+from nvfp4_sgl.serving.finite_logits import FAILED, check_token_ids, has_failed, sample, zero_rows_not_finite
 from tests.support.golden import TOLERANCE
 from tests.support.logprobs import flush
 from tests.support.prompts import draw_ids
@@ -67,14 +68,50 @@ def test_every_sampler_gets_rows_that_it_can_sample_from() -> None:
         assert ids.dtype == dtype and ids.eq(FAILED).tolist() == expected and ids[1] == 0
 
 
+def test_what_becomes_of_a_failed_request() -> None:
+    """Ended by an error, with valid ids for the detokenizer and no page for the cache; others are left alone."""
+
+    def outside(request: Any, tokens: list[int]) -> bool:
+        return any(not 0 <= token < 500 for token in tokens)
+
+    def scheduled(*answer: int) -> SimpleNamespace:
+        return SimpleNamespace(origin_input_ids=[7] * 20, output_ids=[*answer], return_logprob=True)
+
+    failed, well = scheduled(3, 4, FAILED), scheduled(3, 4, 5)
+    assert check_token_ids(outside, failed, [FAILED]) and not check_token_ids(outside, well, [5])
+    assert has_failed(failed) and not has_failed(well) and vars(well) == vars(scheduled(3, 4, 5))
+    reason = failed.finished_reason.to_json()
+    assert (reason["type"], reason["status_code"]) == ("abort", 500)
+    assert "position 22 (token 3 of the answer)" in reason["message"]
+    assert failed.output_ids == [3, 4, 0] and failed.skip_radix_cache_insert and not failed.return_logprob
+
+
+def test_no_grammar_sees_the_id() -> None:
+    grammar = SimpleNamespace(finished=False)
+    request = SimpleNamespace(
+        origin_input_ids=[7], output_ids=[FAILED], grammar=grammar, finished=lambda: True, return_logprob=False
+    )
+    check_token_ids(lambda *_: True, request, [FAILED])
+
+    def accept(*args: Any, **kwargs: Any) -> list[int]:
+        pytest.fail("accepted")
+
+    assert grammars.accept_tokens(accept, None, request, [FAILED]) == []
+    grammars.accept_prefill(accept, None, req=request, next_token_id=FAILED)
+    assert grammar.finished
+
+
 # --- real servers -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["overlap", "chunks, no overlap"])
+CHUNKS = ("--disable-overlap-schedule", "--chunked-prefill-size", "256")
+"""Flags of a server that caches a prompt's first page before it knows any of its logits."""
+
+
+@pytest.fixture(scope="module", params=[(), CHUNKS], ids=["overlap", "chunks"])
 def server(request: pytest.FixtureRequest, serve: Any, watched_arguments: Any) -> Server:
     checkpoint, flags, environment = watched_arguments
-    more = () if request.param == "overlap" else ("--disable-overlap-schedule", "--chunked-prefill-size", "256")
-    running: Server = serve(checkpoint, *flags, *more, environment=environment)
+    running: Server = serve(checkpoint, *flags, *request.param, environment=environment)
     return running
 
 
