@@ -8,12 +8,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.metrics import entries, occupancy
 from tests.packaging.checkout import ROOT
 from tests.support.chat import MODEL, client
@@ -59,6 +61,18 @@ def test_entries_of_ragged_lengths(config: ModelConfig) -> None:
         assert entries(config, kind, lengths) == (sum(seen), sum(read))
         assert kind is LayerKind.HCA or sum(read) < sum(seen)
         assert entries(config, kind, []) == (0, 0)
+
+
+def test_a_pass_too_many_is_not_counted() -> None:
+    """Under the overlap schedule a request that has ended runs one pass more, and a retracted one may."""
+
+    def request(tokens: int, *, finished: bool = False, retracted: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            origin_input_ids=[7] * tokens, output_ids=[7] * 3, finished=lambda: finished, is_retracted=retracted
+        )
+
+    requests = [request(10), request(20, finished=True), request(30, retracted=True), request(40)]
+    assert private.decoding_lengths(SimpleNamespace(reqs=requests)) == [13, 43]
 
 
 def test_rows_that_pools_of_tokens_stand_for(config: ModelConfig) -> None:

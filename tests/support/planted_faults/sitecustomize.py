@@ -27,11 +27,15 @@ def _ties_up(formats):
 
 
 def _nan_streams(model):
-    """While the file that PLANTED_NAN names is there, the streams of the token whose id it holds are NaN."""
+    """While the file that PLANTED_NAN names is there, the streams of the token whose id it holds are NaN.
+
+    Ids that no embedding has are refused: a GPU would read beside it.
+    """
     file = Path(os.environ["PLANTED_NAN"])
     original = model.DeepseekV4ForCausalLM._streams
 
     def streams(self, input_ids, input_embeds):
+        assert input_ids.min() >= 0, input_ids
         made = original(self, input_ids, input_embeds)
         if file.exists():
             made[input_ids == int(file.read_text())] = float("nan")
