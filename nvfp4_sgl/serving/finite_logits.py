@@ -71,5 +71,9 @@ def release_request(original: Callable[..., None], request: Any, tree_cache: Any
         private.forget_prefixes(tree_cache)
 
 
-HOOKS = {"sample": sample, "check_token_ids": check_token_ids, "release_request": release_request}
+HOOKS: dict[str, Callable[..., Any]] = {
+    "sample": sample,
+    "check_token_ids": check_token_ids,
+    "release_request": release_request,
+}
 """What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
