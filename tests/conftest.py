@@ -15,6 +15,9 @@ DEFAULT_SERVER = frozenset(
 )
 """Files that talk to the same server, started with default flags."""
 
+WATCHED_SERVER = frozenset(f"tests/serving/test_{name}.py" for name in ("metrics", "nan_logits"))
+"""Files that talk to the same server, with metrics and a fault that can be armed."""
+
 OWN_SERVERS = frozenset(
     f"tests/serving/test_{name}.py" for name in ("dummy_weights", "logprobs_variants", "process_failures")
 )
@@ -54,6 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid
             if file.startswith(INDEPENDENT):
                 return nodeid.split("[", 1)[0]
+            if file in WATCHED_SERVER:
+                return "watched server"
             return "default server" if file in DEFAULT_SERVER else file
 
     return ByServer(config, log)

@@ -191,7 +191,9 @@ def preflight(server_args: Any) -> None:
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
-    private.declare_resolution(server_args, BACKEND, **{name: "auto" for name in PARSERS if given[name] is None})
+    parsers = {name: "auto" for name in PARSERS if given[name] is None}
+    # The count of cached tokens is there in any case; this only lets answers say it.
+    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **parsers)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.finite_logits import has_failed
 from nvfp4_sgl.serving.requests import serves_our_model
 
 MAX_STEP_SECONDS = 0.25
@@ -60,7 +61,9 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
 
 def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, **kwargs: Any) -> None:
     """Hook around the grammar's step over a request's first token: fail the request if its grammar has a fault."""
-    if (message := fault(req.grammar)) is None:
+    if has_failed(req):
+        req.grammar.finished = True
+    elif (message := fault(req.grammar)) is None:
         original(processor, req=req, **kwargs)
     else:
         private.abort(req, message)
@@ -69,6 +72,8 @@ def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, *
 
 def accept_tokens(original: Callable[..., list[int]], processor: Any, req: Any, tokens: Any) -> list[int]:
     """As :func:`accept_prefill` for later tokens; the tokens that were accepted."""
+    if has_failed(req):
+        return []
     if (message := fault(req.grammar)) is None:
         return original(processor, req, tokens)
     private.abort(req, message)

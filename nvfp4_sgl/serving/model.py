@@ -115,6 +115,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         """SGLang's entry: logits of the batch that the backend has planned."""
         assert self.decoder is not None, "load_weights has not run"
         backend = private.get_attn_backend()
+        input_ids.clamp_(min=0)  # a request that has failed (finite_logits.FAILED) may be in its next pass already
         if backend.plan is None:
             hidden = self.embed(input_ids)
         else:

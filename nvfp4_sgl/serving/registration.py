@@ -17,7 +17,17 @@ from typing import Any
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
-from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info, stages
+from nvfp4_sgl.serving import (
+    arguments,
+    finite_logits,
+    grammars,
+    guard,
+    kv_pool,
+    metrics,
+    requests,
+    runtime_info,
+    stages,
+)
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -110,9 +120,13 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
     """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
     stages.begin()
     try:
-        if arguments.is_our_checkpoint(private.model_path()):
+        ours = arguments.is_our_checkpoint(private.model_path())
+        if ours:
             arguments.use_bound_cpus(private.tp_rank())
+            private.install_hooks(finite_logits.HOOKS)
         original(scheduler, *args, **kwargs)
+        if ours:
+            metrics.watch(scheduler)
         runtime_info.log(scheduler)
     except Nvfp4SglError as error:
         stop(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,22 @@ HOOKS = {
     "cache_grammar": Private(
         "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache", "its cache has no bound"
     ),
+    "sample": Private("sglang.srt.layers.sampler.Sampler.forward", "samples from NaN logits, whatever comes of it"),
+    "check_token_ids": Private(
+        "sglang.srt.managers.schedule_batch.Req._check_vocab_boundary_finish",
+        "ends a request at an id outside the vocabulary, but as if it had finished well",
+    ),
+    "release_request": Private(
+        "sglang.srt.mem_cache.common.release_kv_cache", "after it, pages of a failed request can be dropped"
+    ),
+    "decode_result": Private(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.process_batch_result_decode",
+        "where the lengths of a decode pass are known on the host, for metrics",
+    ),
+    "publish_metrics": Private(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats", "when gauges are set"
+    ),
 }
 """Targets of the hooks that :mod:`nvfp4_sgl.serving.registration` installs."""
 
@@ -191,6 +208,7 @@ MODULES = {
     "grammar_backend": Private(
         "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
     ),
+    "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
     "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
     "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
@@ -233,6 +251,7 @@ def install_hooks(around: dict[str, Callable[..., Any]]) -> None:
     SGLang logs and ignores a hook that it cannot apply; this raises :class:`UnsupportedError`.
     """
     module = importlib.import_module(MODULES["hook_registry"].path)
+    module.logger.setLevel(logging.WARNING)  # else a line for each hook, among those of the start
     registry, kind = module.HookRegistry, module.HookType.AROUND
     for name, hook in around.items():
         registry.register(HOOKS[name].path, hook, kind)
@@ -340,6 +359,42 @@ def abort(request: Any, message: str) -> None:
     """Have the scheduler finish ``request`` with status 400 and ``message``."""
     finish = importlib.import_module(MODULES["schedule_batch"].path).FINISH_ABORT
     request.to_finish = finish(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def fail(request: Any, message: str) -> None:
+    """Finish ``request``, whose last token id is none, with status 500 and ``message``; none of its pages is kept."""
+    finish = importlib.import_module(MODULES["schedule_batch"].path).FINISH_ABORT
+    request.finished_reason = finish(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    request.skip_radix_cache_insert = True
+    # The detokenizer ends at an id that is none: neither the answer nor its log-probabilities may take one there.
+    request.output_ids[-1] = max(0, request.output_ids[-1])
+    request.return_logprob = False
+
+
+def sequence_length(request: Any) -> int:
+    """Tokens of a scheduled request, prompt and answer."""
+    return len(request.origin_input_ids) + len(request.output_ids)
+
+
+def forget_prefixes(tree_cache: Any) -> None:
+    """Drop every cached prefix that no running request uses."""
+    params = importlib.import_module(MODULES["base_prefix_cache"].path).EvictParams
+    full, swa = tree_cache.full_evictable_size(), tree_cache.swa_evictable_size()
+    tree_cache.evict(params(num_tokens=full, swa_num_tokens=swa))
+
+
+def decoding_lengths(batch: Any) -> list[int]:
+    """Tokens of each request for which the decode pass of ``batch``, not yet processed, has brought a token.
+
+    Under the overlap schedule a request that has ended runs one pass more.
+    """
+    return [sequence_length(one) for one in batch.reqs if not (one.finished() or one.is_retracted)]
+
+
+def metric_labels(scheduler: Any) -> dict[str, Any] | None:
+    """SGLang's own labels of the metrics of ``scheduler``; ``None`` if it publishes none."""
+    reporter = scheduler.metrics_reporter
+    return dict(reporter.metrics_collector.labels) if reporter.current_scheduler_metrics_enabled else None
 
 
 def invalid_grammar(message: str) -> Any:

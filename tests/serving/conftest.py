@@ -10,7 +10,9 @@ import pytest
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from tests.support.launch_forks import LaunchForks
-from tests.support.server import ServerPool
+from tests.support.server import Server, ServerPool
+
+FAULTS = Path(__file__).resolve().parents[1] / "support" / "planted_faults"
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +43,28 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     pool = ServerPool(tmp_path_factory.mktemp("servers"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def planted_nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that arms the planted NaN of servers that :func:`watched_arguments` start."""
+    return tmp_path_factory.mktemp("planted") / "token"
+
+
+@pytest.fixture(scope="session")
+def watched_arguments(
+    tiny_checkpoints: Callable[[str], Path], planted_nan: Path
+) -> tuple[Path, tuple[str, ...], dict[str, str]]:
+    """Checkpoint, flags and environment of a server with metrics, in which NaN can be planted."""
+    environment = {"PYTHONPATH": str(FAULTS), "PLANTED_FAULT": "nan", "PLANTED_NAN": str(planted_nan)}
+    return tiny_checkpoints("nvfp4-full"), ("--enable-metrics",), environment
+
+
+@pytest.fixture
+def watched(serve: ServerPool, watched_arguments: tuple[Path, tuple[str, ...], dict[str, str]]) -> Server:
+    """A server with metrics, shared by the files of one worker."""
+    checkpoint, flags, environment = watched_arguments
+    return serve(checkpoint, *flags, environment=environment)
 
 
 @pytest.fixture(scope="session")

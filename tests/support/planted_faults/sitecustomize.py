@@ -26,8 +26,27 @@ def _ties_up(formats):
     formats.to_e2m1 = lambda values: original(values * (1 + 2.0**-20))
 
 
+def _nan_streams(model):
+    """While the file that PLANTED_NAN names is there, the streams of the token whose id it holds are NaN.
+
+    Ids that no embedding has are refused: a GPU would read beside it.
+    """
+    file = Path(os.environ["PLANTED_NAN"])
+    original = model.DeepseekV4ForCausalLM._streams
+
+    def streams(self, input_ids, input_embeds):
+        assert input_ids.min() >= 0, input_ids
+        made = original(self, input_ids, input_embeds)
+        if file.exists():
+            made[input_ids == int(file.read_text())] = float("nan")
+        return made
+
+    model.DeepseekV4ForCausalLM._streams = streams
+
+
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
+    "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "e2m1": {"tests.sm100.emulator.formats": _ties_up},
 }
 on_import.patch_on_import(FAULTS[os.environ["PLANTED_FAULT"]])

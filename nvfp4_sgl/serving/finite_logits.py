@@ -1,0 +1,79 @@
+"""Fails a request whose logits are not finite, with status 500; the others of its batch go on.
+
+A row of logits is looked at on the device, before its token is sampled. A row that holds NaN or +inf, or nothing but
+-inf, becomes zeros, so that sampling stays valid, and its token id becomes :data:`FAILED`. The id travels to the host
+as every other one does: nothing waits for the device. There SGLang ends a request at an id outside the vocabulary,
+and these hooks make an error of that end.
+
+Keys and values of such a request may be NaN, too. It has shared those of its prompt with the prefix cache before its
+logits were known, so that all cached prefixes that no running request uses are dropped with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nvfp4_sgl.serving import sglang_private as private
+
+FAILED = -1
+"""The token id of a row that is not finite; the pass that has begun by then takes 0 instead.
+
+SGLang asserts on the device that there is none only for its own tests (``SGLANG_IS_IN_CI``).
+"""
+
+_MARK = "nvfp4_sgl_failed"
+"""Attribute of SGLang's request that has been failed."""
+
+
+def zero_rows_not_finite(logits: Tensor) -> Tensor:
+    """Zero the rows of ``logits``, fp32 [B, vocabulary], that cannot be sampled from, in place; bool [B], which.
+
+    -inf is what masks of grammars and biases leave, and no fault beside a finite logit. No host sync.
+    """
+    largest = logits.amax(-1)  # NaN if there is one
+    failed = (largest - largest) != 0  # NaN of NaN and of infinities
+    logits.masked_fill_(failed[:, None], 0)
+    return failed
+
+
+def sample(original: Callable[..., Tensor], sampler: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Hook around SGLang's sampler: int [B], :data:`FAILED` for rows of logits that are not finite."""
+    failed = zero_rows_not_finite(logits_output.next_token_logits)
+    return original(sampler, logits_output, *args, **kwargs).masked_fill(failed, FAILED)
+
+
+def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) -> bool:
+    """Hook around SGLang's check of the ids that a pass has brought ``request``: an id that is none is an error."""
+    found = original(request, tokens)
+    if found:
+        position = private.sequence_length(request) - 1
+        private.fail(
+            request,
+            f"the logits for position {position} (token {len(request.output_ids)} of the answer) are NaN or infinite;"
+            " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time",
+        )
+        setattr(request, _MARK, True)
+    return found
+
+
+def has_failed(request: Any) -> bool:
+    """Whether :func:`check_token_ids` has failed SGLang's ``request``."""
+    return getattr(request, _MARK, False)
+
+
+def release_request(original: Callable[..., None], request: Any, tree_cache: Any, **kwargs: Any) -> None:
+    """Hook around SGLang's release of a request's pages: after one that failed, no cached prefix is trusted."""
+    original(request, tree_cache, **kwargs)
+    if has_failed(request):
+        private.forget_prefixes(tree_cache)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "sample": sample,
+    "check_token_ids": check_token_ids,
+    "release_request": release_request,
+}
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
