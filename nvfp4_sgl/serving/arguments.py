@@ -187,6 +187,7 @@ def preflight(server_args: Any) -> None:
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
+    _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
@@ -280,6 +281,21 @@ def served(path: str | Path, load_format: str | None, overrides: Mapping[str, An
     if load_format != DUMMY:
         return verify(path)
     return verify_dummy(path, {name: value for name, value in overrides.items() if name not in OVERRIDABLE})
+
+
+_verified_at_start: list[Verified] = []
+"""What :func:`preflight` has passed in this process; the last one is served."""
+
+
+def verified_at_start() -> Verified:
+    """What is served, as its files were when the server started; in the launcher's process, which is the front end's.
+
+    Raises:
+        UnsupportedError: another process resolved the arguments.
+    """
+    if not _verified_at_start:
+        raise UnsupportedError("update of weights: expected the process that launched the server; restart it instead")
+    return _verified_at_start[-1]
 
 
 def served_here() -> Verified:

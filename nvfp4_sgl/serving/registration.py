@@ -17,7 +17,7 @@ from typing import Any
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
-from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info, stages
+from nvfp4_sgl.serving import arguments, grammars, guard, kv_pool, requests, runtime_info, stages, update_request
 from nvfp4_sgl.serving import sglang_private as private
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ def register_all() -> None:
                 "normalize_request": requests.normalize_request,
                 "run_http_server": guard.serve_guarded,
                 "validate_in_front_end": requests.validate_in_front_end,
+                "update_weights": update_request.update_weights,
+                "dispatch_update": update_request.dispatch_update,
             }
         )
     if private.MODULES["scheduler"].path in sys.modules:
@@ -51,6 +53,7 @@ def register_all() -> None:
 
 def register_scheduler() -> None:
     """Model class, attention backend, pools and reports."""
+    from nvfp4_sgl.serving import update_weights
     from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 
     registry = private.import_registry_lazily("nvfp4_sgl.serving.architectures")
@@ -70,6 +73,7 @@ def register_scheduler() -> None:
             "accept_prefill_grammar": grammars.accept_prefill,
             "accept_grammar_tokens": grammars.accept_tokens,
             "cache_grammar": grammars.cache,
+            "replace_weights": update_weights.replace_weights,
         }
     )
 

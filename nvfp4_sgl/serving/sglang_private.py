@@ -16,6 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch.distributed
 from torch import Tensor
 
 from nvfp4_sgl.config import ARCHITECTURE
@@ -160,6 +161,19 @@ HOOKS = {
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
     ),
+    "update_weights": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        "checks nothing before it pauses requests, and forgets --served-model-name",
+    ),
+    "dispatch_update": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+        "asks a scheduler that still runs requests whose clients have hung up",
+    ),
+    "replace_weights": Private(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "loads through its own loader, and leaves a model half replaced",
+    ),
     "resolved_arguments": Private(
         "sglang.srt.server_args.ServerArgs.resolved_dict", "the log and /server_info print it, with the keys"
     ),
@@ -191,6 +205,7 @@ MODULES = {
     "grammar_backend": Private(
         "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
     ),
+    "io_struct": Private("sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers"),
     "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
     "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
@@ -368,6 +383,36 @@ def tp_size() -> int:
 def tp_all_reduce(tensor: Tensor) -> Tensor:
     """Sum of ``tensor`` over the tensor-parallel ranks."""
     return __getattr__("tensor_model_parallel_all_reduce")(tensor)
+
+
+def gather(updater: Any, value: Any) -> list[Any]:
+    """``value`` of every tensor-parallel rank, in their order; all of them call this.
+
+    Args:
+        updater: the scheduler's ``SchedulerWeightUpdaterManager``.
+    """
+    found: list[Any] = [value] * tp_size()
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, value, group=updater.tp_cpu_group)
+    return found
+
+
+# --- replacing weights ------------------------------------------------------------------------------------------
+
+
+def finish_update(updater: Any, request: Any) -> bool:
+    """Say in this scheduler which checkpoint and version it serves, and forget the prefix cache; whether it could."""
+    context = __getattr__("get_context")()
+    context.override("nvfp4_sgl.update_weights", model_path=request.model_path)
+    updater.record_weight_version_after_update(request.weight_version)
+    return bool(updater.flush_cache(empty_cache=False))
+
+
+def update_output(success: bool, message: str) -> Any:
+    """What a scheduler answers to ``/update_weights_from_disk``."""
+    return importlib.import_module(MODULES["io_struct"].path).UpdateWeightFromDiskReqOutput(
+        success=success, message=message
+    )
 
 
 # --- the model and its pools ------------------------------------------------------------------------------------
