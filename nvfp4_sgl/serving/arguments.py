@@ -182,7 +182,6 @@ def preflight(server_args: Any) -> None:
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
     check_keys(given)
-    check_port(given["host"], given["port"])
     check_simulation()
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
@@ -240,6 +239,14 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from error
+
+
+def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around SGLang's start of a server, not of an engine without one: look at the port before anything else."""
+    given = private.given_arguments(server_args)
+    if is_our_checkpoint(given["model_path"]):
+        check_port(given["host"], given["port"])
+    return original(server_args, *args, **kwargs)
 
 
 def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dict[str, Any]:

@@ -41,7 +41,11 @@ def register_all() -> None:
         private.install_hooks(
             {
                 "normalize_request": requests.normalize_request,
+                "launch_server": arguments.launch_server,
                 "run_http_server": guard.serve_guarded,
+                "child_failed": guard.name_the_dead,
+                "chat_sampling": requests.bound_tools,
+                "responses_sampling": requests.bound_tools,
                 "validate_in_front_end": requests.validate_in_front_end,
                 "update_weights": update_request.update_weights,
                 "dispatch_update": update_request.dispatch_update,

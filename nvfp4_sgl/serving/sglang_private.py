@@ -158,6 +158,21 @@ HOOKS = {
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
     ),
+    "launch_server": Private(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "binds its port after weights are loaded; an Engine has none",
+    ),
+    "child_failed": Private(
+        "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        "ends the server without saying which process died, if another one noticed it first",
+    ),
+    "chat_sampling": Private(
+        "sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest.to_sampling_params",
+        "makes a grammar of a client's tools, which is refused under another name",
+    ),
+    "responses_sampling": Private(
+        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params", "same, for /v1/responses"
+    ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
     ),
@@ -336,10 +351,37 @@ def shorten_requests(info: Any, *, pages: int) -> Any:
 
 
 def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
-    """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added."""
+    """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added.
+
+    But for CORS, which goes in front of that: a browser shows no answer that lacks its headers.
+    """
+    from starlette.middleware.cors import CORSMiddleware
+
     app = importlib.import_module(MODULES["http_server"].path).app
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: wrapper(build())
+
+    def stack() -> Any:
+        cors = [entry for entry in app.user_middleware if entry.cls is CORSMiddleware]
+        app.user_middleware = [entry for entry in app.user_middleware if entry.cls is not CORSMiddleware]
+        application = wrapper(build())
+        for entry in reversed(cors):
+            application = entry.cls(application, *entry.args, **entry.kwargs)
+        return application
+
+    app.build_middleware_stack = stack
+
+
+def dead_processes(handler: Any) -> list[tuple[str, int]]:
+    """Name and exit code of the server's processes that have failed; names are ``scheduler_RANK`` and ``detokenizer``.
+
+    Args:
+        handler: SGLang's ``SignalHandler``.
+    """
+    watchdog = handler.tokenizer_manager._subprocess_watchdog
+    if watchdog is None:
+        return []
+    found = zip(watchdog._names, watchdog._processes, strict=True)
+    return [(name, process.exitcode) for name, process in found if process.exitcode]
 
 
 def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:
