@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -59,10 +60,11 @@ def context_of(path: Path, target: Target, rank: int = 0, size: int = 1) -> Cont
     )
 
 
-def tensors(decoder: Decoder) -> list[torch.Tensor]:
+def tensors(decoder: torch.nn.Module) -> list[torch.Tensor]:
     """Every tensor that can be reached from ``decoder``, found by the garbage collector's view of objects."""
     found: list[torch.Tensor] = []
-    seen, stack = set(), [decoder]
+    seen: set[int] = set()
+    stack: list[Any] = [decoder]
     while stack:
         value = stack.pop()
         if id(value) in seen or isinstance(value, type | ModuleType | FunctionType | Context):
@@ -118,18 +120,22 @@ def test_error_names_tensor_and_file(pair: Pair, tmp_path: Path) -> None:
     path, name = copy_checkpoint(new, tmp_path / "damaged"), "layers.1.attn.wkv.weight_scale"
     change_tensor(path, name, set_byte(5, 0x7F))
     decoder = Decoder(context_of(old, Target.CPU))
-    first, second, third = (block.attn.project_q._weights[0].values.clone() for block in decoder.layers)
+
+    def queries() -> list[torch.Tensor]:
+        blocks: list[Any] = list(decoder.layers)
+        return [block.attn.project_q._weights[0].values.clone() for block in blocks]
+
+    before = queries()
     with pytest.raises(CheckpointError, match=name) as error:
         replace_weights(decoder, context_of(path, Target.CPU))
     assert file_of(path, name).name in str(error.value)
-    now = [block.attn.project_q._weights[0].values for block in decoder.layers]
-    assert not torch.equal(now[0], first) and torch.equal(now[1], second) and torch.equal(now[2], third)
+    assert [torch.equal(*both) for both in zip(before, queries(), strict=True)] == [False, True, True]
 
 
 def test_what_is_built_otherwise_is_refused() -> None:
     def module(value: object) -> torch.nn.Module:
         result = torch.nn.Module()
-        result.value = value
+        result.__dict__["value"] = value
         return result
 
     one, other = torch.zeros(2, 3), torch.zeros(3, 2)
