@@ -75,7 +75,7 @@ async def update_weights(original: Callable[..., Any], manager: Any, asked: Any,
         if success and private.given_arguments(manager.server_args)["served_model_name"] is not None:
             manager.served_model_name = name
         return success, message, paused
-    except Nvfp4SglError as error:
+    except (Nvfp4SglError, OSError) as error:
         logger.warning("nvfp4_sgl: update of weights refused: %s", error)
         return False, str(error), 0
     finally:

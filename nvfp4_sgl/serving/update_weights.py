@@ -59,7 +59,7 @@ def examine(model: Any, updater: Any, directory: str) -> tuple[Verified | None, 
         found = verify(directory)
         check_fits(model.verified, found)
         check_memory(model)
-    except Nvfp4SglError as error:
+    except (Nvfp4SglError, OSError) as error:
         return None, str(error)
     return found, None
 

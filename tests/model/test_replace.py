@@ -24,7 +24,7 @@ from nvfp4_sgl.targets.choose import Target, choose
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import change_tensor, copy_checkpoint, file_of, set_byte
 
-SHAPES = {"num_hidden_layers": 3, "n_routed_experts": 6}
+SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6}
 """A layer of each kind."""
 FULL, SPLIT = "nvfp4-full", 2
 CASES = [

@@ -5,13 +5,7 @@ The tests run in this order on one server, which begins with the weights of one 
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +19,9 @@ from tests.support.golden import Golden
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate
 from tests.support.oracle import cached_hf_model
 from tests.support.prompts import clear_ids, draw_ids
-from tests.support.server import ADMIN_KEY, Server, wait_for_none
+from tests.support.server import Server, wait_for_none
 from tests.support.server_processes import process
+from tests.support.updates import Background, until, update
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -53,46 +48,6 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(serve: Callable[..., Server], old: Path) -> Server:
     return serve(old, "--tp-size", "2", "--served-model-name", "tiny")
-
-
-def update(server: Server, path: Path | str, **fields: Any) -> tuple[int, str]:
-    """Status and message that ``/update_weights_from_disk`` answers."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
-    body = json.dumps({"model_path": str(path), **fields}).encode()
-    request = urllib.request.Request(f"{server.url}/update_weights_from_disk", body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return int(answer.status), json.load(answer)["message"]
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["message"]
-
-
-@dataclass
-class Background:
-    """A call in a thread."""
-
-    work: Callable[[], Any]
-    result: Any = None
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.result = self.work()
-
-    def wait(self) -> Any:
-        self.thread.join(240)
-        assert not self.thread.is_alive()
-        return self.result
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def distance(checkpoint: Path, prompt: list[int], answer: dict[str, Any]) -> float:
