@@ -100,7 +100,7 @@ def test_running_requests_finish_first_and_new_ones_wait(server: Server, old: Pa
     running = Background(lambda: generate(server, prompt, RUNNING_TOKENS))
     until(lambda: server.info()["pools"]["requests"]["used"] > 0)
     updating = Background(lambda: update(server, new, weight_version="second"))
-    until(lambda: f"{new} verified" in server.text())
+    until(lambda: f"{new} verified" in server.text() and "Start update_weights" in server.text())
     later = Background(lambda: generate(server, waiting))
     assert running.thread.is_alive(), "the request is too short to see anything"
     assert update(server, new)[1].startswith("another update")
