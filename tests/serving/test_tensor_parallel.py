@@ -5,6 +5,7 @@ The tests run in this order on one server, which begins with the weights of one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,17 @@ def server(serve: Callable[..., Server], old: Path) -> Server:
     return serve(old, "--tp-size", "2", "--served-model-name", "tiny")
 
 
+@functools.cache
+def alone(checkpoint: Path) -> Standalone:
+    return Standalone(checkpoint, requests=1, capacity=2048)
+
+
 def distance(checkpoint: Path, prompt: list[int], answer: dict[str, Any]) -> float:
     """Largest difference of an answer's log-probabilities from those of ``checkpoint``, run alone."""
     ids, outputs = [*prompt, *answer["output_ids"]], answer["meta_info"]["output_token_logprobs"]
-    logits = Standalone(checkpoint, requests=1, capacity=2048).extend({0: ids})[0]
+    model = alone(checkpoint)
+    model.reset()
+    logits = model.extend({0: ids})[0]
     chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
     return float((chosen - torch.tensor([value for value, _, _ in outputs])).abs().max())
 
