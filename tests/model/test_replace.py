@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,13 +77,13 @@ def tensors(decoder: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def values(decoder: Decoder) -> Counter[bytes]:
-    """The bits of all tensors, with shapes and dtypes."""
-    return Counter(
-        repr((t.dtype, t.shape, t.stride())).encode()
-        + t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        for t in tensors(decoder)
-    )
+def values(decoder: Decoder) -> Counter[str]:
+    """Shape, dtype and digest of the bits of all tensors."""
+    found: Counter[str] = Counter()
+    for tensor in tensors(decoder):
+        bits = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        found[f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(bits).hexdigest()[:16]}"] += 1
+    return found
 
 
 def places(decoder: Decoder) -> set[int]:

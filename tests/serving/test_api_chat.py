@@ -316,7 +316,8 @@ def test_forced_tool_call_in_a_stream(ask, calling):
 
 
 def test_tools_too_large_for_a_grammar(ask):
-    large = {"type": "function", "function": {"name": "large", "parameters": {"enum": ["x" * 70000]}}}
+    parameters = {"type": "object", "properties": {"which": {"enum": ["x" * 70000]}}}
+    large = {"type": "function", "function": {"name": "large", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="tools: the structural_tag that tool_choice makes of them"):
         ask(tools=[large], tool_choice="required", max_tokens=1)
 
