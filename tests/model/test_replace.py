@@ -82,7 +82,7 @@ def values(decoder: Decoder) -> Counter[str]:
     found: Counter[str] = Counter()
     for tensor in tensors(decoder):
         bits = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        found[f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(bits).hexdigest()[:16]}"] += 1
+        found[f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(bits.tobytes()).hexdigest()[:16]}"] += 1
     return found
 
 
