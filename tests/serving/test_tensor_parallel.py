@@ -30,7 +30,7 @@ DEATH_SECONDS = 10
 BOUND = 1e-3
 """Of differences of log-probabilities in fp32 over some hundred tokens; those of the two checkpoints are above 1."""
 PAGES, PAGE = 2, 256
-RUNNING_TOKENS = 250
+RUNNING_TOKENS = 400
 """Tokens of an answer that is not finished when the new checkpoint has been verified, in about a second."""
 
 
