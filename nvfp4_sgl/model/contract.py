@@ -344,5 +344,5 @@ class Context:
     uniform_experts: bool = False
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Tensor ``name`` on the device, in the checkpoint's dtype."""
-        return self.source.read(name, rows=rows).to(self.device)
+        """Tensor ``name`` on the device, in the checkpoint's dtype; a copy, so that the file may be changed."""
+        return self.source.read(name, rows=rows).to(self.device, copy=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.contract import Context, Form, SiteNames
+from nvfp4_sgl.model.contract import Context, Form, Site, SiteNames
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.weights.parallel import Collective
 
@@ -29,6 +29,11 @@ class Block(nn.Module):
         self.hc_ffn = site(context, experts, self.ffn.takes)
 
 
+def final_collapse(context: Context) -> Site:
+    """The site behind the last layer, which collapses the streams for the LM head."""
+    return context.boundaries.site(context, SiteNames("hc_head", "norm.weight", 0), Form.VALUES)
+
+
 class Decoder(nn.Module):
     """A range of layers, all of them unless given: between the embedding and the LM head, or a stage of that.
 
@@ -45,7 +50,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(context, layer) for layer in self.range)
         self.hc_head = None
         if self.range.stop == config.num_hidden_layers:
-            self.hc_head = context.boundaries.site(context, SiteNames("hc_head", "norm.weight", 0), Form.VALUES)
+            self.hc_head = final_collapse(context)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Residual streams [T, n, d] of ``token_ids``, int [T], from the whole embedding table [vocabulary, d]."""

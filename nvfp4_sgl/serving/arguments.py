@@ -182,11 +182,11 @@ def preflight(server_args: Any) -> None:
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
     check_keys(given)
-    check_port(given["host"], given["port"])
     check_simulation()
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
+    _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
@@ -243,6 +243,14 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from error
 
 
+def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around SGLang's start of a server, not of an engine without one: look at the port before anything else."""
+    given = private.given_arguments(server_args)
+    if is_our_checkpoint(given["model_path"]):
+        check_port(given["host"], given["port"])
+    return original(server_args, *args, **kwargs)
+
+
 def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dict[str, Any]:
     """Hook around what SGLang prints of its arguments: keys are left out."""
     resolved = original(server_args)
@@ -282,6 +290,21 @@ def served(path: str | Path, load_format: str | None, overrides: Mapping[str, An
     if load_format != DUMMY:
         return verify(path)
     return verify_dummy(path, {name: value for name, value in overrides.items() if name not in OVERRIDABLE})
+
+
+_verified_at_start: list[Verified] = []
+"""What :func:`preflight` has passed in this process; the last one is served."""
+
+
+def verified_at_start() -> Verified:
+    """What is served, as its files were when the server started; in the launcher's process, which is the front end's.
+
+    Raises:
+        UnsupportedError: another process resolved the arguments.
+    """
+    if not _verified_at_start:
+        raise UnsupportedError("update of weights: expected the process that launched the server; restart it instead")
+    return _verified_at_start[-1]
 
 
 def served_here() -> Verified:

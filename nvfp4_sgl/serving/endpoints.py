@@ -71,12 +71,13 @@ PATHS: Mapping[str, Kind] = {
             "/pause_generation",
             "/start_profile",
             "/stop_profile",
+            "/update_weights_from_disk",
         ),
         Kind.ADMINISTRATIVE,
     ),
 }
-"""Every path that is answered. What SGLang has beyond these would update weights that our model does not let it
-update, free memory that it does not manage, or fetch what a client names."""
+"""Every path that is answered. What SGLang has beyond these would update weights from elsewhere than a checkpoint, free
+memory that it does not manage, or fetch what a client names."""
 
 READ_BELOW = ("/v1/models/",)
 """Prefixes of further paths of :attr:`Kind.READ`."""

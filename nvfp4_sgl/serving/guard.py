@@ -1,12 +1,15 @@
 """The one ASGI middleware in front of SGLang's HTTP application, for servers of our model only.
 
 It refuses paths and bodies by :mod:`nvfp4_sgl.serving.endpoints`, answers 503 to new requests while the server drains,
-and gives a stream that begins with an error the status of that error: SGLang has sent status 200 before it knows.
+and gives a stream that begins with an error the status of that error: SGLang has sent status 200 before it knows. Only
+CORS stands in front of it, so that a browser may read what it says.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -21,6 +24,9 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_body,
     refuse_path,
 )
+from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
+
+logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -160,10 +166,19 @@ def first_error(chunk: bytes) -> Refusal | None:
     return Refusal(int(status), str(message)) if isinstance(status, int) and 400 <= status < 600 else None
 
 
+def name_the_dead(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around the end of a server of which a process has failed: say which, whoever noticed it."""
+    if serves_our_model():
+        for name, code in private.dead_processes(handler):
+            rank = name.removeprefix("scheduler_")
+            what = f"{name} (tensor-parallel rank {rank})" if rank.isdigit() else name
+            how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+            logger.error("nvfp4_sgl: process %s has ended with %s; the server ends", what, how)
+    return original(handler, *args, **kwargs)
+
+
 def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around SGLang's start of its HTTP server: put :class:`Guard` in front of every other middleware."""
-    from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
-
     if serves_our_model():
         advertise_length(manager)
         access = Access(

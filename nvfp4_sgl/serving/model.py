@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.build import Serving
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.replace import replace_weights
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving import sglang_private as private
@@ -26,6 +30,9 @@ from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+
+OTHER_UPDATES = "weights are replaced by /update_weights_from_disk alone"
+"""What an error says to whoever updates weights in another way."""
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -70,14 +77,30 @@ class DeepseekV4ForCausalLM(nn.Module):
         """
         if self.verified.is_dummy:
             raise UnsupportedError("--load-format dummy: expected no weights to load, found some; restart the server")
+        if self.decoder is not None:
+            raise UnsupportedError(f"load_weights: the model has its weights; {OTHER_UPDATES}")
         self._load()
         return {name for name, _ in self.named_parameters()}
 
     def post_load_weights(self) -> None:
         """Draw random weights: SGLang calls this, and not :meth:`load_weights`, with ``--load-format dummy``."""
         if not self.verified.is_dummy:
-            raise UnsupportedError("weights are replaced while the server runs: not implemented; restart the server")
+            raise UnsupportedError(f"post_load_weights: expected --load-format dummy; {OTHER_UPDATES}")
         self._load()
+
+    @torch.no_grad()
+    def replace_weights(self, found: Verified) -> None:
+        """Load ``found``, which differs from what is served in values alone, into the tensors that are there.
+
+        Raises:
+            CheckpointError: something could not be read; what came before it is replaced, so nothing must run any more.
+        """
+        assert self.decoder is not None, "load_weights has not run"
+        reader = found.reader(self.embed.weight.device)
+        self._read_vocabulary(reader)
+        replace_weights(self.decoder, replace(self.decoder.context, source=reader))
+        reader.finish()
+        self.verified = found
 
     def _load(self) -> None:
         with stages.stage("weights") as words:
@@ -88,8 +111,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def _read_weights(self) -> None:
         device = self.embed.weight.device
         reader = self.verified.reader(device)
-        for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
-            module.weight.weight_loader(module.weight, reader.read(name))
+        self._read_vocabulary(reader)
         context = Context(
             reader,
             self.model_config,
@@ -103,6 +125,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.decoder = Decoder(context)
         self.recorder = recorder(self.decoder, self.choice.target.value, self.activation_mode.value)
         reader.finish()
+
+    def _read_vocabulary(self, reader: CheckpointReader) -> None:
+        """Copy this rank's rows of embedding and LM head to where they belong."""
+        for module, name in ((self.embed, "embed.weight"), (self.head, "head.weight")):
+            module.weight.weight_loader(module.weight, reader.read(name))
 
     @torch.no_grad()
     def forward(

@@ -27,6 +27,7 @@ from nvfp4_sgl.serving import (
     requests,
     runtime_info,
     stages,
+    update_request,
 )
 from nvfp4_sgl.serving import sglang_private as private
 
@@ -51,8 +52,14 @@ def register_all() -> None:
         private.install_hooks(
             {
                 "normalize_request": requests.normalize_request,
+                "launch_server": arguments.launch_server,
                 "run_http_server": guard.serve_guarded,
+                "child_failed": guard.name_the_dead,
+                "chat_sampling": requests.bound_tools,
+                "responses_sampling": requests.bound_tools,
                 "validate_in_front_end": requests.validate_in_front_end,
+                "update_weights": update_request.update_weights,
+                "dispatch_update": update_request.dispatch_update,
             }
         )
     if private.MODULES["scheduler"].path in sys.modules:
@@ -61,6 +68,7 @@ def register_all() -> None:
 
 def register_scheduler() -> None:
     """Model class, attention backend, pools and reports."""
+    from nvfp4_sgl.serving import update_weights
     from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 
     registry = private.import_registry_lazily("nvfp4_sgl.serving.architectures")
@@ -80,6 +88,7 @@ def register_scheduler() -> None:
             "accept_prefill_grammar": grammars.accept_prefill,
             "accept_grammar_tokens": grammars.accept_tokens,
             "cache_grammar": grammars.cache,
+            "replace_weights": update_weights.replace_weights,
         }
     )
 

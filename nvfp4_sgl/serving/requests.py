@@ -62,6 +62,9 @@ MAX_SCHEMA_DEPTH = 128
 xgrammar has a bound of its own for regular expressions and EBNF, and takes little time up to it.
 """
 
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Fields of a request that hold one."""
+
 MAX_LOGIT_BIASES = 1024
 """Bound on tokens with a bias; SGLang writes them one by one whenever the batch changes."""
 
@@ -208,17 +211,40 @@ def sampling_fault(params: Any, vocab_size: int) -> str | None:
 
 def grammar_fault(params: Any) -> str | None:
     """Why the grammar of a request is not compiled, or ``None``."""
-    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+    for name in GRAMMARS:
         text = getattr(params, name)
         if text is None:
             continue
         if not isinstance(text, str):
             return f"{name}: found {type(text).__name__}; expected a string"
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            return f"{name}: found {len(text)} characters; expected {MAX_GRAMMAR_CHARACTERS} or fewer"
-        if name in ("json_schema", "structural_tag") and is_deeper(text, MAX_SCHEMA_DEPTH):
-            return f"{name}: found objects and arrays more than {MAX_SCHEMA_DEPTH} deep; expected less"
+        if fault := text_fault(name, text):
+            return f"{name}: {fault}"
     return None
+
+
+def text_fault(name: str, text: str) -> str | None:
+    """Why the text of the grammar ``name`` is not compiled, or ``None``."""
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        return f"found {len(text)} characters; expected {MAX_GRAMMAR_CHARACTERS} or fewer"
+    if name in ("json_schema", "structural_tag") and is_deeper(text, MAX_SCHEMA_DEPTH):
+        return f"found objects and arrays more than {MAX_SCHEMA_DEPTH} deep; expected less"
+    return None
+
+
+def bound_tools(original: Callable[..., dict[str, Any]], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Hook around sampling parameters of a chat: what SGLang makes of its tools is refused under the tools' name.
+
+    A grammar that the client sent is left to :func:`grammar_fault`. :class:`ValueError` becomes status 400.
+    """
+    params = original(request, *args, **kwargs)
+    if not serves_our_model() or kwargs.get("tool_call_constraint") is None:
+        return params
+    sent = original(request, *args, **{**kwargs, "tool_call_constraint": None})
+    for name in GRAMMARS:
+        text = params.get(name)
+        if isinstance(text, str) and sent.get(name) is None and (fault := text_fault(name, text)):
+            raise ValueError(f"tools: the {name} that tool_choice makes of them: {fault}; send fewer or smaller tools")
+    return params
 
 
 def prompt_fault(ids: Sequence[int], top_logprobs: int, vocab_size: int) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch.distributed
 from torch import Tensor
 
 from nvfp4_sgl.config import ARCHITECTURE
@@ -158,8 +159,36 @@ HOOKS = {
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
     ),
+    "launch_server": Private(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "binds its port after weights are loaded; an Engine has none",
+    ),
+    "child_failed": Private(
+        "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        "ends the server without saying which process died, if another one noticed it first",
+    ),
+    "chat_sampling": Private(
+        "sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest.to_sampling_params",
+        "makes a grammar of a client's tools, which is refused under another name",
+    ),
+    "responses_sampling": Private(
+        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params", "same, for /v1/responses"
+    ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
+    ),
+    "update_weights": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        "checks nothing before it pauses requests, and forgets --served-model-name",
+    ),
+    "dispatch_update": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+        "asks a scheduler that still runs requests whose clients have hung up",
+    ),
+    "replace_weights": Private(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "loads through its own loader, and leaves a model half replaced",
     ),
     "resolved_arguments": Private(
         "sglang.srt.server_args.ServerArgs.resolved_dict", "the log and /server_info print it, with the keys"
@@ -209,6 +238,7 @@ MODULES = {
         "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
     ),
     "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
+    "io_struct": Private("sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers"),
     "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
     "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
@@ -340,10 +370,37 @@ def shorten_requests(info: Any, *, pages: int) -> Any:
 
 
 def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
-    """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added."""
+    """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added.
+
+    But for CORS, which goes in front of that: a browser shows no answer that lacks its headers.
+    """
+    from starlette.middleware.cors import CORSMiddleware
+
     app = importlib.import_module(MODULES["http_server"].path).app
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: wrapper(build())
+
+    def stack() -> Any:
+        cors = [entry for entry in app.user_middleware if entry.cls is CORSMiddleware]
+        app.user_middleware = [entry for entry in app.user_middleware if entry.cls is not CORSMiddleware]
+        application = wrapper(build())
+        for entry in reversed(cors):
+            application = entry.cls(application, *entry.args, **entry.kwargs)
+        return application
+
+    app.build_middleware_stack = stack
+
+
+def dead_processes(handler: Any) -> list[tuple[str, int]]:
+    """Name and exit code of the server's processes that have failed; names are ``scheduler_RANK`` and ``detokenizer``.
+
+    Args:
+        handler: SGLang's ``SignalHandler``.
+    """
+    watchdog = handler.tokenizer_manager._subprocess_watchdog
+    if watchdog is None:
+        return []
+    found = zip(watchdog._names, watchdog._processes, strict=True)
+    return [(name, process.exitcode) for name, process in found if process.exitcode]
 
 
 def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:
@@ -423,6 +480,36 @@ def tp_size() -> int:
 def tp_all_reduce(tensor: Tensor) -> Tensor:
     """Sum of ``tensor`` over the tensor-parallel ranks."""
     return __getattr__("tensor_model_parallel_all_reduce")(tensor)
+
+
+def gather(updater: Any, value: Any) -> list[Any]:
+    """``value`` of every tensor-parallel rank, in their order; all of them call this.
+
+    Args:
+        updater: the scheduler's ``SchedulerWeightUpdaterManager``.
+    """
+    found: list[Any] = [value] * tp_size()
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, value, group=updater.tp_cpu_group)
+    return found
+
+
+# --- replacing weights ------------------------------------------------------------------------------------------
+
+
+def finish_update(updater: Any, request: Any) -> bool:
+    """Say in this scheduler which checkpoint and version it serves, and forget the prefix cache; whether it could."""
+    context = __getattr__("get_context")()
+    context.override("nvfp4_sgl.update_weights", model_path=request.model_path)
+    updater.record_weight_version_after_update(request.weight_version)
+    return bool(updater.flush_cache(empty_cache=False))
+
+
+def update_output(success: bool, message: str) -> Any:
+    """What a scheduler answers to ``/update_weights_from_disk``."""
+    return importlib.import_module(MODULES["io_struct"].path).UpdateWeightFromDiskReqOutput(
+        success=success, message=message
+    )
 
 
 # --- the model and its pools ------------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.model.products import LayerProduct, layer_products, stored_products
 from nvfp4_sgl.targets.choose import MODES, Target
-from nvfp4_sgl.targets.storages import Arrival, how
+from nvfp4_sgl.targets.storages import Arrival, how, sm100_operands
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -59,7 +59,7 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
         raise ConfigError(
             f"target {target.value}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}"
         )
-    for product in layer_products(config, ranks):
+    for product in _products(target, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
         for what, value, multiple in (("K", product.k, K_MULTIPLE), ("features", product.features, rows)):
             if value % multiple:
@@ -67,6 +67,21 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
                     f"target {target.value}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
                     f" of {multiple}; use a smaller --tp-size, or another model"
                 )
+
+
+def _products(
+    target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]
+) -> Iterable[LayerProduct]:
+    """The GEMMs whose sizes a kernel of ours must take.
+
+    Matrices that are merged are one GEMM, so it is their rows together that count: the columns of its result begin at
+    whole heads or latents, and are read by Triton kernels that know their sizes. On Hopper the merged ones are all
+    NVFP4, or the GEMM is a library's. On SM100 those of one kind of operands are merged, which may be a single one.
+    """
+    if target is Target.SM90:
+        return layer_products(config, ranks)
+    stored = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+    return [product for product in stored if product.operands != "bf16"]
 
 
 def _runs(target: Target, role: Role, storage: Storage) -> bool:

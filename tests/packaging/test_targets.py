@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.targets.choose import Target, choose
@@ -119,6 +119,22 @@ def test_a_shared_expert_of_several_kinds_is_refused(matrix: str):
         shared[f"layers.4.ffn.shared_experts.{matrix}"] = others
         with pytest.raises(CheckpointError, match=rf"target sm_100a.*layers\.4\.ffn\.shared_experts\.{matrix}"):
             check_target(Target.SM100, config, 1, Stored(Storage.NVFP4, shared).storage)
+
+
+def test_rows_of_a_matrix_that_is_merged_with_none_count_alone():
+    """Heads of 516 and index heads of 129: rows of all matrices that read x are 8 * 515, but a latent's are 516."""
+    flash = ModelConfig.from_dict(config_json(FLASH))
+    layers = (LayerKind.CSA,) * flash.num_hidden_layers
+    config = replace(flash, layer_kinds=layers, num_attention_heads=128, head_dim=516, index_head_dim=129)
+    for target in (Target.SM90, Target.SM100):
+        check_target(target, config, 1, ALL_NVFP4.storage)
+
+    def storage(stem: str) -> Storage:
+        return Storage.NVFP4 if ".ffn.experts." in stem or stem.endswith(".attn.wkv") else Storage.PLAIN
+
+    with pytest.raises(ConfigError, match="wkv: features is 516, expected a multiple of 8"):
+        check_target(Target.SM100, config, 1, storage)
+    check_target(Target.SM90, config, 1, storage)  # a library's GEMM
 
 
 @pytest.mark.parametrize(

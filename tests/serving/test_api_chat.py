@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -312,6 +313,13 @@ def test_forced_tool_call_in_a_stream(ask, calling):
     assert [piece.function.name for piece in pieces if piece.function.name] == [expected.name]
     assert "".join(piece.function.arguments or "" for piece in pieces) == expected.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_tools_too_large_for_a_grammar(ask):
+    parameters = {"type": "object", "properties": {"which": {"enum": ["x" * 70000]}}}
+    large = {"type": "function", "function": {"name": "large", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="tools: the structural_tag that tool_choice makes of them"):
+        ask(tools=[large], tool_choice="required", max_tokens=1)
 
 
 def test_no_call_unless_the_model_writes_one(ask):

@@ -38,7 +38,6 @@ NOT_OFFERED = {
     "/release_memory_occupation": {},
     "/set_internal_state": {"server_args": {}},
     "/start_expert_distribution_record": {},
-    "/update_weights_from_disk": {"model_path": "/nowhere"},
     "/update_weights_from_tensor": {},
     "//flush_cache": {},
     "/flush_cache/": {},
@@ -281,6 +280,20 @@ def test_server_refuses_without_the_key(path: str, server: Server) -> None:
 def test_server_refuses_what_is_not_offered(path: str, server: Server) -> None:
     code, text = status(server, path, NOT_OFFERED[path], f"Bearer {ADMIN_KEY}")
     assert code == 404 and "not offered for this model" in text
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/flush_cache", "/generate"])
+def test_a_browser_may_read_a_refusal(path: str, server: Server) -> None:
+    """As it may read SGLang's own answers; the question before, an OPTIONS, needs no key."""
+    request = urllib.request.Request(server.url + path, b"[]", {"Origin": "https://example.org"})
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=60)
+    assert refusal.value.headers.get_all("Access-Control-Allow-Origin") == ["https://example.org"]
+    asked = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    request = urllib.request.Request(server.url + path, headers=asked, method="OPTIONS")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
 
 
 @pytest.mark.server

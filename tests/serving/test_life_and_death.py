@@ -10,13 +10,13 @@ import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.serving.test_startup_errors import assert_one_error
 from tests.support.golden import Golden
 from tests.support.launch_forks import LaunchForks
 from tests.support.server import Server, wait_for_none
+from tests.support.server_processes import process
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -39,12 +39,6 @@ def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
         Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False) as second,
     ):
         yield first.wait_ready(), second.wait_ready()
-
-
-def process(server: Server, name: str) -> psutil.Process:
-    """The server's process that SGLang names so."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if name in " ".join(child.cmdline()))
 
 
 def test_two_servers_answer_alike(pair) -> None:

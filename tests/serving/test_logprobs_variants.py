@@ -51,13 +51,6 @@ def test_retraction(serve, checkpoint, oracle):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
-def test_tensor_parallel(serve, checkpoint, oracle, prompts):
-    server = serve(checkpoint, "--tp-size", "2")
-    for length in (1, 129, 513):
-        check(generate(server, prompts[length], logprob_start_len=0), prompts[length], oracle)
-    check_concurrently(server, oracle, [(prompts[n], TOKENS) for n in (127, 128, 131, 513)])
-
-
 @pytest.mark.parametrize("name", ["nvfp4-experts", "deepseek", "converted"])
 def test_other_formats(name, serve, tiny_checkpoints, tmp_path):
     """Files of several kinds, and what ``nvfp4-sgl convert`` makes of another; ``tests/model/test_whole_model.py`` has

@@ -15,7 +15,9 @@ from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.plugin import EXIT_CODE
 from nvfp4_sgl.standalone import Standalone
 from tests.serving.test_startup_errors import MATRIX, replace
-from tests.support.server import Server
+from tests.support.damage import file_of
+from tests.support.server import Server, wait_for_none
+from tests.support.updates import Background, until, update
 
 BROKEN = Path(__file__).parents[1] / "support" / "broken_imports"
 
@@ -74,6 +76,27 @@ def test_invalid_value(
     assert "nvfp4-sgl: error:" in text
     assert "Traceback" not in text, text
     assert f"exit code: {EXIT_CODE}" not in text  # SGLang's own words for it are replaced by ours
+
+
+@pytest.mark.server
+def test_an_update_that_fails_half_way(tiny_checkpoints: Callable[[str], Path], damaged: Path, tmp_path: Path) -> None:
+    """The new checkpoint is damaged after its check, while a request of before still runs."""
+    name = f"{MATRIX}.weight_scale"
+    with Server.launch(tiny_checkpoints("nvfp4-full"), log=tmp_path / "log") as server:
+        server.wait_ready()
+        running = Background(lambda: server.generate([30, 31], 400))
+        until(lambda: server.info()["pools"]["requests"]["used"] > 0)
+        updating = Background(lambda: update(server, damaged))
+        until(lambda: f"{damaged} verified" in server.text())
+        replace(name, nan_at_some_place)(damaged)
+        assert running.thread.is_alive(), "the request is too short to see anything"
+        assert len(running.wait()["output_ids"]) == 400, "it finishes with the old weights"
+        assert server.process.wait(30) != 0 and not wait_for_none(server.process.pid, 10)
+        assert updating.wait() is None
+    lines = [line for line in server.text().splitlines() if "nvfp4-sgl: error:" in line]
+    assert len(lines) == 1 and "failed half-way" in lines[0], server.text()
+    assert name in lines[0] and file_of(damaged, name).name in lines[0]
+    assert "process scheduler_0 (tensor-parallel rank 0) has ended with exit code 78" in server.text()
 
 
 def test_nan_global_scale(damaged: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,6 +177,44 @@ def test_keys_are_left_out() -> None:
     server_args = SimpleNamespace(_launch_command="--api-key one --admin-api-key=other --port 1")
     private.redact_launch_command(server_args, ["one", "other"])
     assert "one" not in server_args._launch_command and "other" not in server_args._launch_command
+
+
+def test_only_a_server_needs_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolving arguments does not look at it, as an engine without a server has no port."""
+    (tmp_path / "config.json").write_text('{"architectures": ["DeepseekV4ForCausalLM"]}')
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        given = {"model_path": str(tmp_path), "host": "127.0.0.1", "port": listener.getsockname()[1]}
+        monkeypatch.setattr(private, "given_arguments", lambda server_args: given)
+        with pytest.raises(ConfigError, match="cannot listen"):
+            arguments.launch_server(lambda server_args: None, None)
+        given |= dict.fromkeys(
+            ("json_model_override_args", "load_format", "tp_size", *arguments.KEYS, *arguments.PARSERS)
+        )
+        for name in ("check_arguments", "check_keys", "check_simulation", "check_activation_mode", "check_target"):
+            monkeypatch.setattr(arguments, name, lambda *args: None)
+        for name in ("redact_launch_command", "declare_resolution"):
+            monkeypatch.setattr(private, name, lambda *args, **fields: None)
+        monkeypatch.setattr(arguments, "bind_threads", lambda ranks: None)
+        monkeypatch.setattr(arguments, "served", lambda *args: SimpleNamespace(raw={}, config=None, inventory=None))
+        monkeypatch.setattr(arguments, "_verified_at_start", [])
+        arguments.preflight(None)
+    assert arguments.launch_server(lambda server_args: "launched", None) == "launched"
+
+
+def test_a_grammar_of_tools_is_the_tools_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "serves_our_model", lambda: True)
+    long, deep = "x" * (requests.MAX_GRAMMAR_CHARACTERS + 1), "[" * 200 + "]" * 200
+
+    def params(request: Any, tool_call_constraint: Any = None) -> dict[str, Any]:
+        return {"regex": request, **({"structural_tag": tool_call_constraint} if tool_call_constraint else {})}
+
+    for text, word in ((long, "65537 characters"), (deep, "deep")):
+        with pytest.raises(ValueError, match=f"^tools: the structural_tag that tool_choice makes of them: .*{word}"):
+            requests.bound_tools(params, None, tool_call_constraint=text)
+    assert requests.bound_tools(params, None, tool_call_constraint="{}")["structural_tag"] == "{}"
+    # The client's own: refused later, under its own name.
+    assert requests.bound_tools(params, long, tool_call_constraint="{}")["regex"] == long
+    assert requests.bound_tools(params, long)["regex"] == long
 
 
 def test_ports() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
@@ -23,7 +24,8 @@ def working_copy(matrix: Matrix, storage: Storage | None = None) -> PreparedWeig
     if isinstance(matrix, Tensor):
         values = matrix.float().transpose(-1, -2).contiguous()
         return PreparedWeight(values, None, storage is not None and storage.is_mxfp8)
-    return PreparedWeight(matrix.unscaled().transpose(-1, -2).contiguous(), matrix.global_scale_of_rows())
+    alpha = matrix.global_scale_of_rows().clone(memory_format=torch.contiguous_format)
+    return PreparedWeight(matrix.unscaled().transpose(-1, -2).contiguous(), alpha)
 
 
 class ReferenceProjection(nn.Module):
