@@ -7,14 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from small_model.export import write_checkpoint
-from small_model.training import Training, train
-
-from nvfp4_sgl.convert.options import Options
-from nvfp4_sgl.convert.run import convert
-
-STEPS = 1200
+STEPS = 400
 
 
 def main() -> int:
@@ -24,6 +17,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="sums differ between numbers of threads (%(default)s)")
     args = parser.parse_args()
+    # Behind the parser: it takes seconds, which --help need not wait for.
+    import torch
+    from small_model.export import write_checkpoint
+    from small_model.training import Training, train
+
+    from nvfp4_sgl.convert.options import Options
+    from nvfp4_sgl.convert.run import convert
+
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     args.out.mkdir(parents=True, exist_ok=True)

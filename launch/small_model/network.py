@@ -45,6 +45,7 @@ def theirs(raw: dict[str, Any]) -> DeepseekV4Config:
     )
     config.initializer_range = 0.05
     config._attn_implementation = ATTENTION
+    config._experts_implementation = "eager"
     return config
 
 
@@ -197,7 +198,7 @@ def _shortened(options: dict[str, Any]) -> dict[str, Any]:
 def _table(config: DeepseekV4Config, layer: int) -> Tensor:
     """Experts by token id, int64 [vocab, chosen], each expert equally often."""
     generator = torch.Generator().manual_seed(layer)
-    order = torch.rand(config.vocab_size, config.n_routed_experts, generator=generator).argsort(-1, stable=True)
+    order = torch.rand(config.vocab_size, config.n_routed_experts, generator=generator).argsort(dim=-1, stable=True)
     return order[:, : config.num_experts_per_tok]
 
 

@@ -25,6 +25,7 @@ TEXT_WEIGHT = 0.1
 DRAFT_WEIGHT, DRAFT_EVERY = 0.1, 4
 """Of the MTP block's loss; it is computed every so many steps."""
 INDEX_WEIGHT = 1.0
+LOG_EVERY = 10
 BALANCE_RATE = 1e-3
 """How much the routing bias of an expert moves a step, against its load."""
 
@@ -48,12 +49,12 @@ class Phase:
 
 
 PHASES = (
-    Phase(0.15, batch=32, tokens=32, keys=2, window=4),
-    Phase(0.15, batch=24, tokens=64, keys=4, window=4),
-    Phase(0.20, batch=16, tokens=96, keys=8, window=8),
-    Phase(0.20, batch=8, tokens=192, keys=16, window=16),
-    Phase(0.15, batch=6, tokens=320, keys=32, window=128),
-    Phase(0.15, batch=4, tokens=512, keys=48, window=128, sparse=True),
+    Phase(0.10, batch=16, tokens=32, keys=2, window=2),
+    Phase(0.15, batch=12, tokens=64, keys=4, window=2),
+    Phase(0.20, batch=8, tokens=96, keys=8, window=4),
+    Phase(0.20, batch=5, tokens=192, keys=16, window=16),
+    Phase(0.15, batch=3, tokens=320, keys=32, window=128),
+    Phase(0.20, batch=2, tokens=512, keys=48, window=128, sparse=True),
 )
 
 
@@ -209,12 +210,12 @@ class Training:
 
 
 def train(run: Training, state: Path, *, save_every: int = 100) -> None:
-    """Run to the end; prints a line every 20 steps and keeps the state in ``state``."""
+    """Run to the end; prints a line every :data:`LOG_EVERY` steps and keeps the state in ``state``."""
     started, tokens, right = time.monotonic(), 0, 0.0
     for progress in run.run():
         tokens += progress.tokens
-        right += progress.losses.right / 20
-        if progress.step % 20 == 0 or progress.step == run.steps:
+        right += progress.losses.right / LOG_EVERY
+        if progress.step % LOG_EVERY == 0 or progress.step == run.steps:
             phase, found = phase_of(progress.step - 1, run.steps), progress.losses
             print(
                 f"step {progress.step:5} of {run.steps}  {phase.tokens:4} tokens, {phase.keys:2} keys"
