@@ -14,6 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/train_small", description="Train a small DeepSeek-V4 on a CPU.")
     parser.add_argument("--out", type=Path, required=True, help="directory for state, log and both checkpoints")
     parser.add_argument("--steps", type=int, default=STEPS, help="the curriculum is stretched over them (%(default)s)")
+    parser.add_argument("--until", type=int, help="stop after so many of them, and write what there is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="sums differ between numbers of threads (%(default)s)")
     args = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> int:
     if run.done:
         print(f"{state}: {run.done} of {run.steps} steps are done already")
     started = time.monotonic()
-    train(run, state)
+    train(run, state, until=args.until)
     print(f"trained in {time.monotonic() - started:.0f} s")
     plain, full = args.out / "bf16", args.out / "nvfp4"
     if not plain.exists():

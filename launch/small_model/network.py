@@ -50,7 +50,7 @@ def theirs(raw: dict[str, Any]) -> DeepseekV4Config:
 
 
 def window_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -141,10 +141,10 @@ class SmallModel(nn.Module):
         for layer in self.routed_layers():
             layer.mlp.gate.register_forward_hook(_keep_choice)
 
-    def csa_layers(self) -> list[nn.Module]:
+    def csa_layers(self) -> list[Any]:
         return [layer for layer in self.decoder.model.layers if layer.self_attn.ratio == 4]
 
-    def routed_layers(self) -> list[nn.Module]:
+    def routed_layers(self) -> list[Any]:
         """Layers whose experts are chosen by scores, the MTP block's too."""
         return [layer for layer in [*self.decoder.model.layers, self.mtp.block] if not layer.mlp.is_hash]
 
@@ -207,9 +207,9 @@ def _detach(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _keep_scores(scorer: nn.Module, _: Any, scores: Tensor) -> None:
+def _keep_scores(scorer: Any, _: Any, scores: Tensor) -> None:
     scorer.scores = scores
 
 
-def _keep_choice(gate: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep_choice(gate: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
     gate.chosen = torch.bincount(output[2].flatten(), minlength=gate.num_experts)

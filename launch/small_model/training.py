@@ -209,13 +209,17 @@ class Training:
         return run
 
 
-def train(run: Training, state: Path, *, save_every: int = 100) -> None:
-    """Run to the end; prints a line every :data:`LOG_EVERY` steps and keeps the state in ``state``."""
+def train(run: Training, state: Path, *, until: int | None = None, save_every: int = 100) -> None:
+    """Run to the end, or until so many steps are done.
+
+    Prints a line every :data:`LOG_EVERY` steps and keeps the run's state in ``state``.
+    """
     started, tokens, right = time.monotonic(), 0, 0.0
-    for progress in run.run():
+    last = min(run.steps, until or run.steps)
+    for progress in run.run(last):
         tokens += progress.tokens
         right += progress.losses.right / LOG_EVERY
-        if progress.step % LOG_EVERY == 0 or progress.step == run.steps:
+        if progress.step % LOG_EVERY == 0 or progress.step == last:
             phase, found = phase_of(progress.step - 1, run.steps), progress.losses
             print(
                 f"step {progress.step:5} of {run.steps}  {phase.tokens:4} tokens, {phase.keys:2} keys"
@@ -225,5 +229,5 @@ def train(run: Training, state: Path, *, save_every: int = 100) -> None:
                 flush=True,
             )
             right = 0.0
-        if progress.step % save_every == 0 or progress.step == run.steps:
+        if progress.step % save_every == 0 or progress.step == last:
             run.save(state)

@@ -44,7 +44,6 @@ def test_it_is_small() -> None:
 def test_every_target_takes_it(target: Target) -> None:
     verified = verify(CHECKPOINT)
     check_target(target, verified.config, 1, verified.reader(torch.device("cpu")).storage)
-    check_target(target, verified.config, 2, verified.reader(torch.device("cpu")).storage)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +64,7 @@ def test_it_recalls(logprobs: dict[ActivationMode, list[Tensor]], mode: Activati
 
 
 def test_packed_rows_recall_too() -> None:
-    options = {"mode": ActivationMode.W4A4, "packed": True, "dtype": torch.bfloat16}
-    found, _ = measure.evaluate(CHECKPOINT, DOCUMENTS, **options)
+    found, _ = measure.evaluate(CHECKPOINT, DOCUMENTS, mode=ActivationMode.W4A4, packed=True, dtype=torch.bfloat16)
     assert found.accuracy.value >= ACCURACY[ActivationMode.W4A4]
 
 
@@ -85,10 +83,15 @@ def test_without_compressed_entries_it_guesses() -> None:
 
 
 MISTAKES = {
-    "halves of the overlapping windows swapped": (
+    "channels of the previous window and of the current one swapped": (
         "ops.compressor",
-        "previous, current = rows[:, : plan.ratio], rows[:, plan.ratio :]",
-        "current, previous = rows[:, : plan.ratio], rows[:, plan.ratio :]",
+        "all_kv[previous, :size], all_kv[current, size:]",
+        "all_kv[previous, size:], all_kv[current, :size]",
+    ),
+    "gates of the other half": (
+        "ops.compressor",
+        "all_score[previous, :size], all_score[current, size:]",
+        "all_score[previous, size:], all_score[current, :size]",
     ),
     "the worst entries are selected": (
         "ops.indexer",
