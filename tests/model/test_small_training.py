@@ -24,9 +24,9 @@ STEPS, INTERRUPTED_AT = 20, 12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_threads():
+def one_thread():
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
