@@ -1,12 +1,15 @@
-"""The demo behind launch/demo: makes a tiny checkpoint, serves it with SGLang, talks to it, stops it.
+"""The demo behind launch/demo: serves a small trained model with SGLang and asks it what can be checked.
 
-Run through launch/demo, which sets up the environment first. Exit status 0 only if both completions came back whole.
+With --format it writes a tiny checkpoint with random weights instead, whose answers mean nothing. Run through
+launch/demo, which sets up the environment first. Exit status 0 only if the trained model's answers were right, or
+those of the random one came back whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +22,15 @@ from pathlib import Path
 
 from local_server import ServerError, server, tail
 from openai import OpenAI, OpenAIError
+from small_model.task import ANSWER_OFFSET, CHANCE, MEASURED_KEYS, MEASURED_TOKENS, far_document
 
+TRAINED = Path(__file__).resolve().parent.parent / "examples" / "small_model"
+"""The checkpoint that launch/train_small made."""
+QUESTIONS, DOCUMENT_SEED = 8, 7
+MUST_BE_RIGHT = 7
+"""Of the questions. The model is right almost always: launch/results/small_model.md."""
+SHORT_PROMPT = "a=7;b=3;k=5;?a"
+"""For the emulator, which takes seconds a token: the answer is 7."""
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
 MAX_TOKENS = 48
@@ -39,7 +50,7 @@ class Timings:
         self.rows.append((step, f"{seconds:8.2f} s{note}"))
 
     def show(self) -> None:
-        print("\n== timings (on this machine, tiny model: no measure of the real one)")
+        print("\n== timings (on this machine, a toy: no measure of the real model)")
         for step, text in self.rows:
             print(f"{step:<28} {text}")
 
@@ -51,15 +62,19 @@ def main() -> int:
     timings.add("environment", args.environment_seconds)
     with folder(args.dir) as directory:
         try:
-            checkpoint = directory / f"tiny-{args.format}"
-            make_checkpoint(checkpoint, args.format, timings)
+            checkpoint = TRAINED if args.format is None else directory / f"tiny-{args.format}"
+            if args.format is not None:
+                make_checkpoint(checkpoint, args.format, timings)
             if args.target == "sm100":
                 return emulate(checkpoint)
             log, started = directory / "server.log", time.monotonic()
             with server(checkpoint, log, args.port) as url:
                 timings.add("server start", time.monotonic() - started)
                 try:
-                    ask(url, timings)
+                    if args.format is None:
+                        recall(url, timings)
+                    else:
+                        ask(url, timings)
                 except DemoError as error:
                     raise DemoError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
                 timings.show()
@@ -76,9 +91,11 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="launch/demo", description="Serve a tiny DeepSeek-V4 and talk to it.")
+    parser = argparse.ArgumentParser(prog="launch/demo", description="Serve a small DeepSeek-V4 and question it.")
     parser.add_argument(
-        "--format", choices=FORMATS, default=FORMATS[0], help="checkpoint format (default: %(default)s)"
+        "--format",
+        choices=FORMATS,
+        help="a tiny checkpoint in this format, with random weights (default: the trained one in examples/small_model)",
     )
     parser.add_argument(
         "--target",
@@ -93,8 +110,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
     parser.add_argument("--environment-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.target == "sm100" and args.format != FORMATS[0]:
-        parser.error(f"--target sm100 runs full-NVFP4 checkpoints: leave --format at {FORMATS[0]}")
+    if args.target == "sm100" and args.format not in (None, FORMATS[0]):
+        parser.error(f"--target sm100 runs full-NVFP4 checkpoints: expected --format {FORMATS[0]}, or none")
     return args
 
 
@@ -126,7 +143,37 @@ def emulate(checkpoint: Path) -> int:
     """Answer a prompt with SM100's decoder in the emulator; Triton's interpreter needs a process of its own."""
     script = Path(__file__).with_name("demo_sm100.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, str(script), str(checkpoint)], env=environment, check=False).returncode
+    asked = ["--prompt", SHORT_PROMPT, "--tokens", "2"] if checkpoint == TRAINED else []
+    return subprocess.run([sys.executable, str(script), str(checkpoint), *asked], env=environment).returncode
+
+
+def recall(url: str, timings: Timings) -> None:
+    """Give the trained model a document, ask for values that stand in it far before, and check the answers."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    document = far_document(random.Random(DOCUMENT_SEED), MEASURED_TOKENS, MEASURED_KEYS, QUESTIONS)
+    first = document.answers[0] - ANSWER_OFFSET
+    print(
+        f"== {MEASURED_TOKENS} tokens: facts such as 'a=7;' in noise, then noise alone for more than a window,"
+        " then questions"
+    )
+    print(document.text[:first])
+    started, right = time.monotonic(), 0
+    try:
+        model = client.models.list().data[0].id
+        for place in document.answers:
+            key, expected = document.text[place - 1], document.text[place]
+            # The questions before this one, with the right answers, stand in the prompt as in training.
+            answer = client.completions.create(model=model, prompt=document.text[:place], max_tokens=1, temperature=0)
+            given, distance = answer.choices[0].text, place - document.text.index(f"{key}={expected};")
+            right += given == expected
+            verdict = "right" if given == expected else f"wrong: it is {expected}"
+            print(f"?{key} -> {given}   {verdict} (the fact is {distance} tokens back, the window 128)")
+    except OpenAIError as error:
+        raise DemoError(f"the request failed: {error}") from error
+    print(f"{right} of {QUESTIONS} right; guessing would give {QUESTIONS * CHANCE:.1f}")
+    timings.add(f"{QUESTIONS} answers", time.monotonic() - started, f"  {MEASURED_TOKENS} tokens in, 1 out each")
+    if right < MUST_BE_RIGHT:
+        raise DemoError(f"expected at least {MUST_BE_RIGHT} right answers, found {right}")
 
 
 def ask(url: str, timings: Timings) -> None:

@@ -1,0 +1,32 @@
+"""Say what each storage costs the small model: behind launch/measure_small."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="launch/measure_small", description="Figures of the small model.")
+    parser.add_argument("checkpoint", type=Path, help="the BF16 checkpoint that launch/train_small wrote")
+    parser.add_argument("--documents", type=int, default=32, help="to measure on (%(default)s)")
+    parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    # Behind the parser: it takes seconds, which --help need not wait for.
+    import torch
+    from small_model.figures import report
+
+    torch.set_num_threads(args.threads)
+    lines = []
+    for line in report(args.checkpoint, args.documents):
+        print(line, flush=True)
+        lines.append(line)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

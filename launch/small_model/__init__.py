@@ -1,0 +1,1 @@
+"""A small DeepSeek-V4 that is trained from nothing on recalling facts: task, network, training, export, figures."""
