@@ -75,10 +75,12 @@ ALSO_PROVIDED_BY = {
     "cutlass": ["nvidia-cutlass-dsl"],
     "cuda": ["nvidia-cutlass-dsl"],
     "compressed_tensors": ["sglang"],
+    "prometheus_client": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
 into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
-``compressed_tensors`` with SGLang, which reads checkpoints through it."""
+``compressed_tensors`` and ``prometheus_client`` with SGLang, which reads checkpoints and publishes metrics through
+them."""
 
 
 @pytest.mark.parametrize(
