@@ -76,11 +76,12 @@ ALSO_PROVIDED_BY = {
     "cuda": ["nvidia-cutlass-dsl"],
     "compressed_tensors": ["sglang"],
     "prometheus_client": ["sglang"],
+    "starlette": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
 into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
-``compressed_tensors`` and ``prometheus_client`` with SGLang, which reads checkpoints and publishes metrics through
-them."""
+``compressed_tensors``, ``prometheus_client`` and ``starlette`` with SGLang, which reads checkpoints, publishes metrics
+and serves HTTP through them."""
 
 
 @pytest.mark.parametrize(
