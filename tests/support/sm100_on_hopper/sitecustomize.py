@@ -75,6 +75,12 @@ def _resolve_for_sm100(pipeline):
     pipeline.run_resolution_pipeline = run_resolution_pipeline
 
 
+def _take_any_logits(finite_logits):
+    """Nothing computes them, so they may be NaN, which would fail the request."""
+    find = finite_logits.zero_rows_not_finite
+    finite_logits.zero_rows_not_finite = lambda logits: find(logits.zero_())
+
+
 def _launch_nothing(model):
     from tests.support import dry_server
 
@@ -83,6 +89,7 @@ def _launch_nothing(model):
 
 on_import.patch_on_import(
     {
+        "nvfp4_sgl.serving.finite_logits": _take_any_logits,
         "torch.cuda": _answer_the_package,
         "nvfp4_sgl.triton_kernels.attention.tiling": _compile_for_sm100,
         "sglang.srt.arg_groups.pipeline": _resolve_for_sm100,
