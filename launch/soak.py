@@ -29,7 +29,7 @@ ADMIN_KEY = "soak"
 SETTLE_SECONDS = 60
 TIMEOUT_SECONDS = 300
 TOLERANCE = 1e-4
-"""Of log-probabilities: sums take another order beside other requests."""
+"""Bound on differences of log-probabilities: sums take another order beside other requests."""
 
 MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/generate", b"[]"),

@@ -34,7 +34,7 @@ from .shape import (
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
 OPERAND_BYTES: dict[Operands, float] = {"nvfp4": 0.5 + 1 / BLOCK, "mxfp8": 1 + 1 / (2 * BLOCK)}
-"""Of an element with its share of a block scale."""
+"""Bytes of an element with its share of a block scale."""
 OPERAND_RATES: dict[Operands, float] = {"nvfp4": 1.0, "mxfp8": 0.5}
 """Multiply-adds over those of NVFP4: NVIDIA states half as many for FP8, dense."""
 

@@ -23,8 +23,8 @@ from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify_dummy
 
 SHARD_BYTES = 5 * 10**9
-RANKS = 8
-"""Of the server whose first rank's loading is measured; one layer of Flash takes 3.6 GB, and CI's machine has 24."""
+LOADED_TP_SIZE = 8
+"""Tensor-parallel size whose rank 0 is loaded: its share of 20 GB fits beside other work in 24 GB of memory."""
 SECONDS = 0.05
 """Between two looks at a process's memory."""
 
@@ -52,7 +52,7 @@ def main() -> int:
         ("inspect --values", [cli, "inspect", str(target), "--values"]),
         ("inspect --checksums", [cli, "inspect", str(target), "--checksums"]),
         ("verify --against", [cli, "verify", str(target), "--against", str(source)]),
-        (f"load rank 0 of {RANKS}", ["benchmarks.load_rank", str(target), str(RANKS)]),
+        (f"load rank 0 of {LOADED_TP_SIZE}", ["benchmarks.load_rank", str(target), str(LOADED_TP_SIZE)]),
     ):
         seconds, own, resident = measured(command, args.directory / f"{name.replace(' ', '_')}.log")
         print(

@@ -45,7 +45,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one checkpoint on documents.
+    """What one checkpoint reaches on some documents.
 
     Attributes:
         loss: cross entropy of the answers, nats. accuracy: share of answers that are the likeliest token.
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def figures(found: Sequence[Tensor], documents: Sequence[Document], reference: Sequence[Tensor] | None) -> Figures:
-    """Of log-probabilities, document by document."""
+    """The figures of log-probabilities ``found``, one tensor a document."""
     losses, right, kls, answer_kls = [], [], [], []
     for number, (document, logprobs) in enumerate(zip(documents, found, strict=True)):
         places = torch.tensor(document.answers)

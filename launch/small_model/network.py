@@ -154,7 +154,7 @@ class SmallModel(nn.Module):
             layer.self_attn.compressor.indexer.index_topk = topk
 
     def forward(self, ids: Tensor, draft: bool = False, window: int | None = None) -> Output:
-        """Of int64 ids [B, S], computed without caches; ``window`` shortens the sliding window."""
+        """Logits for int64 ids [B, S], computed without caches; ``window`` shortens the sliding window."""
         model = self.decoder.model
         tokens = ids.shape[1]
         positions = torch.arange(tokens)[None]

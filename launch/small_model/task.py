@@ -27,7 +27,7 @@ ANSWER_OFFSET = 2
 """Place of the answer in its group."""
 CHANCE = 1 / len(VALUES)
 MEASURED_TOKENS, MEASURED_KEYS, MEASURED_QUESTIONS = 512, 40, 12
-"""Of documents that figures are of."""
+"""Sizes of the documents that figures are measured on: tokens, facts, questions."""
 GAP = 160
 """Tokens of noise between the last fact and the first question of :func:`far_document`: more than a window."""
 VOCABULARY = 320

@@ -21,9 +21,9 @@ LEARNING_RATE, FLOOR, WARM_UP_STEPS = 3e-3, 0.05, 20
 """AdamW's rate at its height, the share of it that is left at the end of the cosine, and the steps of its rise."""
 BETAS, WEIGHT_DECAY, MAX_GRADIENT_NORM = (0.9, 0.95), 0.01, 1.0
 TEXT_WEIGHT = 0.1
-"""Of the loss on all other tokens beside that on answers. Most of them are noise or new facts and cannot be known."""
+"""Weight of the loss on all other tokens; that on answers has 1. Most are noise or new facts."""
 DRAFT_WEIGHT, DRAFT_EVERY = 0.1, 4
-"""Of the MTP block's loss; it is computed every so many steps."""
+"""Weight of the MTP block's loss, and every how many steps it is computed."""
 INDEX_WEIGHT = 1.0
 LOG_EVERY = 10
 BALANCE_RATE = 1e-3

@@ -119,7 +119,7 @@ def named_parts(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _names(name: str, count: int) -> list[str]:
-    """Of the outputs of a projection: the compressors' pairs, what is read from q_lora, the single ones."""
+    """Names of a projection's outputs: the compressors' pairs, what is read from q_lora, the single ones."""
     if count == 1:
         return [name]
     parts = PROJECTED_FROM_Q if name.endswith("project_q") else ("kv", "score")

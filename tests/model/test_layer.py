@@ -27,7 +27,7 @@ STAGES = {
     *(f"attn.{name}" for name in ("project_x.q_lora", "project_x.kv", "prepare.q_lora", "attend", "wo_a", "wo_b")),
     *("hc_ffn.streams", "hc_ffn.x", "ffn.route", "ffn.experts", "hc_ffn.left"),
 }
-"""Of every layer."""
+"""Names that every layer has."""
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_same(trained: tuple[training.Training, list[float]
 
 
 def test_every_parameter_learns(trained: tuple[training.Training, list[float]]) -> None:
-    """Of all mechanisms, those of the indexer and of the MTP block too."""
+    """Parameters of every mechanism have gradients, the indexer's and the MTP block's too."""
     run, _ = trained
     state = run.optimizer.state
     still = {

@@ -27,8 +27,8 @@ from tests.support.updates import Background, until, update
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 DEATH_SECONDS = 10
-BOUND = 1e-3
-"""Of differences of log-probabilities in fp32 over some hundred tokens; those of the two checkpoints are above 1."""
+LARGEST_ERROR = 1e-3
+"""Bound on errors of log-probabilities in fp32 over some hundred tokens; the two checkpoints differ by more than 1."""
 PAGES, PAGE = 2, 256
 RUNNING_TOKENS = 400
 """Tokens of an answer that is not finished when the new checkpoint has been verified, in about a second."""
@@ -114,11 +114,11 @@ def test_running_requests_finish_first_and_new_ones_wait(server: Server, old: Pa
     assert update(server, new)[1].startswith("another update")
     status, message = updating.wait()
     assert status == 200 and str(new) in message
-    assert distance(old, prompt, running.wait()) <= BOUND < 1 < distance(new, prompt, running.wait())
-    assert distance(new, waiting, later.wait()) <= BOUND < 1 < distance(old, waiting, later.wait())
+    assert distance(old, prompt, running.wait()) <= LARGEST_ERROR < 1 < distance(new, prompt, running.wait())
+    assert distance(new, waiting, later.wait()) <= LARGEST_ERROR < 1 < distance(old, waiting, later.wait())
     answer = generate(server, prompt)
     assert answer["meta_info"]["cached_tokens"] == 0
-    assert distance(new, prompt, answer) <= BOUND
+    assert distance(new, prompt, answer) <= LARGEST_ERROR
     assert generate(server, prompt)["meta_info"]["cached_tokens"] == PAGES * PAGE
 
 

@@ -126,7 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print()
     if args.json:
         kernels = [{"kernel": label(shape_of(key)), **asdict(found)} for key, found in facts.items()]
-        args.json.write_text(json.dumps({"measured": device is not None, "kernels": kernels, "cases": rows}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {"checkpoint": args.checkpoint, "measured": device is not None, "kernels": kernels, "cases": rows},
+                indent=1,
+            )
+        )
     wrong = [one for one in rows if one.get("error", 0.0) > 1.0]
     for one in wrong:
         print(f"WRONG: {one['model']}, TP {one['ranks']}, {one['product']}, {one['tokens']} tokens", file=sys.stderr)

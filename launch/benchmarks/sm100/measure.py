@@ -87,7 +87,7 @@ class Drawn:
     operands: Operands
 
     def operand(self, k: int, *shape: int) -> tuple[Tensor, Tensor]:
-        """[\\*shape, K]: any codes, scales within a factor of 8."""
+        """Codes of ``shape`` by K elements, any but NaN, and their block scales, within a factor of 8."""
         if self.operands == "nvfp4":
             scales = self._integers(0x28, 0x40, *shape, k // BLOCK)
             return self._integers(0, 256, *shape, k // 2), scales.view(E4M3)

@@ -117,7 +117,7 @@ def persistent_gain(cases: Iterable[Case]) -> float:
     found = list(cases)
     saved = B200.launch_seconds - B200.overlap_seconds - HANDOFF_SECONDS
     saved += (B200.fill_cycles + EXPERT_COUNTS_CYCLES) / B200.clock_hz
-    layers = sum(case.layers for case in found if case.product.gated)
+    layers = sum(case.layers for case in found if case.product.gated and case.routed)
     return layers * saved / sum(case.layers * cost(case.shape, case.problem).seconds for case in found)
 
 
