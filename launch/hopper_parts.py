@@ -26,8 +26,8 @@ PART_SECONDS = 480
 CORES_A_PART = 3
 """Cores for each part that runs at a time: most of the time goes to compiling."""
 SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml")
-SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_sm100_server.py")
-"""SGLang with this GPU's model, and with SM100's up to the first launch. Each takes half of the GPU's memory."""
+SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py")
+"""SGLang with this GPU's model, twice, and with SM100's up to the first launch. Each takes half of the GPU's memory."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", *SANITIZERS)
 LEFT_OUT = "not fit and not spill and not resources and not refus"

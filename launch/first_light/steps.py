@@ -63,7 +63,12 @@ FIRST_LIGHT = (
         (*PYTEST, *(f"tests/gpu/test_{name}.py" for name in ("decoder", "cuda_graph", "warm_up", "tensor_parallel"))),
         2400,
     ),
-    Step("server", "SGLang serves the tiny model", (*PYTEST, "tests/gpu/test_server.py"), 2400),
+    Step(
+        "server",
+        "SGLang serves the tiny model; new weights and NaN under graphs",
+        (*PYTEST, "tests/gpu/test_server.py", "tests/gpu/test_server_changes.py"),
+        2400,
+    ),
     Step(
         "timings",
         "every GEMM beside cuBLAS and FlashInfer",

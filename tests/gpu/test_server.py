@@ -17,16 +17,11 @@ import torch
 from nvfp4_sgl.targets.choose import Target, choose
 from tests.support import bf16_logprobs, native
 from tests.support.bf16_logprobs import TOKENS, References, errors, generate, prompt
-from tests.support.server import Server, ServerPool
+from tests.support.gpu_server import FLAGS, SHAPES, outputs
+from tests.support.server import ServerPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
 
-FLAGS = (
-    *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
-    *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"),
-    *("--chunked-prefill-size", "1024", "--swa-full-tokens-ratio", "0.5"),
-)
-SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 LENGTHS = (1, 5, 127, 128, 129, 700, 2500)
 
 
@@ -94,23 +89,6 @@ def test_prefix_cache(target: Target, serve: ServerPool, checkpoint: Path, refer
     require_as_good(target, *errors(answers, prompts, references))
 
 
-def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoint: Path):
-    """Batches of a captured size, so that the products have the same shapes in both."""
-
-    def outputs(server: Server) -> list[Any]:
-        alone = [generate(server, prompt(n, seed=7), 40)["meta_info"]["output_token_logprobs"] for n in (5, 129, 700)]
-        batch = [prompt(140, seed=20 + n) for n in range(4)]
-        sampling = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
-        together = server.post("/generate", {"input_ids": batch, "return_logprob": True, "sampling_params": sampling})
-        return [*alone, *(answer["meta_info"]["output_token_logprobs"] for answer in together)]
-
-    captured = serve(checkpoint, *FLAGS)
-    with_graphs = outputs(captured)
-    assert "cuda graph: True" in captured.text()
-    without_graphs = outputs(serve(checkpoint, *FLAGS, "--disable-cuda-graph"))
-    assert with_graphs == without_graphs
-
-
 def test_the_server_says_what_runs(target: Target, serve: ServerPool, checkpoint: Path):
     server = serve(checkpoint, *FLAGS)
     info, chosen = server.info(), choose(target)
@@ -118,3 +96,10 @@ def test_the_server_says_what_runs(target: Target, serve: ServerPool, checkpoint
     assert info["boundaries"] == chosen.boundaries.names() and info["note"] == chosen.note
     assert info["attention_backend"].endswith("Nvfp4AttentionBackend") and "584-byte" in info["kv_rows"]
     assert f"note: {chosen.note}" in server.text()
+
+
+def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoint: Path):
+    captured = serve(checkpoint, *FLAGS)
+    with_graphs = outputs(captured)
+    assert "cuda graph: True" in captured.text()
+    assert outputs(serve(checkpoint, *FLAGS, "--disable-cuda-graph")) == with_graphs

@@ -184,7 +184,8 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS)
-    assert [name for name in found if name.startswith("server")] == ["server-test_server", "server-test_sm100_server"]
+    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server")]
+    assert [name for name in found if name.startswith("server")] == servers
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
     for tool in hopper_parts.SANITIZERS:
@@ -204,7 +205,7 @@ def test_commands_of_parts():
     assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
-    assert [part.is_alone for part in hopper_parts.parts(["server"])] == [True, True]
+    assert [part.is_alone for part in hopper_parts.parts(["server"])] == [True, True, True]
 
 
 @pytest.fixture
