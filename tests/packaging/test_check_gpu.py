@@ -190,6 +190,7 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     assert found["kernels-test_rope"] == ["--durations", "3"]
     for tool in hopper_parts.SANITIZERS:
         assert len([name for name in found if name.startswith(tool)]) > 10
+        assert f"{tool}-test_rope" in found and f"{tool}-test_resources" not in found
     monkeypatch.delenv("PYTEST_ARGUMENTS")
     assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_topk"] == ["-k", "rope"]
     assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py") == {"racecheck-test_rope": []}

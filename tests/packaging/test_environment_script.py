@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -78,3 +79,15 @@ def test_every_script_follows_links() -> None:
     for script in scripts:
         text = script.read_text()
         assert text.count("BASH_SOURCE[0]") == text.count('readlink -f "${BASH_SOURCE[0]}"'), script
+
+
+def test_what_is_installed_is_compiled() -> None:
+    """Importing would write bytecode one file at a time, and nowhere where PYTHONDONTWRITEBYTECODE is set."""
+    origin = importlib.util.find_spec("transformers").origin  # type: ignore[union-attr]
+    assert origin is not None
+    package = Path(origin).parent
+    if not (package.parents[3] / "complete").exists():
+        pytest.skip("not an environment of launch/environment")
+    sources = [*package.rglob("modeling_*.py")]
+    compiled = [file for file in sources if Path(importlib.util.cache_from_source(str(file))).exists()]
+    assert len(sources) > 300 and len(compiled) == len(sources)
