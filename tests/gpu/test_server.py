@@ -95,7 +95,7 @@ def test_the_server_says_what_runs(target: Target, serve: ServerPool, checkpoint
     assert (info["target"], info["activation_mode"]) == (target.value, native.MODES[target].value)
     assert info["boundaries"] == chosen.boundaries.names() and info["note"] == chosen.note
     assert info["attention_backend"].endswith("Nvfp4AttentionBackend") and "584-byte" in info["kv_rows"]
-    assert f"note: {chosen.note}" in server.text()
+    assert f"NOTE: {chosen.note}" in server.text()
 
 
 def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoint: Path):

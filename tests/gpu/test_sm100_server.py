@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.targets.choose import Target
 from tests.support import dry_server, native
@@ -53,6 +54,10 @@ def test_weights(server: Server, checkpoint: Path):
 
 def test_warm_up(server: Server, checkpoint: Path):
     dry_server.check_warm_up(server, checkpoint, CHUNK)
+
+
+def test_kernels_are_foreseen(server: Server, checkpoint: Path):
+    dry_server.check_foreseen(server, checkpoint, Serving(1, 16384, 16, CHUNK))
 
 
 def test_first_launches(server: Server, checkpoint: Path):

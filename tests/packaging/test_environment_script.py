@@ -83,9 +83,9 @@ def test_every_script_follows_links() -> None:
 
 def test_what_is_installed_is_compiled() -> None:
     """Importing would write bytecode one file at a time, and nowhere where PYTHONDONTWRITEBYTECODE is set."""
-    origin = importlib.util.find_spec("transformers").origin  # type: ignore[union-attr]
-    assert origin is not None
-    package = Path(origin).parent
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.origin is not None
+    package = Path(found.origin).parent
     if not (package.parents[3] / "complete").exists():
         pytest.skip("not an environment of launch/environment")
     sources = [*package.rglob("modeling_*.py")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from tests.support import dry_server
 from tests.support.server import Server, ServerPool
@@ -47,6 +48,10 @@ def test_weights(server: Server, checkpoint: Path):
 
 def test_warm_up(server: Server, checkpoint: Path):
     dry_server.check_warm_up(server, checkpoint, CHUNK)
+
+
+def test_kernels_are_foreseen(server: Server, checkpoint: Path):
+    dry_server.check_foreseen(server, checkpoint, Serving(1, 1024, 3, CHUNK))
 
 
 def test_first_launches(server: Server, checkpoint: Path):

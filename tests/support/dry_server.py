@@ -14,14 +14,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from nvfp4_sgl.build import Gpu, Serving, needed
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
@@ -31,7 +34,9 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.warm_up import sizes
+from nvfp4_sgl.triton_kernels.common import chip
 from tests.support.dry_launches import Launch, explained, launch_of
 from tests.support.reference_gemms import DryLauncher
 from tests.support.server import Server
@@ -101,7 +106,7 @@ def install(model: Any) -> None:
 
     def warm_up_and_tell(*args: Any, **kwargs: Any) -> None:
         warm_up(*args, **kwargs)
-        tell("warmed up", passes=sorted(launches.passes), variants=len(launches.warm))
+        tell("warmed up", passes=sorted(launches.passes), variants=sorted(map(digest, launches.warm)))
 
     Sm100Planner.warm_up = warm_up_and_tell  # type: ignore[method-assign]
     load = model.DeepseekV4ForCausalLM.load_weights
@@ -112,6 +117,11 @@ def install(model: Any) -> None:
         return loaded
 
     model.DeepseekV4ForCausalLM.load_weights = load_and_tell
+
+
+def digest(launch: Launch) -> str:
+    """A short name for a launch that processes agree on."""
+    return f"{launch.name} {hashlib.sha256(str(launch.variant).encode()).hexdigest()[:16]}"
 
 
 def _wrap(owner: Any, name: str, before: Any) -> None:
@@ -180,7 +190,24 @@ def check_warm_up(server: Server, checkpoint: Path, largest: int) -> None:
     frozen, warmed = (told_once(server.text(), event) for event in ("frozen", "warmed up"))
     assert {key.name for key in keys} == set(frozen["gemms"])
     assert set(sizes(largest)) <= set(warmed["passes"])
-    assert warmed["variants"] > 50
+    assert len(warmed["variants"]) > 50
+
+
+def check_foreseen(server: Server, checkpoint: Path, setting: Serving) -> None:
+    """``nvfp4-sgl build`` compiles what the warm-up launched, neither more nor less, whatever SGLang's pools are."""
+    gpu = Gpu(100, chip.processors(torch.device("cuda" if torch.cuda.is_available() else "cpu")), B200_CLUSTERS)
+    foreseen: dict[str, Launch] = {}
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = launch_of(kernel, args, kwargs)
+        foreseen[digest(launch)] = launch
+
+    with mock.patch.object(JITFunction, "run", note):
+        needed(verify(checkpoint), Target.SM100, setting, gpu)
+    launched = set(told_once(server.text(), "warmed up")["variants"])
+    idle = [launch for name, launch in foreseen.items() if name not in launched]
+    assert not idle, f"{len(idle)} compiled and not launched: {idle[0]}"
+    assert not launched - foreseen.keys(), f"launched and not compiled: {sorted(launched - foreseen.keys())}"
 
 
 def first_key(checkpoint: Path, tokens: int) -> str:
@@ -196,7 +223,8 @@ def check_first_launches(server: Server, checkpoint: Path, prompts: Sequence[int
     assert len({first_key(checkpoint, length) for length in prompts}) > 1, "prompts that differ in no kernel"
     for length in prompts:
         seen = len(told(server.text(), "first launch"))
-        body = {"input_ids": [7 + n for n in range(length)], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+        prompt = [7 + n % 500 for n in range(length)]
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
         answer = server.post("/generate", body)
         assert answer["meta_info"]["completion_tokens"] == 2
         launches = [each for each in told(server.text(), "first launch")[seen:] if each["tokens"] == length]

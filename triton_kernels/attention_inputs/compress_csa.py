@@ -36,7 +36,7 @@ def _close_window(window, start, first, slots, batch, call):
     ring = tl.full((8,), -1, tl.int64)
     if window * 4 - 4 < start:
         ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
-    new, old = (position >= start)[:, None], ((ring >= 0) & (ring < call.state_rows))[:, None]
+    new, old = (position >= start)[:, None], ((ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
     history = call.state + ring[:, None] * call.state_row
@@ -56,7 +56,7 @@ def _update_state(position, kept, start, first, slots, batch, call):
     """Store in the state the tokens of this pass at those of the 8 positions that are ``kept`` (bool [8])."""
     N: tl.constexpr = call.N
     ring = _ring_rows(position, kept, slots, batch.full_to_swa)
-    kept = (kept & (ring >= 0) & (ring < call.state_rows))[:, None]
+    kept = (kept & (ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     for half in tl.static_range(2):
         column = half * N + tl.arange(0, N)[None, :]

@@ -47,7 +47,7 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
         position = window * 128 + row
         token = (first + position - start).to(tl.int64)[:, None]
         ring = (request * 128 + row)[:, None]
-        new, old = (position >= start)[:, None], (position < start)[:, None] & (ring < call.state_rows)
+        new, old = (position >= start)[:, None], (position < start)[:, None] & (ring <= call.last_state_row)
         history = call.state + ring * call.state_row
         values = load_rows(new, call.kv + token * call.kv_row, old, history, column[None, :], 0.0)
         new_scores = call.score + token * call.score_row
@@ -71,7 +71,7 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
         position = end - 128 + row
         ring = request * 128 + (position & 127)
         token = (first + position - start).to(tl.int64)
-        kept = (position >= start) & (ring < call.state_rows)
+        kept = (position >= start) & (ring <= call.last_state_row)
         _update_state(token, kept, ring, column, call)
 
 
@@ -105,7 +105,7 @@ def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr,
         simple = inside & alone & (position % 128 != 127)
         ring = tl.load(batch.requests + token_owner) * 128 + position % 128
         column = channels * CHANNELS_PER_PROGRAM + tl.arange(0, CHANNELS_PER_PROGRAM)
-        _update_state(token.to(tl.int64), simple & (ring < call.state_rows), ring, column, call)
+        _update_state(token.to(tl.int64), simple & (ring <= call.last_state_row), ring, column, call)
 
         remaining = tl.where(inside & (simple == 0), token, batch.tokens)
         unit = tl.min(remaining, 0)

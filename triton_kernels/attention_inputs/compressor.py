@@ -25,6 +25,7 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import checks
 
 from ..entries import index_entry, kv_entry
+from ..entries.pool import last_row, last_slot
 from ..plan.batch import Batch
 from .windows import CompressionArguments, unit_limit
 
@@ -140,9 +141,9 @@ class Compression:
             kv_row=self.kv.stride(0),
             score_row=self.score.stride(0),
             state_row=self.state.stride(0),
-            state_rows=self.state.shape[0],
+            last_state_row=last_row(self.state),
             page_stride=self.pages.stride(0),
-            capacity=self.pages.shape[0] * self.page_size,
+            last_slot=last_slot(self.pages, self.page_size),
             N=tl.constexpr(self.compressor.size),
             PAGE_SIZE=tl.constexpr(self.page_size),
         )

@@ -22,6 +22,7 @@ from nvfp4_sgl.formats.rows import Rows
 from ..common.rope import require_cos_sin, require_norm_weight
 from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
+from ..entries.pool import last_slot
 from ..hyper_connection.streams import RMS_NORM_MAX_WIDTH, normalized
 from ..quantize.nvfp4 import halves
 from ..quantize.rows import RowsArguments, check_rows, rows_arguments, store_quantized_row
@@ -48,7 +49,7 @@ class LatentArguments(NamedTuple):
     q_out_row: int
     kv_row: int
     page_stride: int
-    capacity: int
+    last_slot: int
     PAGE_SIZE: tl.constexpr
     BLOCK: tl.constexpr
 
@@ -136,7 +137,7 @@ class Latents:
             q_out_row=0 if self.q_out is None else self.q_out.stride(0),
             kv_row=self.kv.stride(0),
             page_stride=self.pages.stride(0),
-            capacity=self.pages.shape[0] * self.page_size,
+            last_slot=last_slot(self.pages, self.page_size),
             PAGE_SIZE=tl.constexpr(self.page_size),
             BLOCK=tl.constexpr(triton.next_power_of_2(width)),
         )
@@ -152,7 +153,7 @@ def store_latent(row, which, of):
         slot = tl.load(of.slots + row).to(tl.int64)
         key_row, cos_sin_row = of.kv + row * of.kv_row, of.cos_sin + row * 64
         store_row(
-            key_row, of.kv_norm, cos_sin_row, slot, of.pages, of.eps, of.page_stride, of.capacity, True, of.PAGE_SIZE
+            key_row, of.kv_norm, cos_sin_row, slot, of.pages, of.eps, of.page_stride, of.last_slot, True, of.PAGE_SIZE
         )
     else:
         BLOCK: tl.constexpr = of.BLOCK

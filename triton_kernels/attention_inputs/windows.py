@@ -66,9 +66,9 @@ class CompressionArguments(NamedTuple):
     kv_row: int
     score_row: int
     state_row: int
-    state_rows: int
+    last_state_row: int
     page_stride: int
-    capacity: int
+    last_slot: int
     N: tl.constexpr
     PAGE_SIZE: tl.constexpr
 
@@ -217,7 +217,7 @@ def store_entry(pooled, norm, frequencies, position, slot, call):
     angle = position * frequencies
     even, odd = rotate(even, odd, tl.cos(angle), tl.sin(angle))
 
-    exists = (slot >= 0) & (slot < call.capacity)
+    exists = (slot >= 0) & (slot <= call.last_slot)
     if call.pages.dtype.element_ty == tl.uint8 and BLOCKS == 8:
         if exists:
             store_kv_entry(rows, even, odd, slot, call.pages, call.page_stride, call.PAGE_SIZE)

@@ -19,6 +19,7 @@ from nvfp4_sgl.formats import checks
 
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
+from .pool import last_slot
 
 DIM = 128
 ENTRY_BYTES = 132
@@ -92,7 +93,7 @@ def store_index_row(rows, slots, valid, pages_ptr, page_stride, PAGE_SIZE: tl.co
 
 @triton.jit
 def _store_kernel(
-    rows, slots, pages, count, rows_row, page_stride, capacity, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr
+    rows, slots, pages, count, rows_row, page_stride, last_slot, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
     after_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -100,7 +101,7 @@ def _store_kernel(
     slot = tl.load(slots + row, mask=inside, other=-1).to(tl.int64)
     address = rows + row[:, None] * rows_row + tl.arange(0, 128)[None, :]
     values = tl.load(address, mask=inside[:, None], other=0.0).to(tl.float32)
-    store_index_row(hadamard128(values), slot, (slot >= 0) & (slot < capacity), pages, page_stride, PAGE_SIZE)
+    store_index_row(hadamard128(values), slot, (slot >= 0) & (slot <= last_slot), pages, page_stride, PAGE_SIZE)
 
 
 def store_index_keys(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int) -> None:
@@ -139,7 +140,7 @@ def store_index_keys(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
             count,
             rows.stride(0),
             pages.stride(0),
-            pages.shape[0] * page_size,
+            last_slot(pages, page_size),
             page_size,
             rows_per_program,
             num_warps=1,

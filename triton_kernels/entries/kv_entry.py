@@ -25,6 +25,7 @@ from nvfp4_sgl.formats import checks
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import load_cos_sin, mean_square_scale, require_cos_sin, require_norm_weight, rotate
 from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
+from .pool import last_slot
 
 DIM = 512
 ROPE_DIM = 64
@@ -74,12 +75,12 @@ def store_kv_entry(values, even, odd, slot, pages_ptr, page_stride, PAGE_SIZE: t
 
 @triton.jit
 def store_row(
-    x, weight, cos_sin, slot, pages, eps, page_stride, capacity, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
+    x, weight, cos_sin, slot, pages, eps, page_stride, last_slot, NORM_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
     """Pack the row at ``x`` into ``slot`` (int64), normalised and rotated first if NORM_ROPE.
 
-    weight: fp32 or bf16 [512]. cos_sin: the row's fp32 [64]; both are read if NORM_ROPE only. capacity: slots of the
-    pool; a row whose slot is outside is not stored.
+    weight: fp32 or bf16 [512]. cos_sin: the row's fp32 [64]; both are read if NORM_ROPE only. last_slot: of the pool; a
+    row whose slot is outside is not stored.
     """
     # All loads are issued at once, before the slot is known: a row is short, and most of its time is spent waiting.
     column = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -96,7 +97,7 @@ def store_row(
         values = values * scale * weights.to(tl.float32)
         even_weight, odd_weight = tl.split(tl.reshape(last_weights.to(tl.float32), (32, 2)))
         even, odd = rotate(even * scale * even_weight, odd * scale * odd_weight, cos, sin)
-    if (slot >= 0) & (slot < capacity):
+    if (slot >= 0) & (slot <= last_slot):
         store_kv_entry(values, even, odd, slot, pages, page_stride, PAGE_SIZE)
 
 
@@ -110,7 +111,7 @@ def _store_kernel(
     eps,
     x_row,
     page_stride,
-    capacity,
+    last_slot,
     NORM_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
@@ -118,7 +119,7 @@ def _store_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     store_row(
-        x + row * x_row, weight, cos_sin + row * 64, slot, pages, eps, page_stride, capacity, NORM_ROPE, PAGE_SIZE
+        x + row * x_row, weight, cos_sin + row * 64, slot, pages, eps, page_stride, last_slot, NORM_ROPE, PAGE_SIZE
     )
 
 
@@ -196,7 +197,7 @@ def _launch(
             eps,
             x.stride(0),
             pages.stride(0),
-            pages.shape[0] * page_size,
+            last_slot(pages, page_size),
             weight is not None,
             page_size,
             num_warps=1,

@@ -31,16 +31,12 @@ def _nan_streams(model):
 
     Ids that no embedding has are refused: a GPU would read beside it.
     """
-    import torch
-
     file = Path(os.environ["PLANTED_NAN"])
     original = model.DeepseekV4ForCausalLM._streams
 
     def streams(self, input_ids, input_embeds):
-        made = original(self, input_ids, input_embeds)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return made  # neither can ask a graph for values: prompts alone have the fault there
         assert input_ids.min() >= 0, input_ids
+        made = original(self, input_ids, input_embeds)
         if file.exists():
             made[input_ids == int(file.read_text())] = float("nan")
         return made
@@ -48,9 +44,28 @@ def _nan_streams(model):
     model.DeepseekV4ForCausalLM._streams = streams
 
 
+def _nan_logits(model):
+    """While the file that PLANTED_NAN names is there, the logits of prompts that end with the id it holds are NaN.
+
+    For GPUs, whose kernels replace NaN: one in the streams never reaches the logits.
+    """
+    file = Path(os.environ["PLANTED_NAN"])
+    original = model.DeepseekV4ForCausalLM.forward
+
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None):
+        output = original(self, input_ids, positions, forward_batch, input_embeds)
+        if forward_batch.forward_mode.is_extend() and file.exists():
+            last = forward_batch.extend_seq_lens.cumsum(0) - 1
+            output.next_token_logits[input_ids[last] == int(file.read_text())] = float("nan")
+        return output
+
+    model.DeepseekV4ForCausalLM.forward = forward
+
+
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
+    "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "e2m1": {"tests.sm100.emulator.formats": _ties_up},
 }
 on_import.patch_on_import(FAULTS[os.environ["PLANTED_FAULT"]])
