@@ -41,8 +41,6 @@ ROOM = 64 << 20
 """Bytes kept free beyond what is written."""
 MAX_DEFAULT_JOBS = 8
 """Files written at once unless told; each takes about 0.3 GB of memory."""
-SHOWN = 5
-"""Matrices without an exact form that are named."""
 
 
 def convert(
@@ -245,16 +243,4 @@ def _what_happens(was: Storage, now: Storage) -> str:
 
 def _result(target: Path, plan: Plan, tally: Tally) -> str:
     """What happened to each class."""
-    lines = [f"{'class':<11}{'exact casts':>12}{'quantised':>11}{'relative RMS error of these':>29}"]
-    inexact: dict[str, str] = {}
-    for kind, of in tally.classes.items():
-        inexact |= of.inexact
-        if of.exact or of.quantised:
-            error = f"{of.relative_rms:.3%}" if of.quantised else "-"
-            lines.append(f"{kind.value:<11}{of.exact:>12}{of.quantised:>11}{error:>29}")
-    lines = lines if len(lines) > 1 else ["no matrix was cast or quantised"]
-    if inexact:
-        lines.append(f"{len(inexact)} MXFP4 matrices have no exact NVFP4 form and were quantised ({checksums.FILE}):")
-        lines += [f"  {stem}: {reason}" for stem, reason in list(inexact.items())[:SHOWN]]
-        lines += [f"  and {len(inexact) - SHOWN} more"] if len(inexact) > SHOWN else []
-    return "\n".join([*lines, f"wrote {target}: {plan.nbytes / 1e9:.2f} GB"])
+    return "\n".join([*tally.table(), *tally.inexact(), f"wrote {target}: {plan.nbytes / 1e9:.2f} GB"])

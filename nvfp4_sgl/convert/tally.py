@@ -8,6 +8,9 @@ from typing import Any
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 
+SHOWN = 5
+"""Matrices without an exact form that are named."""
+
 
 @dataclass
 class ClassTally:
@@ -47,6 +50,24 @@ class Tally:
     def add(self, other: Tally) -> None:
         for kind, tally in other.classes.items():
             self.classes[kind].add(tally)
+
+    def table(self) -> list[str]:
+        """A line for each class of which something was cast or quantised, under a head."""
+        lines = [f"{'class':<11}{'exact casts':>12}{'quantised':>11}{'relative RMS error of these':>29}"]
+        for kind, of in self.classes.items():
+            if of.exact or of.quantised:
+                error = f"{of.relative_rms:.3%}" if of.quantised else "-"
+                lines.append(f"{kind.value:<11}{of.exact:>12}{of.quantised:>11}{error:>29}")
+        return lines if len(lines) > 1 else ["no matrix was cast or quantised"]
+
+    def inexact(self) -> list[str]:
+        """MXFP4 matrices that had no exact form and were quantised, each with the reason; the first of them."""
+        reasons = {stem: reason for of in self.classes.values() for stem, reason in of.inexact.items()}
+        if not reasons:
+            return []
+        lines = [f"{len(reasons)} MXFP4 matrices have no exact NVFP4 form and were quantised:"]
+        lines += [f"  {stem}: {reason}" for stem, reason in list(reasons.items())[:SHOWN]]
+        return lines + ([f"  and {len(reasons) - SHOWN} more"] if len(reasons) > SHOWN else [])
 
     def as_json(self) -> dict[str, Any]:
         return {kind.value: asdict(tally) for kind, tally in self.classes.items() if tally != ClassTally()}

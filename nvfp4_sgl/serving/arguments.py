@@ -18,6 +18,8 @@ from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
+from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
+from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -48,7 +50,10 @@ CPU_SWA_RATIO = 0.5
 """Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
 256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""
 
-OVERRIDABLE = ("activation_mode",)
+CONVERT_AT_LOAD = "convert_at_load"
+"""Override that has matrices quantised to NVFP4 while they are loaded (:mod:`nvfp4_sgl.convert.at_load`)."""
+
+OVERRIDABLE = ("activation_mode", CONVERT_AT_LOAD)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields.
 Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too."""
 
@@ -286,9 +291,12 @@ def parse_overrides(text: str | None, load_format: str | None = None) -> dict[st
 
 
 def served(path: str | Path, load_format: str | None, overrides: Mapping[str, Any]) -> Verified:
-    """What is served from ``path``: its checkpoint, or random weights by ``overrides`` of its config.json."""
+    """What is served from ``path``: its checkpoint, converted if ``overrides`` say so, or random weights by them."""
+    classes = overrides.get(CONVERT_AT_LOAD)
     if load_format != DUMMY:
-        return verify(path)
+        return verify(path) if classes is None else converted_at_load(verify(path), Options(classes_of(classes)))
+    if classes is not None:
+        raise ConfigError(f"{CONVERT_AT_LOAD}: random weights are drawn in the storage they have; leave it out")
     return verify_dummy(path, {name: value for name, value in overrides.items() if name not in OVERRIDABLE})
 
 
@@ -307,10 +315,14 @@ def verified_at_start() -> Verified:
     return _verified_at_start[-1]
 
 
+def resolved_overrides() -> dict[str, Any]:
+    """What ``--json-model-override-args`` says, in any process of the server."""
+    return parse_overrides(private.resolved("json_model_override_args"), private.resolved("load_format"))
+
+
 def served_here() -> Verified:
     """:func:`served` by this process's arguments."""
-    load_format, overrides = private.resolved("load_format"), private.resolved("json_model_override_args")
-    return served(private.model_path(), load_format, parse_overrides(overrides, load_format))
+    return served(private.model_path(), private.resolved("load_format"), resolved_overrides())
 
 
 def complete_overrides(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nvfp4_sgl.checkpoint.interchange import differences
 from nvfp4_sgl.checkpoint.sweep import available_cores
-from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
@@ -139,7 +139,7 @@ def check_checkpoint(directory: str | Path) -> Verified:
     from nvfp4_sgl.checkpoint.scan import scan
 
     started = time.monotonic()
-    found = verify(directory)
+    found = arguments.served(directory, None, arguments.resolved_overrides())
     check_fits(arguments.verified_at_start(), found)
     check_tokenizer(found.inventory.directory)
     # Half of the cores: requests are being served meanwhile.
@@ -154,8 +154,7 @@ def check_fits(served: Verified, found: Verified) -> None:
     """UnsupportedError unless ``found`` differs from ``served`` in values alone; names what else differs."""
     if served.is_dummy:
         raise UnsupportedError("the server has random weights (--load-format dummy): restart it with a checkpoint")
-    overridden = arguments.parse_overrides(private.resolved("json_model_override_args"))
-    if other := differences(served, found, overridden):
+    if other := differences(served, found, arguments.resolved_overrides()):
         raise UnsupportedError(
             f"{found.inventory.directory}: not the model that is served: {listed(other)}; expected other values"
             " alone: start a second server for it"

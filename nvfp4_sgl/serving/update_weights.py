@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.model.replace import workspace_bytes
 from nvfp4_sgl.plugin import stop
+from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.update_request import BUSY, check_fits
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def examine(model: Any, updater: Any, directory: str) -> tuple[Verified | None, 
     if not updater.is_fully_idle():
         return None, BUSY
     try:
-        found = verify(directory)
+        found = arguments.served(directory, None, arguments.resolved_overrides())
         check_fits(model.verified, found)
         check_memory(model)
     except (Nvfp4SglError, OSError) as error:

@@ -51,18 +51,25 @@ def test_retraction(serve, checkpoint, oracle):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
-@pytest.mark.parametrize("name", ["nvfp4-experts", "deepseek", "converted"])
+@pytest.mark.parametrize("name", ["nvfp4-experts", "deepseek", "converted", "converted at load"])
 def test_other_formats(name, serve, tiny_checkpoints, tmp_path):
-    """Files of several kinds, and what ``nvfp4-sgl convert`` makes of another; ``tests/model/test_whole_model.py`` has
-    all formats, without a server."""
-    if name == "converted":
-        path = tmp_path / "full"
-        assert cli.main(["convert", str(tiny_checkpoints("compressed-tensors")), str(path), "--device", "cpu"]) == 0
+    """Files of several kinds, and what converting makes of others, before and while they are loaded;
+    ``tests/model/test_whole_model.py`` has all formats, without a server."""
+    flags: tuple[str, ...] = ()
+    path, is_converted = tmp_path / "full", name.startswith("converted")
+    if is_converted:
+        source = tiny_checkpoints("compressed-tensors" if name == "converted" else "deepseek")
+        assert cli.main(["convert", str(source), str(path), "--device", "cpu"]) == 0
     else:
         path = tiny_checkpoints(name)
     model = cached_hf_model(path)
-    server = serve(path)
-    for length in (5, 131) if name == "converted" else (5, 131, 600):  # clear prompts of it are rare
+    if name == "converted at load":
+        path, flags = source, ("--json-model-override-args", '{"convert_at_load": "all"}')
+    server = serve(path, *flags)
+    if flags:
+        expected = f"nvfp4-full made at load of the mxfp4-experts checkpoint {path}"
+        assert server.info()["weights"] == expected and "converted at load: shared" in server.text()
+    for length in (5, 131) if is_converted else (5, 131, 600):  # clear prompts of it are rare
         ids = clear_ids(model, length, seed=length)
         check(generate(server, ids, logprob_start_len=0), ids, model)
 

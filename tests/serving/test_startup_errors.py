@@ -116,6 +116,14 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--json-model-override-args", '{"activation_mode": "w2a2"}'),
         ("--json-model-override-args", "w2a2"),
     ),
+    "unknown class to convert": (
+        ("--json-model-override-args", '{"convert_at_load": "experts,biases"}'),
+        ("convert_at_load", "expected all, or classes among experts", "'biases'"),
+    ),
+    "nothing to convert": (
+        ("--json-model-override-args", '{"convert_at_load": "all"}'),
+        ("convert_at_load", "not NVFP4", "leave it out"),
+    ),
     "override of the architecture": (
         ("--json-model-override-args", '{"num_hidden_layers": 2}'),
         ("num_hidden_layers",),

@@ -1,0 +1,154 @@
+"""Convert matrices to NVFP4 while they are loaded: ``nvfp4-sgl convert`` without a copy on the disk.
+
+What is loaded equals, bit for bit, what the converted checkpoint would hold. Nothing is kept: every start converts
+again, and each rank converts every matrix that it holds a part of as a whole, since a global scale depends on all of
+its values. Flash in DeepSeek's formats takes a CPU of two cores minutes a rank; a GPU does the arithmetic where the
+model is on one.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.checkpoint.dummy import DummyReader
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.reader import CheckpointReader, bounds
+from nvfp4_sgl.checkpoint.safetensors_header import Entry
+from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.convert.matrix import MatrixConverter
+from nvfp4_sgl.convert.options import Options, parse_classes
+from nvfp4_sgl.convert.plan import Copy, Invert, Plan, Quantise, Step, make_plan
+from nvfp4_sgl.convert.tally import Tally
+from nvfp4_sgl.convert.words import described
+from nvfp4_sgl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConvertedAtLoad(Verified):
+    """A checkpoint as its conversion would be; :meth:`reader` converts.
+
+    Attributes:
+        source: what is on the disk. plan, options: of the conversion.
+    """
+
+    source: Verified | None = None
+    plan: Plan | None = None
+    options: Options = field(default_factory=Options)
+
+    def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
+        """What hands the tensors out, on the CPU; the arithmetic is done on ``device``, a GPU or the CPU."""
+        if torch.device(device).type == "meta":
+            return DummyReader(self.inventory, device)
+        return ConvertingReader(self, torch.device(device))
+
+    def describe(self) -> str:
+        """Where the weights come from, in words."""
+        assert self.source is not None
+        return f"{self.summary.format} made at load of the {self.source.describe()}"
+
+
+def converted_at_load(source: Verified, options: Options) -> ConvertedAtLoad:
+    """``source`` with the matrices of ``options.classes`` in NVFP4; nothing is read yet.
+
+    Raises:
+        ConfigError: nothing is to be converted; or as :func:`.plan.make_plan`.
+        CheckpointError: as :func:`.plan.make_plan`.
+    """
+    plan = make_plan(source, options)
+    if plan.before == plan.after:
+        raise ConfigError(
+            f"{source.inventory.directory}: convert_at_load: expected a matrix that is not NVFP4 among"
+            f" {', '.join(sorted(kind.value for kind in options.classes))}, found none; leave it out"
+        )
+    entries = {
+        output.name: Entry(output.name, _file(source, step), output.dtype, output.shape, 0, output.nbytes)
+        for shard in plan.shards
+        for step in shard.steps
+        for output in step.outputs
+    }
+    inventory = Inventory(source.inventory.directory, entries)
+    summary = inventory.verify(source.config)
+    raw = described(source.raw, plan.after, {})
+    return ConvertedAtLoad(raw, source.config, inventory, summary, source=source, plan=plan, options=options)
+
+
+def classes_of(text: object) -> frozenset[MatrixClass]:
+    """The classes that ``convert_at_load`` names: ``all``, or as in ``nvfp4-sgl convert --only``.
+
+    Raises:
+        ConfigError: it names something else.
+    """
+    if text == "all":
+        return frozenset(MatrixClass)
+    try:
+        return parse_classes(text if isinstance(text, str) else str(text))
+    except ValueError as error:
+        raise ConfigError(f"convert_at_load: expected all, or {str(error).removeprefix('expected ')}") from error
+
+
+def _file(source: Verified, step: Step) -> Path:
+    """The file that a step begins to read in, for errors."""
+    if isinstance(step, Quantise):
+        decoder = step.storage.decoder
+        return source.inventory.entries[source.inventory.part_name(step.stem, decoder.parts[0])].file
+    return source.inventory.entries[step.original].file
+
+
+class ConvertingReader(CheckpointReader):
+    """Reads the source of a :class:`ConvertedAtLoad` as if it had been converted; docstrings of the base apply.
+
+    The parts of a matrix are asked for one after another: the last matrix is kept, and converted once for them.
+    """
+
+    def __init__(self, verified: ConvertedAtLoad, device: torch.device):
+        super().__init__(verified.inventory)
+        assert verified.source is not None and verified.plan is not None
+        self._source = CheckpointReader(verified.source.inventory)
+        self._converter = MatrixConverter(self._source, device, verified.options)
+        self._steps: dict[str, tuple[Step, int]] = {
+            output.name: (step, number)
+            for shard in verified.plan.shards
+            for step in shard.steps
+            for number, output in enumerate(step.outputs)
+        }
+        self._last: tuple[str, tuple[Tensor, Tensor, Tensor]] | None = None
+        self._tally, self._counted = Tally(), set[str]()
+
+    def read_unchecked(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        entry = self._entry(name)
+        step, number = self._steps[name]
+        if isinstance(step, Copy):
+            return self._source.read_unchecked(step.original, rows, cols)
+        if isinstance(step, Invert):
+            return self._source.read(step.original).reshape(()).reciprocal()
+        part = self._converted(step)[number]
+        for dim, extent in ((0, rows), (1, cols)):
+            if extent is not None:
+                start, stop = bounds(entry, name, dim, extent)
+                part = part.narrow(dim, start, stop - start)
+        return part.contiguous()
+
+    def _converted(self, step: Quantise) -> tuple[Tensor, Tensor, Tensor]:
+        if self._last is None or self._last[0] != step.stem:
+            matrix, tally = self._converter.convert(step)
+            if step.stem not in self._counted:
+                self._counted.add(step.stem)
+                self._tally.classes[step.kind].add(tally)
+            self._last = step.stem, (matrix.packed, matrix.block_scale, matrix.global_scale)
+        return self._last[1]
+
+    def finish(self) -> None:
+        """As the base; then log what was converted and what that lost."""
+        super().finish()
+        self._last = None
+        self._source.release()
+        for line in (*self._tally.table(), *self._tally.inexact()):
+            logger.info("converted at load: %s", line)
