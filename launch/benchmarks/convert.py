@@ -24,7 +24,7 @@ from nvfp4_sgl.checkpoint.verified import verify_dummy
 
 SHARD_BYTES = 5 * 10**9
 LOADED_TP_SIZE = 8
-"""Tensor-parallel size whose rank 0 is loaded: its share of 20 GB fits beside other work in 24 GB of memory."""
+"""Tensor-parallel size whose rank 0 is loaded: a share of 20 GB fits beside other work in 24 GB of memory."""
 SECONDS = 0.05
 """Between two looks at a process's memory."""
 
