@@ -63,7 +63,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
     dtype = _configurator_row_dtype(configurator)
     if dtype is None:
         return original(configurator, **kwargs)
-    with private.pool_class(functools.partial(pool_types()[0], row_dtype=dtype)):
+    with private.pool_class(functools.partial(exact_rows_pool(), row_dtype=dtype)):
         return original(configurator, **kwargs)
 
 
@@ -72,13 +72,16 @@ def configure_pool(original: Callable[[Any], Any], configurator: Any) -> Any:
     if _is_ours(configurator):
         dtype = _configurator_row_dtype(configurator)
         if dtype is not None:
-            return pool_types()[1](configurator, row_dtype=dtype)
+            return exact_rows_configurator()(configurator, row_dtype=dtype)
     return original(configurator)
 
 
+# Classes are defined on first use, since SGLang's base classes import much.
+
+
 @functools.cache
-def pool_types() -> tuple[Any, Any]:
-    """The exact-rows pool and its sizing; defined on first use, since SGLang's base classes import much."""
+def _page_types() -> tuple[Any, Any]:
+    """Pools of exact key/value rows and of exact indexer keys."""
 
     class ExactKvPages(private.DeepSeekV4SingleKVPool):
         """Key/value pages: [pages, page_size * head_dim] of ``dtype``."""
@@ -105,6 +108,14 @@ def pool_types() -> tuple[Any, Any]:
             pages: list[torch.Tensor] = self.contiguous_page_row_buffers()
             self.index_k_with_scale_buffer = [page.view(self.dtype) for page in pages]
 
+    return ExactKvPages, ExactIndexPages
+
+
+@functools.cache
+def exact_rows_pool() -> Any:
+    """The class of pools with exact rows."""
+    kv_pages, index_pages = _page_types()
+
     class ExactRowsPool(private.DeepSeekV4TokenToKVPool):
         """SGLang's pool of this model with exact rows."""
 
@@ -123,8 +134,8 @@ def pool_types() -> tuple[Any, Any]:
             enable_memory_saver: bool,
             global_page_size: int,
             **_: Any,
-        ) -> ExactKvPages:
-            return ExactKvPages(
+        ) -> Any:
+            return kv_pages(
                 size,
                 page_size,
                 self.row_dtype,
@@ -148,9 +159,9 @@ def pool_types() -> tuple[Any, Any]:
             force_fp4: bool = False,
             global_page_size: int | None = None,
             index_k_page8: bool = False,
-        ) -> ExactIndexPages:
+        ) -> Any:
             assert not force_fp4 and not index_k_page8, "formats of DeepSeek-V4.1"
-            return ExactIndexPages(
+            return index_pages(
                 size,
                 page_size,
                 self.row_dtype,
@@ -161,6 +172,13 @@ def pool_types() -> tuple[Any, Any]:
                 use_fp4_indexer=False,
                 global_page_size=global_page_size,
             )
+
+    return ExactRowsPool
+
+
+@functools.cache
+def exact_rows_configurator() -> Any:
+    """The class that sizes :func:`exact_rows_pool`."""
 
     class ExactRowsConfigurator(private.DSV4PoolConfigurator):
         """SGLang's sizing with the bytes of exact rows."""
@@ -176,4 +194,4 @@ def pool_types() -> tuple[Any, Any]:
             index = self.indexer_head_dim * self.row_bytes if ratio == 4 else 0
             return (self._get_paged_kv_bytes_per_token(ratio) + index) / ratio
 
-    return ExactRowsPool, ExactRowsConfigurator
+    return ExactRowsConfigurator

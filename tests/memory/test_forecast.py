@@ -125,7 +125,8 @@ def test_pools_of_flash() -> None:
 @pytest.mark.parametrize("row_bytes", [2, 4])
 def test_pools_as_sglang_sizes_exact_rows(row_bytes: int) -> None:
     config = ModelConfig.from_dict(FLASH)
-    sizing = kv_pool.pool_types()[1].__new__(kv_pool.pool_types()[1])
+    configurator = kv_pool.exact_rows_configurator()
+    sizing = configurator.__new__(configurator)
     kinds = [kind.value for kind in config.layer_kinds]
     owners = {ratio: [n for n, kind in enumerate(kinds) if kind == ratio] for ratio in (4, 128)}
     for name, value in {

@@ -43,7 +43,7 @@ def test_every_unsupported_argument_is_refused(name: str, unset: dict[str, Any])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_pages(dtype: torch.dtype) -> None:
     """Shapes of the buffers, and that the sizing charges what they take."""
-    pool_type, configurator_type = kv_pool.pool_types()
+    pool_type, configurator_type = kv_pool.exact_rows_pool(), kv_pool.exact_rows_configurator()
     pool = pool_type.__new__(pool_type)
     pool.row_dtype, pool.qk_nope_head_dim, pool.qk_rope_head_dim = dtype, 448, 64
     kv = pool._make_kv_pool(

@@ -172,15 +172,8 @@ def sparse_attention(
             ``splits`` or ``query_eps`` is out of range, attention cannot quantise these groups, or there are too few
             semaphores.
     """
-    require_dimensions("q", q, 3, "[T, H, 512]")
+    _check_queries(q, sink, cos_sin, query_eps)
     tokens, heads = q.shape[:2]
-    require_shape("q", q, (tokens, heads, DIM), "[T, H, 512]")
-    require_dtype("q", q, torch.bfloat16)
-    require_rows("q", q)
-    require_aligned("q", q)
-    require_shape("sink", sink, (heads,), "[H]")
-    require_dtype("sink", sink, torch.float32)
-    require_contiguous("sink", sink)
     packed = window.pages.dtype == torch.uint8
     _require_set("window", window, window_slots, window_lengths, tokens)
     has_extra = extra is not None and extra_slots is not None
@@ -196,49 +189,13 @@ def sparse_attention(
     tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
     if splits is None:
         splits = choose_splits(tokens, heads, columns, processors, tiling)
-    max_splits = most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf
-    require_range("splits", splits, 1, max_splits)
-    if cos_sin is not None:
-        require_shape("cos_sin", cos_sin, (tokens, ROPE_DIM), "[T, 64]")
-        require_dtype("cos_sin", cos_sin, torch.float32)
-        require_contiguous("cos_sin", cos_sin)
-    if query_eps is not None:
-        require_range("query_eps", query_eps, 0.0, 1.0)
-        if cos_sin is None:
-            raise OperandTypeError(
-                "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"
-                " cos_sin, or leave out query_eps if the queries are rotated already"
-            )
+    require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
-    quantized = out_rows is not None
-    if partials is None:
-        partials = new_partials(q, splits, quantized=quantized)
-    if partials is not None:
-        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 3 if quantized else 2)):
-            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2 or 3]")
-            require_dtype(f"partials.{name}", part, torch.float32)
-            require_contiguous(f"partials.{name}", part)
-    if partials is not None and semaphores is None:
-        semaphores = new_semaphores(tokens, heads, q.device)
-    if semaphores is not None:
-        require_dtype("semaphores", semaphores, torch.int32)
-        require_contiguous("semaphores", semaphores)
-        require_range("number of semaphores", semaphores.numel(), tokens * heads, math.inf)
-    require_same_device(
-        "q",
-        q,
-        window=window.pages,
-        window_slots=window_slots,
-        window_lengths=window_lengths,
-        extra=extra.pages,
-        extra_slots=extra_slots,
-        extra_lengths=extra_lengths,
-        sink=sink,
-        cos_sin=cos_sin,
-        semaphores=semaphores,
-        out=out,
-        **({} if partials is None else partials._asdict()),
-    )
+    partials, semaphores = _workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
+    sets = {"window": window.pages, "window_slots": window_slots, "window_lengths": window_lengths}
+    sets |= {"extra": extra.pages, "extra_slots": extra_slots, "extra_lengths": extra_lengths}
+    parts = {} if partials is None else partials._asdict()
+    require_same_device("q", q, **sets, sink=sink, cos_sin=cos_sin, semaphores=semaphores, out=out, **parts)
     if tokens == 0 or heads == 0:
         return
 
@@ -289,6 +246,51 @@ def sparse_attention(
         num_stages=tiling.stages,
         **OVERLAPPED,
     )
+
+
+def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None) -> None:
+    """Refuse queries, sinks and rotations that the kernel cannot read; metadata only."""
+    require_dimensions("q", q, 3, "[T, H, 512]")
+    tokens, heads = q.shape[:2]
+    require_shape("q", q, (tokens, heads, DIM), "[T, H, 512]")
+    require_dtype("q", q, torch.bfloat16)
+    require_rows("q", q)
+    require_aligned("q", q)
+    require_shape("sink", sink, (heads,), "[H]")
+    require_dtype("sink", sink, torch.float32)
+    require_contiguous("sink", sink)
+    if cos_sin is not None:
+        require_shape("cos_sin", cos_sin, (tokens, ROPE_DIM), "[T, 64]")
+        require_dtype("cos_sin", cos_sin, torch.float32)
+        require_contiguous("cos_sin", cos_sin)
+    if query_eps is not None:
+        require_range("query_eps", query_eps, 0.0, 1.0)
+        if cos_sin is None:
+            raise OperandTypeError(
+                "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"
+                " cos_sin, or leave out query_eps if the queries are rotated already"
+            )
+
+
+def _workspace(
+    q: Tensor, splits: int, partials: Partials | None, semaphores: Tensor | None, *, quantized: bool
+) -> tuple[Partials | None, Tensor | None]:
+    """Return partials and semaphores, checked if they are given and allocated if they are needed."""
+    tokens, heads = q.shape[:2]
+    if partials is None:
+        partials = new_partials(q, splits, quantized=quantized)
+    if partials is not None:
+        for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 3 if quantized else 2)):
+            require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2 or 3]")
+            require_dtype(f"partials.{name}", part, torch.float32)
+            require_contiguous(f"partials.{name}", part)
+        if semaphores is None:
+            semaphores = new_semaphores(tokens, heads, q.device)
+    if semaphores is not None:
+        require_dtype("semaphores", semaphores, torch.int32)
+        require_contiguous("semaphores", semaphores)
+        require_range("number of semaphores", semaphores.numel(), tokens * heads, math.inf)
+    return partials, semaphores
 
 
 def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:

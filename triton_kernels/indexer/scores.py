@@ -310,25 +310,8 @@ def index_scores(
         OperandValueError: a shape, stride, alignment, page size or device is not as above, or ``first`` or ``topk`` is
             out of range.
     """
-    batch.check("index_scores")
-    packed = pages.dtype != torch.bfloat16
-    checks.require_dimensions("scores", scores, 2, "[rows, columns]")
-    checks.require_dtype("scores", scores, torch.float32)
-    checks.require_rows("scores", scores)
-    rows, columns = scores.shape
-    checks.require_range("first", first, 0, batch.tokens - rows)
-    check_queries(q, weights, cos_sin)
-    heads = q.shape[1]
-    checks.require_shape("q", q, (rows, heads, DIM), "[rows, H, 128]")
-    checks.require_range("H of q", heads, 1, MAX_HEADS)
-    checks.require_dtype("pages", pages, torch.uint8, torch.bfloat16)
-    checks.require_one_of("page_size", page_size, (PAGE_TOKENS // 4,))
-    if packed:
-        checks.require_pages("pages", pages, page_bytes(page_size), page_size)
-    else:
-        checks.require_pages("pages", pages.view(torch.uint8), page_size * 2 * DIM, page_size)
-    checks.require_range("topk", topk, 0, 2**31 - 1)
-    checks.require_same_device("q", q, pages=pages, scores=scores, positions=batch.positions)
+    _check(q, weights, cos_sin, pages, page_size, batch, topk, scores, first)
+    packed, heads, (rows, columns) = pages.dtype != torch.bfloat16, q.shape[1], scores.shape
     if not rows or not columns:
         return
     tiling = tiling or default_tiling(batch, q.device)
@@ -380,6 +363,37 @@ def index_scores(
         **UNFUSED,
         **OVERLAPPED,
     )
+
+
+def _check(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin: Tensor,
+    pages: Tensor,
+    page_size: int,
+    batch: Batch,
+    topk: int,
+    scores: Tensor,
+    first: int,
+) -> None:
+    """Refuse what :func:`index_scores` cannot read or write; metadata only."""
+    batch.check("index_scores")
+    checks.require_dimensions("scores", scores, 2, "[rows, columns]")
+    checks.require_dtype("scores", scores, torch.float32)
+    checks.require_rows("scores", scores)
+    rows = scores.shape[0]
+    checks.require_range("first", first, 0, batch.tokens - rows)
+    check_queries(q, weights, cos_sin)
+    checks.require_shape("q", q, (rows, q.shape[1], DIM), "[rows, H, 128]")
+    checks.require_range("H of q", q.shape[1], 1, MAX_HEADS)
+    checks.require_dtype("pages", pages, torch.uint8, torch.bfloat16)
+    checks.require_one_of("page_size", page_size, (PAGE_TOKENS // 4,))
+    if pages.dtype != torch.bfloat16:
+        checks.require_pages("pages", pages, page_bytes(page_size), page_size)
+    else:
+        checks.require_pages("pages", pages.view(torch.uint8), page_size * 2 * DIM, page_size)
+    checks.require_range("topk", topk, 0, 2**31 - 1)
+    checks.require_same_device("q", q, pages=pages, scores=scores, positions=batch.positions)
 
 
 def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
