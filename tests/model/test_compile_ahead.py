@@ -34,6 +34,7 @@ from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels.entries.pool import last_row, last_slot
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from tests.sm100.emulator.host import runtime_library
 from tests.support import on_import
@@ -340,3 +341,10 @@ def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
     assert planned == {(config.n_routed_experts + shared, config.num_experts_per_tok + shared)}
     routes = block.ffn.experts.new_routes(3)
     assert {(routes.groups, routes.topk)} == planned
+
+
+def test_the_number_of_free_pages_compiles_nothing_else():
+    """Bounds of pools are odd: never multiples of 16, on which Triton would specialise."""
+    for pages in range(2, 40):
+        assert all(last_slot(torch.empty(pages, 0), size) % 2 for size in (2, 64, 256))
+        assert last_row(torch.empty(4 * pages, 0)) % 2
