@@ -30,11 +30,14 @@ from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
 from nvfp4_sgl.checkpoint.thresholds import Thresholds
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats import ue8m0
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 
 LEAST_BLOCK_SHARE = 2.0**-14
 """Blocks whose maximum is below this share of the matrix's count as if it were that: smaller ones have subnormal scales
 in E4M3 (2^-6 / 448 = 2^-14.8), or none."""
+MAGNITUDES = 0x77
+"""Bits of a byte of two E2M1 codes that are not signs."""
 RECIPROCAL_ERROR = 2.0**-22
 """compressed-tensors stores 1 / scale: writing and reading it are two roundings in fp32."""
 CHUNK_VALUES = 2**18
@@ -231,7 +234,9 @@ class _Worker:
             RECIPROCAL_ERROR if (Storage.NVFP4_COMPRESSED in storages and storages[0] is not storages[1]) else 0.0
         )
         nbytes = self.nbytes(self._verified[0].summary.specs[stem])
-        if storages[0] is storages[1] and self._has_same_bytes(stem):
+        if (storages[0] is storages[1] and self._has_same_bytes(stem)) or (
+            storages == (Storage.NVFP4, Storage.MXFP4) and self._is_exact_cast(stem)
+        ):
             self.sweep.add(nbytes)
             blocks = n * -(-k // BLOCK)
             return Compared(stem, *storages, blocks, blocks, True, 0.0, 1.0, Worst(0.0, 0, 0))
@@ -270,6 +275,23 @@ class _Worker:
             _same(self.ours.part(stem, codes, chunk), self.source.part(stem, codes, chunk))
             for chunk in self._chunks(stem)
         )
+
+    def _is_exact_cast(self, stem: str) -> bool:
+        """Whether MXFP4 became NVFP4 with the same codes under the same scales, which needs no decoding either."""
+        codes, scales, total, *_ = self.ours.storage(stem).decoder.parts
+        their_codes, their_scales = self.source.storage(stem).decoder.parts
+        global_scale = self.ours.part(stem, total).double()
+        for chunk in self._chunks(stem):
+            code = self.ours.part(stem, codes, chunk)
+            if not _same(code, self.source.part(stem, their_codes, chunk).view(torch.uint8)):
+                return False
+            scale = self.ours.part(stem, scales, chunk).double() * global_scale
+            power = ue8m0.decode(ue8m0.as_bytes(self.source.part(stem, their_scales, chunk))).double()
+            different = scale != power.repeat_interleave(2, dim=1)[:, : scale.shape[1]]
+            # Blocks of zeros may have any scale.
+            if different.any() and (code.unflatten(1, (-1, BLOCK // 2))[different] & MAGNITUDES).any():
+                return False
+        return True
 
     def _chunks(self, stem: str) -> Iterator[slice]:
         """Ranges of rows that begin with whole blocks in both storages."""

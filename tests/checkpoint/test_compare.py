@@ -19,6 +19,7 @@ from nvfp4_sgl.checkpoint.compare import compare, is_lossless
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.inspection import finding_lines
 from nvfp4_sgl.checkpoint.names import tensor_specs
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
 from nvfp4_sgl.checkpoint.tiny import write_tiny
@@ -213,6 +214,34 @@ def test_an_exact_cast_is_proved(files: Files, capsys: Any) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"{files['cast']}: right, and every value is that of {files['deepseek']}"
     assert all(len(line) <= 80 for line in lines[:10])
+
+
+def zero_first_block(dtype: str, shape: list[int], data: bytes) -> tuple[str, list[int], bytes]:
+    """Codes ±0 in the first block of 32."""
+    return dtype, shape, b"\x80" * 16 + data[16:]
+
+
+def test_an_exact_cast_needs_no_decoding(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a block of zeros under another scale; other codes or scales do."""
+    decoded: list[str] = []
+    read_values = CheckpointReader.read_values
+
+    def note(reader: CheckpointReader, stem: str, rows: slice) -> Any:
+        decoded.append(stem)
+        return read_values(reader, stem, rows)
+
+    monkeypatch.setattr(CheckpointReader, "read_values", note)
+    zeros = [copy_checkpoint(files[name], tmp_path / name) for name in ("cast", "deepseek")]
+    for directory in zeros:
+        change_tensor(directory, f"{EXPERT}.weight", zero_first_block)
+    change_tensor(zeros[1], f"{EXPERT}.scale", set_byte(0, 77))
+    for ours, source in ((files["cast"], files["deepseek"]), zeros):
+        result = compare(verify(ours), verify(source), threads=1)
+        assert not result.problems and all(matrix.is_equal and matrix.lossless for matrix in result.matrices)
+        assert not any(".ffn.experts." in stem for stem in decoded)
+    change_tensor(zeros[1], f"{EXPERT}.scale", set_byte(1, 77))
+    assert [problem.tensor for problem in compare(verify(zeros[0]), verify(zeros[1])).problems] == [EXPERT]
+    assert EXPERT in decoded
 
 
 def flip(place: int, bits: int) -> Change:
