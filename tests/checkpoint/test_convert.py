@@ -218,6 +218,10 @@ def test_drafts_that_cannot_be_converted_are_refused(
     quiet(wide, tmp_path / "kept")
     with pytest.raises(CheckpointError, match=r"mtp\.0\.attn\.wkv\.weight.*wrong shape"):
         quiet(wide, tmp_path / "to", options)
+    damaged = copy_checkpoint(source, tmp_path / "damaged")
+    change_tensor(damaged, "mtp.0.attn.wkv.weight", set_byte(5, 0x7F))  # NaN in E4M3
+    with pytest.raises(CheckpointError, match=r"'mtp\.0\.attn\.wkv\.weight' in .*expected .*found nan"):
+        quiet(damaged, tmp_path / "nan", options)
 
 
 def test_small_pieces_change_nothing(
