@@ -187,7 +187,9 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
         for kind, of in tally.classes.items()
         if of.exact or of.quantised
     }
-    manifest = {MANIFEST_FIELD: folder.job, "losses": losses, checksums.TENSORS: dict(sorted(sums.items()))}
+    # A checkpoint is shared: no path of this machine in it.
+    job = folder.job | {"source": Path(folder.job["source"]).name}
+    manifest = {MANIFEST_FIELD: job, "losses": losses, checksums.TENSORS: dict(sorted(sums.items()))}
     folder.write_json(target / checksums.FILE, manifest)
     # What inspect and the server will ask, asked before they can see it.
     summary = Inventory.open(target).verify(verified.config)

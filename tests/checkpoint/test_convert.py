@@ -458,6 +458,8 @@ def test_small_files_come_along_and_others_stay(
         *("hf_quant_config.json", "model.safetensors.index.json", "nvfp4_sgl_manifest.json"),
     }
     assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    texts = [file.read_text() for file in target.glob("*.json")]
+    assert len(texts) > 5 and not any(str(tmp_path) in text for text in texts), "a path of this machine"
 
 
 # --- command line -------------------------------------------------------------------------------------------------
