@@ -188,7 +188,7 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
         if of.exact or of.quantised
     }
     # A checkpoint is shared: no path of this machine in it.
-    job = folder.job | {"source": Path(folder.job["source"]).name}
+    job = {**folder.job, "source": Path(folder.job["source"]).name}
     manifest = {MANIFEST_FIELD: job, "losses": losses, checksums.TENSORS: dict(sorted(sums.items()))}
     folder.write_json(target / checksums.FILE, manifest)
     # What inspect and the server will ask, asked before they can see it.
