@@ -260,7 +260,8 @@ class CheckpointReader:
         return CheckpointError(
             f"{self._inventory.directory}: {len(named)} of {total} MXFP4 matrices have no exact NVFP4 form:"
             f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold: run"
-            " 'nvfp4-sgl convert', which quantises these matrices, or use a checkpoint that ModelOpt quantised"
+            " 'nvfp4-sgl convert', which quantises these matrices, have the server convert while it loads"
+            " (docs/convert.md), or use a checkpoint that ModelOpt quantised"
         )
 
     def _part_of(self, name: str) -> Part | None:

@@ -51,7 +51,8 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
             f"target {target.value}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
             f" {', '.join(refused[:SHOWN])}{more}; expected routed experts in NVFP4, or in MXFP4, which is read as"
             " NVFP4, and others in these, in FP8 with UE8M0 scales or in BF16 (docs/formats.md): make such a checkpoint"
-            " with 'nvfp4-sgl convert', or serve this one on Hopper or a CPU"
+            " with 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
+            " Hopper or a CPU"
         )
     if not any(storage(name).is_nvfp4 for name in matrices):
         return  # library GEMMs alone, which take any size
