@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
+from nvfp4_sgl.serving import arguments, update_request, update_weights
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving import update_request, update_weights
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 
 
@@ -91,7 +91,8 @@ class Model(DeepseekV4ForCausalLM):
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model whose checkpoints are always right."""
     found = SimpleNamespace(inventory=SimpleNamespace(directory="DIR"), describe=lambda: "a checkpoint")
-    monkeypatch.setattr(update_weights, "verify", lambda directory: found)
+    monkeypatch.setattr(arguments, "served", lambda directory, load_format, overrides: found)
+    monkeypatch.setattr(arguments, "resolved_overrides", dict)
     for name in ("check_fits", "check_memory", "wait_for_device"):
         monkeypatch.setattr(update_weights, name, lambda *args: None)
     monkeypatch.setattr(private, "tp_rank", lambda: 0)
