@@ -168,15 +168,16 @@ def memory() -> int:
 
 def soak(client: Client, seconds: float, concurrency: int) -> None:
     """Keep ``concurrency`` requests going for ``seconds``."""
-    end = time.monotonic() + seconds
+    start = time.monotonic()
 
     def work(number: int) -> None:
         rng, done = random.Random(time.time_ns() + number), 0
-        while time.monotonic() < end:
+        while (asked := time.monotonic() - start) < seconds:
             try:
                 client.once(rng, f"soak-{number}-{done}-{time.time_ns()}")
             except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-                client.count("failed", f"{type(error).__name__}: {error}")
+                waited = time.monotonic() - start - asked
+                client.count("failed", f"after {asked:.0f} s, for {waited:.0f} s: {type(error).__name__}: {error}")
                 time.sleep(0.5)
             done += 1
 
