@@ -2,14 +2,13 @@
 
 What is loaded equals, bit for bit, what the converted checkpoint would hold. Nothing is kept: every start converts
 again, and each rank converts every matrix that it holds a part of as a whole, since a global scale depends on all of
-its values. Flash in DeepSeek's formats takes a CPU of two cores minutes a rank; a GPU does the arithmetic where the
-model is on one.
+its values (docs/convert.md, "Time and memory"). The arithmetic is done where the model is; it has run on CPUs only.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from nvfp4_sgl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConvertedAtLoad(Verified):
     """A checkpoint as its conversion would be; :meth:`reader` converts.
 
@@ -39,9 +38,9 @@ class ConvertedAtLoad(Verified):
         source: what is on the disk. plan, options: of the conversion.
     """
 
-    source: Verified | None = None
-    plan: Plan | None = None
-    options: Options = field(default_factory=Options)
+    source: Verified
+    plan: Plan
+    options: Options
 
     def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
         """What hands the tensors out, on the CPU; the arithmetic is done on ``device``, a GPU or the CPU."""
@@ -51,7 +50,6 @@ class ConvertedAtLoad(Verified):
 
     def describe(self) -> str:
         """Where the weights come from, in words."""
-        assert self.source is not None
         return f"{self.summary.format} made at load of the {self.source.describe()}"
 
 
@@ -110,7 +108,6 @@ class ConvertingReader(CheckpointReader):
 
     def __init__(self, verified: ConvertedAtLoad, device: torch.device):
         super().__init__(verified.inventory)
-        assert verified.source is not None and verified.plan is not None
         self._source = CheckpointReader(verified.source.inventory)
         self._converter = MatrixConverter(self._source, device, verified.options)
         self._steps: dict[str, tuple[Step, int]] = {

@@ -87,7 +87,7 @@ def test_what_is_installed_is_compiled() -> None:
     assert found is not None and found.origin is not None
     package = Path(found.origin).parent
     if not (package.parents[3] / "complete").exists():
-        pytest.skip("not an environment of launch/environment")
+        pytest.skip("this Python is not in an environment that launch/environment made")
     sources = [*package.rglob("modeling_*.py")]
     compiled = [file for file in sources if Path(importlib.util.cache_from_source(str(file))).exists()]
     assert len(sources) > 300 and len(compiled) == len(sources)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from tests.packaging.checkout import ROOT
 
 FOLDERS = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "launch")
-MOST_LINES = 80
+MAX_FUNCTION_LINES = 80
 """Bound on a function's lines, signature and docstring not counted."""
-MOST_ARGUMENTS = 15
+MAX_POSITIONAL_ARGUMENTS = 15
 """Bound on positional arguments."""
 KERNELS = ("jit", "kernel")
 """Names of the decorators of what is compiled for a GPU."""
@@ -42,7 +42,7 @@ def problems(source: str) -> list[str]:
         body = function.body[1:] if ast.get_docstring(function) else function.body
         lines = function.end_lineno - body[0].lineno + 1 if body and function.end_lineno else 0
         arguments = len(function.args.posonlyargs) + len(function.args.args)
-        if lines > MOST_LINES or arguments > MOST_ARGUMENTS:
+        if lines > MAX_FUNCTION_LINES or arguments > MAX_POSITIONAL_ARGUMENTS:
             found.append(f"{function.name}: {lines} lines, {arguments} positional arguments")
     return found
 
@@ -57,8 +57,8 @@ def test_functions() -> None:
 
 
 def test_what_is_too_much_is_seen() -> None:
-    body = "\n".join(f"    x = {n}" for n in range(MOST_LINES + 1))
-    arguments = ", ".join(f"a{n}" for n in range(MOST_ARGUMENTS + 1))
+    body = "\n".join(f"    x = {n}" for n in range(MAX_FUNCTION_LINES + 1))
+    arguments = ", ".join(f"a{n}" for n in range(MAX_POSITIONAL_ARGUMENTS + 1))
     assert len(problems(f"def long():\n{body}\n")) == len(problems(f"async def f({arguments}):\n    pass\n")) == 1
     assert not problems(f"@triton.jit\ndef kernel({arguments}):\n{body}\n")
     assert not problems(f'def f():\n    """{body}"""\n')
