@@ -154,8 +154,8 @@ MISTAKES = {
     "sink scaled": (ATTENTION, "(sink - top)", "(sink * scale - top)"),
     "keys of the second set seen by all": (
         ATTENTION,
-        "return rows.read(distinct), seen",
-        "return rows.read(distinct), torch.ones_like(seen)",
+        "distinct, seen\n",
+        "distinct, torch.ones_like(seen)\n",
     ),
     "no head RMS of q": (
         CORE,

@@ -127,7 +127,7 @@ def check_nothing_is_left(server: Server) -> None:
     """Every token and request slot is free or cached, and free once the cache is flushed."""
     found = wait_until_idle(server)
     assert all(found[name]["used"] == 0 for name in POOLS), found
-    server.command("/flush_cache", {})
+    server.command("/flush_cache?timeout=30", {})
     found = pools(server)
     assert all(found[name]["free"] == found[name]["capacity"] > 0 for name in POOLS), found
     # SGLang's own checks, which run whenever the scheduler is idle, end it or leave a word.

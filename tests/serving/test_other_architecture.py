@@ -41,7 +41,7 @@ def test_llama(llama: Path, tmp_path: Path) -> None:
     flags = ("--max-total-tokens", "4096", "--dtype", "float32")
     with Server.launch(llama, *flags, log=tmp_path / "log", admin=False) as server:
         server.wait_ready()
-        server.command("/flush_cache", {})  # needs no key where SGLang's own rules hold
+        server.command("/flush_cache?timeout=30", {})  # needs no key where SGLang's own rules hold
         assert server.get("/v1/models")["data"][0]["max_model_len"] == 2048
         state = server.get("/server_info")
         assert "nvfp4_sgl" not in state["internal_states"][0]
