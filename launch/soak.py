@@ -20,6 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,52 @@ MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/flush_cache", b"{}"),
 )
 """Requests that must be answered with a 4xx."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        kind: answered, hung up, aborted or malformed.
+        body: in JSON. data: the bytes of a malformed one.
+        seconds: after which it is given up.
+    """
+
+    kind: str
+    path: str = "/generate"
+    body: dict[str, Any] = field(default_factory=dict)
+    data: bytes | None = None
+    seconds: float = 0.0
+
+    def is_whole(self, answer: dict[str, Any]) -> bool:
+        """Whether an answer has all tokens that were asked for, or ends where a regular expression let it."""
+        sampling = self.body["sampling_params"]
+        ended = "regex" in sampling and answer["meta_info"]["finish_reason"]["type"] == "stop"
+        return ended or len(answer["output_ids"]) == sampling["max_new_tokens"]
+
+    def __str__(self) -> str:
+        """What tells it from others, in a line."""
+        if self.data is not None:
+            return f"{self.kind} {self.path} {self.data[:80]!r}"
+        given_up = f" given up after {self.seconds:.2f} s" if self.seconds else ""
+        return f"{self.kind}{given_up}, {len(self.body['input_ids'])} tokens, {self.body['sampling_params']}"
+
+
+def draw(rng: random.Random, vocabulary: int, longest: int) -> Request:
+    """A request of a random kind."""
+    kind = rng.choices(("answered", "hung up", "aborted", "malformed"), (5, 2, 2, 2))[0]
+    if kind == "malformed":
+        path, data = rng.choice(MALFORMED)
+        return Request(kind, path, data=data)
+    length = min(longest, int(2 ** rng.uniform(0, 10)))
+    tokens = rng.randint(1, 32) if kind == "answered" else rng.randint(50, 200)
+    sampling: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
+    sampling |= rng.choice([{}, {"n": 2}, {"top_p": 0.9}, {"regex": f"[a-z]{{{rng.randint(1, 400)},999}}"}])
+    prefix = random.Random(rng.choice([1, 2, rng.random()]))  # some prompts have their beginning in common
+    ids = [prefix.randrange(20, vocabulary) for _ in range(length)]
+    body = {"input_ids": ids, "sampling_params": sampling, "stream": kind != "answered"}
+    return Request(kind, body=body, seconds=0.0 if kind == "answered" else rng.uniform(0, 2))
 
 
 class Client:
@@ -81,43 +128,35 @@ class Client:
             if fault:
                 self.faults.append(fault)
 
-    def once(self, rng: random.Random, name: str) -> None:
-        """One request, drawn by ``rng``: answered, hung up on, aborted or malformed."""
-        kind = rng.choices(("answered", "hung up", "aborted", "malformed"), (5, 2, 2, 2))[0]
-        if kind == "malformed":
-            path, data = rng.choice(MALFORMED)
-            status, text = self.post(path, data)
-            self.count(kind, "" if 400 <= status < 500 else f"{path} {data[:80]!r}: {status} {text[:200]!r}")
-            return
-        length = min(self.longest, int(2 ** rng.uniform(0, 10)))
-        tokens = rng.randint(1, 32) if kind == "answered" else rng.randint(50, 200)
-        sampling: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
-        sampling |= rng.choice([{}, {"n": 2}, {"top_p": 0.9}, {"regex": f"[a-z]{{{rng.randint(1, 400)},999}}"}])
-        prefix = random.Random(rng.choice([1, 2, rng.random()]))  # some prompts have their beginning in common
-        ids = [prefix.randrange(20, self.vocabulary) for _ in range(length)]
-        body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "stream": kind != "answered"}
-        if kind == "answered":
-            status, text = self.post("/generate", json.dumps(body).encode())
+    def ask(self, request: Request, name: str) -> None:
+        """Send a request, and do with its answer as its kind says."""
+        data = json.dumps(request.body).encode() if request.data is None else request.data
+        if request.kind == "malformed":
+            status, text = self.post(request.path, data)
+            self.count(request.kind, "" if 400 <= status < 500 else f"{request}: {status} {text[:200]!r}")
+        elif request.kind == "answered":
+            status, text = self.post(request.path, data)
             parts = json.loads(text)
-            short = [one for one in (parts if isinstance(parts, list) else [parts]) if len(one["output_ids"]) != tokens]
-            self.count(kind, f"{status} {text[:200]!r}" if status != 200 or short else "")
+            whole = status == 200 and all(map(request.is_whole, parts if isinstance(parts, list) else [parts]))
+            self.count(request.kind, "" if whole else f"{request}: {status} {text[:200]!r}")
         else:
-            self.give_up(kind, body, name, rng.uniform(0, 2))
+            self.give_up(request, name)
 
-    def give_up(self, kind: str, body: dict[str, Any], name: str, seconds: float) -> None:
-        """A stream that is left, or aborted by its name, after ``seconds``."""
-        if kind == "aborted" and "n" not in body["sampling_params"]:
+    def give_up(self, request: Request, name: str) -> None:
+        """A stream that is left, or aborted by its name, after ``request.seconds``."""
+        body = dict(request.body)
+        if request.kind == "aborted" and "n" not in body["sampling_params"]:
             body["rid"] = name
         connection = http.client.HTTPConnection(self.address, timeout=TIMEOUT_SECONDS)
         try:
-            connection.request("POST", "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-            time.sleep(seconds)
+            connection.request("POST", request.path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            time.sleep(request.seconds)
             if "rid" in body:
                 self.command("/abort_request", rid=name)
                 connection.getresponse().read()
         finally:
             connection.close()
-        self.count(kind)
+        self.count(request.kind)
 
     def probe(self) -> tuple[list[int], list[float]]:
         """Greedy ids and log-probabilities of a fixed prompt."""
@@ -174,10 +213,12 @@ def soak(client: Client, seconds: float, concurrency: int) -> None:
         rng, done = random.Random(time.time_ns() + number), 0
         while (asked := time.monotonic() - start) < seconds:
             try:
-                client.once(rng, f"soak-{number}-{done}-{time.time_ns()}")
+                request = draw(rng, client.vocabulary, client.longest)
+                client.ask(request, f"soak-{number}-{done}-{time.time_ns()}")
             except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
                 waited = time.monotonic() - start - asked
-                client.count("failed", f"after {asked:.0f} s, for {waited:.0f} s: {type(error).__name__}: {error}")
+                fault = f"{request} after {asked:.0f} s, for {waited:.0f} s: {type(error).__name__}: {error}"
+                client.count("failed", fault)
                 time.sleep(0.5)
             done += 1
 
@@ -227,6 +268,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument("--memory", type=int, default=200, help="MiB that it may grow (default: 200)")
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
+    parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:
         checkpoint = arguments.checkpoint
@@ -237,7 +279,7 @@ def main() -> int:
             write_tiny(checkpoint, "nvfp4-full", seed=1)
         vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
         flags = ["--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
-        with server(checkpoint, Path(folder) / "log", arguments=flags) as url:
+        with server(checkpoint, arguments.log or Path(folder) / "log", arguments=flags) as url:
             return 0 if run(url, arguments, vocabulary) else 1
 
 
