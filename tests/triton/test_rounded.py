@@ -77,7 +77,7 @@ def test_mxfp8(k: int, dtype: torch.dtype, device: str):
     expected = mxfp8.quantize_rows(x).dequantize()
     large = (expected == 0) | (expected.abs() >= 2.0**-126)
     assert torch.equal(out.cpu().float()[large], expected[large])
-    assert bool(out.isfinite().all()) and float(large.float().mean()) > 0.9
+    assert bool(out.isfinite().all()) and float(large.float().mean()) > 0.8
     assert torch.equal(out.cpu().signbit(), expected.signbit())
 
 

@@ -51,8 +51,10 @@ def inputs(width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return sums, scale, torch.rand(GROUPS, 2, generator=generator) + 0.25
 
 
-def expected_rows(sums: torch.Tensor, scale: torch.Tensor, alpha: torch.Tensor, routes: Routes, device: str):
-    """What is rounded, by the kernel's own SwiGLU, and what the reference's is: fp32 [pairs, I] each, and their rows."""
+def expected_rows(
+    sums: torch.Tensor, scale: torch.Tensor, alpha: torch.Tensor, routes: Routes, device: str
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """What is rounded, by the device's SwiGLU and by the reference's: fp32 [pairs, I] each; and their rows."""
     own, reference, rows = [], [], []
     for token, (groups, to) in enumerate(zip(routes.experts.tolist(), routes.destination.tolist(), strict=True)):
         for group, row in zip(groups, to, strict=True):

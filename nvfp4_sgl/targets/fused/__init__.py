@@ -1,9 +1,10 @@
 """The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
 Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The targets differ in their GEMMs alone:
-``products_w4a16`` and ``products_w4a4_hopper`` (Hopper, by its mode) and ``products_sm100``. Activations are bf16. Accumulators, and everything that the
-specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for nothing on the host, and
-the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
+``products_w4a16`` and ``products_w4a4_hopper`` (Hopper, by its mode) and ``products_sm100``. Activations are bf16.
+Accumulators, and everything that the specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A
+pass waits for nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA
+graph can hold it.
 """
 
 from dataclasses import replace
