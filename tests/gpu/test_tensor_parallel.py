@@ -13,7 +13,6 @@ from torch import Tensor
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
@@ -129,6 +128,6 @@ def test_log_probabilities(
     assert distance <= 2 * yardstick
 
 
-def test_a_model_that_cannot_be_split_is_refused(target: Target, checkpoint: Path):
+def test_a_model_that_cannot_be_split_is_refused(run: native.Run, checkpoint: Path):
     with pytest.raises(ConfigError, match="o_groups is 2, expected a multiple of 4"):
-        load(target, checkpoint, TensorParallel(0, 4))
+        load(run, checkpoint, TensorParallel(0, 4))

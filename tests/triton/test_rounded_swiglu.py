@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def routed(device: str, tokens: int = len(PAIRS)) -> Routes:
         for row, (token, copy) in enumerate(pairs):
             routes.destination[token, copy] = begin + row
         begin += -(-len(pairs) // TILE) * TILE
-    return replace(routes, **{k: v.to(device) for k, v in vars(routes).items() if isinstance(v, torch.Tensor)})
+    moved: dict[str, Any] = {k: v.to(device) for k, v in vars(routes).items() if isinstance(v, torch.Tensor)}
+    return replace(routes, **moved)
 
 
 def inputs(width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,8 +75,8 @@ def test_rounded_swiglu(width: int, device: str):
     count = len(routes.source_row)
     sums, scale, alpha = inputs(width, count)
     out = torch.full((count, width), torch.nan, dtype=torch.bfloat16, device=device)
-    moved = [tensor.to(device) for tensor in (sums, scale, alpha)]
-    assert swiglu_to_nvfp4(*moved, routes, LIMIT, SCALE, out) is out
+    moved_sums, moved_scale, moved_alpha = (tensor.to(device) for tensor in (sums, scale, alpha))
+    assert swiglu_to_nvfp4(moved_sums, moved_scale, moved_alpha, routes, LIMIT, SCALE, out) is out
     own, reference, rows = expected_rows(sums, scale, alpha, routes, device)
     assert len(rows) == 7
     found = out.cpu()
@@ -101,8 +103,8 @@ def test_mistakes_are_seen(mistake: str, device: str):
         alpha = torch.ones_like(alpha)
     constant = 1.0 if mistake == "another constant" else SCALE
     out = torch.zeros(count, width, dtype=torch.bfloat16, device=device)
-    moved = [tensor.contiguous().to(device) for tensor in (sums, scale, alpha)]
-    swiglu_to_nvfp4(*moved, routes, LIMIT, constant, out)
+    moved_sums, moved_scale, moved_alpha = (tensor.contiguous().to(device) for tensor in (sums, scale, alpha))
+    swiglu_to_nvfp4(moved_sums, moved_scale, moved_alpha, routes, LIMIT, constant, out)
     assert not torch.equal(out.cpu()[rows].float(), quantize_rows(own, SCALE).unscaled())
 
 
@@ -116,7 +118,7 @@ def test_no_tokens(device: str):
 def test_refusals():
     routes = routed("cpu")
     rows = len(routes.source_row)
-    good = {
+    good: dict[str, Any] = {
         "gate_up": torch.zeros(rows, 128),
         "row_scale": torch.ones(len(PAIRS)),
         "alpha": torch.ones(GROUPS, 2),
