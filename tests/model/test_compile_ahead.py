@@ -340,6 +340,23 @@ def test_build_asks_for_a_target_where_no_gpu_is(
     assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
 
 
+def test_the_mode_that_is_built_for(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Serving] = []
+
+    def note(verified: Verified, target: Target, settings: Sequence[Serving], output: Path | None) -> tuple[int, int]:
+        asked.extend(settings)
+        return 0, 0
+
+    monkeypatch.setattr(build, "build", note)
+    for words in ([], ["--mode", "w4a4"]):
+        assert cli.main(["build", str(tiny), "--target", "sm_90a", *words]) == 0
+    assert [setting.mode for setting in asked] == [W4A16, W4A4]
+    assert cli.main(["build", str(tiny), "--target", "sm_100a", "--mode", "w4a16"]) == 2
+    assert "activation_mode 'w4a16': on sm_100a expected one of w4a4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
 @pytest.mark.parametrize(("name", "shared"), [("nvfp4-full", 1), ("nvfp4-experts", 0), ("deepseek", 0)])
 def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
