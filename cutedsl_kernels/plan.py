@@ -229,12 +229,13 @@ def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
 
 
 def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
-    """All kernels that plans can need on Hopper, whatever the sizes: bf16 between expert kernels, else ``outputs``."""
+    """All kernels that plans can need on Hopper, whatever the sizes: ``outputs``, but bf16 of gated kernels."""
     k = 1 << 20  # long enough for every split of K
     keys = [KernelKey("sm_90a", shape) for output in outputs for shape in hopper.product_shapes(k, k, output)]
     for tile in EXPERT_TOKEN_TILES:
         keys += [KernelKey("sm_90a", shape, limit) for shape in hopper.expert_shapes(k, tile, True, "bf16")]
-        keys += [KernelKey("sm_90a", shape) for shape in hopper.expert_shapes(k, tile, False, "bf16")]
+        for output in outputs:
+            keys += [KernelKey("sm_90a", shape) for shape in hopper.expert_shapes(k, tile, False, output)]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= hopper.MIN_STAGES))
 
 

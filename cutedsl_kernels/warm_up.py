@@ -103,16 +103,19 @@ def keys_for(
 def _w4a16_keys(
     products: Iterable[SizedProduct], max_tokens: int, limit: float, clusters: Clusters, programmatic_launch: bool
 ) -> list[KernelKey]:
-    """:func:`keys_for` on Hopper."""
+    """:func:`keys_for` on Hopper, whose experts write bf16 unless fp32 is asked for."""
     found: dict[KernelKey, None] = {}
     for product in products:
+        if product.operands != "nvfp4":
+            continue
         features, k, groups = product.features, product.k, product.groups
         for tokens in range(1, max_tokens + 1):
             if product.experts_per_token:
                 pairs = tokens * product.experts_per_token
                 tile = w4a16_expert_token_tile_for(pairs, groups)
                 rows = rows_of(pairs, groups, tile)
-                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, "bf16", clusters)
+                output: Output = "fp32" if product.output == "fp32" else "bf16"
+                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, output, clusters)
             else:
                 shape = plan_w4a16(features, k, tokens, groups, product.output, clusters)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)

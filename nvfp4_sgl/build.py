@@ -23,8 +23,9 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import Target, choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.triton_kernels import ahead
@@ -43,6 +44,7 @@ class Serving:
     Attributes:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.
         chunk: ``--chunked-prefill-size``. uniform_experts: whether uniform routing is simulated.
+        mode: ``activation_mode``; ``None`` for that of config.json, or else the target's default.
     """
 
     ranks: int
@@ -50,6 +52,7 @@ class Serving:
     requests: int = REQUESTS
     chunk: int = CHUNK
     uniform_experts: bool = False
+    mode: ActivationMode | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def needed(
     verified: Verified, target: Target, setting: Serving, gpu: Gpu
 ) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
     """The GEMMs and Triton kernels of a server on ``gpu``."""
-    choice, config = choose(target), with_distinct_layers(verified)
+    mode = setting.mode or mode_of(target, verified.raw.get("activation_mode"))
+    choice, config = choose(target, mode), with_distinct_layers(verified)
     dry = DryLauncher(target.value, gpu.clusters)
     with launcher.use(dry), ahead.targeting(gpu.capability, gpu.processors):
         context = Context(
@@ -132,7 +136,7 @@ def needed(
             choice.boundaries,
             META,
             torch.bfloat16,
-            choice.modes[0],
+            choice.mode,
             TensorParallel(0, setting.ranks),
             setting.uniform_experts,
         )

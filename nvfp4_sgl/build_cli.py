@@ -9,8 +9,9 @@ from pathlib import Path
 
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
-from nvfp4_sgl.targets.choose import Target, detect_target
+from nvfp4_sgl.targets.choose import Target, detect_target, mode_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR", help="a checkpoint directory, or one with config.json alone")
     parser.add_argument(
         "--target", choices=("sm_90a", "sm_100a"), help="what to compile for; default: this machine's GPU"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=[mode.value for mode in ActivationMode],
+        help="activation_mode; default: config.json's",
     )
     parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of --tp-size (default: 1)")
     parser.add_argument(
@@ -41,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if target is Target.CPU:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
     verified = verify(args.dir) if holds_weights(args.dir) else verify_dummy(args.dir)
+    mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
-    settings = [Serving(ranks, context, args.max_running_requests, args.chunked_prefill_size) for ranks in args.tp]
+    requests, chunk = args.max_running_requests, args.chunked_prefill_size
+    settings = [Serving(ranks, context, requests, chunk, mode=mode) for ranks in args.tp]
     started = time.monotonic()
     gemms, variants = build(verified, target, settings, args.output)
     where = args.output or "this user's caches"

@@ -26,6 +26,8 @@ from nvfp4_sgl.terminal import fitted
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
+    from nvfp4_sgl.ops.modes import ActivationMode
+    from nvfp4_sgl.targets.choose import Choice
 
 DISTRIBUTION = "nvfp4-sgl"
 PLUGIN_NAME = "nvfp4_sgl"
@@ -70,6 +72,7 @@ class Report:
     target: str | None = None
     boundaries: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    activation_mode: str = ""
     activation_modes: list[str] = field(default_factory=list)
     kv_row_modes: dict[str, str] = field(default_factory=dict)
     entry_points: list[EntryPointState] = field(default_factory=list)
@@ -181,12 +184,16 @@ def examine_target(report: Report) -> None:
     except Nvfp4SglError as error:
         report.problems.append(str(error))
         return
-    choice = choose(target)
-    report.target, report.note = target.value, choice.note
-    report.activation_modes = [mode.value for mode in choice.modes]
-    report.boundaries = choice.boundaries.names()
+    report.target = target.value
+    fill_in(report, choose(target))
     if target is not Target.CPU:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
+
+
+def fill_in(report: Report, choice: Choice) -> None:
+    """Fill in what ``choice`` says: a target in one mode."""
+    report.note, report.boundaries = choice.note, choice.boundaries.names()
+    report.activation_mode, report.activation_modes = choice.mode.value, [mode.value for mode in choice.modes]
 
 
 def device_name(index: int) -> str:
@@ -203,8 +210,8 @@ def device_name(index: int) -> str:
 def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str | None) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
-    from nvfp4_sgl.targets.choose import Target
-    from nvfp4_sgl.targets.requirements import check_activation_mode, check_target
+    from nvfp4_sgl.targets.choose import Target, choose, mode_of
+    from nvfp4_sgl.targets.requirements import check_target
     from nvfp4_sgl.weights.parallel import TensorParallel
 
     try:
@@ -217,15 +224,20 @@ def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str 
     report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": verified.describe()}
     report.checkpoint_table = summary.table()
     if chosen := target or report.target:
+        mode = None
         try:
-            check_activation_mode(Target(chosen), verified.raw)
-            check_target(Target(chosen), verified.config, ranks, verified.inventory.storage)
+            mode = mode_of(Target(chosen), verified.raw.get("activation_mode"))
+            check_target(Target(chosen), verified.config, ranks, verified.inventory.storage, mode)
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
-        examine_memory(report, verified, ranks, target)
+        if chosen == report.target:
+            fill_in(report, choose(Target(chosen), mode))
+        examine_memory(report, verified, ranks, target, mode)
 
 
-def examine_memory(report: Report, verified: Verified, ranks: int, target: str | None) -> None:
+def examine_memory(
+    report: Report, verified: Verified, ranks: int, target: str | None, mode: ActivationMode | None
+) -> None:
     """Forecast the memory of one of ``ranks`` with SGLang's defaults, or on a CPU with ours."""
     from nvfp4_sgl.memory.forecast import Setting, forecast
     from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
@@ -248,7 +260,8 @@ def examine_memory(report: Report, verified: Verified, ranks: int, target: str |
         )
     else:
         setting = Setting(ranks, REQUESTS, context, CHUNK, 2, None, PACKED_SWA_RATIO, FRACTION)
-    found = forecast(verified, chosen, setting, free_bytes(ranks) if chosen.value == report.target else None)
+    free = free_bytes(ranks) if chosen.value == report.target else None
+    found = forecast(verified, chosen, setting, free, mode)
     report.memory, report.memory_lines = found.as_json(), found.lines()
     if problem := found.problem():
         report.problems.append(f"memory: {problem}")
@@ -273,7 +286,7 @@ def render(report: Report) -> str:
     lines += ["", "Device", *(f"  {device}" for device in report.devices)]
     lines.append(f"  target               {report.target or 'unsupported'}")
     if report.boundaries:
-        lines += ["", f"Boundaries on {report.target}"]
+        lines += ["", f"Boundaries on {report.target} in {report.activation_mode}"]
         lines += [f"  {name:<20} {where}" for name, where in report.boundaries.items()]
     if report.note:
         lines += [f"  NOTE: {report.note}"]

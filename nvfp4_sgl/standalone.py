@@ -65,7 +65,7 @@ class Standalone:
         uniform_experts: bool = False,
         layers: range | None = None,
     ):
-        choice = choose(target)
+        choice = choose(target, mode)
         if target is not Target.CPU:
             packed, dtype = True, torch.bfloat16
         self.device, self.dtype = torch.device(device), dtype
@@ -79,7 +79,7 @@ class Standalone:
             choice.boundaries,
             self.device,
             dtype,
-            mode or choice.modes[0],
+            choice.mode,
             parallel or TensorParallel(),
             uniform_experts,
         )

@@ -106,12 +106,13 @@ def expert_down(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the down projection of each row by its expert.
+    """Compute the down projection of each row by its expert, or any other without SwiGLU.
 
     Args:
         tokens, token_tile, offsets, counts: as in :func:`expert_gate_up`.
         weights: ``TiledWeights.allocate_experts`` [E, F, K].
-        out: bf16 [R, F]; allocated unless given. Rows that belong to no expert's tiles are left as they are.
+        out: bf16 or fp32 [R, F]; bf16, allocated, unless given. Rows that belong to no expert's tiles are left as they
+            are.
 
     Returns:
         ``out``.

@@ -14,8 +14,8 @@ from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped
-from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.requirements import check_activation_mode, check_target
+from nvfp4_sgl.targets.choose import Target, mode_of
+from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.storages import how
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] |
     refused: dict[Target, str | None] = {}
     for target in Target:
         try:
-            check_activation_mode(target, verified.raw)
-            check_target(target, verified.config, 1, verified.inventory.storage)
+            mode = mode_of(target, verified.raw.get("activation_mode"))
+            check_target(target, verified.config, 1, verified.inventory.storage, mode)
             refused[target] = None
         except Nvfp4SglError as error:
             refused[target] = str(error).removeprefix(f"target {target.value}: ")

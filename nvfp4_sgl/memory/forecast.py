@@ -11,6 +11,7 @@ from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.memory.pools import bytes_per_server, bytes_per_token
 from nvfp4_sgl.memory.weights import weight_bytes
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target
 
 GPU_RUNTIME_BYTES = 3 << 29
@@ -127,15 +128,17 @@ class Forecast:
         return asdict(self)
 
 
-def forecast(verified: Verified, target: Target, setting: Setting, free: int | None) -> Forecast:
-    """What one rank of a server needs; ``free`` as in :class:`Forecast`.
+def forecast(
+    verified: Verified, target: Target, setting: Setting, free: int | None, mode: ActivationMode | None = None
+) -> Forecast:
+    """What one rank of a server needs; ``free`` as in :class:`Forecast`, ``mode`` the target's default unless given.
 
     Raises:
         ConfigError: the model cannot be split over so many ranks.
     """
     config = verified.config
     storage = verified.inventory.storage
-    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes)
+    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes, mode)
     server = bytes_per_server(config, setting.requests, setting.context)
     token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio)
     tokens = None
@@ -143,16 +146,20 @@ def forecast(verified: Verified, target: Target, setting: Setting, free: int | N
         left = free * setting.fraction - sum(weights.values()) - sum(server.values())
         tokens = max(int(left / sum(token.values())), 0) // PAGE_TOKENS * PAGE_TOKENS
         tokens = tokens if setting.most_tokens is None else min(tokens, setting.most_tokens)
-    return Forecast(setting, weights, server, token, _estimated(config, target, setting), free, tokens)
+    return Forecast(setting, weights, server, token, _estimated(config, target, setting, mode), free, tokens)
 
 
-def _estimated(config: ModelConfig, target: Target, setting: Setting) -> dict[str, int]:
-    """Graphs and workspaces: the large buffers of a pass, each once."""
+def _estimated(
+    config: ModelConfig, target: Target, setting: Setting, mode: ActivationMode | None = None
+) -> dict[str, int]:
+    """Graphs and workspaces: the large buffers of a pass, each once; in ``w4a4`` Hopper has fp32 sums beside them."""
     visits, hidden = config.num_experts_per_tok + 1, config.hidden_size
     inner, heads = config.moe_intermediate_size // setting.ranks, config.num_attention_heads // setting.ranks
     streams = 3 * config.hc_mult * hidden
     rows = visits * (2 * hidden + 3 * inner)
     queries = 2 * heads * config.head_dim
+    if target is Target.SM90 and mode is ActivationMode.W4A4:
+        rows, queries = rows + 2 * visits * inner, 2 * queries
     chunk = setting.chunk * (streams + max(rows, queries)) * setting.dtype_bytes
     if target is Target.CPU:
         return {"activations of a prefill chunk": chunk}

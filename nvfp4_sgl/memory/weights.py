@@ -12,7 +12,8 @@ from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 from nvfp4_sgl.model.products import LayerProduct, step_products, stored_products
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets.choose import MODES, Target, multiplies_as_sm100
 from nvfp4_sgl.targets.storages import sm100_operands
 
 VOCABULARY_MULTIPLE = 64
@@ -22,13 +23,19 @@ EXPERTS, MATRICES, VOCABULARY, OTHERS = "experts", "other matrices", "embedding 
 
 
 def weight_bytes(
-    config: ModelConfig, storage: Callable[[str], Storage], target: Target, ranks: int, dtype_bytes: int
+    config: ModelConfig,
+    storage: Callable[[str], Storage],
+    target: Target,
+    ranks: int,
+    dtype_bytes: int,
+    mode: ActivationMode | None = None,
 ) -> dict[str, int]:
     """Bytes by part on one of ``ranks``.
 
     Args:
         storage: of a matrix, by its name without suffix.
         dtype_bytes: of an element of the model dtype.
+        mode: what enters GEMMs with quantised weights; the target's default unless given.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -36,15 +43,19 @@ def weight_bytes(
     specs = tensor_specs(config)
     linear = [spec.name for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
     others = [name for name in linear if not storage(name).is_nvfp4]
-    apart = _shared_apart(others) if target is Target.SM90 else 0
+    as_sm100 = multiplies_as_sm100(target, mode or MODES[target][0])
+    apart = _shared_apart(others) if target is Target.SM90 and not as_sm100 else 0
     # Of a shared expert that runs apart gate, up and down, dequantised to bf16.
     experts, matrices = apart * 2 * 3 * config.hidden_size * config.moe_intermediate_size // ranks, 0
-    if target is Target.SM100:
+    if as_sm100:
         products = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
     else:
         products = step_products(config, ranks, apart)
     for product, layers in products.items():
-        nbytes = layers * _PRODUCT_BYTES[target](product, _is_nvfp4(product, others))
+        is_nvfp4 = product.operands == "nvfp4" if as_sm100 else _is_nvfp4(product, others)
+        nbytes = layers * _PRODUCT_BYTES[target](product, is_nvfp4)
+        if target is Target.SM90 and as_sm100 and is_nvfp4 and product.gated:
+            nbytes += layers * 4 * product.groups  # an alpha of one beside those of gate and up
         if product.experts_per_token or product.name.startswith("shared_experts."):
             experts += nbytes
         else:

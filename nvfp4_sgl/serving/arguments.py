@@ -26,7 +26,7 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements
-from nvfp4_sgl.targets.choose import Target, choose, detect_target
+from nvfp4_sgl.targets.choose import Target, choose, detect_target, mode_of
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 CPU_DEFAULTS: dict[str, Any] = {
@@ -357,12 +357,11 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
         raise UnsupportedError(
             f"--device {given['device']}: this machine's target is {target.value}; leave the flag out"
         )
-    choice = choose(target)
+    choice = choose(target, mode_of(target, raw.get("activation_mode")))
     options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
     check_options(given, options, f" on {target.value}")
-    requirements.check_activation_mode(target, raw)
     TensorParallel(size=given["tp_size"]).check(config)
-    requirements.check_target(target, config, given["tp_size"], inventory.storage)
+    requirements.check_target(target, config, given["tp_size"], inventory.storage, choice.mode)
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> str:

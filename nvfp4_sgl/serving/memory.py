@@ -9,10 +9,10 @@ from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
 from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
 from nvfp4_sgl.serving import kv_pool, stages
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.choose import Choice
 
 
-def forecast_here(verified: Verified, target: Target, context: int) -> Forecast:
+def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
     """What this rank needs and has; logged in a line. ``/server_info`` and ``nvfp4-sgl doctor`` have all of it.
 
     Args:
@@ -35,7 +35,7 @@ def forecast_here(verified: Verified, target: Target, context: int) -> Forecast:
         fraction=float(private.resolved("mem_fraction_static")),
         most_tokens=private.resolved("max_total_tokens"),
     )
-    found = forecast(verified, target, setting, free_bytes(ranks))
+    found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()
     stages.say("memory", found.summary())
     return found

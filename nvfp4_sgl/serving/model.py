@@ -48,16 +48,17 @@ class DeepseekV4ForCausalLM(nn.Module):
             words.append(f"{len(self.verified.inventory.entries):,} tensors")
         self.model_config = self.verified.config
         self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
-        self.choice = choose(detect_target())
+        mode = private.activation_mode(config)
+        self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
+        self.activation_mode = self.choice.mode
         check_trace()
         longest = private.resolved("context_length") or self.model_config.max_position_embeddings
-        self.memory = forecast_here(self.verified, self.choice.target, int(longest))
+        self.memory = forecast_here(self.verified, self.choice, int(longest))
         if private.tp_rank() == 0:
             serving = self.memory.setting
-            setting = Serving(serving.ranks, serving.context, serving.requests, serving.chunk, self.uniform_experts)
+            sizes = (serving.ranks, serving.context, serving.requests, serving.chunk)
+            setting = Serving(*sizes, self.uniform_experts, self.activation_mode)
             start_compiling(self.verified, self.choice.target, setting)
-        mode = private.activation_mode(config)
-        self.activation_mode = self.choice.modes[0] if mode is None else ActivationMode(mode)
         self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
         # DeepSeek's logits are fp32 products of the bf16 head (specification §7); SGLang's default rounds them to bf16.

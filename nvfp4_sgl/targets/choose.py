@@ -1,6 +1,6 @@
 """The one place that decides what runs where.
 
-:func:`choose` returns the boundaries of a target; the decoder is built from them, and ``doctor``, the log and
+:func:`choose` returns the boundaries of a target in a mode; the decoder is built from them, and ``doctor``, the log and
 ``/server_info`` print them. A target is complete or absent: no boundary falls back to another target's.
 """
 
@@ -31,6 +31,7 @@ class Choice:
     """What a target runs.
 
     Attributes:
+        mode: what may enter GEMMs with quantised weights.
         boundaries: the implementation of each.
         modes: :data:`MODES` of the target.
         dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
@@ -38,6 +39,7 @@ class Choice:
     """
 
     target: Target
+    mode: ActivationMode
     boundaries: Boundaries
     modes: tuple[ActivationMode, ...]
     dtypes: tuple[str, ...]
@@ -47,17 +49,42 @@ class Choice:
 
 MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
     Target.CPU: (ActivationMode.W4A16, ActivationMode.W4A4),
-    Target.SM90: (ActivationMode.W4A16,),
+    Target.SM90: (ActivationMode.W4A16, ActivationMode.W4A4),
     Target.SM100: (ActivationMode.W4A4,),
 }
 """What may enter GEMMs with quantised weights; the first is the default."""
 
+HOPPER_NOTES = {
+    ActivationMode.W4A16: "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all"
+    " experts of its layer",
+    ActivationMode.W4A4: "activations are rounded to NVFP4 and MXFP8 as on SM100 and multiplied in bf16, for accuracy"
+    " and not for speed; compiled and emulated, never yet run on a GPU",
+}
 
-def _cpu() -> Choice:
+
+def mode_of(target: Target, name: str | None) -> ActivationMode:
+    """The mode of that ``name``, the target's default if ``None``.
+
+    Raises:
+        UnsupportedError: the target has no such mode.
+    """
+    known = [mode.value for mode in MODES[target]]
+    if name is not None and name not in known:
+        raise UnsupportedError(f"activation_mode {name!r}: on {target.value} expected one of {', '.join(known)}")
+    return MODES[target][0] if name is None else ActivationMode(name)
+
+
+def multiplies_as_sm100(target: Target, mode: ActivationMode) -> bool:
+    """Whether a target's GEMMs are SM100's, by merges and groups and by the storages that they take."""
+    return target is Target.SM100 or (target is Target.SM90 and mode is ActivationMode.W4A4)
+
+
+def _cpu(mode: ActivationMode) -> Choice:
     from nvfp4_sgl.targets import reference
 
     return Choice(
         Target.CPU,
+        mode,
         reference.boundaries(),
         MODES[Target.CPU],
         ("auto", "float32", "float", "bfloat16"),
@@ -65,24 +92,26 @@ def _cpu() -> Choice:
     )
 
 
-def _sm90() -> Choice:
+def _sm90(mode: ActivationMode) -> Choice:
     from nvfp4_sgl.targets import fused
 
     return Choice(
         Target.SM90,
-        fused.w4a16_boundaries(),
+        mode,
+        fused.w4a4_on_hopper_boundaries() if mode is ActivationMode.W4A4 else fused.w4a16_boundaries(),
         MODES[Target.SM90],
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
-        "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer",
+        HOPPER_NOTES[mode],
     )
 
 
-def _sm100() -> Choice:
+def _sm100(mode: ActivationMode) -> Choice:
     from nvfp4_sgl.targets import fused
 
     return Choice(
         Target.SM100,
+        mode,
         fused.sm100_boundaries(),
         MODES[Target.SM100],
         ("auto", "bfloat16"),
@@ -91,12 +120,20 @@ def _sm100() -> Choice:
     )
 
 
-_CHOICES: dict[Target, Callable[[], Choice]] = {Target.CPU: _cpu, Target.SM90: _sm90, Target.SM100: _sm100}
+_CHOICES: dict[Target, Callable[[ActivationMode], Choice]] = {
+    Target.CPU: _cpu,
+    Target.SM90: _sm90,
+    Target.SM100: _sm100,
+}
 
 
-def choose(target: Target) -> Choice:
-    """What runs on ``target``."""
-    return _CHOICES[target]()
+def choose(target: Target, mode: ActivationMode | None = None) -> Choice:
+    """What runs on ``target`` in ``mode``, the target's default unless given.
+
+    Raises:
+        UnsupportedError: the target has no such mode.
+    """
+    return _CHOICES[target](mode_of(target, None if mode is None else mode.value))
 
 
 def detect_target() -> Target:

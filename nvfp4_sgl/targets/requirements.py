@@ -10,7 +10,8 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import LayerProduct, layer_products, stored_products
-from nvfp4_sgl.targets.choose import MODES, Target
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets.choose import Target, multiplies_as_sm100
 from nvfp4_sgl.targets.storages import Arrival, how, sm100_operands
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -25,18 +26,29 @@ MAX_EXPERTS = 511
 """Routed experts, beside which the shared one is a group."""
 
 
-def check_target(target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> None:
+def check_target(
+    target: Target,
+    config: ModelConfig,
+    ranks: int,
+    storage: Callable[[str], Storage],
+    mode: ActivationMode | None = None,
+) -> None:
     """Refuse a model that ``target`` cannot run on one of ``ranks`` ranks.
 
     Args:
         storage: of a matrix, by its name without suffix.
+        mode: what enters GEMMs with quantised weights; the target's default unless given. In ``w4a4`` Hopper takes what
+            SM100 takes.
 
     Raises:
         UnsupportedError: matrices are stored in a format that the target's GEMMs do not read; they are named.
         CheckpointError: matrices that are merged are NVFP4 in part; they are named.
         ConfigError: sizes, numbers of experts or ranks that no kernel takes.
     """
-    _check_merged(target, config, storage)
+    where = f"target {target.value}"
+    if target is Target.SM90 and mode is not None and multiplies_as_sm100(target, mode):
+        target, where = Target.SM100, f"{where}, activation_mode {mode.value}"
+    _check_merged(target, where, config, storage)
     if target is Target.CPU:
         return
     matrices = {s.name: s.role for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)}
@@ -48,24 +60,22 @@ def check_target(target: Target, config: ModelConfig, ranks: int, storage: Calla
     if refused:
         more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
         raise UnsupportedError(
-            f"target {target.value}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
+            f"{where}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
             f" {', '.join(refused[:SHOWN])}{more}; expected routed experts in NVFP4, or in MXFP4, which is read as"
             " NVFP4, and others in these, in FP8 with UE8M0 scales or in BF16 (docs/formats.md): make such a checkpoint"
             " with 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
-            " Hopper or a CPU"
+            " Hopper in activation_mode w4a16, or on a CPU"
         )
     if not any(storage(name).is_nvfp4 for name in matrices):
         return  # library GEMMs alone, which take any size
     if config.n_routed_experts > MAX_EXPERTS:
-        raise ConfigError(
-            f"target {target.value}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}"
-        )
+        raise ConfigError(f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}")
     for product in _products(target, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
         for what, value, multiple in (("K", product.k, K_MULTIPLE), ("features", product.features, rows)):
             if value % multiple:
                 raise ConfigError(
-                    f"target {target.value}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
+                    f"{where}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
                     f" of {multiple}; use a smaller --tp-size, or another model"
                 )
 
@@ -92,14 +102,7 @@ def _runs(target: Target, role: Role, storage: Storage) -> bool:
     return how(target, storage) is not None
 
 
-def check_activation_mode(target: Target, raw: Mapping[str, Any]) -> None:
-    """UnsupportedError if ``activation_mode`` of config.json, ``raw``, is none of the target's."""
-    mode, known = raw.get("activation_mode"), [mode.value for mode in MODES[target]]
-    if mode is not None and mode not in known:
-        raise UnsupportedError(f"activation_mode {mode!r}: on {target.value} expected one of {', '.join(known)}")
-
-
-def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
+def _check_merged(target: Target, where: str, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
     """Refuse merged matrices of which some are NVFP4: gate and up; on a CPU also all routed experts of a layer.
 
     On SM100 a shared expert is also refused whose matrices do not all arrive alike.
@@ -111,17 +114,17 @@ def _check_merged(target: Target, config: ModelConfig, storage: Callable[[str], 
             merged.append([stem for stems in merged[:-1] for stem in stems])
             merged.append([expert.down.stem for expert in routed])
         for stems in merged:
-            _require_alike(target, storage, {storage(stem).is_nvfp4: stem for stem in reversed(stems)})
+            _require_alike(where, storage, {storage(stem).is_nvfp4: stem for stem in reversed(stems)})
         if target is Target.SM100:
             stems = [shard.stem for shard in (*shared.gate_up, shared.down)]
-            _require_alike(target, storage, {Arrival.of(storage(stem)): stem for stem in reversed(stems)})
+            _require_alike(where, storage, {Arrival.of(storage(stem)): stem for stem in reversed(stems)})
 
 
-def _require_alike(target: Target, storage: Callable[[str], Storage], kinds: Mapping[Any, str]) -> None:
+def _require_alike(where: str, storage: Callable[[str], Storage], kinds: Mapping[Any, str]) -> None:
     """CheckpointError if there are several ``kinds``, each with a matrix of its kind."""
     if len(kinds) > 1:
         found = " and ".join(f"'{stem}' {storage(stem).value}" for stem in kinds.values())
         raise CheckpointError(
-            f"target {target.value}: matrices that are merged must all be NVFP4 or all be not, and on SM100 those of a"
-            f" shared expert all be stored alike; found {found}; quantise all of them or none"
+            f"{where}: matrices that are merged must all be NVFP4 or all be not, and on SM100 those of a shared expert"
+            f" all be stored alike; found {found}; quantise all of them or none"
         )

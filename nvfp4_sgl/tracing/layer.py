@@ -112,7 +112,7 @@ def compare_layer(
         mode: what enters GEMMs with NVFP4 weights, on both sides; the target's default unless given.
         prompt: tokens of the first pass. seed: of activations and token ids.
     """
-    mode = mode or choose(target).modes[0]
+    mode = choose(target, mode).mode
 
     def side(target: Target, device: torch.device | str, dtype: torch.dtype) -> _Side:
         loaded = Standalone(

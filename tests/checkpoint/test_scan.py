@@ -350,7 +350,9 @@ def test_mixtures_are_refused_where_they_are_merged(
         Standalone(directory, capacity=256)
 
 
-@pytest.mark.parametrize(("mode", "serves"), [("w4a4", ["cpu", "sm_100a"]), ("w4a16", ["cpu", "sm_90a"]), ("w8a8", [])])
+@pytest.mark.parametrize(
+    ("mode", "serves"), [("w4a4", ["cpu", "sm_90a", "sm_100a"]), ("w4a16", ["cpu", "sm_90a"]), ("w8a8", [])]
+)
 def test_an_activation_mode_that_a_target_has_not_is_refused(
     mode: str, serves: list[str], small: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:

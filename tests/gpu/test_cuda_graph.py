@@ -22,16 +22,22 @@ STARTS = (3, 126, 255, 517)
 STEPS = 9
 
 
-@pytest.fixture(scope="module", params=native.targets(), ids=lambda target: target.value)
-def target(request: pytest.FixtureRequest) -> Target:
+@pytest.fixture(scope="module", params=native.runs(), ids=str)
+def target_and_mode(request: pytest.FixtureRequest) -> native.Run:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def model(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+def target(target_and_mode: native.Run) -> Target:
+    return target_and_mode.target
+
+
+@pytest.fixture(scope="module")
+def model(target_and_mode: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Standalone:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=11)
-    return Standalone(path, target=target, device="cuda", requests=len(STARTS), capacity=1024)
+    target, mode = target_and_mode
+    return Standalone(path, target=target, mode=mode, device="cuda", requests=len(STARTS), capacity=1024)
 
 
 def decode_inputs(seed: int) -> list[dict[int, list[int]]]:

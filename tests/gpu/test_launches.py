@@ -149,13 +149,13 @@ def test_a_pass_fills_nothing(model: Standalone):
         assert not fills.names
 
 
-@pytest.mark.parametrize("target", native.GPU_TARGETS)
-def test_nothing_compiles_after_the_warm_up(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", native.runs(on_gpu=False), ids=str)
+def test_nothing_compiles_after_the_warm_up(run: native.Run, tmp_path: Path) -> None:
     """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not."""
     choose = random.Random(0)
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS))
-    with dry_gemms(target.value):
-        model = Standalone(tmp_path, target=target, requests=REQUESTS, capacity=CAPACITY)
+    with dry_gemms(run.target.value):
+        model = Standalone(tmp_path, target=run.target, mode=run.mode, requests=REQUESTS, capacity=CAPACITY)
         slots = torch.zeros(2, CAPACITY, dtype=torch.int32)
         planner = model.decoder.context.boundaries.plan(
             model.decoder.context, Slots(slots, model.caches.full_to_swa, REQUESTS, CAPACITY), model.caches.layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,17 @@ PROMPT = 9
 """Two ratio-4 entries, which the decode step chooses from."""
 
 
-@pytest.mark.parametrize("target", native.targets(), ids=lambda target: target.value)
-def test_no_boundary_departs(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", native.runs(), ids=str)
+def test_no_boundary_departs(run: native.Run, tmp_path: Path) -> None:
+    target, mode = run
     write_tiny(tmp_path / "tiny", "nvfp4-full", seed=5, num_hidden_layers=2)
     with native.gemms(target):
         device = "cuda" if ON_GPU else "cpu"
-        stages = list(compare_layer(tmp_path / "tiny", CSA, target, device=device, prompt=PROMPT, steps=1))
+        settings: dict[str, Any] = {"device": device, "mode": mode, "prompt": PROMPT, "steps": 1}
+        stages = list(compare_layer(tmp_path / "tiny", CSA, target, **settings))
     names = {stage.name.removeprefix(f"layers.{CSA}.") for stage in stages if stage.number == 1}
     assert {"hc_attn.x", "attn.prepare.q_lora", "attn.select", "attn.wo_a", "attn.wo_b", "ffn.route"} <= names
-    assert first_departure(stages, BOUNDS[native.MODES[target]]) is None, stages
+    assert first_departure(stages, BOUNDS[mode]) is None, stages
     # Nothing that was compared is empty, and no side with itself.
     assert all(stage.amax > 0 and stage.reference_amax > 0 for stage in stages)
     assert all(stage.median > 0 for stage in stages if "select" not in stage.name)

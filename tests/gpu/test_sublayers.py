@@ -1,8 +1,8 @@
 """Every sublayer of the GPU targets against the CPU reference's on the same inputs and the same cached bytes.
 
 Both sides start from equal bits (``tests.support.lockstep``), so they differ by roundings of intermediate results
-alone: to bf16 on Hopper, where that is below a percent of the output's size; on SM100 also to FP4, where a bf16 that
-rounds to the other side may move a code by a quarter of its value.
+alone: to bf16 in ``w4a16``, where that is below a percent of the output's size; in ``w4a4`` also to FP4, where a bf16
+that rounds to the other side may move a code by a quarter of its value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets import choose
 from nvfp4_sgl.targets.fused import step as step_module
 from nvfp4_sgl.targets.fused.step import Scratch
 from nvfp4_sgl.triton_kernels.indexer import topk
@@ -61,8 +62,8 @@ class Bounds:
 
 
 BOUNDS = {
-    Target.SM90: Bounds(attention=0.025, median=0.025, choosing=0.3, experts=0.01, written=0.2),
-    Target.SM100: Bounds(attention=0.2, median=0.12, choosing=0.35, experts=0.01, written=0.2),
+    ActivationMode.W4A16: Bounds(attention=0.025, median=0.025, choosing=0.3, experts=0.01, written=0.2),
+    ActivationMode.W4A4: Bounds(attention=0.2, median=0.12, choosing=0.35, experts=0.01, written=0.2),
 }
 """Found on SM100, interpreted: 0.02 to 0.12 a row, median 0.07; experts 0.003."""
 MXFP8_BOUNDS = Bounds(attention=0.06, median=0.04, choosing=0.35, experts=0.01, written=0.2)
@@ -70,47 +71,52 @@ MXFP8_BOUNDS = Bounds(attention=0.06, median=0.04, choosing=0.35, experts=0.01, 
 0.003."""
 
 
-FORMATS = {Target.SM90: ("nvfp4-full", "nvfp4-experts", "bf16"), Target.SM100: ("nvfp4-full", "nvfp4-experts")}
-"""What a target runs: all packed, routed experts alone, nothing."""
-CASES = [(target, name) for target in native.targets() for name in FORMATS[target]]
+FORMATS = {
+    ActivationMode.W4A16: ("nvfp4-full", "nvfp4-experts", "bf16"),
+    ActivationMode.W4A4: ("nvfp4-full", "nvfp4-experts"),
+}
+"""What runs in a mode: all packed, routed experts alone, nothing."""
+CASES = [(run, name) for run in native.runs() for name in FORMATS[run.mode]]
+Case = tuple[native.Run, str]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].value}-{case[1]}")
-def case(request: pytest.FixtureRequest) -> Iterator[tuple[Target, str]]:
-    with native.gemms(request.param[0]):
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with native.gemms(request.param[0].target):
         yield request.param
 
 
 @pytest.fixture(scope="module")
-def target(case: tuple[Target, str]) -> Target:
+def run(case: Case) -> native.Run:
     return case[0]
 
 
 @pytest.fixture(scope="module")
-def bounds(case: tuple[Target, str]) -> Bounds:
-    return MXFP8_BOUNDS if case == (Target.SM100, "nvfp4-experts") else BOUNDS[case[0]]
+def bounds(case: Case) -> Bounds:
+    is_mxfp8 = case[0].mode is ActivationMode.W4A4 and case[1] == "nvfp4-experts"
+    return MXFP8_BOUNDS if is_mxfp8 else BOUNDS[case[0].mode]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(case: tuple[Target, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, case[1], seed=5, num_hidden_layers=len(LAYERS))
     return path
 
 
 @pytest.fixture(scope="module")
-def recording(target: Target, checkpoint: Path) -> Recording:
+def recording(run: native.Run, checkpoint: Path) -> Recording:
     generator = torch.Generator().manual_seed(1)
     passes = [
         {r: torch.randint(2, 500, (count,), generator=generator).tolist() for r, count in counts.items()}
         for counts in PASSES
     ]
-    return record(checkpoint, mode=native.MODES[target], cached=CACHED, passes=passes, capacity=768)
+    return record(checkpoint, mode=run.mode, cached=CACHED, passes=passes, capacity=768)
 
 
 @pytest.fixture(scope="module")
-def ours(target: Target, checkpoint: Path) -> Standalone:
-    return Standalone(checkpoint, target=target, device=DEVICE, requests=3, capacity=768)
+def ours(run: native.Run, checkpoint: Path) -> Standalone:
+    return Standalone(checkpoint, target=run.target, mode=run.mode, device=DEVICE, requests=3, capacity=768)
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +164,18 @@ def test_sublayers(
         experts = relative_errors(found.experts, expected.experts[1])
         assert bool((experts < bounds.experts).all()), experts
         check_writes(found.after, expected.after, expected.before, bounds.written)
+
+
+def test_the_other_mode_of_a_target_is_seen(case: Case, checkpoint: Path, bounds: Bounds, recording: Recording) -> None:
+    """Experts whose activations are rounded where they should not be, or not where they should: each row is off."""
+    (target, mode), format = case
+    others = [each for each in choose.MODES[target] if each is not mode]
+    if not others or format == "bf16":
+        pytest.skip("there is no other mode, or it does the same")
+    model = Standalone(checkpoint, target=target, mode=others[0], device=DEVICE, requests=3, capacity=768)
+    for row, told in zip(replay(model, recording, [CSA]), recording.layers, strict=True):
+        errors = relative_errors(row[CSA].experts, told[CSA].experts[1])
+        assert bool((errors > 2 * bounds.experts).all()), errors
 
 
 def replace_sublayers(model: Standalone, monkeypatch: pytest.MonkeyPatch) -> None:

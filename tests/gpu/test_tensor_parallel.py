@@ -13,7 +13,6 @@ from torch import Tensor
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
@@ -28,42 +27,43 @@ PASSES = ({0: [5, 61, 7]}, {0: [300]})
 """Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
 
 
-ATTENTION = {Target.SM90: 0.01, Target.SM100: 0.2}
-"""Bound of a row's relative error in attention. On SM100 each rank quantises its part of wo_b's input by a scale of its
-own, so that codes fall differently; found, interpreted: 0.08 to 0.09."""
+ATTENTION = {ActivationMode.W4A16: 0.01, ActivationMode.W4A4: 0.2}
+"""Bound of a row's relative error in attention. In ``w4a4`` each rank quantises its part of wo_b's input by a scale of
+its own, so that codes fall differently; found on SM100, interpreted: 0.08 to 0.09."""
 EXPERTS = 0.01
 """The same of the experts, whose input is whole on each rank, and what lies between quantised by a constant."""
 
 
-@pytest.fixture(scope="module", params=native.targets(), ids=lambda target: target.value)
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    with native.gemms(request.param):
+@pytest.fixture(scope="module", params=native.runs(), ids=str)
+def run(request: pytest.FixtureRequest) -> Iterator[native.Run]:
+    with native.gemms(request.param.target):
         yield request.param
 
 
 @pytest.fixture(scope="module")
-def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(run: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes = {"num_hidden_layers": len(LAYERS), "n_routed_experts": 6}
-    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, **shapes)
+    return native.write_checkpoint(run.target, tmp_path_factory.mktemp("tiny"), seed=11, mode=run.mode, **shapes)
 
 
-def load(target: Target, checkpoint: Path, parallel: TensorParallel) -> Standalone:
-    return Standalone(checkpoint, target=target, device=DEVICE, requests=1, capacity=256, parallel=parallel)
+def load(run: native.Run, checkpoint: Path, parallel: TensorParallel) -> Standalone:
+    sizes: dict[str, Any] = {"device": DEVICE, "requests": 1, "capacity": 256}
+    return Standalone(checkpoint, target=run.target, mode=run.mode, parallel=parallel, **sizes)
 
 
 @pytest.fixture(scope="module")
-def exchange(target: Target) -> Exchange:
+def exchange(run: native.Run) -> Exchange:
     return Exchange()
 
 
 @pytest.fixture(scope="module")
-def whole(target: Target, checkpoint: Path) -> Standalone:
-    return load(target, checkpoint, TensorParallel())
+def whole(run: native.Run, checkpoint: Path) -> Standalone:
+    return load(run, checkpoint, TensorParallel())
 
 
 @pytest.fixture(scope="module")
-def ranks(target: Target, checkpoint: Path, exchange: Exchange) -> list[Standalone]:
-    return [load(target, checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
+def ranks(run: native.Run, checkpoint: Path, exchange: Exchange) -> list[Standalone]:
+    return [load(run, checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_parts_of_sublayers_add_up(layer: int, target: Target, whole: Standalone, ranks: list[Standalone]):
+def test_parts_of_sublayers_add_up(layer: int, run: native.Run, whole: Standalone, ranks: list[Standalone]):
     """But for the rounding of each part and their sum to bf16, and of wo_b's input to NVFP4."""
     ids = torch.tensor([5, 61, 7, 300, 12, 95], device=DEVICE)
     x = torch.randn(len(ids), whole.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -97,7 +97,7 @@ def test_parts_of_sublayers_add_up(layer: int, target: Target, whole: Standalone
         for added, expected in zip(zip(*parts, strict=True), (attention, experts), strict=True)
     ]
     print("relative errors of the sums in attention and experts:", errors)
-    assert errors[0] < ATTENTION[target] and errors[1] < EXPERTS
+    assert errors[0] < ATTENTION[run.mode] and errors[1] < EXPERTS
 
 
 def log_probabilities(model: Standalone) -> Tensor:
@@ -111,13 +111,13 @@ def median_distance(found: Tensor, expected: Tensor) -> float:
 
 
 def test_log_probabilities(
-    target: Target, whole: Standalone, ranks: list[Standalone], exchange: Exchange, checkpoint: Path
+    run: native.Run, whole: Standalone, ranks: list[Standalone], exchange: Exchange, checkpoint: Path
 ):
     """Each number of ranks may be as far from fp32 activations as rounding, in ``w4a4`` to NVFP4, takes the CPU
     reference, so twice that from the other."""
     rounded, exact = (
         log_probabilities(Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=1, capacity=256))
-        for mode, dtype in ((native.MODES[target], torch.bfloat16), (ActivationMode.W4A16, torch.float32))
+        for mode, dtype in ((run.mode, torch.bfloat16), (ActivationMode.W4A16, torch.float32))
     )
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert torch.equal(*found)
@@ -128,6 +128,6 @@ def test_log_probabilities(
     assert distance <= 2 * yardstick
 
 
-def test_a_model_that_cannot_be_split_is_refused(target: Target, checkpoint: Path):
+def test_a_model_that_cannot_be_split_is_refused(run: native.Run, checkpoint: Path):
     with pytest.raises(ConfigError, match="o_groups is 2, expected a multiple of 4"):
-        load(target, checkpoint, TensorParallel(0, 4))
+        load(run, checkpoint, TensorParallel(0, 4))

@@ -125,9 +125,31 @@ def test_the_planned_kernel_in_a_graph(rows: int) -> None:
     assert_close(out[:, 0], x[:, 0], plain.dequantize()[0])
 
 
-@pytest.mark.parametrize(
-    ("tile", "split"), [(tile, split) for tile in EXPERT_TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
-)
+EXPERT_SHAPES = [(tile, split) for tile in EXPERT_TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
+
+
+@pytest.mark.parametrize(("tile", "split"), EXPERT_SHAPES)
+def test_fp32_sums_of_experts(tile: int, split: int) -> None:
+    """As the first GEMM of experts in mode ``w4a4``: no SwiGLU, alphas of one."""
+    counts = [0, 1, tile, tile + 1, 0]
+    sizes = [-(-count // tile) * tile for count in counts]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    plain = weights(len(counts), 1152, 2048)
+    packed = TiledWeights.allocate_experts(len(counts), 1152, 2048, torch.device("cuda"))
+    for i in range(len(counts)):
+        packed.put_expert(i, plain.packed[i], plain.block_scale[i], torch.ones(1, device="cuda"))
+    x = tokens(sum(sizes), 2048)
+    first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
+    out = torch.full((len(x), 1152), float("nan"), device="cuda")
+    shape = KernelShape(tile, split, "fp32", grouped=True)
+    with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(return_value=shape)):
+        operations.expert_down(x, tile, first_rows, counted, packed, out=out)
+    for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
+        rows = slice(first, first + count)
+        assert_close(out[rows], x[rows], plain.unscaled()[i])
+
+
+@pytest.mark.parametrize(("tile", "split"), EXPERT_SHAPES)
 def test_experts(tile: int, split: int) -> None:
     """Empty, ragged and full experts, gate and up with SwiGLU, then down."""
     counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]

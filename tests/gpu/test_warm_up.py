@@ -13,7 +13,6 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.warm_up import sizes
 from tests.support import native
 from tests.support.interpreted import ON_GPU
@@ -54,12 +53,12 @@ def own_launcher() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("target", native.targets(), ids=lambda target: target.value)
-def test_nothing_compiles_afterwards(target: Target, tmp_path: Any, compiled: list[str], own_launcher: None):
+@pytest.mark.parametrize("run", native.runs(), ids=str)
+def test_nothing_compiles_afterwards(run: native.Run, tmp_path: Any, compiled: list[str], own_launcher: None):
     """Nor does the launcher, which is frozen by then, meet a GEMM that it would have to compile."""
     assert ON_GPU
     write_tiny(tmp_path, "nvfp4-full", seed=11)
-    model = Standalone(tmp_path, target=target, device="cuda", requests=12, capacity=CAPACITY)
+    model = Standalone(tmp_path, target=run.target, mode=run.mode, device="cuda", requests=12, capacity=CAPACITY)
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
     context = model.decoder.context
     known = Slots(slots, model.caches.full_to_swa.cuda(), requests=12, longest=CAPACITY)

@@ -27,6 +27,7 @@ from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, Library
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused import compile_ahead
@@ -39,12 +40,15 @@ from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from tests.sm100.emulator.host import runtime_library
 from tests.support import on_import
 
+W4A16, W4A4 = ActivationMode.W4A16, ActivationMode.W4A4
 CASES = [
-    (Target.SM90, "nvfp4-full"),
-    (Target.SM90, "nvfp4-experts"),
-    (Target.SM90, "deepseek"),
-    (Target.SM100, "nvfp4-full"),
-    (Target.SM100, "nvfp4-experts"),
+    (Target.SM90, W4A16, "nvfp4-full"),
+    (Target.SM90, W4A16, "nvfp4-experts"),
+    (Target.SM90, W4A16, "deepseek"),
+    (Target.SM90, W4A4, "nvfp4-full"),
+    (Target.SM90, W4A4, "nvfp4-experts"),
+    (Target.SM100, W4A4, "nvfp4-full"),
+    (Target.SM100, W4A4, "nvfp4-experts"),
 ]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
@@ -53,7 +57,7 @@ META = torch.device("meta")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By format."""
-    paths = {name: tmp_path_factory.mktemp("tiny") / name for _, name in CASES}
+    paths = {name: tmp_path_factory.mktemp("tiny") / name for *_, name in CASES}
     for name, path in paths.items():
         write_tiny(path, name, seed=11)
     return paths
@@ -205,14 +209,16 @@ class NotingLauncher(DryLauncher):
 class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
-    def __init__(self, path: Path, target: Target, uniform_experts: bool = False) -> None:
+    def __init__(
+        self, path: Path, target: Target, uniform_experts: bool = False, mode: ActivationMode | None = None
+    ) -> None:
         gpu = build.GPUS[target]
         self._gpu, self.launcher = gpu, NotingLauncher(target.value, gpu.clusters)
         read = CheckpointReader.read
         # Aligned, as on a GPU: what is read lies in the file as it comes.
         with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
             self.model = Standalone(
-                path, target=target, requests=REQUESTS, capacity=CAPACITY, uniform_experts=uniform_experts
+                path, target=target, mode=mode, requests=REQUESTS, capacity=CAPACITY, uniform_experts=uniform_experts
             )
         table = torch.zeros(REQUESTS + 1, CAPACITY + build.EXTRA_TOKENS, dtype=torch.int32)
         slots = Slots(table, self.model.caches.full_to_swa, REQUESTS, CAPACITY)
@@ -236,9 +242,11 @@ class OnTheCpu:
         return self.variants(lambda: planner.warm_up(self.model.decoder, self.model.table, CAPACITY))
 
 
-@pytest.mark.parametrize(("target", "name"), CASES)
-def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, checkpoints: dict[str, Path]) -> None:
-    cpu = OnTheCpu(checkpoints[name], target)
+@pytest.mark.parametrize(("target", "mode", "name"), CASES)
+def test_no_pass_launches_what_the_warm_up_does_not(
+    target: Target, mode: ActivationMode, name: str, checkpoints: dict[str, Path]
+) -> None:
+    cpu = OnTheCpu(checkpoints[name], target, mode=mode)
     warm, model = cpu.warm_up(cpu.model.planner), cpu.model
     generator = torch.Generator().manual_seed(0)
 
@@ -260,13 +268,15 @@ def test_no_pass_launches_what_the_warm_up_does_not(target: Target, name: str, c
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
 
 
-@pytest.mark.parametrize(("target", "name", "uniform"), [*((*case, False) for case in CASES), (*CASES[0], True)])
+@pytest.mark.parametrize(
+    ("target", "mode", "name", "uniform"), [*((*case, False) for case in CASES), (*CASES[0], True)]
+)
 def test_a_model_without_storage_needs_the_same_kernels(
-    target: Target, name: str, uniform: bool, checkpoints: dict[str, Path]
+    target: Target, mode: ActivationMode, name: str, uniform: bool, checkpoints: dict[str, Path]
 ) -> None:
-    setting = Serving(1, CAPACITY, REQUESTS, CAPACITY, uniform_experts=uniform)
+    setting = Serving(1, CAPACITY, REQUESTS, CAPACITY, uniform, mode)
     gemms, variants = needed(verify(checkpoints[name]), target, setting, build.GPUS[target])
-    cpu = OnTheCpu(checkpoints[name], target, uniform)
+    cpu = OnTheCpu(checkpoints[name], target, uniform, mode)
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
@@ -328,6 +338,23 @@ def test_build_asks_for_a_target_where_no_gpu_is(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["build", str(tiny)]) == 2
     assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
+
+
+def test_the_mode_that_is_built_for(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Serving] = []
+
+    def note(verified: Verified, target: Target, settings: Sequence[Serving], output: Path | None) -> tuple[int, int]:
+        asked.extend(settings)
+        return 0, 0
+
+    monkeypatch.setattr(build, "build", note)
+    for words in ([], ["--mode", "w4a4"]):
+        assert cli.main(["build", str(tiny), "--target", "sm_90a", *words]) == 0
+    assert [setting.mode for setting in asked] == [W4A16, W4A4]
+    assert cli.main(["build", str(tiny), "--target", "sm_100a", "--mode", "w4a16"]) == 2
+    assert "activation_mode 'w4a16': on sm_100a expected one of w4a4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [Target.SM90, Target.SM100])

@@ -20,19 +20,21 @@ from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.replace import pairs, replace_weights, workspace_bytes
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import MODES, Target, choose
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import change_tensor, copy_checkpoint, file_of, set_byte
 
 SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6}
 """A layer of each kind."""
 FULL, SPLIT = "nvfp4-full", 2
+RUNS = [(target, mode) for target in Target for mode in MODES[target]]
 CASES = [
-    *((target, FULL, rank, SPLIT) for target in Target for rank in range(SPLIT)),
-    *((target, "deepseek", 0, 1) for target in Target),
+    *((*run, FULL, rank, SPLIT) for run in RUNS for rank in range(SPLIT)),
+    *((*run, "deepseek", 0, 1) for run in RUNS),
 ]
-"""Target, format, rank and ranks; between them matrices in NVFP4, MXFP4, FP8 and BF16."""
+"""Target, mode, format, rank and ranks; between them matrices in NVFP4, MXFP4, FP8 and BF16."""
 
 Pair = Callable[[str], tuple[Path, Path]]
 
@@ -52,12 +54,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return write
 
 
-def context_of(path: Path, target: Target, rank: int = 0, size: int = 1) -> Context:
-    verified, choice = verify(path), choose(target)
+def context_of(path: Path, target: Target, rank: int = 0, size: int = 1, mode: ActivationMode | None = None) -> Context:
+    verified, choice = verify(path), choose(target, mode)
     dtype = torch.float32 if target is Target.CPU else torch.bfloat16
     parallel = TensorParallel(rank, size)
     return Context(
-        verified.reader(), verified.config, choice.boundaries, dtype=dtype, mode=choice.modes[0], parallel=parallel
+        verified.reader(), verified.config, choice.boundaries, dtype=dtype, mode=choice.mode, parallel=parallel
     )
 
 
@@ -91,14 +93,16 @@ def places(decoder: Decoder) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("target", "format", "rank", "size"), CASES, ids=lambda value: str(getattr(value, "value", value))
+    ("target", "mode", "format", "rank", "size"), CASES, ids=lambda value: str(getattr(value, "value", value))
 )
-def test_replaced_is_built_anew(target: Target, format: str, rank: int, size: int, pair: Pair) -> None:
+def test_replaced_is_built_anew(
+    target: Target, mode: ActivationMode, format: str, rank: int, size: int, pair: Pair
+) -> None:
     old, new = pair(format)
-    decoder, expected = (Decoder(context_of(path, target, rank, size)) for path in (old, new))
+    decoder, expected = (Decoder(context_of(path, target, rank, size, mode)) for path in (old, new))
     before, at, wanted = values(decoder), places(decoder), values(expected)
     assert before != wanted and len(at) > 50
-    replace_weights(decoder, context_of(new, target, rank, size))
+    replace_weights(decoder, context_of(new, target, rank, size, mode))
     now = values(decoder)
     assert not now - wanted and not wanted - now
     assert places(decoder) == at

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl import cli, doctor
+from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.plugin import DISABLE_VARIABLE
 from nvfp4_sgl.targets.choose import Target, choose
+from tests.support.damage import change_json
 
 
 @pytest.fixture(autouse=True)
@@ -142,20 +145,31 @@ def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("target", "mode", "note"),
+    ("target", "modes", "note"),
     [
-        (Target.SM90, "w4a16", "matrices that are not NVFP4 are dequantised"),
-        (Target.SM100, "w4a4", "never yet on a Blackwell GPU"),
+        (Target.SM90, ["w4a16", "w4a4"], "matrices that are not NVFP4 are dequantised"),
+        (Target.SM100, ["w4a4"], "never yet on a Blackwell GPU"),
     ],
 )
 def test_doctor_says_what_a_gpu_would_run(
-    target: Target, mode: str, note: str, monkeypatch: pytest.MonkeyPatch
+    target: Target, modes: list[str], note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: target)
     report = doctor.examine()
-    assert report.target == target.value and report.activation_modes == [mode]
+    assert report.target == target.value and report.activation_modes == modes
     assert report.boundaries == choose(target).boundaries.names()
-    assert note in doctor.render(report)
+    assert note in doctor.render(report) and f"Boundaries on {target.value} in {modes[0]}" in doctor.render(report)
+
+
+def test_doctor_says_what_runs_in_the_mode_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.SM90)
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=3, num_hidden_layers=1)
+    change_json(tmp_path / "tiny" / "config.json", lambda config: config.update(activation_mode="w4a4"))
+    report = doctor.examine(tmp_path / "tiny")
+    chosen = choose(Target.SM90, ActivationMode.W4A4)
+    assert report.activation_mode == "w4a4" and report.note == chosen.note
+    assert report.boundaries == chosen.boundaries.names()
+    assert report.boundaries["experts"].endswith("products_w4a4_hopper:experts")
 
 
 def test_doctor_reports_a_directory_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

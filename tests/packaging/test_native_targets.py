@@ -47,4 +47,9 @@ def test_without_a_gpu_both_with_gemms_in_torch():
 
 @pytest.mark.parametrize("target", native.GPU_TARGETS)
 def test_the_reference_runs_in_the_mode_of_the_target(target: Target):
-    assert choose(target).modes == (native.MODES[target],)
+    assert choose(target).mode is native.MODES[target]
+
+
+def test_every_mode_of_a_target_is_run():
+    names = [str(run) for run in native.runs(on_gpu=False)]
+    assert names == ["sm_90a-w4a16", "sm_90a-w4a4", "sm_100a-w4a4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import MODES, Target, choose
 from nvfp4_sgl.targets.requirements import check_target
 from tests.support.released import FLASH, PRO, config_json
 
@@ -47,10 +49,19 @@ def test_every_boundary_has_an_implementation_of_the_target(target: Target):
     assert all(where.startswith(f"nvfp4_sgl.targets.{folder}.") for where in names.values()), names
 
 
-def test_hopper_and_sm100_differ_in_their_gemms_alone():
-    hopper, blackwell = (choose(target).boundaries.names() for target in (Target.SM90, Target.SM100))
-    differing = {name for name in hopper if hopper[name] != blackwell[name]}
-    assert differing == {"plan", "project_input", "project", "project_groups", "experts"}
+def test_hopper_in_both_modes_and_sm100_differ_in_their_gemms_alone():
+    chosen = [choose(Target.SM90, mode) for mode in MODES[Target.SM90]] + [choose(Target.SM100)]
+    for one, other in itertools.combinations([choice.boundaries.names() for choice in chosen], 2):
+        differing = {name for name in one if one[name] != other[name]}
+        assert differing == {"plan", "project_input", "project", "project_groups", "experts"}
+
+
+def test_a_target_is_chosen_in_its_own_mode_unless_another_is_asked_for():
+    for target in Target:
+        assert choose(target).mode is MODES[target][0]
+        assert [choose(target, mode).mode for mode in MODES[target]] == list(MODES[target])
+    with pytest.raises(UnsupportedError, match="activation_mode 'w4a16': on sm_100a expected one of w4a4"):
+        choose(Target.SM100, ActivationMode.W4A16)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +70,7 @@ def test_hopper_and_sm100_differ_in_their_gemms_alone():
         (Target.SM90, {"dtype": "float32"}, {}, "--dtype float32: expected one of auto, bfloat16 on sm_90a"),
         (Target.SM90, {"kv_cache_dtype": "bfloat16"}, {}, "--kv-cache-dtype bfloat16: expected one of auto, fp8_e4m3"),
         (Target.SM90, {"device": "cpu"}, {}, "--device cpu: this machine's target is sm_90a"),
-        (Target.SM90, {}, {"activation_mode": "w4a4"}, "activation_mode 'w4a4': on sm_90a expected one of w4a16"),
+        (Target.SM90, {}, {"activation_mode": "w8a8"}, "activation_mode 'w8a8': on sm_90a expected one of w4a16, w4a4"),
         (Target.SM100, {}, {"activation_mode": "w4a16"}, "activation_mode 'w4a16': on sm_100a expected one of w4a4"),
         (Target.CPU, {"dtype": "float16"}, {}, "--dtype float16: expected one of auto, float32"),
         (Target.CPU, {"tp_size": 3}, {}, "--tp-size 3: o_groups"),
@@ -94,6 +105,22 @@ def test_matrices_that_sm100_does_not_read_are_named():
     ):
         assert text in str(error.value)
     check_target(Target.SM90, config, 1, Stored(Storage.FP8).storage)
+
+
+def test_hopper_in_w4a4_takes_what_sm100_takes():
+    config, w4a4 = ModelConfig.from_dict(config_json(FLASH)), ActivationMode.W4A4
+    check_target(Target.SM90, config, 1, ALL_NVFP4.storage, w4a4)
+    where = "target sm_90a, activation_mode w4a4"
+    scales = {"layers.3.attn.wo_a": Storage.FP8_FLOAT_SCALES}
+    with pytest.raises(
+        UnsupportedError, match=f"{where}: 1 of .*'layers.3.attn.wo_a.weight'.*in activation_mode w4a16"
+    ):
+        check_target(Target.SM90, config, 1, Stored(Storage.NVFP4, scales).storage, w4a4)
+    shared = {"layers.4.ffn.shared_experts.w2": Storage.FP8}
+    with pytest.raises(CheckpointError, match=f"{where}: matrices that are merged"):
+        check_target(Target.SM90, config, 1, Stored(Storage.NVFP4, shared).storage, w4a4)
+    with pytest.raises(ConfigError, match=f"{where}, --tp-size 1: .*K is 1056"):
+        check_target(Target.SM90, replace(config, q_lora_rank=1056), 1, ALL_NVFP4.storage, w4a4)
 
 
 def test_sm100_reads_what_nvidia_and_deepseek_publish():

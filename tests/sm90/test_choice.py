@@ -128,8 +128,15 @@ def test_every_key_holds_what_a_model_needs() -> None:
         LayerProduct("from x", 1536, 4096, output="fp32"),
         LayerProduct("o_a", 1024, 4096, 8),
         LayerProduct("experts.w1 + w3", 2048, 4096, 257, True, 7, shared=True, output="nvfp4"),
+        LayerProduct("experts.w1 + w3, for fp32 sums", 4096, 4096, 257, False, 7, shared=True, output="fp32"),
         LayerProduct("experts.w2", 4096, 2048, 257, False, 7, shared=True),
     ]
     needed = keys_for(products, 600, 10.0, "sm_90a", H200_CLUSTERS)
     assert len(needed) > 10
+    assert {key.shape.output for key in needed if key.shape.grouped and not key.shape.gated} == {"bf16", "fp32"}
     assert set(needed) <= set(every_key("sm_90a", 10.0, ("bf16", "fp32")))
+
+
+def test_gemms_of_a_library_need_no_kernel() -> None:
+    products = [LayerProduct("plain", 1536, 4096, operands="bf16"), LayerProduct("FP8", 1536, 4096, operands="mxfp8")]
+    assert keys_for(products, 9, 10.0, "sm_90a", H200_CLUSTERS) == []

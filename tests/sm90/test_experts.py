@@ -35,6 +35,10 @@ CASES = [
     ExpertCase(down(8), (0, 2, 8, 11, 0), features=136, k=192, backwards=True),
     ExpertCase(down(16, output="fp32"), (5, 16), features=12, k=64),
     ExpertCase(down(32), (33, 0, 4), features=16, k=64),
+    ExpertCase(down(8, output="fp32"), (0, 2, 8, 11, 0), features=136, k=192, backwards=True),
+    ExpertCase(down(64, output="fp32"), (64, 3), features=132, k=64),
+    ExpertCase(down(128, output="fp32"), (1, 129), features=8, k=64),
+    ExpertCase(down(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
     ExpertCase(down(128), (128, 0, 2), features=8, k=64),
     # K split over a cluster: one SwiGLU of the whole sum.
     ExpertCase(gate_up(8, split_k=2), (0, 9, 1), features=72, k=320),

@@ -9,18 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets import choose
 from nvfp4_sgl.targets.choose import Target, detect_target
 from tests.support.calm import write_calm
 from tests.support.interpreted import ON_GPU
 from tests.support.reference_gemms import reference_gemms
 
 GPU_TARGETS = (Target.SM90, Target.SM100)
-MODES = {Target.SM90: ActivationMode.W4A16, Target.SM100: ActivationMode.W4A4}
-"""Activation mode in which the CPU reference is a target's yardstick."""
+MODES = {target: choose.MODES[target][0] for target in GPU_TARGETS}
+"""A target's own activation mode, in which the CPU reference is its yardstick."""
+
+
+class Run(NamedTuple):
+    """A target in one of its activation modes."""
+
+    target: Target
+    mode: ActivationMode
+
+    def __str__(self) -> str:
+        return f"{self.target.value}-{self.mode.value}"
 
 
 def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
@@ -30,6 +41,11 @@ def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
         UnsupportedError: this GPU is neither Hopper nor Blackwell.
     """
     return (detect_target(),) if on_gpu else GPU_TARGETS
+
+
+def runs(on_gpu: bool = ON_GPU) -> tuple[Run, ...]:
+    """:func:`targets` in each of their modes."""
+    return tuple(Run(target, mode) for target in targets(on_gpu) for mode in choose.MODES[target])
 
 
 @contextmanager
@@ -42,12 +58,14 @@ def gemms(target: Target, on_gpu: bool = ON_GPU) -> Iterator[None]:
         yield
 
 
-def write_checkpoint(target: Target, path: Path, *, seed: int, **shapes: Any) -> Path:
+def write_checkpoint(
+    target: Target, path: Path, *, seed: int, mode: ActivationMode | None = None, **shapes: Any
+) -> Path:
     """A full-NVFP4 checkpoint on which whole models can be compared; returns ``path``.
 
     FP4 activations amplify every rounding, so that in ``w4a4`` a mistake shows in a calm model only.
     """
-    if target is Target.SM100:
+    if (mode or MODES[target]) is ActivationMode.W4A4:
         return write_calm(path, seed=seed, **shapes)
     write_tiny(path, "nvfp4-full", seed=seed, **shapes)
     return path

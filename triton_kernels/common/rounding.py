@@ -179,6 +179,14 @@ def decode_e4m3(code):
 
 
 @triton.jit
+def decode_e2m1(code):
+    """Decode an int32 E2M1 code (0..15) to fp32, exactly; the sign of zero is kept."""
+    # As in decode_e4m3; the exponent biases differ by 126.
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
 def encode_e2m1(x):
     """Encode fp32 ``x``, not NaN, as int32 E2M1 codes (0..15).
 

@@ -1,1 +1,1 @@
-"""Quantisation of activations to NVFP4: the recipe as device functions, the stored rows, and ops that only quantise."""
+"""Quantisation of activations: recipes as device functions, stored rows, ops that only quantise or round to values."""

@@ -40,6 +40,15 @@ _TOP_EXPONENT = tl.constexpr(TOP_EXPONENT)
 
 
 @triton.jit
+def quantize_mxfp8_blocks(values):
+    """Quantise fp32 blocks [BLOCKS, 32] of any values: codes, uint8 [BLOCKS, 32], and UE8M0 bytes, int32 [BLOCKS]."""
+    values = tl.minimum(tl.maximum(tl.where(values != values, 0.0, values), -_VALUE_MAX), _VALUE_MAX)
+    amax = tl.max(tl.abs(values), axis=1)
+    scale = tl.maximum(((amax.to(tl.int32, bitcast=True) + _BEYOND_TOP) >> 23) - _TOP_EXPONENT, 0)
+    return encode_e4m3_bytes(values * reciprocal_ue8m0(scale)[:, None]), scale
+
+
+@triton.jit
 def _quantize_mxfp8_kernel(
     x, x_row, x_group, codes, codes_row, codes_group, scales, groups, blocks, TILE: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -50,10 +59,7 @@ def _quantize_mxfp8_kernel(
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < blocks * 32
     values = tl.load(x + row * x_row + group * x_group + column, mask=inside, other=0.0).to(tl.float32)
-    values = tl.minimum(tl.maximum(tl.where(values != values, 0.0, values), -_VALUE_MAX), _VALUE_MAX)
-    amax = tl.max(tl.abs(values), axis=1)
-    scale = tl.maximum(((amax.to(tl.int32, bitcast=True) + _BEYOND_TOP) >> 23) - _TOP_EXPONENT, 0)
-    encoded = encode_e4m3_bytes(values * reciprocal_ue8m0(scale)[:, None])
+    encoded, scale = quantize_mxfp8_blocks(values)
     tl.store(codes + row * codes_row + group * codes_group + column, encoded, mask=inside)
     # What pads the last atom is written, too: the GEMM multiplies zeros with it.
     whole = (blocks + 3) // 4 * 4

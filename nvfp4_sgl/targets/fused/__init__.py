@@ -1,15 +1,17 @@
 """The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
 Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The targets differ in their GEMMs alone:
-``products_w4a16`` (Hopper) and ``products_sm100``. Activations are bf16. Accumulators, and everything that the
-specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A pass waits for nothing on the host, and
-the shapes of a decode pass follow from the batch size alone, so that a CUDA graph can hold it.
+``products_w4a16`` and ``products_w4a4_hopper`` (Hopper, by its mode) and ``products_sm100``. Activations are bf16.
+Accumulators, and everything that the specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A
+pass waits for nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA
+graph can hold it.
 """
 
 from dataclasses import replace
 
 from nvfp4_sgl.model.contract import Boundaries
 from nvfp4_sgl.targets.fused import products_sm100 as sm100
+from nvfp4_sgl.targets.fused import products_w4a4_hopper as w4a4_hopper
 from nvfp4_sgl.targets.fused import products_w4a16 as w4a16
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
 from nvfp4_sgl.targets.fused.experts import FusedRouter
@@ -30,6 +32,18 @@ def w4a16_boundaries() -> Boundaries:
         attend=FusedAttentionCore,
         route=FusedRouter,
         experts=w4a16.experts,
+    )
+
+
+def w4a4_on_hopper_boundaries() -> Boundaries:
+    """The boundaries on Hopper with SM100's activations: rounded in launches before the GEMMs, in bf16."""
+    return replace(
+        w4a16_boundaries(),
+        plan=w4a4_hopper.W4A4Planner,
+        project_input=w4a4_hopper.project_input,
+        project=w4a4_hopper.project,
+        project_groups=w4a4_hopper.project_groups,
+        experts=w4a4_hopper.experts,
     )
 
 

@@ -6,12 +6,7 @@ Matrices that read the same activation are merged with those of their kind. Rout
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-
-import torch
-from torch import Tensor, nn
 
 from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.model.contract import (
@@ -19,13 +14,13 @@ from nvfp4_sgl.model.contract import (
     Experts,
     GroupedProjection,
     InputProjection,
-    Operand,
     PassRequest,
     Projection,
 )
 from nvfp4_sgl.model.products import LayerProduct, Operands, stored_products
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
-from nvfp4_sgl.targets.fused.input_columns import InputColumns, MergedProjection
+from nvfp4_sgl.targets.fused.input_columns import InputColumns
+from nvfp4_sgl.targets.fused.mixed import Projections, merged, operands_of
 from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16Projection, Bf16SharedExpert
 from nvfp4_sgl.targets.fused.products_mxfp8 import MxFp8GroupedProjection, MxFp8Projection, MxFp8SharedExpert
 from nvfp4_sgl.targets.fused.products_nvfp4 import NvFp4Experts, NvFp4GroupedProjection, NvFp4Projection
@@ -36,7 +31,7 @@ from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.source import Shard
 
-PROJECTIONS: Mapping[Operands, type[NvFp4Projection] | type[MxFp8Projection] | type[Bf16Projection]] = {
+PROJECTIONS: Projections = {
     "nvfp4": NvFp4Projection,
     "mxfp8": MxFp8Projection,
     "bf16": Bf16Projection,
@@ -48,59 +43,25 @@ GROUPED: Mapping[Operands, Callable[[Context, Shard, int], GroupedProjection]] =
 }
 
 
-def _operands(context: Context, shard: Shard) -> Operands:
-    return sm100_operands(context.source.storage(shard.stem))
-
-
 def project(context: Context, shards: Sequence[Shard]) -> Projection:
     """Matrices that read the same activation: a GEMM for each kind that there is."""
-    return _merged(context, shards)
-
-
-def _merged(context: Context, shards: Sequence[Shard]) -> MergedProjection:
-    kinds = {_operands(context, shard) for shard in shards}
-    return PROJECTIONS[kinds.pop()](context, shards) if len(kinds) == 1 else MixedProjection(context, shards)
-
-
-class MixedProjection(nn.Module):
-    """Matrices of several kinds that read the same activation: a GEMM for each kind."""
-
-    def __init__(self, context: Context, shards: Sequence[Shard]):
-        super().__init__()
-        members: dict[Operands, list[int]] = {}
-        for index, shard in enumerate(shards):
-            members.setdefault(_operands(context, shard), []).append(index)
-        self._members, self._count = list(members.values()), len(shards)
-        self._parts = [PROJECTIONS[kind](context, [shards[i] for i in of_kind]) for kind, of_kind in members.items()]
-        self.parts = nn.ModuleList(self._parts)
-        self.takes = functools.reduce(operator.or_, (part.takes for part in self._parts))
-
-    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The columns of each shard, slices [T, rows] in ``dtype``."""
-        found: dict[int, Tensor] = {}
-        for members, part in zip(self._members, self._parts, strict=True):
-            found.update(zip(members, part.product(x, dtype), strict=True))
-        return tuple(found[index] for index in range(self._count))
-
-    def forward(self, x: Operand) -> list[Tensor]:
-        """The columns of each shard in bf16."""
-        return list(self.product(x, torch.bfloat16))
+    return merged(context, shards, PROJECTIONS)
 
 
 def project_input(context: Context, shards: Sequence[Shard], index_weights: Shard | None) -> InputProjection:
     """The first GEMMs of an attention layer."""
-    return InputColumns(context, _merged(context, shards), index_weights)
+    return InputColumns(context, merged(context, shards, PROJECTIONS), index_weights)
 
 
 def project_groups(context: Context, shard: Shard, groups: int) -> GroupedProjection:
     """The block-diagonal GEMM of the attention output."""
-    return GROUPED[_operands(context, shard)](context, shard, groups)
+    return GROUPED[operands_of(context, shard)](context, shard, groups)
 
 
 def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
     """Routed experts, and the shared one as one more of their groups if it is NVFP4, else by itself."""
     *routed, shared = matrices
-    kind = _operands(context, shared.down)
+    kind = operands_of(context, shared.down)
     if kind == "nvfp4":
         return NvFp4Experts(context, matrices)
     make = MxFp8SharedExpert if kind == "mxfp8" else Bf16SharedExpert

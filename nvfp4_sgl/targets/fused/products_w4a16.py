@@ -45,7 +45,7 @@ def _is_nvfp4(context: Context, shards: Sequence[Shard]) -> bool:
     return all(context.source.storage(shard.stem).is_nvfp4 for shard in shards)
 
 
-def _load(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
+def load_nvfp4(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
     """Merge NVFP4 shards and copy them to the device, packed."""
     matrix = load_matrix(context.source, shards, groups=groups)
     assert isinstance(matrix, NvFp4Tensor), shards
@@ -78,7 +78,7 @@ class W4A16Projection(nn.Module):
 
     def __init__(self, context: Context, shards: Sequence[Shard]):
         super().__init__()
-        parts = [_load(context, shard) for shard in shards]
+        parts = [load_nvfp4(context, shard) for shard in shards]
         self.sizes = [part.shape[0] for part in parts]
         merged = merge(parts)
         self.weights = W4A16Weights(TiledWeights.dense(merged.packed, merged.block_scale, merged.global_scale))
@@ -119,7 +119,7 @@ class W4A16GroupedProjection(nn.Module):
 
     def __init__(self, context: Context, shard: Shard, groups: int):
         super().__init__()
-        matrix = _load(context, shard, groups=groups)
+        matrix = load_nvfp4(context, shard, groups=groups)
         self.weights = W4A16Weights(TiledWeights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale))
 
     def forward(self, x: Operand, form: Form) -> Operand:
@@ -166,7 +166,7 @@ class W4A16Experts(nn.Module):
         w2: TiledWeights | None = None
         # One expert at a time, so that the host never holds a whole layer.
         for index, expert in enumerate(matrices):
-            gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
+            gate_up, down = load_nvfp4(context, *expert.gate_up, groups=2), load_nvfp4(context, expert.down)
             if w13 is None or w2 is None:
                 _, features, k = gate_up.shape
                 w13 = TiledWeights.allocate_gated_experts(len(matrices), features, k, context.device)
