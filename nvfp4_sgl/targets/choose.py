@@ -74,7 +74,8 @@ def _sm90() -> Choice:
         MODES[Target.SM90],
         ("auto", "bfloat16"),
         ("auto", "fp8_e4m3"),
-        "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer",
+        "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer;"
+        " but not FP8 ones with UE8M0 scales, whose GEMMs have run in an emulator only, never yet on a GPU",
     )
 
 

@@ -55,17 +55,26 @@ W4A4_FACTOR = 1.4
 """Bound of the median distance of a position on SM100, as a multiple of what ``w4a4`` costs the CPU reference."""
 
 
-@pytest.fixture(scope="module", params=[Target.SM90, Target.SM100], ids=lambda target: target.value)
-def target(request: pytest.FixtureRequest) -> Target:
+CASES = ((Target.SM90, "nvfp4-full"), (Target.SM90, "nvfp4-experts"), (Target.SM100, "nvfp4-full"))
+"""Targets and what is served there: all NVFP4; on Hopper also attention and shared experts in FP8."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].value}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[Target, str]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
+def target(case: tuple[Target, str]) -> Target:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case: tuple[Target, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, (target, name) = tmp_path_factory.mktemp("tiny"), case
     if target is Target.SM100:
         return write_calm(path, seed=3, **SHAPES)
-    write_tiny(path, "nvfp4-full", seed=3, **SHAPES)
+    write_tiny(path, name, seed=3, **SHAPES)
     return path
 
 
