@@ -78,7 +78,7 @@ class KernelKey:
     def name(self) -> str:
         """A C identifier, unique to the key."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
-        operands = self.shape.operands if isinstance(self.shape, KernelShape) else "nvfp4"
+        operands = self.shape.operands if isinstance(self.shape, KernelShape) else self.shape.weights
         return f"{operands}_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
 
 

@@ -21,8 +21,9 @@ from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm90 import choose as hopper
-from .sm90.shape import EXPERT_TOKEN_TILES, max_split
+from .sm90.shape import EXPERT_TOKEN_TILES, PRODUCT_TOKEN_TILES, max_split
 from .sm90.shape import KernelShape as HopperShape
+from .sm90.shape import Weights as HopperWeights
 from .sm100.choose import (
     MAX_EXPERT_TILE,
     MIN_STAGES,
@@ -155,7 +156,15 @@ def plan_gated(
     return choose_gated(features, k, rows, output, clusters, token_tile, operands)
 
 
-def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, clusters: Clusters) -> HopperShape:
+def plan_w4a16(
+    features: int,
+    k: int,
+    rows: int,
+    groups: int,
+    output: Output,
+    clusters: Clusters,
+    weights: HopperWeights = "nvfp4",
+) -> HopperShape:
     """The kernel for a dense GEMM, or for ``groups`` of them, of bf16 rows.
 
     Args:
@@ -163,13 +172,14 @@ def plan_w4a16(features: int, k: int, rows: int, groups: int, output: Output, cl
         groups: GEMMs of a block-diagonal one, else 1.
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
+        weights: how they are stored.
 
     Raises:
         OperandValueError: plans are pinned to pairs, or to a split of K that Hopper has not.
     """
     if _pin is not None:
-        return _pinned_hopper(k, output, gated=False, grouped=False)
-    return hopper.choose_product(features, k, rows, groups, output, clusters)
+        return _pinned_hopper(k, output, gated=False, grouped=False, weights=weights)
+    return hopper.choose_product(features, k, rows, groups, output, clusters, weights)
 
 
 def plan_w4a16_experts(
@@ -190,7 +200,7 @@ def plan_w4a16_experts(
     return hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
 
 
-def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool) -> HopperShape:
+def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool, weights: HopperWeights = "nvfp4") -> HopperShape:
     assert _pin is not None
     if _pin.pair or _pin.split_k > max_split(_pin.token_tile):
         raise OperandValueError(
@@ -199,7 +209,7 @@ def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool) -> Hopper
     split = _pin.split_k
     while split > 1 and k // split < hopper.MIN_SLICE:
         split //= 2
-    return HopperShape(_pin.token_tile, split, output, gated=gated, grouped=grouped)
+    return HopperShape(_pin.token_tile, split, output, gated=gated, grouped=grouped, weights=weights)
 
 
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:
@@ -229,9 +239,17 @@ def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
 
 
 def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
-    """All kernels that plans can need on Hopper, whatever the sizes: ``outputs``, but bf16 of gated kernels."""
+    """All kernels that plans can need on Hopper, whatever the sizes: ``outputs``, but bf16 of gated kernels.
+
+    Those of FP8 weights are among them.
+    """
     k = 1 << 20  # long enough for every split of K
-    keys = [KernelKey("sm_90a", shape) for output in outputs for shape in hopper.product_shapes(k, k, output)]
+    keys = [
+        KernelKey("sm_90a", shape)
+        for weights in PRODUCT_TOKEN_TILES
+        for output in outputs
+        for shape in hopper.product_shapes(k, k, output, weights)
+    ]
     for tile in EXPERT_TOKEN_TILES:
         keys += [KernelKey("sm_90a", shape, limit) for shape in hopper.expert_shapes(k, tile, True, "bf16")]
         for output in outputs:

@@ -30,8 +30,8 @@ from .plan import (
     w4a16_expert_token_tile_for,
 )
 from .sm90.call import Call as HopperCall
-from .sm90.layout import TILE_BYTES, TILE_ROWS
 from .sm90.layout import TILE_K as HOPPER_TILE_K
+from .sm90.layout import TILE_ROWS
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
 from .sm100.shape import KernelShape, Operands
@@ -47,7 +47,8 @@ class SizedProduct(Protocol):
         gated: whether there are a gate and an up matrix of ``features`` each.
         experts_per_token: experts that each token visits; 0 if every token takes part in every group.
         output: what is written.
-        operands: what is multiplied; "bf16" is a library's GEMM, and no kernel of these.
+        operands: what is multiplied: "nvfp4" everywhere, "mxfp8" on SM100, "fp8" on Hopper; "bf16" is a library's GEMM,
+            and no kernel of these.
     """
 
     @property
@@ -63,7 +64,7 @@ class SizedProduct(Protocol):
     @property
     def output(self) -> Output: ...
     @property
-    def operands(self) -> Literal["nvfp4", "mxfp8", "bf16"]: ...
+    def operands(self) -> Literal["nvfp4", "mxfp8", "fp8", "bf16"]: ...
 
 
 def keys_for(
@@ -90,7 +91,7 @@ def keys_for(
         return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch)
     found: dict[KernelKey, None] = {}
     for product in products:
-        if product.operands == "bf16":
+        if product.operands == "bf16" or product.operands == "fp8":
             continue
         for tokens in range(1, max_tokens + 1):
             shape = _shape(product, product.operands, tokens, clusters)
@@ -106,7 +107,7 @@ def _w4a16_keys(
     """:func:`keys_for` on Hopper, whose experts write bf16 unless fp32 is asked for."""
     found: dict[KernelKey, None] = {}
     for product in products:
-        if product.operands != "nvfp4":
+        if product.operands == "bf16" or product.operands == "mxfp8":
             continue
         features, k, groups = product.features, product.k, product.groups
         for tokens in range(1, max_tokens + 1):
@@ -117,7 +118,7 @@ def _w4a16_keys(
                 output: Output = "fp32" if product.output == "fp32" else "bf16"
                 shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, output, clusters)
             else:
-                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters)
+                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.operands)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
@@ -147,7 +148,7 @@ def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
 
 
 def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
-    """The smallest call of a kernel: one tile of one group, all zeros (valid NVFP4 and MXFP8)."""
+    """The smallest call of a kernel: one tile of one group, all zeros (valid NVFP4, MXFP8 and FP8)."""
     if isinstance(key.shape, HopperShape):
         return _smallest_w4a16_call(key.shape, device)
     shape = key.shape
@@ -186,7 +187,7 @@ def _smallest_w4a16_call(shape: HopperShape, device: torch.device) -> HopperCall
     of_alpha = (1, 2) if shape.gated else (1,) if shape.grouped else (1, TILE_ROWS)
     return HopperCall(
         shape=shape,
-        weights=zeros(1, 1, shape.split_k, TILE_BYTES, dtype=torch.uint8),
+        weights=zeros(1, 1, shape.split_k, shape.tile_bytes, dtype=torch.uint8),
         tokens=zeros(rows, k, dtype=torch.bfloat16),
         out=zeros(rows, outputs, dtype=torch.bfloat16 if shape.output == "bf16" else torch.float32),
         alpha=zeros(*of_alpha),

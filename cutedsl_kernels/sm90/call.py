@@ -17,8 +17,9 @@ class Call(GemmCall):
     """The tensors and sizes of one launch.
 
     Attributes:
-        weights: uint8 [groups, ceil(features / 128), ceil(k / 128), 9216], as ``layout.pack_tiles`` makes them. Rows of
-            gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and so on.
+        weights: uint8 [groups, ceil(features / 128), ceil(k / 128), tile bytes], as ``layout.pack_tiles`` or
+            ``fp8_layout.pack_fp8_tiles`` makes them. Rows of gated kernels: ``shape.GATE_ROWS`` gates, as many ups, and
+            so on.
         tokens: bf16 [rows, k] or [rows, groups, k], the last dimension contiguous. A grouped kernel has [rows, k].
         out: bf16 or fp32 [rows, outputs] or [rows, groups, outputs]. Outputs are features, or half of them, a multiple
             of 8, if gated. A grouped kernel also writes the rows behind an expert's that are in its last token tile.

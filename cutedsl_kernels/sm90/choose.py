@@ -11,10 +11,10 @@ from functools import lru_cache
 
 from ..common.clusters import Clusters
 from ..common.planned import planned_pairs, planned_tokens
-from ..common.shape import SPLITS, TOKEN_TILES, Output
+from ..common.shape import SPLITS, Output
 from .cost import Problem, microseconds
 from .layout import TILE_K
-from .shape import EXPERT_TOKEN_TILES, MIN_STAGES, KernelShape, max_split
+from .shape import EXPERT_TOKEN_TILES, MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape, Weights, max_split
 
 MIN_SLICE = 2 * TILE_K
 """Least K of a CTA of a split-K cluster: a single stage is all latency."""
@@ -24,15 +24,19 @@ H200_CLUSTERS = Clusters(132, 66, 30, 15)
 """What an H200 runs at a time, as its driver says (2026-11-22)."""
 
 
-def choose_product(features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters) -> KernelShape:
+def choose_product(
+    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights = "nvfp4"
+) -> KernelShape:
     """For ``groups`` products of [tokens, k] by [features, k]."""
-    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters)
+    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, weights)
 
 
 @lru_cache(maxsize=4096)
-def _choose_product(features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters) -> KernelShape:
+def _choose_product(
+    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights
+) -> KernelShape:
     problem = Problem(features, k, tokens, groups)
-    return _best(product_shapes(k, tokens, output), problem, clusters)
+    return _best(product_shapes(k, tokens, output, weights), problem, clusters)
 
 
 def choose_experts(
@@ -60,12 +64,13 @@ def expert_tile(pairs: int, experts: int) -> int:
     return next((tile for tile in EXPERT_TOKEN_TILES if mean <= tile), EXPERT_TOKEN_TILES[-1])
 
 
-def product_shapes(k: int, tokens: int, output: Output) -> Iterator[KernelShape]:
+def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
     """What :func:`choose_product` chooses from: no tile more than twice as wide as the tokens."""
-    widest = next((tile for tile in TOKEN_TILES if tokens <= tile), TOKEN_TILES[-1])
-    for tile in TOKEN_TILES:
+    tiles = PRODUCT_TOKEN_TILES[weights]
+    widest = next((tile for tile in tiles if tokens <= tile), tiles[-1])
+    for tile in tiles:
         if tile <= widest:
-            yield from _splits(k, KernelShape(tile, output=output))
+            yield from _splits(k, KernelShape(tile, output=output, weights=weights))
 
 
 def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:

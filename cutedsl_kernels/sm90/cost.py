@@ -3,6 +3,7 @@
 Up to 64 tokens a tile the figures are a fit to 262 times of all kernel shapes (2026-11-22, CUDA graphs, weights rotated
 through more than L2), ``launch/results/hopper_shapes_h200.json``; half of these are within 6 % of the model. For wider
 tiles they are those of ``launch/results/hopper_gemm_h200.md``. The figures rank shapes; they are not a promise.
+All are NVFP4's. For FP8 weights they are assumed, not measured: only the bytes of a tile are their own.
 
 Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
 which expands weights and exchanges sums for all of its CTAs. Reading weights again for other token tiles shows in no
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..common.clusters import Clusters
-from .layout import TILE_BYTES, TILE_K, TILE_ROWS
+from .layout import TILE_K, TILE_ROWS
 from .shape import KernelShape
 
 LAUNCH_US = 1.1
@@ -79,7 +80,7 @@ def microseconds(shape: KernelShape, problem: Problem, clusters: Clusters) -> fl
     if rest:
         packed = min(1.0, rest * shape.cluster / places / PACKED)
         multiplying += _turn(shape, stages, 1 + (shape.ctas_per_sm - 1) * packed)
-    weight_bytes = problem.visited * feature_tiles * stages * TILE_BYTES
+    weight_bytes = problem.visited * feature_tiles * stages * shape.tile_bytes
     return LAUNCH_US + max(multiplying, weight_bytes / BYTES_PER_US)
 
 

@@ -1,4 +1,4 @@
-"""From accumulators to outputs: ``(acc * 2^VALUE_SHIFT) * alpha`` in fp32, SwiGLU if gated, one rounding, a TMA store.
+"""From accumulators to outputs: ``(acc * 2^shift) * alpha`` in fp32, SwiGLU if gated, one rounding, a TMA store.
 
 A warp owns 16 weight rows. Of each group of eight tokens thread l has tokens 2 (l % 4) and 2 (l % 4) + 1 of rows l / 4
 and l / 4 + 8 (``..common.fragment``). In a gated kernel these rows are a gate and the up of the same feature.
@@ -18,9 +18,12 @@ from ..common.fragment import EpilogueWarp, values_of
 from ..common.store import PlainStore
 from ..common.swiglu import clamped_swiglu
 from .expand import VALUE_SHIFT
+from .fp8_expand import FP8_VALUE_SHIFT
 from .shape import WARP_ROWS, WARPGROUP_ROWS, KernelShape
 
 ROWS_OF_THREAD = 2
+VALUE_SHIFTS = {"nvfp4": VALUE_SHIFT, "fp8": FP8_VALUE_SHIFT}
+"""Expanded weights are their values divided by two to this power, by how they are stored."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class DeviceEpilogue(Fixed):
         else:
             first = feature_tile * (2 * WARPGROUP_ROWS) + self.warp.index * WARP_ROWS + self.warp.lane // 4
             rows = [cutlass.min(first + 8 * i, self.alphas.shape[0] - 1) for i in range(ROWS_OF_THREAD)]
-        return tuple(self.alphas[row, group] * Float32(2.0**VALUE_SHIFT) for row in rows)
+        return tuple(self.alphas[row, group] * Float32(2.0 ** VALUE_SHIFTS[shape.weights]) for row in rows)
 
     def chunk(
         self, values: Any, factors: Any, slot: Any, chunk: Any, feature_tile: Any, token_tile: Any, token_group: Any,

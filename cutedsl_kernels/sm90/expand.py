@@ -9,6 +9,7 @@ For 16 codes of a lane: 16 masks, selections and rotations, 4 instructions for f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import cutlass.cute as cute
@@ -26,6 +27,13 @@ VALUE_SHIFT = -(VALUE_EXPONENT + SCALE_EXPONENT)
 """Expanded weights are their values divided by two to this power."""
 
 
+def expand_half(loaded: Any) -> Iterator[Any]:
+    """Half a stage: the A fragments of four steps, register by register, of what ``weights.load_half`` loaded."""
+    codes, scales = loaded
+    for pair in range(2):
+        yield from expand_pair(codes[2 * pair], codes[2 * pair + 1], scales[pair])
+
+
 def expand_pair(first: Any, second: Any, scales: Any) -> list[Any]:
     """Eight registers of two bf16 each: the A fragments of two steps of 16.
 
@@ -37,9 +45,9 @@ def expand_pair(first: Any, second: Any, scales: Any) -> list[Any]:
     registers: list[Any] = [None] * 8
     for word, taken in ((first, FIRST), (second, SECOND), (joined, JOINED)):
         for register, left in taken:
-            registers[register] = _rotate(word, left) & Uint32(PAIR_MASK)
+            registers[register] = rotate(word, left) & Uint32(PAIR_MASK)
     factors = [expand_scales(scales, step) for step in range(2)]
-    return [_multiply(value, factors[i // 4], i % 2) for i, value in enumerate(registers)]
+    return [multiply(value, factors[i // 4], i % 2) for i, value in enumerate(registers)]
 
 
 def expand_scales(scales: Any, step: int) -> Any:
@@ -60,7 +68,8 @@ def _select(a: Any, b: Any, mask: int) -> Any:
     )
 
 
-def _rotate(word: Any, left: int) -> Any:
+def rotate(word: Any, left: int) -> Any:
+    """A word rotated to the left, but for low bits that the masks of both formats drop."""
     if left == 0:
         return word
     if left <= 6:
@@ -71,7 +80,7 @@ def _rotate(word: Any, left: int) -> Any:
     )
 
 
-def _multiply(values: Any, factors: Any, row: int) -> Any:
+def multiply(values: Any, factors: Any, row: int) -> Any:
     """Two bf16 times one half of ``factors``, which the multiplication itself selects: no instruction repeats it."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 f<2>; .reg .b32 both; mov.b32 {f0, f1}, {$r1};"

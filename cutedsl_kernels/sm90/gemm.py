@@ -1,15 +1,15 @@
-"""NVFP4 x bf16 products on Hopper's tensor cores: weights from registers, tokens from shared memory.
+"""NVFP4 or FP8 x bf16 products on Hopper's tensor cores: weights from registers, tokens from shared memory.
 
 Computes, for each group g, token row t and feature f::
 
-    acc       = sum over k of tokens[t, k] * (code * block_scale)(weights[g, f, k])       fp32
-    out[t, f] = epilogue(acc)                                                             see epilogue.py
+    acc       = sum over k of tokens[t, k] * (code * scale)(weights[g, f, k])       fp32
+    out[t, f] = epilogue(acc)                                                       see epilogue.py
 
 Groups are a batch of equal products, or experts: device-side offsets and counts say which rows are whose. A gated
 kernel joins a gate and an up to an output.
 
-Operands: weights in the tiles of layout.py; bf16 tokens, K contiguous. K a multiple of 64; any number of tokens;
-features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
+Operands: weights in the tiles of layout.py or fp8_layout.py; bf16 tokens, K contiguous. K a multiple of 64; any number
+of tokens; features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
 in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. A warpgroup expands half a stage
@@ -41,14 +41,19 @@ from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
 from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
-from .expand import expand_pair
-from .layout import TILE_BYTES, TILE_K, TILE_ROWS
+from .expand import expand_half
+from .fp8_expand import expand_fp8_half
+from .layout import TILE_K, TILE_ROWS
 from .load import StageLoads
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
-from .weights import WeightLoad, load_half
+from .weights import WeightLoad, load_fp8_half, load_half
 
 HALF_STEPS = TILE_K // 16 // 2
 """Steps of 16 of half a stage: one group of wgmmas."""
+LOAD_HALF = {"nvfp4": load_half, "fp8": load_fp8_half}
+"""How a lane's part of half a tile is loaded, by how weights are stored."""
+EXPAND_HALF = {"nvfp4": expand_half, "fp8": expand_fp8_half}
+"""How that becomes A fragments."""
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
@@ -84,7 +89,7 @@ class W4A16Gemm(Gemm):
 
         Args:
             arguments: traced ``Arguments``. Weights are tiles, uint8 [groups, ceil(features / 128), ceil(k / 128),
-                TILE_BYTES]; tokens are bf16. Scales of rows and of operands are not used.
+                shape.tile_bytes]; tokens are bf16. Scales of rows and of operands are not used.
         """
         a = arguments
         shape = self.shape
@@ -119,7 +124,7 @@ class W4A16Gemm(Gemm):
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.staging_bytes], ALIGNMENT]
             tokens: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.outer)], ALIGNMENT]
-            weights: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.stages * TILE_BYTES], 128]
+            weights: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.stages * shape.tile_bytes], 128]
 
         return Storage
 
@@ -192,7 +197,8 @@ class W4A16Gemm(Gemm):
             if warp == load_warp:
                 # Kernels for few tokens mostly read a tile of weights once, but tokens by every CTA.
                 once = shape.token_tile <= MAX_SPLIT_TILE
-                load = WeightLoad(weights, storage.weights.data_ptr(), feature_tiles, k_tiles, once)
+                slots = storage.weights.data_ptr()
+                load = WeightLoad(weights, slots, feature_tiles, k_tiles, shape.tile_bytes, once)
                 policy = Int64(EVICT_LAST) if once else None
                 loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped)
@@ -227,8 +233,8 @@ class W4A16Gemm(Gemm):
             released = position.index
             for k_tile in cutlass.range(k_begin, work.k_end, unroll=1):
                 ring.wait_full(position)
-                staged = weights + position.index * TILE_BYTES
-                loaded = [load_half(staged, warp.index, warp.lane, half) for half in range(2)]
+                staged = weights + position.index * shape.tile_bytes
+                loaded = [self._load(staged, warp, half) for half in range(2)]
                 for half in cutlass.range_constexpr(2):
                     # Beside the other half's wgmmas. ptxas serialises all of them if any outlive the next fence.
                     self._expand(loaded[half], halves[half])
@@ -258,14 +264,15 @@ class W4A16Gemm(Gemm):
         count = self.shape.chunk_values
         return cute.make_tensor(values.iterator + chunk * count, cute.make_layout(count))
 
+    def _load(self, staged: Any, warp: EpilogueWarp, half: int) -> Any:
+        """This lane's part of half a staged tile of weights."""
+        return LOAD_HALF[self.shape.weights](staged, warp.index, warp.lane, half)
+
     def _expand(self, loaded: Any, registers: cute.Tensor) -> None:
         """Half a stage's weights, as A fragments of four steps."""
-        codes, scales = loaded
         words = cute.recast_tensor(registers, Uint32)
-        for pair in range(HALF_STEPS // 2):
-            expanded = expand_pair(codes[2 * pair], codes[2 * pair + 1], scales[pair])
-            for i, value in enumerate(expanded):
-                words[8 * pair + i] = value
+        for i, value in enumerate(EXPAND_HALF[self.shape.weights](loaded)):
+            words[i] = value
 
     def _issue(self, mma: Any, values: Any, registers: Any, b: Any, half: int, stage: Any, is_later: Any) -> None:
         """A group of wgmmas: half a stage. A tile's first one sets the sums."""

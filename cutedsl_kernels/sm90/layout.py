@@ -1,4 +1,4 @@
-"""Weights in the order in which wgmma's register operand takes them: plain torch, on any device, and back.
+"""NVFP4 weights in the order in which wgmma's register operand takes them: plain torch, on any device, and back.
 
 A tile is 128 rows by 128 of K: 9,216 bytes that one bulk copy brings, 8,192 of codes and 1,024 of block scales. Each of
 the eight consumer warps owns 16 rows. In the A fragment of ``wgmma.m64nNk16`` lane l holds, with g = l / 4 and
@@ -68,8 +68,8 @@ def pack_tiles(codes: Tensor, block_scales: Tensor) -> Tensor:
     packed = codes.new_empty(*codes.shape[:-2], *grid, TILE_BYTES)
     if packed.is_meta:
         return packed
-    packed[..., :CODE_BYTES] = _code_bytes(_tiled(_without_zero_blocks(codes, stored), TILE_K // 2))
-    packed[..., CODE_BYTES:] = _scale_bytes(_tiled(stored, TILE_K // BLOCK))
+    packed[..., :CODE_BYTES] = _code_bytes(tiled(_without_zero_blocks(codes, stored), TILE_K // 2))
+    packed[..., CODE_BYTES:] = _scale_bytes(tiled(stored, TILE_K // BLOCK))
     return packed
 
 
@@ -79,8 +79,8 @@ def unpack_tiles(packed: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
     codes = _plain_codes(packed[..., :CODE_BYTES])
     scales = _plain_scales(packed[..., CODE_BYTES:])
     return (
-        _untiled(codes)[..., :rows, : k // 2].contiguous(),
-        _untiled(scales)[..., :rows, : k // BLOCK].contiguous().view(torch.float8_e4m3fn),
+        untiled(codes)[..., :rows, : k // 2].contiguous(),
+        untiled(scales)[..., :rows, : k // BLOCK].contiguous().view(torch.float8_e4m3fn),
     )
 
 
@@ -90,20 +90,21 @@ def _without_zero_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.where((scales == 0).unsqueeze(-1), blocks & SIGNS, blocks).flatten(-2)
 
 
-def _tiled(plain: Tensor, width: int) -> Tensor:
+def tiled(plain: Tensor, width: int) -> Tensor:
     """[..., F, W] padded and cut into [..., feature tiles, K tiles, 128, width]."""
     rows, columns = plain.shape[-2:]
     padded = torch.nn.functional.pad(plain, (0, -columns % width, 0, -rows % TILE_ROWS))
     return padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
 
 
-def _untiled(tiles: Tensor) -> Tensor:
+def untiled(tiles: Tensor) -> Tensor:
+    """Inverse of :func:`tiled`, but for the padding."""
     return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
 # Codes of a tile by row and k against (warp, half, lane, pair of steps, register): the dimensions of a view of
 # [128, 64 bytes] as [warp, row half, g, half, pair, step, k half, t] and their order in the fragment.
-_ROW_SHAPE, _K_SHAPE = (WARPS, 2, 8), (2, 2, 2, 2, 4)
+ROW_SHAPE, _K_SHAPE = (WARPS, 2, 8), (2, 2, 2, 2, 4)
 _TO_FRAGMENT = (0, 3, 2, 7, 4, 5, 6, 1)
 """[warp, half, g, t, pair, step, k half, row half]: the last three number a pair's eight registers."""
 _FROM_FRAGMENT = tuple(_TO_FRAGMENT.index(i) for i in range(len(_TO_FRAGMENT)))
@@ -113,8 +114,8 @@ _FRAGMENT_SHAPE = (WARPS, 2, 8, 4, 2, 2, 2, 2)
 def _code_bytes(tiles: Tensor) -> Tensor:
     """Bytes [..., 128, 64] of codes to [..., 8192]."""
     lead = tiles.dim() - 2
-    split = tiles.unflatten(-1, _K_SHAPE).unflatten(lead, _ROW_SHAPE)
-    registers = _permuted(split, lead, _TO_FRAGMENT).flatten(-3).to(torch.int64)
+    split = tiles.unflatten(-1, _K_SHAPE).unflatten(lead, ROW_SHAPE)
+    registers = permuted(split, lead, _TO_FRAGMENT).flatten(-3).to(torch.int64)
     # Two codes to a register's halves: three bits of magnitude and the sign.
     low, high = registers & 15, registers >> 4
     spread = _spread(low) | _spread(high) << 16
@@ -122,41 +123,41 @@ def _code_bytes(tiles: Tensor) -> Tensor:
     first = _word_of(spread, FIRST) | rest & FIRST_REST
     second = _word_of(spread, SECOND) | rest & SECOND_REST
     words = torch.stack([first, second], dim=-1)
-    return _bytes_of(words).flatten(lead)
+    return bytes_of(words).flatten(lead)
 
 
 def _plain_codes(packed: Tensor) -> Tensor:
     """Inverse of :func:`_code_bytes`; what the kernel does, but for the scales."""
     lead = packed.dim() - 1
-    words = _words_of(packed.unflatten(-1, (*_FRAGMENT_SHAPE[:5], 2, 4)))
+    words = words_of(packed.unflatten(-1, (*_FRAGMENT_SHAPE[:5], 2, 4)))
     first, second = words[..., 0], words[..., 1]
     joined = first & FIRST_REST | second & ~FIRST_REST
     registers = [joined] * 8
     for word, taken in ((first, FIRST), (second, SECOND), (joined, JOINED)):
         for register, left in taken:
-            registers[register] = _rotated(word, left) & PAIR_MASK
+            registers[register] = rotated(word, left) & PAIR_MASK
     spread = torch.stack(registers, dim=-1)
     codes = (_gather(spread & 0xFFFF) | _gather(spread >> 16) << 4).to(torch.uint8)
-    split = _permuted(codes.unflatten(-1, (2, 2, 2)), lead, _FROM_FRAGMENT)
+    split = permuted(codes.unflatten(-1, (2, 2, 2)), lead, _FROM_FRAGMENT)
     return split.reshape(*packed.shape[:-1], TILE_ROWS, TILE_K // 2)
 
 
 def _scale_bytes(tiles: Tensor) -> Tensor:
     """E4M3 bytes [..., 128, 8] to [..., 1024]."""
     lead = tiles.dim() - 2
-    split = tiles.unflatten(-1, (4, 2)).unflatten(lead, _ROW_SHAPE)
-    ordered = _permuted(split, lead, (0, 2, 3, 4, 1)).flatten(lead)
+    split = tiles.unflatten(-1, (4, 2)).unflatten(lead, ROW_SHAPE)
+    ordered = permuted(split, lead, (0, 2, 3, 4, 1)).flatten(lead)
     return _table(_encode_scales(), tiles.device)[ordered.long()]
 
 
 def _plain_scales(packed: Tensor) -> Tensor:
     lead = packed.dim() - 1
-    split = _permuted(packed.unflatten(-1, (WARPS, 8, 4, 2, 2)), lead, (0, 4, 1, 2, 3))
+    split = permuted(packed.unflatten(-1, (WARPS, 8, 4, 2, 2)), lead, (0, 4, 1, 2, 3))
     bytes_ = split.reshape(*packed.shape[:-1], TILE_ROWS, TILE_K // BLOCK)
     return _table(_decode_scales(), packed.device)[bytes_.long()]
 
 
-def _permuted(tensor: Tensor, lead: int, order: tuple[int, ...]) -> Tensor:
+def permuted(tensor: Tensor, lead: int, order: tuple[int, ...]) -> Tensor:
     """``permute`` of all dimensions but the first ``lead``."""
     return tensor.permute(*range(lead), *(lead + i for i in order))
 
@@ -170,7 +171,7 @@ def _gather(values: Tensor) -> Tensor:
     return values >> 6 & 7 | values >> 12 & 8
 
 
-def _rotated(words: Tensor, left: int) -> Tensor:
+def rotated(words: Tensor, left: int) -> Tensor:
     """32-bit words, held in int64, rotated to the left."""
     return (words << left | words >> (32 - left)) & 0xFFFFFFFF
 
@@ -179,17 +180,17 @@ def _word_of(registers: Tensor, taken: tuple[tuple[int, int], ...]) -> Tensor:
     """Registers ``taken`` rotated to where the kernel's rotation to the left finds them, in one word."""
     word = torch.zeros_like(registers[..., 0])
     for register, left in taken:
-        word |= _rotated(registers[..., register], 32 - left)
+        word |= rotated(registers[..., register], 32 - left)
     return word
 
 
-def _bytes_of(words: Tensor) -> Tensor:
+def bytes_of(words: Tensor) -> Tensor:
     """Four bytes a word, the low one first, as another dimension."""
     return torch.stack([words >> shift & 255 for shift in (0, 8, 16, 24)], dim=-1).to(torch.uint8)
 
 
-def _words_of(bytes_: Tensor) -> Tensor:
-    """Inverse of :func:`_bytes_of`, in int64."""
+def words_of(bytes_: Tensor) -> Tensor:
+    """Inverse of :func:`bytes_of`, in int64."""
     wide = bytes_.to(torch.int64)
     return wide[..., 0] | wide[..., 1] << 8 | wide[..., 2] << 16 | wide[..., 3] << 24
 

@@ -1,4 +1,4 @@
-"""The shape of one w4a16 GEMM kernel on Hopper and what it costs in shared memory; plain Python, no CuTeDSL.
+"""The shape of one GEMM kernel on Hopper and what it costs in shared memory; plain Python, no CuTeDSL.
 
 The weights are the MMA's A operand (``..common.shape`` says why). wgmma takes A from registers, where the weights are
 expanded to bf16; they never lie in memory in that form.
@@ -6,7 +6,9 @@ expanded to bf16; they never lie in memory in that form.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ..common.shape import (
     ALIGNMENT,
@@ -19,7 +21,12 @@ from ..common.shape import (
     GemmShape,
     Output,
 )
+from .fp8_layout import FP8_TILE_BYTES
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
+
+Weights = Literal["nvfp4", "fp8"]
+"""How weights are stored: E2M1 codes with a block scale for each 16 of K, or E4M3 codes with a power of two for each
+64."""
 
 WARPGROUP_ROWS = 64
 """M of wgmma."""
@@ -38,6 +45,10 @@ THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
 SM_REGISTERS = 65536
 EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
 """Token tiles of kernels for experts: a wider one would pad more than it saves."""
+PRODUCT_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
+"""Token tiles of dense kernels: beside FP8 weights only two stages of the widest would fit."""
+WEIGHT_TILE_BYTES: Mapping[Weights, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
+"""Bytes of a tile of weights."""
 MIN_STAGES = 3
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
@@ -53,14 +64,26 @@ def max_split(token_tile: int) -> int:
 
 @dataclass(frozen=True)
 class KernelShape(GemmShape):
-    """What is fixed when a kernel is compiled: on Hopper no more than :class:`GemmShape` has.
+    """What is fixed when a kernel is compiled: on Hopper beside what :class:`GemmShape` has the weights.
+
+    Attributes:
+        weights: how they are stored. FP8 ones are for dense kernels alone.
 
     Raises:
         ValueError: a combination that does not exist.
     """
 
+    weights: Weights = "nvfp4"
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.weights not in WEIGHT_TILE_BYTES:
+            raise ValueError(f"weights: expected one of {tuple(WEIGHT_TILE_BYTES)}, found {self.weights!r}")
+        if self.weights != "nvfp4" and (self.gated or self.grouped):
+            raise ValueError(f"weights: expected 'nvfp4' for gated and grouped kernels, found {self.weights!r}")
+        if self.token_tile not in PRODUCT_TOKEN_TILES[self.weights]:
+            widest = PRODUCT_TOKEN_TILES[self.weights][-1]
+            raise ValueError(f"token_tile is at most {widest} for {self.weights} weights, found {self.token_tile}")
         if self.grouped and self.token_tile not in EXPERT_TOKEN_TILES:
             raise ValueError(
                 f"token_tile is at most {EXPERT_TOKEN_TILES[-1]} for grouped kernels, found {self.token_tile}"
@@ -95,8 +118,13 @@ class KernelShape(GemmShape):
         """CTAs that an SM runs at a time.
 
         A CTA alone expands weights more slowly than memory brings them: measured on an H200 (2026-11-22), 0.42 µs a
-        stage at eight tokens, 60 % of its issue slots taken, so that 132 CTAs would reach 2.9 TB/s of 4.25.
+        stage at eight tokens, 60 % of its issue slots taken, so that 132 CTAs would reach 2.9 TB/s of 4.25. FP8 weights
+        take fewer instructions for more bytes, so that two suffice; three would leave each too few stages.
         """
+        if self.weights == "fp8":
+            # Partial sums of half of so many tokens leave two CTAs two stages each.
+            is_full = self.split_k > 1 and self.token_tile == MAX_SPLIT_TILE
+            return 2 if self.token_tile <= TWO_CTAS_MAX_TILE and not is_full else 1
         if self.token_tile <= THREE_CTAS_MAX_TILE and self.split_k == 1:
             return 3
         if self.gated and self.grouped and (self.token_tile, self.split_k) == (32, 8):
@@ -145,6 +173,8 @@ class KernelShape(GemmShape):
     @property
     def warp_buffers(self) -> int:
         """Staging buffers of a warp: with two, a store overlaps the making of the next."""
+        if self.weights == "fp8" and self.ctas_per_sm > 1:
+            return 1  # for a third stage at 64 tokens
         return 2 if self.split_k == 1 and self.token_tile > self.store_tokens and not self._is_widest else 1
 
     @property
@@ -160,8 +190,13 @@ class KernelShape(GemmShape):
         return self.token_tile * TILE_K * 2
 
     @property
+    def tile_bytes(self) -> int:
+        """Weights of a stage."""
+        return WEIGHT_TILE_BYTES[self.weights]
+
+    @property
     def stage_bytes(self) -> int:
-        return TILE_BYTES + self.token_bytes
+        return self.tile_bytes + self.token_bytes
 
     @property
     def fixed_bytes(self) -> int:

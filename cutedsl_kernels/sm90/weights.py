@@ -1,4 +1,4 @@
-"""How weight tiles travel: one bulk copy to shared memory, then 16-byte loads of a lane's own codes and scales."""
+"""How weight tiles travel: one bulk copy to shared memory, then loads of a lane's own codes and scales or factors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from cutlass import Int32, Int64, Uint32
 from ..common.cache_policy import EVICT_FIRST
 from ..common.fixed import Fixed
 from ..common.shape import WARP_LANES
-from .layout import CODE_BYTES, TILE_BYTES
+from .fp8_layout import FP8_CODE_BYTES
+from .layout import CODE_BYTES
 
 VECTOR = 16
 """Bytes of a lane's load."""
 HALF_BYTES = WARP_LANES * VECTOR
-"""Codes of a warp in half a tile."""
+"""Codes of a warp in half a tile of NVFP4, or in a quarter of one of FP8."""
 WARP_SCALE_BYTES = 8 * VECTOR
+FP8_FACTOR_BYTES = 8 * 4
+"""Factors of a warp in half a tile of FP8."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class WeightLoad(Fixed):
     """Bulk copies of tiles.
 
     Attributes:
-        tiles: global pointer to tiles [groups, feature tiles, K tiles, TILE_BYTES].
+        tiles: global pointer to tiles [groups, feature tiles, K tiles, tile_bytes].
         slots: shared pointer to the stages' tiles.
+        tile_bytes: of a tile.
         once: whether nobody reads a tile again: then it shall leave L2 first.
     """
 
@@ -34,6 +38,7 @@ class WeightLoad(Fixed):
     slots: Any
     feature_tiles: Any
     k_tiles: Any
+    tile_bytes: int
     once: bool
 
     def load(self, group: Any, feature_tile: Any, k_tile: Any, slot: Any, barrier: Any) -> None:
@@ -42,10 +47,10 @@ class WeightLoad(Fixed):
         hint, policy = (".L2::cache_hint", ", {$r3}") if self.once else ("", "")
         cute.arch.inline_ptx(
             f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
-            f" [{{$r0}}], [{{$r1}}], {TILE_BYTES}, [{{$r2}}]{policy};",
+            f" [{{$r0}}], [{{$r1}}], {self.tile_bytes}, [{{$r2}}]{policy};",
             read_only_args=[
-                Uint32((self.slots + Int32(slot) * TILE_BYTES).toint()),
-                Int64(self.tiles.toint()) + index * TILE_BYTES,
+                Uint32((self.slots + Int32(slot) * self.tile_bytes).toint()),
+                Int64(self.tiles.toint()) + index * self.tile_bytes,
                 Uint32(barrier.toint()),
                 *([Int64(EVICT_FIRST)] if self.once else []),
             ],
@@ -53,10 +58,18 @@ class WeightLoad(Fixed):
 
 
 def load_half(tile: Any, warp: Any, lane: Any, half: int) -> tuple[Any, Any]:
-    """A lane's words of half a tile: four of codes; two of scales, one for each pair of steps."""
+    """A lane's words of half a tile of NVFP4: four of codes; two of scales, one for each pair of steps."""
     codes = _load(tile + ((warp * 2 + half) * HALF_BYTES + lane * VECTOR), VECTOR)
     scales = tile + (CODE_BYTES + warp * WARP_SCALE_BYTES + lane // 4 * VECTOR + half * (VECTOR // 2))
     return codes, _load(scales, VECTOR // 2)
+
+
+def load_fp8_half(tile: Any, warp: Any, lane: Any, half: int) -> tuple[Any, Any]:
+    """A lane's words of half a tile of FP8: two times four of codes; the factors of its two rows in one word."""
+    first = tile + (warp * 2 + half) * (2 * HALF_BYTES) + lane * VECTOR
+    codes = [_load(first + part * HALF_BYTES, VECTOR) for part in range(2)]
+    factors = tile + (FP8_CODE_BYTES + (warp * 2 + half) * FP8_FACTOR_BYTES + lane // 4 * 4)
+    return codes, _load(factors, 4)[0]
 
 
 def _load(source: Any, count: int) -> cute.Tensor:

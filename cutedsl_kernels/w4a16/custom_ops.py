@@ -39,7 +39,7 @@ WHAT = "bf16 activations"
 """What an error on another architecture says these operators take."""
 
 
-def _check_operands(op: str, tokens: Tensor, weights: Tensor, features: int) -> None:
+def _check_operands(op: str, tokens: Tensor, weights: Tensor, features: int, tile_bytes: int = TILE_BYTES) -> None:
     """Check activations [..., K] and tiles of weights [matrices, feature tiles, K tiles, bytes]."""
     require_dtype(f"{op}: tokens", tokens, torch.bfloat16)
     require_dtype(f"{op}: weights", weights, torch.uint8)
@@ -48,14 +48,14 @@ def _check_operands(op: str, tokens: Tensor, weights: Tensor, features: int) -> 
     k = tokens.shape[-1]
     require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole halves of a tile of weights")
     require_dimensions(f"{op}: weights", weights, 4, "[matrices, feature tiles, K tiles, bytes]")
-    expected = (weights.shape[0], -(-features // TILE_ROWS), -(-k // TILE_K), TILE_BYTES)
+    expected = (weights.shape[0], -(-features // TILE_ROWS), -(-k // TILE_K), tile_bytes)
     require_shape(f"{op}: weights", weights, expected, f"tiles of matrices of {features} features by K = {k}")
     require_contiguous(f"{op}: weights", weights)
     if not weights.shape[0] or not features:
         raise OperandValueError(f"{op}: weights: expected at least one feature, found shape {tuple(weights.shape)}")
 
 
-def _launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
+def launch(op: str, architecture: str, call: Call, limit: float | None = None) -> None:
     """Check addresses, which only real tensors have, and launch the call unless it has no rows."""
     for name, tensor in (("weights", call.weights), ("tokens", call.tokens), ("out", call.out)):
         require_aligned(f"{op}: {name}", tensor)
@@ -66,20 +66,26 @@ def _launch(op: str, architecture: str, call: Call, limit: float | None = None) 
     runner.launch(key, call, call.clusters(runner.clusters(call.out.device)))
 
 
-def _check_product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) -> Output:
-    op = "w4a16_product"
-    require_same_device("out", out, tokens=tokens, weights=weights, alpha=alpha)
+def check_dense(op: str, tokens: Tensor, weights: Tensor, out: Tensor, tile_bytes: int) -> Output:
+    """Check what dense and block-diagonal GEMMs have, however their weights are stored; the output's dtype."""
     if tokens.dim() not in (2, 3):
         found = tuple(tokens.shape)
         raise OperandValueError(f"{op}: tokens: expected shape [rows, K] or [rows, groups, K], found {found}")
     features, groups = out.shape[-1], tokens.shape[1] if tokens.dim() == 3 else 1
-    _check_operands(op, tokens, weights, features)
+    _check_operands(op, tokens, weights, features, tile_bytes)
     if weights.shape[0] != groups:
         raise OperandValueError(
             f"{op}: weights: expected {groups} matrices, as tokens have groups, found {weights.shape[0]}"
         )
-    check_alpha(op, alpha, (groups, features), "[groups, features]")
     return check_out(op, out, (*tokens.shape[:-1], features), "[rows, features] or [rows, groups, features]")
+
+
+def _check_product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) -> Output:
+    op = "w4a16_product"
+    require_same_device("out", out, tokens=tokens, weights=weights, alpha=alpha)
+    output = check_dense(op, tokens, weights, out, TILE_BYTES)
+    check_alpha(op, alpha, (weights.shape[0], out.shape[-1]), "[groups, features]")
+    return output
 
 
 def _product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) -> None:
@@ -87,7 +93,7 @@ def _product(tokens: Tensor, weights: Tensor, alpha: Tensor, out: Tensor) -> Non
     architecture, clusters = launcher.target(out.device, ARCHITECTURES, WHAT)
     rows, k, features, groups = max(tokens.shape[0], 1), tokens.shape[-1], out.shape[-1], weights.shape[0]
     shape = plan.plan_w4a16(features, k, rows, groups, output, clusters)
-    _launch("w4a16_product", architecture, Call(shape=shape, weights=weights, tokens=tokens, out=out, alpha=alpha))
+    launch("w4a16_product", architecture, Call(shape=shape, weights=weights, tokens=tokens, out=out, alpha=alpha))
 
 
 def _check_experts(
@@ -141,7 +147,7 @@ def _experts(
         features, k, rows, weights.shape[0], limit is not None, token_tile, output, clusters
     )
     call = Call(shape=shape, weights=weights, tokens=tokens, out=out, alpha=alpha, offsets=offsets, counts=counts)
-    _launch("w4a16_experts", architecture, call, limit)
+    launch("w4a16_experts", architecture, call, limit)
 
 
 register("w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out)", _product, _check_product)

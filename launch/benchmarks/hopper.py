@@ -1,4 +1,4 @@
-"""Times of Hopper's w4a16 GEMMs on a CUDA GPU, beside cuBLAS on bf16 weights, in one run.
+"""Times of Hopper's GEMMs of NVFP4 or FP8 weights on a CUDA GPU, beside cuBLAS on bf16 weights, in one run.
 
 Every GEMM is replayed from a CUDA graph in which it runs on one copy of its weights after the other: together they are
 more than four times the L2 cache, as the weights of a model are. Each result is first compared with the dequantised
@@ -23,9 +23,13 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import product_shapes
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_K, TILE_ROWS
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, WEIGHT_TILE_BYTES, KernelShape, Weights
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
+from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as fp8_operations
+from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.model.products import layer_products
 from tests.support.released import FLASH, PRO, config_json
@@ -87,9 +91,10 @@ def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
 class Operands:
     """Random weights of a GEMM, as many copies as a graph rotates through."""
 
-    def __init__(self, gemm: Gemm):
-        self.gemm = gemm
-        copies = -(-ROTATED_BYTES // (gemm.groups * gemm.features * gemm.k * 9 // 16))
+    def __init__(self, gemm: Gemm, stored: Weights = "nvfp4"):
+        self.gemm, self.stored = gemm, stored
+        self.bytes = gemm.groups * gemm.features * gemm.k * WEIGHT_TILE_BYTES[stored] // (TILE_ROWS * TILE_K)
+        copies = -(-ROTATED_BYTES // self.bytes)
         self.plain = [self._random() for _ in range(min(copies, 2))]
         # More copies need no other values, only other addresses.
         self.weights = [self._tiled(self.plain[i % len(self.plain)]) for i in range(copies)]
@@ -99,26 +104,40 @@ class Operands:
             for _ in range(-(-ROTATED_BYTES // wide))
         ]
 
-    def _random(self) -> NvFp4Tensor:
+    def _random(self) -> NvFp4Tensor | MxFp8Tensor:
         shape = (self.gemm.groups, self.gemm.features, self.gemm.k)
+        if self.stored == "fp8":
+            wide = torch.randint(0, 0x7F, shape, dtype=torch.uint8, device="cuda")
+            wide |= torch.randint(0, 2, shape, dtype=torch.uint8, device="cuda") << 7
+            exponents = torch.full((*shape[:2], shape[2] // 32), 127 - 14, dtype=torch.uint8, device="cuda")
+            return MxFp8Tensor(wide.view(torch.float8_e4m3fn), exponents)
         codes = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(0x30, 0x40, (*shape[:2], shape[2] // 16), dtype=torch.uint8, device="cuda")
         alpha = torch.rand(shape[:2], device="cuda") * 0.01
         return NvFp4Tensor(codes, scales.view(torch.float8_e4m3fn), alpha)
 
-    def _tiled(self, plain: NvFp4Tensor) -> TiledWeights:
+    def _tiled(self, plain: NvFp4Tensor | MxFp8Tensor) -> TiledWeights | Fp8TiledWeights:
+        if isinstance(plain, MxFp8Tensor):
+            return Fp8TiledWeights.of(plain)
         return TiledWeights.grouped(plain.packed, plain.block_scale, plain.global_scale)
+
+    def run(self, copy: int, tokens: Tensor, out: Tensor) -> Tensor:
+        """The GEMM of a copy of the weights."""
+        weights = self.weights[copy]
+        if isinstance(weights, Fp8TiledWeights):
+            return fp8_operations.product(tokens, weights, out=out)
+        return operations.grouped_product(tokens, weights, out=out)
 
     def tokens(self, count: int) -> Tensor:
         return torch.randn(count, self.gemm.groups, self.gemm.k, device="cuda").bfloat16()
 
-    def check(self, tokens: Tensor) -> None:
+    def check(self, tokens: Tensor, out: Tensor) -> None:
         """Compare the first copy's result with the dequantised weights.
 
         Raises:
             AssertionError: it differs by more than rounding.
         """
-        found = operations.grouped_product(tokens, self.weights[0], dtype=DTYPES[self.gemm.output])
+        found = self.run(0, tokens, out)
         expected = torch.einsum("tgk,gfk->tgf", tokens.float(), self.plain[0].dequantize())
         error = (found.float() - expected).abs().max() / expected.abs().max()
         assert float(error) < 2**-7, f"{self.gemm}, {len(tokens)} tokens: error {float(error):.3g} of the largest"
@@ -137,14 +156,14 @@ def measure(operands: Operands, count: int, shapes: Sequence[KernelShape] | None
     batch = tokens.transpose(0, 1).contiguous()
     cublas = rotating([partial(torch.bmm, batch, w.transpose(1, 2)) for w in operands.bf16])
     clusters = launcher.current().clusters(out.device)
-    planned = plan.plan_w4a16(gemm.features, gemm.k, count, gemm.groups, gemm.output, clusters)
+    planned = plan.plan_w4a16(gemm.features, gemm.k, count, gemm.groups, gemm.output, clusters, operands.stored)
     for shape in shapes or [planned]:
         with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
-            operands.check(tokens)
-            us = rotating([partial(operations.grouped_product, tokens, w, out=out) for w in operands.weights])
+            operands.check(tokens, out)
+            us = rotating([partial(operands.run, copy, tokens, out) for copy in range(len(operands.weights))])
         elements = gemm.groups * gemm.features * gemm.k
         yield Row(
-            gemm, count, shape.token_tile, shape.split_k, us, elements * 9 / 16 / us * 1e6,
+            gemm, count, shape.token_tile, shape.split_k, us, operands.bytes / us * 1e6,
             2 * count * elements / us * 1e6, cublas,
         )  # fmt: skip
 
@@ -164,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="sizes of --tp-size")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="how they are stored")
     parser.add_argument("--shapes", action="store_true", help="every kernel shape, not the chosen one alone")
     parser.add_argument("--json", type=Path, help="also as JSON")
     args = parser.parse_args(arguments)
@@ -173,9 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{chip.name}: copy {chip.bandwidth / 1e12:.2f} TB/s, bf16 products {chip.rate / 1e12:.0f} TFLOP/s\n{HEADER}")
     rows = []
     for gemm in gemms(args.models, args.ranks):
-        operands = Operands(gemm)
+        operands = Operands(gemm, args.weights)
         for count in args.tokens:
-            every = [s for s in product_shapes(gemm.k, count, gemm.output) if s.stages >= MIN_STAGES]
+            possible = product_shapes(gemm.k, count, gemm.output, args.weights)
+            every = [s for s in possible if s.stages >= MIN_STAGES]
             for row in measure(operands, count, every if args.shapes else None):
                 rows.append(row)
                 print(text(row, chip.bandwidth), flush=True)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import FP8_TILE_BYTES
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.scale_layout import scale_bytes
-from nvfp4_sgl.model.products import LayerProduct, step_products, stored_products
+from nvfp4_sgl.model.products import LayerProduct, hopper_products, step_products, stored_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import MODES, Target, multiplies_as_sm100
-from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.targets.storages import hopper_operands, sm100_operands
 
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -40,21 +41,17 @@ def weight_bytes(
     Raises:
         ConfigError: the model cannot be split so.
     """
-    specs = tensor_specs(config)
-    linear = [spec.name for spec in specs.values() if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)]
-    others = [name for name in linear if not storage(name).is_nvfp4]
+    specs, experts, matrices = tensor_specs(config), 0, 0
     as_sm100 = multiplies_as_sm100(target, mode or MODES[target][0])
-    apart = _shared_apart(others) if target is Target.SM90 and not as_sm100 else 0
-    # Of a shared expert that runs apart gate, up and down, dequantised to bf16.
-    experts, matrices = apart * 2 * 3 * config.hidden_size * config.moe_intermediate_size // ranks, 0
     if as_sm100:
         products = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+    elif target is Target.SM90:
+        products = hopper_products(config, ranks, lambda stem: hopper_operands(storage(stem)))
     else:
-        products = step_products(config, ranks, apart)
+        products = step_products(config, ranks)
     for product, layers in products.items():
-        is_nvfp4 = product.operands == "nvfp4" if as_sm100 else _is_nvfp4(product, others)
-        nbytes = layers * _PRODUCT_BYTES[target](product, is_nvfp4)
-        if target is Target.SM90 and as_sm100 and is_nvfp4 and product.gated:
+        nbytes = layers * _PRODUCT_BYTES[target](product)
+        if target is Target.SM90 and as_sm100 and product.operands == "nvfp4" and product.gated:
             nbytes += layers * 4 * product.groups  # an alpha of one beside those of gate and up
         if product.experts_per_token or product.name.startswith("shared_experts."):
             experts += nbytes
@@ -74,21 +71,23 @@ def weight_bytes(
     }
 
 
-def _cpu_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
+def _cpu_bytes(product: LayerProduct) -> int:
     """Decoded to fp32; alphas are counted apart."""
     return 4 * _elements(product)
 
 
-def _sm90_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
-    """NVFP4: whole tiles of codes and block scales, alphas as on SM100. Others: dequantised to bf16."""
-    if not is_nvfp4:
+def _sm90_bytes(product: LayerProduct) -> int:
+    """NVFP4: whole tiles of codes and block scales, alphas as on SM100. FP8: whole tiles of codes and factors, a one.
+    Others: dequantised to bf16, as "mxfp8" is in mode ``w4a4``."""
+    if product.operands in ("bf16", "mxfp8"):
         return 2 * _elements(product)
-    rows = _rows(product)
-    tiles = -(-rows // TILE_ROWS) * -(-product.k // TILE_K) * TILE_BYTES
-    return product.groups * (tiles + 4 * _alphas_of_group(product))
+    tiles = -(-_rows(product) // TILE_ROWS) * -(-product.k // TILE_K)
+    if product.operands == "fp8":
+        return product.groups * tiles * FP8_TILE_BYTES + 4
+    return product.groups * (tiles * TILE_BYTES + 4 * _alphas_of_group(product))
 
 
-def _sm100_bytes(product: LayerProduct, is_nvfp4: bool) -> int:
+def _sm100_bytes(product: LayerProduct) -> int:
     """NVFP4: codes, padded block scales, alphas. MXFP8: codes, padded block scales, two ones. Else bf16.
 
     What a product multiplies says which.
@@ -111,25 +110,7 @@ def _alphas_of_group(product: LayerProduct) -> int:
     return (2 if product.gated else 1) if product.experts_per_token else _rows(product)
 
 
-def _is_nvfp4(product: LayerProduct, others: Collection[str]) -> bool:
-    """Whether all matrices of a GEMM, in all layers that have it, are NVFP4; ``others`` are those that are not.
-
-    Routed experts are packed all or none.
-    """
-    if product.experts_per_token:
-        return not any(".ffn.experts." in name for name in others)
-    parts = tuple(f".attn.{part}" for part in product.name.split(" + "))
-    return not any(name.endswith(parts) for name in others)
-
-
-def _shared_apart(others: Collection[str]) -> int:
-    """Layers whose shared expert alone is not NVFP4; ``others`` are the matrices that are not."""
-    if any(".ffn.experts." in name for name in others):
-        return 0
-    return len({name.partition(".ffn.")[0] for name in others if ".ffn.shared_experts." in name})
-
-
-_PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct, bool], int]] = {
+_PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct], int]] = {
     Target.CPU: _cpu_bytes,
     Target.SM90: _sm90_bytes,
     Target.SM100: _sm100_bytes,

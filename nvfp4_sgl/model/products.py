@@ -7,7 +7,7 @@ Sizes follow from the checkpoint's tensors (``checkpoint.names``) and from what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,8 +15,9 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.weights.parallel import TensorParallel
 
-Operands = Literal["nvfp4", "mxfp8", "bf16"]
-"""What a product multiplies, weights and activations alike. Those of bf16 are a library's."""
+Operands = Literal["nvfp4", "mxfp8", "fp8", "bf16"]
+"""What a product multiplies: weights and activations alike on SM100, weights with bf16 activations on Hopper. "mxfp8"
+is SM100's, "fp8" Hopper's. Those of bf16 are a library's."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,19 @@ class LayerProduct:
     operands: Operands = "nvfp4"
 
 
-def layer_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> list[LayerProduct]:
-    """Every distinct product of the decoder's layers on one of ``ranks``; each kind of layer has its own merges.
-
-    Args:
-        apart: layers whose shared expert is none of these products.
+def layer_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
+    """Every distinct product of the decoder's layers on one of ``ranks``, all in NVFP4; each kind of layer has its own
+    merges.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    return list(step_products(config, ranks, apart))
+    return list(step_products(config, ranks))
 
 
-def step_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> Counter[LayerProduct]:
-    """The products that a pass through all layers launches on one of ``ranks``, each with the number of its layers.
-
-    Args:
-        apart: as in :func:`layer_products`.
+def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
+    """The products that a pass through all layers launches on one of ``ranks``, each with the number of its layers, all
+    of it in NVFP4.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -69,9 +66,7 @@ def step_products(config: ModelConfig, ranks: int = 1, apart: int = 0) -> Counte
         layers = config.layer_kinds.count(kind)
         if layers:
             found.update(dict.fromkeys(_attention(config, kind, ranks), layers))
-    for shared, layers in ((True, len(config.layer_kinds) - apart), (False, apart)):
-        if layers:
-            found.update(dict.fromkeys(_experts(config, ranks, shared), layers))
+    found.update(dict.fromkeys(_experts(config, ranks, shared=True), len(config.layer_kinds)))
     return found
 
 
@@ -103,6 +98,50 @@ def stored_products(config: ModelConfig, ranks: int, operands: Callable[[str], O
             found[LayerProduct("shared_experts.w1 + w3", inner, d, gated=True, operands=kind)] += 1
             found[LayerProduct("shared_experts.w2", d, inner, operands=kind)] += 1
     return found
+
+
+def hopper_products(config: ModelConfig, ranks: int, operands: Callable[[str], Operands]) -> Counter[LayerProduct]:
+    """The products of a pass on one of ``ranks`` on Hopper, where matrices that read the same activation are one
+    product: of their kind if all are of one, else of bf16.
+
+    Routed experts are NVFP4 if all of a layer are, else of bf16, and the shared one with them. Beside NVFP4 ones a
+    shared expert that is not NVFP4 runs apart, its gate and up as one product without SwiGLU.
+
+    Args:
+        operands: of a matrix, by its name without suffix.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    TensorParallel(size=ranks).check(config)
+    found: Counter[LayerProduct] = Counter()
+    inner, d = config.moe_intermediate_size // ranks, config.hidden_size
+    merges = {kind: _merges(config, kind, ranks) for kind in LayerKind if kind in config.layer_kinds}
+    for layer, layer_kind in enumerate(config.layer_kinds):
+        for merge in merges[layer_kind]:
+            kind = common_operands(operands(f"layers.{layer}.attn.{name}") for name in merge.rows)
+            found[replace(merge.of(merge.rows), operands=kind)] += 1
+        stem = f"layers.{layer}.ffn"
+        routed = common_operands(
+            operands(f"{stem}.experts.{expert}.{matrix}")
+            for expert in range(config.n_routed_experts)
+            for matrix in ("w1", "w2", "w3")
+        )
+        shared = common_operands(operands(f"{stem}.shared_experts.{matrix}") for matrix in ("w1", "w2", "w3"))
+        if routed != "nvfp4":
+            found.update(replace(product, operands="bf16") for product in _experts(config, ranks, shared=True))
+            continue
+        found.update(_experts(config, ranks, shared=shared == "nvfp4"))
+        if shared != "nvfp4":
+            found[LayerProduct("shared_experts.w1 + w3", 2 * inner, d, operands=shared)] += 1
+            found[LayerProduct("shared_experts.w2", d, inner, operands=shared)] += 1
+    return found
+
+
+def common_operands(kinds: Iterable[Operands]) -> Operands:
+    """The kind of all ``kinds`` if they are one, else bf16."""
+    found = set(kinds)
+    return found.pop() if len(found) == 1 else "bf16"
 
 
 def _experts(config: ModelConfig, ranks: int, shared: bool) -> list[LayerProduct]:

@@ -9,10 +9,10 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
-from nvfp4_sgl.model.products import LayerProduct, layer_products, stored_products
+from nvfp4_sgl.model.products import LayerProduct, hopper_products, stored_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, multiplies_as_sm100
-from nvfp4_sgl.targets.storages import Arrival, how, sm100_operands
+from nvfp4_sgl.targets.storages import Arrival, hopper_operands, how, sm100_operands
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -66,9 +66,7 @@ def check_target(
             " with 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
             " Hopper in activation_mode w4a16, or on a CPU"
         )
-    if not any(storage(name).is_nvfp4 for name in matrices):
-        return  # library GEMMs alone, which take any size
-    if config.n_routed_experts > MAX_EXPERTS:
+    if config.n_routed_experts > MAX_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
         raise ConfigError(f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}")
     for product in _products(target, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
@@ -86,12 +84,13 @@ def _products(
     """The GEMMs whose sizes a kernel of ours must take.
 
     Matrices that are merged are one GEMM, so it is their rows together that count: the columns of its result begin at
-    whole heads or latents, and are read by Triton kernels that know their sizes. On Hopper the merged ones are all
-    NVFP4, or the GEMM is a library's. On SM100 those of one kind of operands are merged, which may be a single one.
+    whole heads or latents, and are read by Triton kernels that know their sizes. On Hopper the merged ones are all of
+    one kind of operands, or the GEMM is a library's. On SM100 those of one kind are merged, which may be a single one.
     """
     if target is Target.SM90:
-        return layer_products(config, ranks)
-    stored = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+        stored = hopper_products(config, ranks, lambda stem: hopper_operands(storage(stem)))
+    else:
+        stored = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
     return [product for product in stored if product.operands != "bf16"]
 
 

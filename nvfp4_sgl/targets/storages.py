@@ -41,7 +41,7 @@ RUNS: Mapping[Target, Mapping[Arrival, str | None]] = {
     },
     Target.SM90: {
         Arrival.NVFP4: "packed, expanded in registers (routed experts: if all of the layer are; else bf16)",
-        Arrival.MXFP8: "bf16, rounded at load",
+        Arrival.MXFP8: "packed, expanded in registers (merged with other storages, or a routed expert: bf16)",
         Arrival.SCALED: "bf16, rounded at load",
         Arrival.PLAIN: "bf16, rounded at load",
     },
@@ -55,6 +55,7 @@ RUNS: Mapping[Target, Mapping[Arrival, str | None]] = {
 """What a target multiplies with; ``None`` if it refuses the matrix."""
 
 _OPERANDS: Mapping[Arrival, Operands] = {Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "mxfp8", Arrival.PLAIN: "bf16"}
+_HOPPER_OPERANDS: Mapping[Arrival, Operands] = {Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "fp8"}
 
 
 def how(target: Target, storage: Storage) -> str | None:
@@ -65,6 +66,11 @@ def how(target: Target, storage: Storage) -> str | None:
 def sm100_operands(storage: Storage) -> Operands:
     """What the GEMM of a matrix in ``storage``, one that SM100 runs, multiplies there."""
     return _OPERANDS[Arrival.of(storage)]
+
+
+def hopper_operands(storage: Storage) -> Operands:
+    """What a GEMM on Hopper multiplies with bf16 activations where all of its matrices are in ``storage``."""
+    return _HOPPER_OPERANDS.get(Arrival.of(storage), "bf16")
 
 
 def table() -> str:

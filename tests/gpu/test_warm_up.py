@@ -53,11 +53,14 @@ def own_launcher() -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4-full", "nvfp4-experts"])
 @pytest.mark.parametrize("run", native.runs(), ids=str)
-def test_nothing_compiles_afterwards(run: native.Run, tmp_path: Any, compiled: list[str], own_launcher: None):
+def test_nothing_compiles_afterwards(
+    run: native.Run, name: str, tmp_path: Any, compiled: list[str], own_launcher: None
+):
     """Nor does the launcher, which is frozen by then, meet a GEMM that it would have to compile."""
     assert ON_GPU
-    write_tiny(tmp_path, "nvfp4-full", seed=11)
+    write_tiny(tmp_path, name, seed=11)
     model = Standalone(tmp_path, target=run.target, mode=run.mode, device="cuda", requests=12, capacity=CAPACITY)
     slots = torch.zeros(2, CAPACITY, dtype=torch.int32, device="cuda")
     context = model.decoder.context

@@ -103,6 +103,23 @@ def test_weights_of_the_releases(release: str) -> None:
     assert on_cpu[EXPERTS] == pytest.approx((expert_elements + shared) * 4, rel=1e-3)
 
 
+def test_fp8_takes_a_byte_a_weight_on_hopper() -> None:
+    """And 512 bytes a tile of 16,384. From the input only the two layers without compressors are packed."""
+    config = ModelConfig.from_dict(FLASH)
+
+    def bytes_of(others: Storage) -> Mapping[str, int]:
+        def storage(stem: str) -> Storage:
+            return Storage.NVFP4 if ".ffn.experts." in stem else Storage.PLAIN if "compressor" in stem else others
+
+        return weight_bytes(config, storage, Target.SM90, 1, 2)
+
+    fp8, bf16 = bytes_of(Storage.FP8), bytes_of(Storage.FP8_FLOAT_SCALES)
+    shared = 43 * 3 * 4096 * 2048
+    assert bf16[EXPERTS] - fp8[EXPERTS] == pytest.approx(shared * (2 - 33 / 32), rel=1e-6)
+    packed = 43 * (32768 * 1024 + 2 * 8192 * 4096) + 21 * 64 * 128 * 1024 + 2 * 1536 * 4096
+    assert bf16[MATRICES] - fp8[MATRICES] == pytest.approx(packed * (2 - 33 / 32), rel=1e-6)
+
+
 def test_flash_as_its_headers_say() -> None:
     """161.7 GB were measured from the headers of a generated checkpoint, 81.3 and 41.0 GB for ranks of two and four."""
     config = ModelConfig.from_dict(FLASH)

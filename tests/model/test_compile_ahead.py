@@ -30,8 +30,9 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.fused import compile_ahead
+from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.triton_kernels.common import chip
@@ -280,6 +281,26 @@ def test_a_model_without_storage_needs_the_same_kernels(
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
+
+
+def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the folder that was built for it hold one."""
+    write_tiny(tmp_path, "bf16", seed=11, num_hidden_layers=1)
+    cpu, built = OnTheCpu(tmp_path, Target.SM90), tmp_path / "built"
+    monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(built))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    runner = launcher.CudaLauncher()
+    monkeypatch.setattr(runner, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(runner, "clusters", lambda device: build.GPUS[Target.SM90].clusters)
+    compiled: list[Any] = []
+    monkeypatch.setattr(gemm_planner, "compile_missing", lambda keys, *more: compiled.append(list(keys)))
+    monkeypatch.setattr(GemmPlanner, "triton_variants", lambda *given: [])
+    monkeypatch.setattr(FusedPlanner, "warm_up", lambda *given: None)
+    with launcher.use(runner):
+        cpu.planner.warm_up(cpu.model.decoder, cpu.model.table, CAPACITY)
+    assert compiled == [[]]
+    with pytest.raises(LibraryError, match="compiling is switched off"):
+        runner.kernels.get(KernelKey("sm_90a", KernelShape(8)))
 
 
 def test_a_layer_of_each_kind_launches_what_all_do(tiny: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.model.products import layer_products, step_products
+from nvfp4_sgl.model.products import Operands, hopper_products, layer_products, step_products
 from tests.support.released import FLASH, PRO, config_json
 
 
@@ -70,3 +70,38 @@ def test_what_each_product_writes() -> None:
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tp-size 3"):
         layer_products(ModelConfig.from_dict(config_json(FLASH)), 3)
+
+
+def released(stem: str) -> Operands:
+    """DeepSeek's releases: routed experts MXFP4, which arrives as NVFP4; compressors BF16; others FP8."""
+    if ".ffn.experts." in stem:
+        return "nvfp4"
+    return "bf16" if "compressor" in stem else "fp8"
+
+
+def test_hopper_merges_all_or_dequantises() -> None:
+    config = ModelConfig.from_dict(config_json(FLASH))
+    found = hopper_products(config, 2, released)
+    kinds = {one.name: one.operands for one in found}
+    assert kinds.pop("wq_a + wkv") == "fp8"
+    assert {kind for name, kind in kinds.items() if "compressor" in name} == {"bf16"}
+    assert {kinds[name] for name in ("wq_b", "wq_b + indexer.wq_b", "wo_a", "wo_b", "shared_experts.w2")} == {"fp8"}
+    assert {kinds[name] for name in ("experts.w1 + w3", "experts.w2")} == {"nvfp4"}
+    (up,) = (one for one in found if one.name == "shared_experts.w1 + w3")
+    assert (up.features, up.k, up.gated, up.operands) == (2 * 2048 // 2, 4096, False, "fp8")
+    assert {one.groups for one in found if one.experts_per_token} == {config.n_routed_experts}
+    assert found[up] == len(config.layer_kinds)
+
+
+def test_hopper_in_one_format_has_the_products_of_a_step() -> None:
+    config = ModelConfig.from_dict(config_json(PRO))
+    assert hopper_products(config, 4, lambda stem: "nvfp4") == step_products(config, 4)
+
+
+def test_one_routed_expert_that_is_not_nvfp4_takes_its_layer_to_bf16() -> None:
+    config = ModelConfig.from_dict(config_json(FLASH))
+    found = hopper_products(config, 1, lambda stem: "fp8" if "layers.7.ffn.experts.200.w2" in stem else "nvfp4")
+    assert {one.name: count for one, count in found.items() if one.operands == "bf16"} == {
+        "experts.w1 + w3": 1,
+        "experts.w2": 1,
+    }

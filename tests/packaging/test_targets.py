@@ -164,6 +164,14 @@ def test_rows_of_a_matrix_that_is_merged_with_none_count_alone():
     check_target(Target.SM90, config, 1, storage)  # a library's GEMM
 
 
+def test_sizes_that_hoppers_fp8_gemms_do_not_take_are_named():
+    """Where nothing is NVFP4, too; a library's GEMM takes them."""
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), q_lora_rank=1024 + 32)
+    with pytest.raises(ConfigError, match="target sm_90a.*wq_b.*: K is 1056, expected a multiple of 64"):
+        check_target(Target.SM90, config, 1, Stored(Storage.FP8).storage)
+    check_target(Target.SM90, config, 1, Stored(Storage.PLAIN).storage)
+
+
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [

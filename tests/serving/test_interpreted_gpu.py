@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
@@ -54,9 +55,21 @@ W4A4_FACTOR = 1.4
 """Bound of the median distance of a position in ``w4a4``, as a multiple of what ``w4a4`` costs the CPU reference."""
 
 
-@pytest.fixture(scope="module", params=native.runs(on_gpu=False), ids=str)
-def target_and_mode(request: pytest.FixtureRequest) -> native.Run:
+CASES = (
+    *((run, "nvfp4-full") for run in native.runs(on_gpu=False)),
+    (native.Run(Target.SM90, ActivationMode.W4A16), "nvfp4-experts"),
+)
+"""What runs, and what is served there: all in NVFP4; on Hopper also attention and shared experts in FP8."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[native.Run, str]:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def target_and_mode(case: tuple[native.Run, str]) -> native.Run:
+    return case[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +83,12 @@ def mode(target_and_mode: native.Run) -> ActivationMode:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(target_and_mode: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target, mode = target_and_mode
-    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=3, mode=mode, **SHAPES)
+def checkpoint(case: tuple[native.Run, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, ((target, mode), name) = tmp_path_factory.mktemp("tiny"), case
+    if name == "nvfp4-full":
+        return native.write_checkpoint(target, path, seed=3, mode=mode, **SHAPES)
+    write_tiny(path, name, seed=3, **SHAPES)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.sm90.call import Call as HopperCall
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import unpack_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS as HOPPER_GATE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
@@ -127,7 +128,8 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
     """A call for Hopper: bf16 tokens, tiles of weights."""
     shape = call.shape
     features = call.out.shape[-1] * (2 if shape.gated else 1)
-    codes, scales = unpack_tiles(call.weights, features, call.k)
+    operands: Operands = "mxfp8" if shape.weights == "fp8" else "nvfp4"
+    codes, scales = (unpack_fp8_tiles if shape.weights == "fp8" else unpack_tiles)(call.weights, features, call.k)
     if call.offsets is None or call.counts is None:
         parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
     else:
@@ -138,8 +140,8 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
             continue
         source = call.tokens[rows] if call.tokens.dim() == 2 else call.tokens[rows, group]
         target = call.out[rows] if call.out.dim() == 2 else call.out[rows, group]
-        product = source.float() @ _unscaled(codes[group], scales[group]).T
-        alpha = call.alpha.view(call.groups, -1)[group]
+        product = source.float() @ _unscaled(codes[group], scales[group], operands).T
+        alpha = call.alpha.reshape(call.groups, -1)[group]
         if shape.gated:
             assert key.limit is not None
             halves = product.unflatten(1, (-1, 2, HOPPER_GATE_ROWS))

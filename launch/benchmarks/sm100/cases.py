@@ -48,8 +48,9 @@ class Case:
     @property
     def operands(self) -> Operands:
         """What is multiplied; products in bf16 are no cases."""
-        assert self.product.operands != "bf16", self.product
-        return self.product.operands
+        operands = self.product.operands
+        assert operands == "nvfp4" or operands == "mxfp8", self.product
+        return operands
 
     @property
     def pairs(self) -> int:

@@ -19,7 +19,7 @@ from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
 
 
 def w4a16_boundaries() -> Boundaries:
-    """The boundaries on Hopper: NVFP4 weights, bf16 activations."""
+    """The boundaries on Hopper: NVFP4 or FP8 weights, bf16 activations."""
     return Boundaries(
         plan=w4a16.W4A16Planner,
         embed=FusedEmbedding,

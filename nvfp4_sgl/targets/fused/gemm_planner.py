@@ -74,15 +74,17 @@ class GemmPlanner(FusedPlanner):
         device, runner = self.context.device, launcher.current()
         if isinstance(runner, launcher.CudaLauncher):
             given = os.environ.get(LIBRARY_VARIABLE)
-            held = Library(Path(given)) if given else None
             keys = self.gemms(tokens)
+            # A model whose GEMMs are all a library's needs none of these, and a build for it has none.
+            held = Library(Path(given)) if given and keys else None
             folder = library_folder(keys)
             if held is not None:
                 folder = held.folder if _has_all(held, keys) else folder
-                ahead.adopt(held.folder / TRITON_FOLDER)
+            if given:
+                ahead.adopt(Path(given) / TRITON_FOLDER)
             major, minor = torch.cuda.get_device_capability(device)
             compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
-            runner.kernels = KernelCache(Library(folder))
+            runner.kernels = KernelCache(Library(folder) if keys else None)
         else:
             keys = self.gemms(tokens)
         warm_up_gemms(keys, device)

@@ -1,8 +1,8 @@
-"""bf16 GEMMs on weights that were dequantised at load: matrices that are not NVFP4 on Hopper, plain ones on SM100.
+"""bf16 GEMMs on weights that were dequantised at load: what no other GEMM takes on Hopper, plain matrices on SM100.
 
-FP8 weights, exact in bf16, take twice their bytes. An NVFP4 weight that is merged with others is ``code * block_scale *
-global_scale`` in fp32, rounded once to bf16. Activations are not quantised. The GEMMs are torch's, with fp32
-accumulation.
+FP8 weights with UE8M0 scales, exact in bf16, take twice their bytes. An NVFP4 weight that is merged with others is
+``code * block_scale * global_scale`` in fp32, rounded once to bf16. Activations are not quantised. The GEMMs are
+torch's, with fp32 accumulation.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""GEMMs of NVFP4 weights with bf16 activations on Hopper (mode ``w4a16``).
+"""GEMMs of NVFP4 weights with bf16 activations on Hopper (mode ``w4a16``), and the choice by storage.
 
 NVFP4 weights stay packed: their tiles for the tensor core are made once, on the GPU, and expanded to bf16 in registers
-(exact). Matrices in another storage are dequantised at load (:mod:`.products_bf16`), each boundary by itself. Router,
-index weights and LM head are bf16, as stored.
+(exact). So do FP8 ones with UE8M0 scales (:mod:`.products_w8a16`). Matrices in another storage are dequantised at load
+(:mod:`.products_bf16`), each boundary by itself. Router, index weights and LM head are bf16, as stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,27 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
-from nvfp4_sgl.model.products import LayerProduct, layer_products
+from nvfp4_sgl.model.products import LayerProduct, Operands, common_operands, hopper_products
 from nvfp4_sgl.targets.fused import products_bf16 as bf16
+from nvfp4_sgl.targets.fused import products_w8a16 as w8a16
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.targets.storages import hopper_operands
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
-from nvfp4_sgl.weights.layout import ExpertMatrices, expert_matrices
+from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
 
 
-def _is_nvfp4(context: Context, shards: Sequence[Shard]) -> bool:
-    return all(context.source.storage(shard.stem).is_nvfp4 for shard in shards)
+def _operands(context: Context, shards: Sequence[Shard]) -> Operands:
+    """What a GEMM of ``shards``, merged, multiplies."""
+    return common_operands(hopper_operands(context.source.storage(shard.stem)) for shard in shards)
 
 
 def load_nvfp4(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
@@ -67,8 +70,8 @@ class W4A16Weights(nn.Module):
 
 
 def project(context: Context, shards: Sequence[Shard]) -> Projection:
-    """Matrices that read the same activation: packed if all are NVFP4, else dequantised."""
-    return (W4A16Projection if _is_nvfp4(context, shards) else bf16.Bf16Projection)(context, shards)
+    """Matrices that read the same activation: packed if all are NVFP4, or all FP8, else dequantised."""
+    return PROJECTIONS[_operands(context, shards)](context, shards)
 
 
 class W4A16Projection(nn.Module):
@@ -93,23 +96,25 @@ class W4A16Projection(nn.Module):
         return list(self.product(x, torch.bfloat16))
 
 
+PROJECTIONS: Mapping[Operands, type[W4A16Projection] | type[w8a16.W8A16Projection] | type[bf16.Bf16Projection]] = {
+    "nvfp4": W4A16Projection,
+    "fp8": w8a16.W8A16Projection,
+    "bf16": bf16.Bf16Projection,
+}
+
+
 def project_input(context: Context, shards: Sequence[Shard], index_weights: Shard | None) -> InputProjection:
-    """The first GEMMs of an attention layer: packed if all but the index weights are NVFP4, else dequantised."""
-    make = W4A16InputProjection if _is_nvfp4(context, shards) else bf16.Bf16InputProjection
-    return make(context, shards, index_weights)
-
-
-class W4A16InputProjection(InputColumns):
-    """The first GEMMs of an attention layer."""
-
-    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
-        super().__init__(context, W4A16Projection(context, shards), index_weights)
+    """The first GEMMs of an attention layer: packed if all but the index weights are NVFP4, or all FP8, else
+    dequantised, the index weights merged with them."""
+    kind = _operands(context, shards)
+    if kind == "bf16":
+        return bf16.Bf16InputProjection(context, shards, index_weights)
+    return InputColumns(context, PROJECTIONS[kind](context, shards), index_weights)
 
 
 def project_groups(context: Context, shard: Shard, groups: int) -> GroupedProjection:
-    """The block-diagonal GEMM of the attention output: packed if it is NVFP4, else dequantised."""
-    make = W4A16GroupedProjection if _is_nvfp4(context, [shard]) else bf16.Bf16GroupedProjection
-    return make(context, shard, groups)
+    """The block-diagonal GEMM of the attention output: packed if it is NVFP4 or FP8, else dequantised."""
+    return GROUPED[_operands(context, [shard])](context, shard, groups)
 
 
 class W4A16GroupedProjection(nn.Module):
@@ -128,18 +133,27 @@ class W4A16GroupedProjection(nn.Module):
         return in_form(result.flatten(1), form)
 
 
+GROUPED: Mapping[Operands, Callable[[Context, Shard, int], GroupedProjection]] = {
+    "nvfp4": W4A16GroupedProjection,
+    "fp8": w8a16.W8A16GroupedProjection,
+    "bf16": bf16.Bf16GroupedProjection,
+}
+
+
 def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
     """Experts by their storage.
 
     Routed experts are packed if all of a layer are NVFP4, and the shared one with them if it is, too, else by itself in
-    bf16. If not all routed ones are NVFP4, all are dequantised, at four times the memory.
+    FP8 or bf16. If not all routed ones are NVFP4, all are dequantised, at four times the memory.
     """
     *routed, shared = matrices
-    if not all(_is_nvfp4(context, _shards(expert)) for expert in routed):
+    if any(_operands(context, _shards(expert)) != "nvfp4" for expert in routed):
         return bf16.Bf16Experts(context, matrices)
-    if not _is_nvfp4(context, _shards(shared)):
-        return W4A16Experts(context, routed, bf16.Bf16SharedExpert(context, shared))
-    return W4A16Experts(context, matrices)
+    kind = _operands(context, _shards(shared))
+    if kind == "nvfp4":
+        return W4A16Experts(context, matrices)
+    make = w8a16.W8A16SharedExpert if kind == "fp8" else bf16.Bf16SharedExpert
+    return W4A16Experts(context, routed, make(context, shared))
 
 
 def _shards(expert: ExpertMatrices) -> Sequence[Shard]:
@@ -157,7 +171,10 @@ class W4A16Experts(nn.Module):
     takes = Form.VALUES
 
     def __init__(
-        self, context: Context, matrices: Sequence[ExpertMatrices], shared: bf16.Bf16SharedExpert | None = None
+        self,
+        context: Context,
+        matrices: Sequence[ExpertMatrices],
+        shared: w8a16.W8A16SharedExpert | bf16.Bf16SharedExpert | None = None,
     ):
         super().__init__()
         self._config, self._device, self._groups = context.config, context.device, len(matrices)
@@ -218,9 +235,7 @@ class W4A16Planner(GemmPlanner):
         return warm_up_passes(self.slots, tokens, kind, padded_tokens)
 
     def products(self) -> Sequence[LayerProduct]:
-        """With the experts of layers whose shared expert is not NVFP4 and runs apart."""
+        """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
-        layers = range(context.config.num_hidden_layers)
-        shared = [expert_matrices(context.config, layer, context.parallel)[-1] for layer in layers]
-        apart = sum(not _is_nvfp4(context, _shards(expert)) for expert in shared)
-        return layer_products(context.config, context.parallel.size, apart)
+        storage = context.source.storage
+        return list(hopper_products(context.config, context.parallel.size, lambda stem: hopper_operands(storage(stem))))

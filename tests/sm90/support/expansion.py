@@ -1,4 +1,4 @@
-"""A kernel that does nothing but expand one tile of weights, for its registers to be looked at."""
+"""Kernels that do nothing but expand one tile of weights, for its registers to be looked at."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import make_ptr
 
-from nvfp4_sgl.cutedsl_kernels.sm90.expand import expand_pair
-from nvfp4_sgl.cutedsl_kernels.sm90.weights import load_half
-
-PAIRS = 4
-"""Pairs of steps of 16 in a tile."""
+from nvfp4_sgl.cutedsl_kernels.sm90.gemm import EXPAND_HALF, LOAD_HALF
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import Weights
 
 
 class Expansion:
     """``out[warp, lane, step, register]`` of the tile at ``packed``; one CTA of eight warps."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
 
     @staticmethod
     def example() -> list[Any]:
@@ -40,9 +40,10 @@ class Expansion:
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // 32, thread % 32
         for half in cutlass.range_constexpr(2):
-            codes, scales = load_half(packed, warp, lane, half)
-            for pair in cutlass.range_constexpr(PAIRS // 2):
-                registers = expand_pair(codes[2 * pair], codes[2 * pair + 1], scales[pair])
-                for i in cutlass.range_constexpr(8):
-                    place = ((warp * 32 + lane) * 8 + half * 4 + pair * 2 + i // 4) * 4 + i % 4
-                    (out + Int32(place)).store(registers[i])
+            registers = self._registers(packed, warp, lane, half)
+            for i in cutlass.range_constexpr(16):
+                place = ((warp * 32 + lane) * 2 + half) * 16 + i
+                (out + Int32(place)).store(registers[i])
+
+    def _registers(self, packed: Any, warp: Any, lane: Any, half: int) -> list[Any]:
+        return list(EXPAND_HALF[self.weights](LOAD_HALF[self.weights](packed, warp, lane, half)))

@@ -1,9 +1,9 @@
-"""Random w4a16 products and experts for the Hopper kernels, run in the emulator, and their fp64 references."""
+"""Random products and experts for the Hopper kernels, run in the emulator, and their fp64 references."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm90.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import pack_fp8_tiles
+from nvfp4_sgl.cutedsl_kernels.sm90.layout import K_MULTIPLE, pack_tiles
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS, KernelShape, Weights
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.sm100.support.mutants import NativeFunction
 from tests.sm100.support.products import LIMIT, UNIT, Bounded, RandomOperand, poisoned
@@ -66,8 +67,24 @@ def random_tokens(*shape: int, seed: int) -> Tensor:
     return torch.from_numpy(values).to(torch.bfloat16)
 
 
+def random_weights(weights: Weights, groups: int, rows: int, k: int, seed: int) -> RandomOperand:
+    """Weights as a kernel's shape names them. Of FP8 those of 64 of a row share a scale, and some rows are louder."""
+    if weights == "nvfp4":
+        return RandomOperand.make(groups, rows, k, seed)
+    made = RandomOperand.make(groups, rows, k, seed, "mxfp8")
+    random = np.random.default_rng(seed)
+    scales = random.integers(118, 131, (groups, rows, k // K_MULTIPLE), dtype=np.uint8)
+    codes = made.packed.clone()
+    empty = torch.from_numpy(random.random(scales.shape) < 0.05)
+    codes[empty.repeat_interleave(K_MULTIPLE, dim=-1)] &= 0x80
+    blocks = torch.from_numpy(scales).masked_fill(empty, 0).repeat_interleave(2, dim=-1)
+    return replace(made, packed=codes, scales=blocks)
+
+
 def pack(weights: RandomOperand) -> Tensor:
     """As kernels read them."""
+    if weights.operands == "mxfp8":
+        return pack_fp8_tiles(weights.packed.view(torch.float8_e4m3fn), weights.scales)
     return pack_tiles(weights.packed, weights.scales.view(torch.float8_e4m3fn))
 
 
@@ -114,19 +131,25 @@ class ProductCase:
 
     def build(self) -> tuple[Call, RandomOperand]:
         """Tokens and outputs of the groups are interleaved, as attention has them."""
-        weights = RandomOperand.make(self.groups, self.features, self.k, self.seed)
+        weights = random_weights(self.shape.weights, self.groups, self.features, self.k, self.seed)
         wide = random_tokens(self.tokens, self.groups, self.k + self.wider, seed=self.seed + 1)
         wide[..., self.k :] = float("nan")
         out = poisoned(self.tokens, self.groups, self.features + self.wider, output=self.shape.output)
-        random = torch.Generator().manual_seed(self.seed)
         call = Call(
             shape=self.shape,
             weights=pack(weights),
             tokens=wide[..., : self.k],
             out=out[..., : self.features],
-            alpha=torch.exp2(torch.rand(self.groups, self.features, generator=random) * 12 - 20),
+            alpha=self._alphas(),
         )
         return call, weights
+
+    def _alphas(self) -> Tensor:
+        """A global scale for each feature; of FP8 weights a one that is there once, as the operator passes it."""
+        if self.shape.weights == "fp8":
+            return torch.ones(1).expand(self.groups, self.features)
+        random = torch.Generator().manual_seed(self.seed)
+        return torch.exp2(torch.rand(self.groups, self.features, generator=random) * 12 - 20)
 
     def check(self, options: Options | None = None, clusters: int = 1, compiled: Compiled | None = None) -> Statistics:
         """Run it and compare every element, and what lies between the rows.

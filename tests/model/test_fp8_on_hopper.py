@@ -1,0 +1,113 @@
+"""FP8 matrices on Hopper: which stay packed, that they hold the checkpoint's values on every rank, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
+from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
+from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16InputProjection, Bf16Projection
+from nvfp4_sgl.targets.fused.products_w8a16 import (
+    W8A16GroupedProjection,
+    W8A16Projection,
+    W8A16SharedExpert,
+    W8A16Weights,
+)
+from nvfp4_sgl.weights.layout import attention_matrices, expert_matrices
+from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.source import Shard
+
+SWA, CSA, HCA = range(3)
+
+
+@pytest.fixture(scope="module", params=["deepseek", "nvfp4-experts"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder, request.param, seed=11, num_hidden_layers=3)
+    return folder
+
+
+def decoder(path: Path, rank: int = 0, ranks: int = 1) -> Any:
+    parallel = TensorParallel(rank, ranks)
+    return Standalone(path, target=Target.SM90, requests=1, capacity=256, parallel=parallel).decoder
+
+
+def reader(path: Path) -> tuple[CheckpointReader, ModelConfig]:
+    inventory, config = Inventory.open(path), ModelConfig.from_dir(path)
+    inventory.verify(config)
+    return CheckpointReader(inventory), config
+
+
+def values(weights: W8A16Weights) -> Tensor:
+    """fp32 [matrices, features, K]."""
+    return MxFp8Tensor(*unpack_fp8_tiles(weights.tiles.data, weights.features, weights.k)).dequantize()
+
+
+def test_what_stays_packed(path: Path) -> None:
+    """Compressors are BF16, so that what is merged with them is dequantised."""
+    for layer, block in enumerate(decoder(path).layers):
+        attention = block.attn
+        for part in (attention.project_q, attention.wo_b):
+            assert isinstance(part, W8A16Projection)
+        assert isinstance(attention.wo_a, W8A16GroupedProjection)
+        assert isinstance(block.ffn.experts.shared, W8A16SharedExpert)
+        if layer == SWA:
+            assert isinstance(attention.project_x.projection, W8A16Projection)
+        else:
+            assert isinstance(attention.project_x, Bf16InputProjection)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_value_is_the_checkpoints(path: Path, rank: int) -> None:
+    source, config = reader(path)
+    parallel = TensorParallel(rank, 2)
+    block = decoder(path, rank, 2).layers[CSA]
+
+    def stored(shards: Any) -> Tensor:
+        parts = (source.read_matrix(shard.stem, rows=shard.rows, cols=shard.cols) for shard in shards)
+        return torch.cat([part.float() for part in parts])
+
+    matrices = attention_matrices(config, CSA, parallel)
+    shared = expert_matrices(config, CSA, parallel)[-1]
+    expert = block.ffn.experts.shared
+    for weights, shards in (
+        (block.attn.project_q.weights, matrices.from_q),
+        (block.attn.wo_a.weights, [matrices.wo_a]),
+        (block.attn.wo_b.weights, [matrices.wo_b]),
+        (expert.w13, shared.gate_up),
+        (expert.w2, [shared.down]),
+    ):
+        assert torch.equal(values(weights).flatten(0, 1), stored(shards)), shards
+        assert weights.ones.tolist() == [1.0]
+
+
+def test_other_storages_are_dequantised(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "deepseek-base", seed=11, num_hidden_layers=1)
+    attention = decoder(tmp_path).layers[0].attn
+    assert isinstance(attention.project_q, Bf16Projection) and isinstance(attention.wo_a, Bf16GroupedProjection)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"), [("codes", 0x7F, "codes: expected finite"), ("scale", 150, "scale: expected 2")]
+)
+def test_what_the_gemms_do_not_take_is_named(place: str, value: int, message: str, path: Path) -> None:
+    context = decoder(path).context
+    codes, scale = torch.full((8, 64), 1, dtype=torch.uint8), torch.full((8, 2), 127, dtype=torch.uint8)
+    {"codes": codes, "scale": scale}[place][5] = value
+    matrix = MxFp8Tensor(codes.view(torch.float8_e4m3fn), scale)
+    with pytest.raises(
+        CheckpointError, match=f"'layers.0.attn.wq_a.weight', 'b.weight': .*{message}.*nvfp4-sgl convert"
+    ):
+        W8A16Weights(context, [Shard("layers.0.attn.wq_a"), Shard("b")], matrix)
