@@ -62,6 +62,40 @@ def _load_bf16(row, visible, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.constexpr):
+    """Load and decode the entries at ``slot`` [KEYS] in four pieces of columns, 0 where not visible.
+
+    pitch: bytes from page to page, of 2^shift entries each; from row to row if not PACKED.
+    """
+    if PACKED:
+        page = pool + (slot >> shift).to(tl.int64) * pitch
+        row = (slot & ((1 << shift) - 1)).to(tl.int32)
+        entry = page + row * 576
+        scales = page + ((576 << shift) + row * 8)
+        scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
+        low = _load_decoded(entry, scales, visible, 0, 4, KEYS)
+        mid = _load_decoded(entry, scales, visible, 256, 2, KEYS)
+        high = _load_decoded(entry, scales, visible, 384, 1, KEYS)
+        tail = _load_bf16(entry + 448, visible, 0, 64)
+    else:
+        entry = pool + slot.to(tl.int64) * pitch
+        low = _load_bf16(entry, visible, 0, 256)
+        mid = _load_bf16(entry, visible, 256, 128)
+        high = _load_bf16(entry, visible, 384, 64)
+        tail = _load_bf16(entry, visible, 448, 64)
+    return low, mid, high, tail
+
+
+@triton.jit
+def _load_length(lengths, token, columns, GIVEN: tl.constexpr):
+    """How many of a query's columns count: ``lengths[token]`` if GIVEN, else all."""
+    if GIVEN:
+        return tl.load(lengths + token).to(tl.int32)
+    else:
+        return columns
+
+
+@triton.jit
 def _load_query(row, head_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(row + (BEGIN + tl.arange(0, WIDTH)[None, :]), mask=head_mask[:, None], other=0.0).to(OPERAND_DTYPE)
 
@@ -176,6 +210,20 @@ def _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail):
 
 
 @triton.jit
+def _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, scale):
+    """Compute ``_logits`` times ``scale``, each product scaled on its own.
+
+    Of a bare sum the compiler would make one chain of MMAs. The tail goes first: rotated, it is an operand in
+    registers, and fewer are taken before there is a sum.
+    """
+    logits = tl.dot(q_tail, tl.trans(k_tail)) * scale
+    logits += tl.dot(q_low, tl.trans(k_low)) * scale
+    logits += tl.dot(q_mid, tl.trans(k_mid)) * scale
+    logits += tl.dot(q_high, tl.trans(k_high)) * scale
+    return logits
+
+
+@triton.jit
 def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail, TRANSPOSED: tl.constexpr):
     """Add a tile's weighted keys to the accumulator, which has four pieces of columns."""
     # Rescale all pieces before the first MMA: the assembler serialises MMAs if accumulators change between them.
@@ -206,6 +254,44 @@ def _store_columns(row, values, head_mask, BEGIN: tl.constexpr, WIDTH: tl.conste
     if row is not None:
         address = row + (BEGIN + tl.arange(0, WIDTH)[None, :])
         tl.store(address, round_for(values, row), mask=head_mask[:, None])
+
+
+@triton.jit
+def _store(
+    out,
+    out_row,
+    low,
+    mid,
+    high,
+    tail,
+    factor,
+    cos_sin,
+    head_mask,
+    ROTATE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Multiply the accumulator by ``factor``, rotate its last columns back if ROTATE, and store and return all of it.
+
+    out_row: index of each head's row [HEADS]; nothing is stored if ``out`` is ``None``.
+    """
+    row = None
+    if out is not None:
+        row = out + out_row[:, None] * 512
+    low = _scale_heads(low, factor, TRANSPOSED)
+    _store_columns(row, low, head_mask, 0, 256)
+    mid = _scale_heads(mid, factor, TRANSPOSED)
+    _store_columns(row, mid, head_mask, 256, 128)
+    high = _scale_heads(high, factor, TRANSPOSED)
+    _store_columns(row, high, head_mask, 384, 64)
+    tail = _scale_heads(tail, factor, TRANSPOSED)
+    if ROTATE:
+        cos, sin = load_cos_sin(cos_sin, 32)
+        even, odd = tl.split(tl.reshape(tail, (HEADS, 32, 2)))
+        even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
+        tail = tl.reshape(tl.join(even, odd), (HEADS, 64))
+    _store_columns(row, tail, head_mask, 448, 64)
+    return low, mid, high, tail
 
 
 @triton.jit
@@ -272,14 +358,10 @@ def attend(
     head = first_head + tl.arange(0, HEADS)
     head_mask = head < heads
 
-    window_length = window_columns
-    if HAS_WINDOW_LENGTHS:
-        window_length = tl.load(window_lengths + token).to(tl.int32)
+    window_length = _load_length(window_lengths, token, window_columns, HAS_WINDOW_LENGTHS)
     extra_length = 0
     if HAS_EXTRA:
-        extra_length = extra_columns
-        if HAS_EXTRA_LENGTHS:
-            extra_length = tl.load(extra_lengths + token).to(tl.int32)
+        extra_length = _load_length(extra_lengths, token, extra_columns, HAS_EXTRA_LENGTHS)
     # Load the queries together with the lengths, which may say that this program has no part: mostly it has one.
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
     q_low = _load_query(q_row, head_mask, 0, 256)
@@ -336,23 +418,8 @@ def attend(
         slot = tl.where(visible, slot, 0)
         pool = tl.where(in_window, window, extra)
         pitch = tl.where(in_window, window_page, extra_page)
-        if PACKED:
-            shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
-            page = pool + (slot >> shift).to(tl.int64) * pitch
-            row = (slot & ((1 << shift) - 1)).to(tl.int32)
-            entry = page + row * 576
-            scales = page + ((576 << shift) + row * 8)
-            scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
-            k_low = _load_decoded(entry, scales, visible, 0, 4, KEYS)
-            k_mid = _load_decoded(entry, scales, visible, 256, 2, KEYS)
-            k_high = _load_decoded(entry, scales, visible, 384, 1, KEYS)
-            k_tail = _load_bf16(entry + 448, visible, 0, 64)
-        else:
-            entry = pool + slot.to(tl.int64) * pitch
-            k_low = _load_bf16(entry, visible, 0, 256)
-            k_mid = _load_bf16(entry, visible, 256, 128)
-            k_high = _load_bf16(entry, visible, 384, 64)
-            k_tail = _load_bf16(entry, visible, 448, 64)
+        shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
+        k_low, k_mid, k_high, k_tail = _load_keys(pool, pitch, shift, slot, visible, PACKED, KEYS)
 
         logit_scale = query_scale
         if RAW:
@@ -362,12 +429,7 @@ def attend(
         if LOGITS_IN_BRANCH:
             weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
             if tile < end:  # always
-                # Scale each product on its own: of a bare sum the compiler would make one chain of MMAs. The tail goes
-                # first: rotated, it is an operand in registers, and fewer are taken before there is a sum.
-                logits = tl.dot(q_tail, tl.trans(k_tail)) * logit_scale
-                logits += tl.dot(q_low, tl.trans(k_low)) * logit_scale
-                logits += tl.dot(q_mid, tl.trans(k_mid)) * logit_scale
-                logits += tl.dot(q_high, tl.trans(k_high)) * logit_scale
+                logits = _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, logit_scale)
                 running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
         elif TRANSPOSED and STAGES > 1:
             # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
@@ -400,22 +462,10 @@ def attend(
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
-    row = None
-    if out is not None:
-        row = out + out_row[:, None] * 512
-    low = _scale_heads(low, factor, TRANSPOSED)
-    _store_columns(row, low, head_mask, 0, 256)
-    mid = _scale_heads(mid, factor, TRANSPOSED)
-    _store_columns(row, mid, head_mask, 256, 128)
-    high = _scale_heads(high, factor, TRANSPOSED)
-    _store_columns(row, high, head_mask, 384, 64)
-    rotated = _scale_heads(tail, factor, TRANSPOSED)
-    if HAS_COS_SIN and not SPLIT:
-        cos, sin = load_cos_sin(cos_sin + token * 64, 32)
-        even, odd = tl.split(tl.reshape(rotated, (HEADS, 32, 2)))
-        even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
-        rotated = tl.reshape(tl.join(even, odd), (HEADS, 64))
-    _store_columns(row, rotated, head_mask, 448, 64)
+    low, mid, high, tail = _store(
+        *(out, out_row, low, mid, high, tail, factor, cos_sin + token * 64, head_mask),
+        *(HAS_COS_SIN and not SPLIT, HEADS, TRANSPOSED),
+    )
 
     if SPLIT:
         add_parts(
@@ -436,4 +486,4 @@ def attend(
             *(splits, HAS_COS_SIN, HEADS, WARPS, GROUP),
         )
     elif len(rows) > 0:
-        store_whole(low, mid, high, rotated, rows, token, first_head, heads, GROUP)
+        store_whole(low, mid, high, tail, rows, token, first_head, heads, GROUP)
