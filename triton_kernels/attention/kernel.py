@@ -237,6 +237,65 @@ def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail
 
 
 @triton.jit
+def _attend_to_tile(
+    q_low,
+    q_mid,
+    q_high,
+    q_tail,
+    k_low,
+    k_mid,
+    k_high,
+    k_tail,
+    visible,
+    scale,
+    running_max,
+    denominator,
+    low,
+    mid,
+    high,
+    tail,
+    always,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LOGITS_IN_BRANCH: tl.constexpr,
+):
+    """Add a tile of keys to the online softmax and the accumulator.
+
+    scale: of the logits. always: true, but the compiler does not know.
+
+    Returns the running maximum, the denominator and the four pieces of the accumulator.
+    """
+    previous_max = running_max
+    if LOGITS_IN_BRANCH:
+        weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
+        if always:
+            logits = _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, scale)
+            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
+    elif TRANSPOSED and STAGES > 1:
+        # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
+        # and then (Triton 3.8) let warps store a tile's keys while tcgen05 may still read the previous tile's
+        # from the same place: found in the emulator, which checks the order of accesses whatever their timing.
+        if always:
+            logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * scale
+            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
+            low, mid, high, tail = _add_tile(
+                *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
+                TRANSPOSED,
+            )
+    else:
+        logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * scale
+        running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
+    if LOGITS_IN_BRANCH or not TRANSPOSED or STAGES == 1:
+        low, mid, high, tail = _add_tile(
+            *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
+            TRANSPOSED,
+        )
+    return running_max, denominator, low, mid, high, tail
+
+
+@triton.jit
 def _scale_heads(total, factor, TRANSPOSED: tl.constexpr):
     """Compute total · factor by head: [HEADS, WIDTH], whichever way the total is stored."""
     if TRANSPOSED:
@@ -425,31 +484,11 @@ def attend(
         if RAW:
             # Without this, with LOGITS_IN_BRANCH, each tile would pass the scale through shared memory to the logits.
             logit_scale = _in_layout_of(query_scale, denominator)[:, None]
-        previous_max = running_max
-        if LOGITS_IN_BRANCH:
-            weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
-            if tile < end:  # always
-                logits = _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, logit_scale)
-                running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
-        elif TRANSPOSED and STAGES > 1:
-            # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
-            # and then (Triton 3.8) let warps store a tile's keys while tcgen05 may still read the previous tile's
-            # from the same place: found in the emulator, which checks the order of accesses whatever their timing.
-            if tile < end:  # always
-                logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
-                running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
-                low, mid, high, tail = _add_tile(
-                    *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
-                    TRANSPOSED,
-                )
-        else:
-            logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * logit_scale
-            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
-        if LOGITS_IN_BRANCH or not TRANSPOSED or STAGES == 1:
-            low, mid, high, tail = _add_tile(
-                *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
-                TRANSPOSED,
-            )
+        running_max, denominator, low, mid, high, tail = _attend_to_tile(
+            *(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, visible, logit_scale),
+            *(running_max, denominator, low, mid, high, tail, tile < end),
+            *(HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH),
+        )
 
     if SPLIT:
         STATS: tl.constexpr = 3 if len(rows) > 0 else 2
