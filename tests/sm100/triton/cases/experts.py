@@ -6,12 +6,13 @@ import torch
 
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan
-from tests.sm100.triton.cases.case import Outputs, case, close
+from tests.sm100.triton.cases.case import Outputs, case, close, next_codes
 from tests.sm100.triton.cases.rows import BF16, some_rows
-from tests.triton import test_metadata
+from tests.triton import test_metadata, test_rounded_swiglu
 from tests.triton.test_routing import poisoned
 
 SCALING = 2.5
@@ -74,6 +75,15 @@ def clamped_swiglu() -> Outputs:
     out = torch.full((3, 203), torch.nan, dtype=torch.bfloat16)
     swiglu(gate_up.bfloat16(), 10.0, out[:, :200])
     return {"out": out}
+
+
+@case("_swiglu_to_nvfp4", bounds={"out": next_codes(0.01)})
+def swiglu_rounded_to_nvfp4() -> Outputs:
+    routes = test_rounded_swiglu.routed("cpu")
+    sums, scale, alpha = test_rounded_swiglu.inputs(192, len(routes.source_row))
+    out = torch.full((len(sums), 192), torch.nan, dtype=torch.bfloat16)
+    swiglu_to_nvfp4(sums, scale, alpha, routes, 10.0, test_rounded_swiglu.SCALE, out)
+    return {"out": out.view(torch.int16)}
 
 
 @case("_scatter")

@@ -13,6 +13,7 @@ from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, store_
 from nvfp4_sgl.triton_kernels.hyper_connection import streams
 from nvfp4_sgl.triton_kernels.quantize.mxfp8 import quantize_mxfp8
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
+from nvfp4_sgl.triton_kernels.quantize.rounded import round_to_mxfp8, round_to_nvfp4, scale_rows
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
 from tests.sm100.triton.cases.case import Outputs, case, close, next_codes, seldom
 from tests.triton.support.rows import poisoned_rows
@@ -94,6 +95,26 @@ def groups_quantised_to_mxfp8() -> Outputs:
     out = poisoned_mxfp8(10, 128, "cpu", groups=2)
     quantize_mxfp8(mxfp8_rows(256).bfloat16()[:10].view(10, 2, 128), out)
     return {"codes": out.codes.view(torch.uint8), "block_scales": out.block_scales}
+
+
+@case("_round_to_nvfp4")
+def groups_rounded_to_nvfp4() -> Outputs:
+    x = adversarial_rows(256).bfloat16().view(14, 2, 128)
+    out, scale = torch.full_like(x, torch.nan), torch.full((14, 2), torch.nan)
+    return {"out": round_to_nvfp4(x, out, scale), "scale": scale}
+
+
+@case("_round_to_mxfp8", bounds={"out": close(0.0, 2.0**-126)})
+def rows_rounded_to_mxfp8() -> Outputs:
+    """The interpreter makes zeros of results that are subnormal in bf16."""
+    x = mxfp8_rows(416).bfloat16()
+    return {"out": round_to_mxfp8(x, torch.full_like(x, torch.nan))}
+
+
+@case("_scale_rows")
+def scaled_rows() -> Outputs:
+    x, scale = some_rows(5, 1100), torch.rand(5, generator=torch.Generator().manual_seed(6))
+    return {"out": scale_rows(x, scale, torch.full_like(x, torch.nan, dtype=torch.bfloat16))}
 
 
 @case("_quantize_scattered_kernel")
