@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.decoder import Block
@@ -186,6 +187,9 @@ def require_nothing_new(model: Standalone, known: set[Launch], choose: random.Ra
 def test_a_library_of_gemms_that_is_not_there_stops_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=1, n_routed_experts=6)
     model = Standalone(tmp_path, target=Target.SM100, requests=1, capacity=256)
+    with launcher.use(gemm_planner.DryLauncher("sm_100a", B200_CLUSTERS)):
+        needed = model.planner.gemms(64)
+    monkeypatch.setattr(model.planner, "gemms", lambda tokens: needed)
     monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
     with launcher.use(launcher.CudaLauncher()), pytest.raises(LibraryError, match="expected kernels.json"):
         model.planner.warm_up(model.decoder, model.table, 64)

@@ -56,13 +56,18 @@ W4A4_FACTOR = 1.4
 
 
 CASES = (
-    *((run, "nvfp4-full") for run in native.runs(on_gpu=False)),
+    (native.Run(Target.SM90, ActivationMode.W4A16), "nvfp4-full"),
     (native.Run(Target.SM90, ActivationMode.W4A16), "nvfp4-experts"),
+    pytest.param((native.Run(Target.SM90, ActivationMode.W4A4), "nvfp4-full"), marks=pytest.mark.full),
+    (native.Run(Target.SM100, ActivationMode.W4A4), "nvfp4-full"),
 )
-"""What runs, and what is served there: all in NVFP4; on Hopper also attention and shared experts in FP8."""
+"""What runs, and what is served there: all in NVFP4; on Hopper also attention and shared experts in FP8.
+
+Last run of what is left out: median distance 0.289, where ``w4a4`` costs the reference 0.281 (2026-11-23).
+"""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def case(request: pytest.FixtureRequest) -> tuple[native.Run, str]:
     return request.param
 
