@@ -15,6 +15,7 @@ from nvfp4_sgl.model.uniform_experts import UniformExperts
 from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.router_logits import MAX_TOKENS, router_logits
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from nvfp4_sgl.weights.source import frozen
 
@@ -49,7 +50,8 @@ class FusedRouter(nn.Module):
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
-        logits = multiply(x, self.weight, torch.float32)
+        is_small = len(x) <= MAX_TOKENS
+        logits = router_logits(x, self.weight) if is_small else multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
