@@ -21,10 +21,11 @@ from nvfp4_sgl.formats import checks
 MAX_TOKENS = 8
 """Tokens of a pass at most: a program holds all of them, so that it reads its rows of the weight once. For more
 tokens a library's GEMM computes the weights."""
-ROWS_PER_PROGRAM = tl.constexpr(2)
+ROWS_PER_PROGRAM = tl.constexpr(1)
 """Rows of the weight, that is heads, of one program."""
-COLUMNS_PER_STEP = tl.constexpr(512)
-"""Columns that a program multiplies in one step of its loop."""
+VALUES_PER_STEP = tl.constexpr(4096)
+"""Values of the tokens that a program holds in one step of its loop. With 512 columns a step whatever the tokens, a
+token of 4096 columns waited eight times for memory: 8 µs of a decode step's launch on an H200 (2026-11-23)."""
 
 
 def padded_tokens(tokens: int) -> int:
@@ -108,8 +109,9 @@ def project_index_weights(program, of):
     row = program * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     token = tl.arange(0, of.PADDED)
     total = tl.zeros((of.PADDED, ROWS_PER_PROGRAM), tl.float32)
-    for first in range(0, of.width, COLUMNS_PER_STEP):
-        column = first + tl.arange(0, COLUMNS_PER_STEP)
+    COLUMNS: tl.constexpr = VALUES_PER_STEP // of.PADDED
+    for first in range(0, of.width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
         inside = (column < of.width)[None, :]
         x_mask, w_mask = (token < of.tokens)[:, None] & inside, (row < of.heads)[:, None] & inside
         x = tl.load(of.x + token[:, None] * of.x_row + column[None, :], mask=x_mask, other=0.0).to(tl.float32)
