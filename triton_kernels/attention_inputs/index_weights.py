@@ -18,6 +18,8 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.overlap import prefetch_constants
+
 MAX_TOKENS = 8
 """Tokens of a pass at most: a program holds all of them, so that it reads its rows of the weight once. For more
 tokens a library's GEMM computes the weights."""
@@ -97,6 +99,14 @@ class IndexWeights:
             programs=self.programs,
             PADDED=tl.constexpr(padded_tokens(tokens)),
         )
+
+
+@triton.jit
+def prefetch_index_weights(program, of):
+    """Ask L2 for the rows that :func:`project_index_weights` multiplies, of up to 8192 columns."""
+    row = tl.minimum(program * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM), of.heads - 1)
+    column = tl.minimum(tl.arange(0, 128) * 64, of.width - 1)
+    prefetch_constants(of.weight + row[:, None] * of.width + column[None, :])
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from ..plan.batch import Batch
 from .compress_csa import compress_csa
 from .compress_hca import CHANNEL_BLOCKS, compress_hca
 from .compressor import Compression, Workspace
-from .index_weights import IndexWeights, project_index_weights
+from .index_weights import IndexWeights, prefetch_index_weights, project_index_weights
 from .latent import Latents, store_latent
 from .windows import PassArguments, unit_limit
 
@@ -76,9 +76,13 @@ def _attention_inputs(
         TOKENS: tokens of a compressing program in decode, else 0.
         PADDED: if TOKENS is 0, a power of two, the number of requests or more.
     """
-    after_previous()
     PARTS: tl.constexpr = CHANNEL_BLOCKS if RATIO == 128 else len(calls)
     program = tl.program_id(0)
+    if len(index_weights) > 0:
+        number = program - groups * PARTS
+        if number >= 0 and number < index_weights.programs:
+            prefetch_index_weights(number, index_weights)
+    after_previous()
     part, number = program // groups, program % groups
     if RATIO == 128:
         if part < PARTS:

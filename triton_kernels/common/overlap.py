@@ -33,3 +33,17 @@ def after_previous():
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_constants(pointers):
+    """Ask L2 for the lines at ``pointers``, a block of addresses of constants such as weights; nothing is read.
+
+    Before :func:`after_previous`: the lines come from memory while the previous kernel still runs, or while what it
+    wrote is read. Loads of them after it then wait for L2 alone.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from ..common.overlap import after_previous
+from ..common.overlap import after_previous, prefetch_constants
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
 from ..quantize.nvfp4 import load_halves, store_halves
 from ..quantize.rows import store_quantized_row
@@ -41,6 +41,8 @@ from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
 """Columns of a partial sum: the rows of ``fn``, then the sum of squares, then padding."""
+LINE_VALUES = tl.constexpr(32)
+"""Values of a line that is prefetched, of the widest dtype: 128 bytes of fp32."""
 
 
 @triton.jit
@@ -210,6 +212,18 @@ def _mix(
 
 
 @triton.jit
+def _prefetch_fn(fn, start, d, ROWS: tl.constexpr, POST: tl.constexpr):
+    """Ask L2 for what a mixer multiplies first, 32 columns of each stream from ``start`` on: ``fn`` as stored."""
+    row = tl.minimum(tl.arange(0, 32), ROWS - 1)
+    stream = tl.arange(0, 4)
+    # Where nothing is mixed, a token's four streams are one row.
+    column = (stream * d + start) if POST else (4 * start + stream * 32)
+    for part in tl.static_range(3):
+        at = part * ROWS * 4 * d + row[:, None] * (4 * d) + column[None, :]
+        prefetch_constants(fn + tl.minimum(at, 3 * ROWS * 4 * d - 1))
+
+
+@triton.jit
 def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
@@ -328,12 +342,21 @@ def site_kernel(
     EVEN: whether BLOCK_D divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: a
     power of two, at least ``splits``. BLOCKS: a power of two, blocks of 16 columns that hold d.
     """
-    after_previous()
     HEAD: tl.constexpr = ROWS == 4
     largest = tl.minimum(tokens, BLOCK_T)
     collapsers = tl.cdiv(largest, COLLAPSED)
     balancers = 0 if HEAD else tl.cdiv(largest, BALANCED)
-    block, task = _task(semaphores, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
+    if TICKETS:
+        after_previous()
+        block, task = _task(semaphores, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
+    else:
+        block, task = _task(semaphores, tl.cdiv(tokens, BLOCK_T), splits, collapsers + balancers, lag, TICKETS)
+        if task < splits:
+            _prefetch_fn(fn, task * d_per_split, d, ROWS, POST)
+        elif NORM:
+            line = tl.arange(0, triton.next_power_of_2(BLOCKS * 16 // LINE_VALUES))
+            prefetch_constants(weight + tl.minimum(line * LINE_VALUES, d - 1))
+        after_previous()
     semaphore = semaphores + 1 + block
     if task < splits:
         _mix(
