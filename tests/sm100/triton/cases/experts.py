@@ -7,6 +7,7 @@ import torch
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
+from nvfp4_sgl.triton_kernels.experts.router_logits import router_logits
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan
@@ -32,6 +33,12 @@ def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -
     out = poisoned(tokens, topk + 1, groups or experts + 1, tile, "cpu")
     route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
     return routes_of(out, semaphore)
+
+
+@case("_router_logits", bounds={"logits": close(0.0, 2.0**-15)})
+def logits_of_experts() -> Outputs:
+    torch.manual_seed(8)
+    return {"logits": router_logits(torch.randn(3, 600).bfloat16(), (torch.randn(7, 600) / 8).bfloat16())}
 
 
 @case("_route_topk", bounds={"weights": ROUTED})
