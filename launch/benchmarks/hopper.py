@@ -68,7 +68,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Row:
-    """A GEMM's time; ``weight_rate`` in bytes a second, ``rate`` in operations a second. Marlin's is None without it."""
+    """A GEMM's time, and Marlin's if there is one; ``weight_rate`` in bytes, ``rate`` in operations a second."""
 
     gemm: Gemm
     tokens: int
@@ -277,6 +277,7 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options()
     args = parser.parse_args(arguments)

@@ -40,9 +40,9 @@ LIMIT = 2.0**-7
 MARLIN_LIMIT = 0.02
 """Marlin rounds gates, ups and its SwiGLU's parts to bf16, and adds the parts of split sums in bf16."""
 NOTE = (
-    "Experts: µs of the two GEMMs, each alone and one behind the other, with tokens already sorted by expert;"
-    " `mixture` adds the copies of tokens to their experts' rows and the weighted sum (not the sort itself, which ours does"
-    " with the router). Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the"
+    "Experts: µs of the two GEMMs, each alone and one behind the other, with tokens already sorted by expert; `mixture`"
+    " adds the copies of tokens to their experts' rows and the weighted sum (not the sort itself, which ours does with"
+    " the router). Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the"
     " shared expert is one more of its experts, always chosen. Weights are those of visited experts."
 )
 HEADER = (

@@ -1,8 +1,8 @@
 """Marlin as SGLang calls it, beside Hopper's GEMMs: NVFP4 or FP8 weights, bf16 activations and results.
 
 nvcc compiles its kernels when they are first needed, which takes minutes: :meth:`Marlin.start`, before anything is
-timed. Marlin takes one global scale a matrix, rounded to bf16; where a GEMM merges matrices, each with its own, its user
-scales the results. It has no block-diagonal GEMM: groups are as many launches.
+timed. Marlin takes one global scale a matrix, rounded to bf16; where a GEMM merges matrices, each with its own, its
+user scales the results. It has no block-diagonal GEMM: groups are as many launches.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def prepare(codes: Tensor, block_scale: Tensor) -> Linear:
         weight_global_scale=torch.tensor(GLOBAL_SCALE, device=codes.device),
     )
     _PREPARE(layer)
-    parts = (part.detach() for part in (layer.weight, layer.weight_scale, layer.weight_global_scale))
-    return Linear(*parts, layer.workspace, features, k)
+    weight, scale, global_scale = (getattr(layer, f"weight{part}").detach() for part in ("", "_scale", "_global_scale"))
+    return Linear(weight, scale, global_scale, layer.workspace, features, k)
 
 
 def prepare_fp8(codes: Tensor, scale: float) -> Linear:
@@ -255,9 +255,9 @@ class Experts:
         )
         _PREPARE_EXPERTS(layer, group_size=16)
         names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-        picked = (take(getattr(layer, name).detach(), picks) for name in names)
+        w13, w2, w13_scale, w2_scale = (take(getattr(layer, name).detach(), picks) for name in names)
         alpha = _GLOBAL_SCALE(alphas.bfloat16())
-        return cls(*picked, alpha, alpha, layer.workspace)
+        return cls(w13, w2, w13_scale, w2_scale, alpha, alpha, layer.workspace)
 
     def copy(self) -> Experts:
         """The same at another address."""
