@@ -2,15 +2,19 @@
 
 The reference cannot compute a prompt of that length, so caches hold random entries (``tests.support.long_caches``). One
 layer of each kind, with Flash's 64 heads, 64 index heads and 512 chosen entries, runs a decode step of a long request
-and a short one, then a chunk behind both. Without a GPU the long one is short, too, for the interpreter's sake.
+and a short one, then a chunk behind both. Without a GPU the long one is short, too, and heads are 16, for the interpreter's sake.
 
 A query may choose other entries near the margin: 512 of 250,000 are more crowded there than 64 of 128 in
 ``test_sublayers``. So the entries themselves are compared, too.
+
+The planted mistake is one of long positions alone: the table of slots begins again at a power of two, so that a query
+finds other entries than its own there. Its window, and what it writes, stay right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +22,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.interpreted import ON_GPU
-from tests.support.lockstep import Recording, Replayed, record, relative_errors, replay
+from tests.support.lockstep import Recording, Replayed, check_writes, record, relative_errors, replay
 from tests.support.long_caches import fill_randomly
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,8 +38,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = {
     "num_hidden_layers": 1,
     "num_hash_layers": 1,
-    "num_attention_heads": 64,
-    "o_groups": 8,
+    "num_attention_heads": 64 if ON_GPU else 16,
+    "o_groups": 8 if ON_GPU else 2,
     "index_n_heads": 64,
     "index_topk": 512,
 }
@@ -47,14 +52,18 @@ PASSES = ({SHORT: 1, LONG: 1}, {LONG: CHUNK, SHORT: 3})
 
 
 class Bounds(NamedTuple):
-    """Relative errors of a row of attention, of one that chooses entries, and the share of them that must be alike."""
+    """Relative errors of a row of attention, of one that chooses entries; the share of those that must be alike, and
+    that of the bytes written that may differ."""
 
     attention: float
     choosing: float
     overlap: float
+    written: float = 0.2
 
 
-BOUNDS = {Target.SM90: Bounds(0.03, 0.3, 0.95), Target.SM100: Bounds(0.2, 0.35, 0.8)}
+BOUNDS = {Target.SM90: Bounds(0.03, 0.4, 0.9), Target.SM100: Bounds(0.2, 0.45, 0.8)}
+"""Found, interpreted: 0.004 and 0.11 a row, and all entries alike. Hopper's tensor cores add with fewer bits: a dot
+product of index scores may be off by a percent, and one entry of 640 that is another moves a row by 0.05."""
 
 
 class Case(NamedTuple):
@@ -124,6 +133,25 @@ def worst(row: Replayed, told: Recording, number: int) -> tuple[float, float]:
     return float(errors.max()), min(shares)
 
 
+def wraps_at(length: int) -> int:
+    """The largest power of two of positions below the last quarter of ``length``."""
+    return 1 << (length * 3 // 4).bit_length() - 1
+
+
+@contextmanager
+def wrapped(model: Standalone, length: int) -> Iterator[None]:
+    """Inside the block the long request's positions begin again at :func:`wraps_at`, but for its last two pages."""
+    row, begin = model.planner.slots.table[LONG], wraps_at(length)
+    end = (length // PAGE_TOKENS - 1) * PAGE_TOKENS
+    assert begin < end, f"{length} tokens are too few"
+    kept = row[begin:end].clone()
+    row[begin:end] = row[torch.arange(end - begin, device=row.device) % begin]
+    try:
+        yield
+    finally:
+        row[begin:end] = kept
+
+
 def test_a_long_request_beside_a_short_one(case: Case, ours: Standalone, recording: Recording) -> None:
     bounds = BOUNDS[case.target]
     for number, found in enumerate(replay(ours, recording, [0])):
@@ -131,3 +159,19 @@ def test_a_long_request_beside_a_short_one(case: Case, ours: Standalone, recordi
         print(f"{case}, pass {number}: worst row {error:.4f}, least overlap of chosen entries {share:.4f}", flush=True)
         assert error < (bounds.choosing if case.kind is LayerKind.CSA else bounds.attention)
         assert share >= bounds.overlap
+        expected = recording.layers[number][0]
+        check_writes(found[0].after, expected.after, expected.before, bounds.written)
+
+
+def test_positions_that_begin_again_are_seen(case: Case, ours: Standalone, recording: Recording) -> None:
+    bounds = BOUNDS[case.target]
+    if case.kind is LayerKind.SWA:
+        pytest.skip("the window ends long after the positions that begin again")
+    with wrapped(ours, case.length):
+        passes = replay(ours, recording, [0])
+    for number, found in enumerate(passes):
+        error, share = worst(found[0], recording, number)
+        print(f"{case}, pass {number}, wrapped: worst row {error:.4f}, least overlap {share:.4f}", flush=True)
+        if case.kind is LayerKind.CSA:
+            assert share < bounds.overlap
+        assert error > 1.3 * (bounds.choosing if case.kind is LayerKind.CSA else bounds.attention)

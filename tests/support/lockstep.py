@@ -176,3 +176,17 @@ def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Root mean square error of each row by its root mean square; [rows]. Not a number where a result is not one."""
     assert found.shape == expected.shape
     return (found - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+def check_writes(after: Contents, expected: Contents, before: Contents, share_allowed: float) -> None:
+    """Both wrote the same places, and the same there but for codes and last bits that round apart."""
+    for name, earlier in before.items():
+        found, theirs = after[name], expected[name]
+        if theirs.dtype == torch.uint8:
+            written = (found != earlier) | (theirs != earlier)
+            share = float((found != theirs).sum() / written.sum().clamp(min=1))
+            assert share < share_allowed, f"{name}: {share:.0%} of the bytes written differ"
+        else:
+            assert torch.equal(found.isnan(), theirs.isnan()), f"{name}: other rows were written"
+            difference = float((found - theirs).nan_to_num().norm() / theirs.nan_to_num().norm())
+            assert difference < 0.01, f"{name} differs by {difference:.4f}"
