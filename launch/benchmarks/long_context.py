@@ -97,22 +97,19 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any
             server(model, log, arguments.port, flags(name, arguments)) as url,
         ):
             yield "ready after", round(time.monotonic() - begun, 1)
-            todo: Measurements = [("server", lambda: described(url))]
+            todo: Measurements = [("server", partial(described, url))]
             for count in arguments.concurrency:
-                short = (client, url, model, count, arguments.prompt, arguments.tokens)
-                todo.append((f"at {count}", lambda short=short: served(*short)))
-                todo.append((f"steady at {count}", lambda count=count: steady(log, count)))
+                of_client = partial(served, client, url, model, count, arguments.prompt, arguments.tokens)
+                todo += [(f"at {count}", of_client), (f"steady at {count}", partial(steady, log, count))]
             for length in arguments.lengths if name == "long" else []:
-                todo.append(
-                    (f"prompt of {length}", lambda length=length: long_prompt(url, model, length, memory, arguments))
-                )
+                todo.append((f"prompt of {length}", partial(long_prompt, url, model, length, memory, arguments)))
             for what, measured in todo:
                 try:
                     yield what, measured()
                 except Exception as error:
                     yield what, failed(error)
     except Exception as error:
-        yield "server", failed(error)
+        yield "serving", failed(error)
 
 
 def flags(name: str, arguments: argparse.Namespace) -> list[str]:
@@ -128,7 +125,7 @@ def described(url: str) -> dict[str, Any]:
     """What ``/server_info`` says of the plugin, its pools and its forecast of memory, and of lengths and chunks."""
     with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
         info = json.load(answer)
-    ours = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
+    ours: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
     names = ("context_length", "chunked_prefill_size", "max_total_tokens", "max_running_requests")
     found = {**plugin(info, "ours"), **{name: info.get(name) for name in names}, "pools": ours.get("pools")}
     forecast = ours.get("memory") or {}

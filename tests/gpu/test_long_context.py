@@ -2,7 +2,8 @@
 
 The reference cannot compute a prompt of that length, so caches hold random entries (``tests.support.long_caches``). One
 layer of each kind, with Flash's 64 heads, 64 index heads and 512 chosen entries, runs a decode step of a long request
-and a short one, then a chunk behind both. Without a GPU the long one is short, too, and heads are 16, for the interpreter's sake.
+and a short one, then a chunk behind both. Without a GPU the long one is short, too, and heads are 16, for the
+interpreter's sake.
 
 A query may choose other entries near the margin: 512 of 250,000 are more crowded there than 64 of 128 in
 ``test_sublayers``. So the entries themselves are compared, too.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from tests.support.long_caches import fill_randomly
 pytestmark = pytest.mark.timeout(900)
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_hash_layers": 1,
     "num_attention_heads": 64 if ON_GPU else 16,
