@@ -1,15 +1,17 @@
-"""Times of Hopper's GEMMs of NVFP4 or FP8 weights on a CUDA GPU, beside cuBLAS on bf16 weights, in one run.
+"""Times of Hopper's GEMMs of NVFP4 or FP8 weights on a CUDA GPU, beside Marlin and cuBLAS on bf16 weights, in one run.
 
 Every GEMM is replayed from a CUDA graph in which it runs on one copy of its weights after the other: together they are
 more than four times the L2 cache, as the weights of a model are. Each result is first compared with the dequantised
-weights. ``--shapes`` times every kernel shape instead of the chosen one.
+weights. ``--shapes`` times every kernel shape of the dense GEMMs instead of the chosen one. Then come the experts, in
+NVFP4 (:mod:`.hopper_experts`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import measured_chip, microseconds
+from benchmarks import hopper_experts
+from benchmarks.hopper_runs import ROTATED_BYTES, Parts, compile_all, rotating
+from benchmarks.kernel_report import Chip
+from benchmarks.kernels import measured_chip
+from benchmarks.peers.marlin import Dense as MarlinDense
+from benchmarks.peers.marlin import Marlin
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
@@ -34,14 +41,15 @@ from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.model.products import layer_products
 from tests.support.released import FLASH, PRO, config_json
 
-ROTATED_BYTES = 4 * 60 * 2**20
-"""Weights that a graph reads before it reads any again: four times an H200's L2."""
-LEAST_RUNS = 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DTYPES: dict[Output, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NOTE = (
+    "Dense GEMMs: Marlin runs one launch a group and writes bf16 where ours writes fp32; its matrices have one global"
+    " scale each, ours one a feature."
+)
 HEADER = (
     "| model, TP | GEMM | groups × features × K | tokens | tile, split | us | TB/s of weights | of copy | TFLOP/s"
-    " | cuBLAS bf16 us | cuBLAS / ours |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    " | cuBLAS bf16 us | cuBLAS / ours | Marlin us | Marlin / ours |\n" + "| --- " * 13 + "|"
 )
 
 
@@ -60,7 +68,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Row:
-    """A GEMM's time; ``weight_rate`` in bytes a second, ``rate`` in operations a second."""
+    """A GEMM's time, and Marlin's if there is one; ``weight_rate`` in bytes, ``rate`` in operations a second."""
 
     gemm: Gemm
     tokens: int
@@ -70,6 +78,7 @@ class Row:
     weight_rate: float
     rate: float
     cublas_us: float
+    marlin_us: float | None
 
 
 def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
@@ -143,68 +152,161 @@ class Operands:
         assert float(error) < 2**-7, f"{self.gemm}, {len(tokens)} tokens: error {float(error):.3g} of the largest"
 
 
-def rotating(runs: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of ``runs``, in a graph that holds each, some several times."""
-    many = list(runs) * -(-LEAST_RUNS // len(runs))
-    return microseconds(lambda: [run() for run in many]) / len(many)
+def planned(gemm: Gemm, tokens: int, stored: Weights) -> KernelShape:
+    """The kernel that the operations will plan."""
+    clusters = launcher.current().clusters(torch.device("cuda"))
+    return plan.plan_w4a16(gemm.features, gemm.k, tokens, gemm.groups, gemm.output, clusters, stored)
 
 
-def measure(operands: Operands, count: int, shapes: Sequence[KernelShape] | None) -> Iterator[Row]:
+def wanted_shapes(args: argparse.Namespace, gemm: Gemm, tokens: int) -> list[KernelShape]:
+    """The kernels to time: with ``--shapes`` all that could run it, else the planned one."""
+    if not args.shapes:
+        return [planned(gemm, tokens, args.weights)]
+    return [s for s in product_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
+
+
+def time_marlin(theirs: MarlinDense, batch: Tensor) -> float:
+    """Microseconds of Marlin, of tokens [G, T, K].
+
+    Raises:
+        ValueError: its result is not that of the dequantised weights.
+    """
+    tokens = batch.unbind()
+    theirs.check(tokens)
+    return rotating([partial(theirs.run, copy, tokens) for copy in range(len(theirs.copies))])
+
+
+def measure(
+    operands: Operands, count: int, shapes: Sequence[KernelShape], marlin: Marlin, theirs: MarlinDense | None
+) -> Iterator[Row]:
     gemm, tokens = operands.gemm, operands.tokens(count)
     dtype = DTYPES[gemm.output]
     out = tokens.new_empty(count, gemm.groups, gemm.features, dtype=dtype)
     batch = tokens.transpose(0, 1).contiguous()
     cublas = rotating([partial(torch.bmm, batch, w.transpose(1, 2)) for w in operands.bf16])
-    clusters = launcher.current().clusters(out.device)
-    planned = plan.plan_w4a16(gemm.features, gemm.k, count, gemm.groups, gemm.output, clusters, operands.stored)
-    for shape in shapes or [planned]:
+    marlin_us = marlin.attempt(partial(time_marlin, theirs, batch)) if theirs else None
+    for shape in shapes:
         with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
             operands.check(tokens, out)
             us = rotating([partial(operands.run, copy, tokens, out) for copy in range(len(operands.weights))])
         elements = gemm.groups * gemm.features * gemm.k
         yield Row(
             gemm, count, shape.token_tile, shape.split_k, us, operands.bytes / us * 1e6,
-            2 * count * elements / us * 1e6, cublas,
+            2 * count * elements / us * 1e6, cublas, marlin_us,
         )  # fmt: skip
 
 
 def text(row: Row, bandwidth: float) -> str:
-    gemm = row.gemm
+    gemm, theirs = row.gemm, row.marlin_us
+    marlin = f"{theirs:.1f} | {theirs / row.us:.2f}" if theirs else "- | -"
     return (
         f"| {gemm.model}, {gemm.ranks} | {gemm.name} | {gemm.groups} × {gemm.features} × {gemm.k} | {row.tokens}"
         f" | {row.token_tile}, {row.split_k} | {row.us:.1f} | {row.weight_rate / 1e12:.2f}"
         f" | {row.weight_rate / bandwidth:.0%} | {row.rate / 1e12:.0f} | {row.cublas_us:.1f}"
-        f" | {row.cublas_us / row.us:.2f} |"
+        f" | {row.cublas_us / row.us:.2f} | {marlin} |"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def compile_ahead(args: argparse.Namespace) -> None:
+    """Compile our kernels in parallel; whatever this misses is compiled at its first launch."""
+    started, shapes, layers = time.monotonic(), [], experts_of(args)
+    if not args.experts:
+        for gemm in gemms(args.models, args.ranks):
+            for count in args.tokens:
+                shapes += wanted_shapes(args, gemm, count)
+    for layer in layers:
+        for count in [*args.tokens, hopper_experts.CHECKED_TOKENS]:
+            shapes += layer.shapes(count)
+    compile_all(shapes, layers[0].limit if layers else None)
+    print(f"our kernels were ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def experts_of(args: argparse.Namespace) -> list[hopper_experts.Layer]:
+    """The layers whose experts are wanted."""
+    if args.dense or args.weights != "nvfp4":
+        return []
+    return list(hopper_experts.layers(args.models, args.ranks))
+
+
+def run_dense(args: argparse.Namespace, chip: Chip, marlin: Marlin, parts: Parts) -> Iterator[Row]:
+    """Measure the dense GEMMs, each a part of its own; rows are printed as they come."""
+    print(f"\n{NOTE}\n\n{HEADER}", flush=True)
+    for gemm in gemms(args.models, args.ranks):
+        with parts.part(str(gemm)):
+            yield from run_gemm(args, gemm, chip, marlin)
+        torch.cuda.empty_cache()
+
+
+def run_gemm(args: argparse.Namespace, gemm: Gemm, chip: Chip, marlin: Marlin) -> Iterator[Row]:
+    """Measure a GEMM for every number of tokens."""
+    operands = Operands(gemm, args.weights)
+    theirs = marlin.attempt(partial(MarlinDense, operands.plain[0], len(operands.weights)))
+    for count in args.tokens:
+        for row in measure(operands, count, wanted_shapes(args, gemm, count), marlin, theirs):
+            print(text(row, chip.bandwidth), flush=True)
+            yield row
+
+
+def run_experts(args: argparse.Namespace, chip: Chip, marlin: Marlin, parts: Parts) -> Iterator[hopper_experts.Row]:
+    """Measure the experts, each layer a part of its own."""
+    layers = experts_of(args)
+    if layers:
+        print(f"\n{hopper_experts.NOTE}\n", flush=True)
+    for layer in layers:
+        with parts.part(str(layer)):
+            yield from hopper_experts.run_layer(layer, args.tokens, chip.bandwidth, marlin)
+        torch.cuda.empty_cache()
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="sizes of --tp-size")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="how they are stored")
-    parser.add_argument("--shapes", action="store_true", help="every kernel shape, not the chosen one alone")
+    parser.add_argument(
+        "--shapes", action="store_true", help="every kernel shape of dense GEMMs, not the chosen one alone"
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--dense", action="store_true", help="the dense GEMMs only")
+    only.add_argument("--experts", action="store_true", help="the experts' GEMMs only")
+    parser.add_argument(
+        "--no-marlin", action="store_true", help="without Marlin, which nvcc compiles at first, in minutes"
+    )
     parser.add_argument("--json", type=Path, help="also as JSON")
+    return parser
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = options()
     args = parser.parse_args(arguments)
+    if args.experts and args.weights != "nvfp4":
+        parser.error(f"--experts: expected --weights nvfp4, as experts are stored, found {args.weights}")
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; these kernels run on Hopper GPUs")
+    parts, marlin = Parts(), Marlin(not args.no_marlin)
+    marlin.start(dense=not args.experts, experts=bool(experts_of(args)))
+    with parts.part("compiling ahead"):
+        compile_ahead(args)
+    marlin.wait()
     chip = measured_chip()
-    print(f"{chip.name}: copy {chip.bandwidth / 1e12:.2f} TB/s, bf16 products {chip.rate / 1e12:.0f} TFLOP/s\n{HEADER}")
-    rows = []
-    for gemm in gemms(args.models, args.ranks):
-        operands = Operands(gemm, args.weights)
-        for count in args.tokens:
-            possible = product_shapes(gemm.k, count, gemm.output, args.weights)
-            every = [s for s in possible if s.stages >= MIN_STAGES]
-            for row in measure(operands, count, every if args.shapes else None):
+    print(f"{chip.name}: copy {chip.bandwidth / 1e12:.2f} TB/s, bf16 products {chip.rate / 1e12:.0f} TFLOP/s")
+    rows: list[Row] = []
+    expert_rows: list[hopper_experts.Row] = []
+    try:
+        if not args.experts:
+            for row in run_dense(args, chip, marlin, parts):
                 rows.append(row)
-                print(text(row, chip.bandwidth), flush=True)
-        del operands
-        torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps({"chip": asdict(chip), "rows": [asdict(row) for row in rows]}, indent=1))
-    return 0
+        for expert_row in run_experts(args, chip, marlin, parts):
+            expert_rows.append(expert_row)
+    finally:
+        if args.json:
+            found = {"rows": [asdict(row) for row in rows], "experts": [asdict(row) for row in expert_rows]}
+            args.json.write_text(json.dumps({"chip": asdict(chip), **found}, indent=1))
+    for failed in parts.failed:
+        print(f"failed: {failed}", flush=True)
+    return 1 if parts.failed else 0
 
 
 if __name__ == "__main__":

@@ -22,19 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.hopper import DTYPES, ROTATED_BYTES, gemms
+from benchmarks.hopper import DTYPES, gemms
+from benchmarks.hopper_runs import ROTATED_BYTES, compile_all
 from benchmarks.kernels import microseconds
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
-from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import choose_experts, choose_product, expert_shapes, product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.model.products import layer_products
-from nvfp4_sgl.targets.fused.compile_ahead import compile_missing, library_folder
 from nvfp4_sgl.triton_kernels.common.overlap import OVERLAPPED, after_previous
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from tests.support.released import FLASH, config_json
@@ -212,16 +210,6 @@ def downward(x: Tensor, tile: int, routes: Routes, weights: TiledWeights, out: T
     operations.expert_down(x, tile, offsets, counts, weights, out=out)
 
 
-def compile_all(shapes: Sequence[KernelShape]) -> None:
-    """Compile the shapes' kernels in parallel, and take them from a library from here on."""
-    runner = launcher.current()
-    assert isinstance(runner, launcher.CudaLauncher)
-    keys = list(dict.fromkeys(KernelKey("sm_90a", shape, LIMIT if shape.gated else None) for shape in shapes))
-    folder = library_folder(keys)
-    compile_missing(keys, [], folder, 90)
-    runner.kernels = KernelCache(Library(folder))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper_step", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="--tp-size")
@@ -238,7 +226,7 @@ def main() -> int:
     ]
     tiles = {operations.w4a16_expert_token_tile_for(count * VISITS, 257) for count in args.tokens}
     shapes += [s for tile in tiles for gated in (True, False) for s in expert_shapes(4096, tile, gated, "bf16")]
-    compile_all([shape for shape in shapes if shape.stages >= MIN_STAGES])
+    compile_all([shape for shape in shapes if shape.stages >= MIN_STAGES], LIMIT)
     print("| GEMM | tokens | tile, split | adds, µs | weights, TB/s | |\n| --- | --- | --- | --- | --- | --- |")
     rows = []
     for case in chain(experts(args.ranks, args.tokens), dense(args.ranks, args.tokens)):

@@ -27,7 +27,7 @@ from nvfp4_sgl.targets.fused.step import Scratch
 from nvfp4_sgl.triton_kernels.indexer import topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU
-from tests.support.lockstep import Contents, Recording, activations, record, relative_errors, replay
+from tests.support.lockstep import Recording, activations, check_writes, record, relative_errors, replay
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS = range(3)
@@ -123,20 +123,6 @@ def ours(run: native.Run, checkpoint: Path) -> Standalone:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def check_writes(after: Contents, expected: Contents, before: Contents, share_allowed: float) -> None:
-    """Both wrote the same places, and the same there but for codes and last bits that round apart."""
-    for name, earlier in before.items():
-        found, theirs = after[name], expected[name]
-        if theirs.dtype == torch.uint8:
-            written = (found != earlier) | (theirs != earlier)
-            share = float((found != theirs).sum() / written.sum().clamp(min=1))
-            assert share < share_allowed, f"{name}: {share:.0%} of the bytes written differ"
-        else:
-            assert torch.equal(found.isnan(), theirs.isnan()), f"{name}: other rows were written"
-            difference = float((found - theirs).nan_to_num().norm() / theirs.nan_to_num().norm())
-            assert difference < 0.01, f"{name} differs by {difference:.4f}"
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -8,7 +8,8 @@ model that recorded it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from nvfp4_sgl.cache.layer import LayerCache
+    from nvfp4_sgl.cache.local import LocalCaches
     from nvfp4_sgl.standalone import Standalone
 
 Contents = dict[str, Tensor]
@@ -36,14 +38,36 @@ def overwrite(cache: LayerCache, bytes_: Contents) -> None:
         store.copy_(bytes_[name])
 
 
+@contextmanager
+def choices(attention: Any) -> Iterator[list[Tensor]]:
+    """What ``attention`` chooses inside the block: slots of ratio-4 entries, int64 [T, K] on the CPU, -1 padded.
+
+    One tensor a pass; none where the layer has no indexer.
+    """
+    found: list[Tensor] = []
+    if attention.select is None:
+        yield found
+        return
+
+    def keep(module: object, inputs: object, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output).long().cpu())
+
+    hook = attention.select.register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """One layer in one pass: what its sublayers read and gave; its caches before and after."""
+    """One layer in one pass: what its sublayers read and gave; its caches before and after; the entries chosen."""
 
     attention: tuple[Tensor, Tensor]
     experts: tuple[Tensor, Tensor]
     before: Contents
     after: Contents
+    chosen: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,19 +94,31 @@ def activations(tokens: int, width: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def record(
-    path: Path, *, mode: Any, cached: Mapping[int, int], passes: Sequence[Mapping[int, list[int]]], capacity: int
+    path: Path,
+    *,
+    mode: Any,
+    cached: Mapping[int, int],
+    passes: Sequence[Mapping[int, list[int]]],
+    capacity: int,
+    fill: Callable[[LocalCaches, Mapping[int, int]], None] | None = None,
 ) -> Recording:
-    """Let the CPU reference (bf16, packed rows) fill its caches, then run ``passes`` on random activations."""
+    """Let the CPU reference (bf16, packed rows) fill its caches, then run ``passes`` on random activations.
+
+    ``fill``, if given, fills the caches for ``cached`` tokens instead.
+    """
     from nvfp4_sgl.model.contract import Operand
     from nvfp4_sgl.standalone import Standalone
 
     requests = max([*cached, *(request for each in passes for request in each)]) + 1
     model = Standalone(path, packed=True, dtype=torch.bfloat16, mode=mode, requests=requests, capacity=capacity)
     width, layers = model.config.hidden_size, range(model.config.num_hidden_layers)
-    prefill = model.begin({request: [0] * count for request, count in cached.items()})
-    for layer in layers:
-        x = activations(sum(cached.values()), width, layer)
-        model.decoder.layers[layer].attn(Operand(x), prefill.step, model.caches.layers[layer])
+    if fill is not None:
+        fill(model.caches, cached)
+    else:
+        prefill = model.begin({request: [0] * count for request, count in cached.items()})
+        for layer in layers:
+            x = activations(sum(cached.values()), width, layer)
+            model.decoder.layers[layer].attn(Operand(x), prefill.step, model.caches.layers[layer])
     found = []
     for number, tokens in enumerate(passes):
         work, row = model.begin(tokens), []
@@ -90,22 +126,25 @@ def record(
             block, cache = model.decoder.layers[layer], model.caches.layers[layer]
             before = {name: store.clone() for name, store in contents(cache).items()}
             x, y = (activations(len(work.ids), width, 100 * number + 2 * layer + n + 50) for n in range(2))
-            attended = block.attn(Operand(x), work.step, cache).float()
+            with choices(block.attn) as chosen:
+                attended = block.attn(Operand(x), work.step, cache).float()
             mixed = block.ffn(Operand(y), work.ids, work.step).float()
             after = {name: store.clone() for name, store in contents(cache).items()}
-            row.append(Recorded((x, attended), (y, mixed), before, after))
+            row.append(Recorded((x, attended), (y, mixed), before, after, chosen))
         found.append(row)
     return Recording(dict(cached), [dict(each) for each in passes], found)
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One layer in one pass: what the sublayers gave, fp32 on the CPU, the caches after, and the planned step."""
+    """One layer in one pass: what the sublayers gave, fp32 on the CPU, the caches after, the planned step, and the
+    entries chosen."""
 
     attention: Tensor
     experts: Tensor
     after: Contents
     step: Any
+    chosen: list[Tensor]
 
 
 @torch.no_grad()
@@ -124,10 +163,11 @@ def replay(model: Standalone, recording: Recording, layers: Sequence[int]) -> li
             cache, told = model.caches.layers[layer], recorded[layer]
             overwrite(cache, told.before)
             x, y = (pair[0].to(model.device) for pair in (told.attention, told.experts))
-            attended = block.attn(in_form(x, block.attn.takes), work.step, cache)
+            with choices(block.attn) as chosen:
+                attended = block.attn(in_form(x, block.attn.takes), work.step, cache)
             mixed = block.ffn(in_form(y, block.ffn.takes), work.ids, work.step)
             after = {name: store.cpu().clone() for name, store in contents(cache).items()}
-            row[layer] = Replayed(attended.float().cpu(), mixed.float().cpu(), after, work.step)
+            row[layer] = Replayed(attended.float().cpu(), mixed.float().cpu(), after, work.step, chosen)
         found.append(row)
     return found
 
@@ -136,3 +176,17 @@ def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Root mean square error of each row by its root mean square; [rows]. Not a number where a result is not one."""
     assert found.shape == expected.shape
     return (found - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+def check_writes(after: Contents, expected: Contents, before: Contents, share_allowed: float) -> None:
+    """Both wrote the same places, and the same there but for codes and last bits that round apart."""
+    for name, earlier in before.items():
+        found, theirs = after[name], expected[name]
+        if theirs.dtype == torch.uint8:
+            written = (found != earlier) | (theirs != earlier)
+            share = float((found != theirs).sum() / written.sum().clamp(min=1))
+            assert share < share_allowed, f"{name}: {share:.0%} of the bytes written differ"
+        else:
+            assert torch.equal(found.isnan(), theirs.isnan()), f"{name}: other rows were written"
+            difference = float((found - theirs).nan_to_num().norm() / theirs.nan_to_num().norm())
+            assert difference < 0.01, f"{name} differs by {difference:.4f}"

@@ -1,0 +1,197 @@
+"""The parts of launch/bench_hopper that need no GPU: GEMMs, routes, rows, what SGLang's Marlin is given."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
+from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
+from tests.packaging.checkout import ROOT
+from tests.support.reference_gemms import reference_gemms
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+from benchmarks import hopper, hopper_experts
+from benchmarks.hopper_runs import Parts
+from benchmarks.peers import marlin
+
+LAYER = hopper_experts.Layer("tiny", 1, experts=9, visits=4, width=128, inner=128, limit=10.0)
+
+
+def columns(line: str) -> int:
+    return line.count("|")
+
+
+def test_experts_of_the_models() -> None:
+    flash, pro = list(hopper_experts.layers(["flash"], [2])) + list(hopper_experts.layers(["pro"], [1]))
+    assert (flash.experts, flash.visits, flash.width, flash.inner) == (257, 7, 4096, 1024)
+    assert flash.expert_bytes == 3 * 4096 * 1024 * 9 // 16
+    assert flash.copies * flash.visits * flash.expert_bytes >= hopper.ROTATED_BYTES
+    # Ours and Marlin's, all copies: far below what an H200 has.
+    assert 2 * pro.copies * pro.experts * pro.expert_bytes < 60e9
+    assert 2 * flash.copies * flash.experts * flash.expert_bytes < 60e9
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("tile", [8, 64])
+def test_routes(tokens: int, tile: int) -> None:
+    route = hopper_experts.random_route(LAYER, tokens, tile, "cpu")
+    assert route.ids.dtype == route.offsets.dtype == route.counts.dtype == route.destination.dtype == torch.int32
+    assert route.counts.sum() == tokens * LAYER.visits and route.counts[-1] == tokens
+    assert not (route.offsets % tile).any()
+    assert all(len(set(experts)) == LAYER.visits for experts in route.ids.tolist())
+    taken = set()
+    for expert, row in zip(route.ids.flatten().tolist(), route.destination.flatten().tolist(), strict=True):
+        assert 0 <= row - int(route.offsets[expert]) < int(route.counts[expert])
+        taken.add(row)
+    assert len(taken) == tokens * LAYER.visits
+
+
+def test_our_experts_are_checked_against_dequantised_weights() -> None:
+    """On the CPU, with reference GEMMs: passes, and fails when an expert has another's scale."""
+    torch.manual_seed(0)
+    with reference_gemms("sm_90a"):
+        weights = hopper_experts.Weights(LAYER, "cpu")
+        case = hopper_experts.Case(weights, 16, "cpu")
+        assert case.check() < hopper_experts.LIMIT
+        weights.tiled[0][1].scale.copy_(weights.alphas.roll(1))
+        weights.alphas = weights.alphas.roll(-1)
+        with pytest.raises(AssertionError, match="error"):
+            case.check()
+
+
+def test_rows_have_the_columns_of_their_header() -> None:
+    gemm = next(hopper.gemms(["flash"], [2]))
+    row = hopper.Row(gemm, 16, 16, 4, 5.4, 1e12, 2e13, 8.0, None)
+    texts = [hopper.text(row, 4e12), hopper.text(replace(row, marlin_us=10.8), 4e12)]
+    assert {columns(text) for text in texts} == {columns(line) for line in hopper.HEADER.splitlines()}
+    assert "- | - |" in texts[0] and "10.8 | 2.00 |" in texts[1]
+    expert = hopper_experts.Row(LAYER, 1, 4, 4.0, 8, 9.0, 6.0, 12.0, 1e6, 1e12, 2e12, 16.0, None)
+    texts = [hopper_experts.text(expert, 4e12), hopper_experts.text(replace(expert, marlin_us=48.0), 4e12)]
+    assert {columns(text) for text in texts} == {columns(line) for line in hopper_experts.HEADER.splitlines()}
+    assert "48.0 | 3.00 | 4.00 |" in texts[1]
+    json.dumps([asdict(row), asdict(expert)])
+
+
+def test_options() -> None:
+    parse = hopper.options().parse_args
+    assert not hopper.experts_of(parse(["--dense"]))
+    assert not hopper.experts_of(parse(["--weights", "fp8"]))
+    assert len(hopper.experts_of(parse(["--ranks", "1", "2", "--models", "flash", "pro"]))) == 4
+    with pytest.raises(SystemExit):
+        hopper.main(["--experts", "--weights", "fp8"])
+
+
+def test_what_fails_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    peer = marlin.Marlin(True)
+
+    def broken() -> float:
+        raise RuntimeError("no image\nfor this device")
+
+    assert peer.attempt(broken) is None and peer.attempt(broken) is None and peer.attempt(lambda: 4.0) == 4.0
+    assert capsys.readouterr().out.count("no image / for this device") == 1
+    assert marlin.Marlin(False).attempt(lambda: 4.0) is None
+    parts = Parts()
+    with parts.part("one"):
+        broken()
+    assert parts.failed == ["one"]
+
+
+def fake_repack(b_q_weight: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: int) -> Tensor:
+    """The shape that Marlin's tiles have, of the words as they come."""
+    assert b_q_weight.dtype == torch.int32 and b_q_weight.is_contiguous() and not perm.numel()
+    assert b_q_weight.shape == (size_k * num_bits // 32, size_n)
+    return b_q_weight.reshape(size_k // 16, size_n * num_bits // 2)
+
+
+@pytest.fixture
+def sglang_marlin() -> Iterator[dict[str, Any]]:
+    """SGLang's preparation with the parts that need CUDA replaced."""
+    modules = {}
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda *_: mock.Mock(multi_processor_count=132)):
+        for name in ("marlin_utils_fp4", "marlin_utils_fp8"):
+            modules[name] = importlib.import_module(f"{marlin.QUANTIZATION}.{name}")
+        with (
+            mock.patch.object(modules["marlin_utils_fp4"], "gptq_marlin_repack", fake_repack, create=True),
+            mock.patch.object(modules["marlin_utils_fp8"], "gptq_marlin_repack", fake_repack, create=True),
+        ):
+            yield modules
+
+
+def nvfp4(*shape: int) -> NvFp4Tensor:
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    scales = torch.randint(0x30, 0x40, (*shape[:-1], shape[-1] // 16), dtype=torch.uint8)
+    return NvFp4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.ones(shape[:-1]))
+
+
+def test_dense_weights_of_marlin(sglang_marlin: dict[str, Any]) -> None:
+    """As many copies as asked for, at addresses of their own; the call has the names of SGLang's function."""
+    dense = marlin.Dense(nvfp4(2, 128, 256), copies=3)
+    assert len(dense.copies) == 3 and all(len(copy) == 2 for copy in dense.copies)
+    assert len({matrix.weight.data_ptr() for copy in dense.copies for matrix in copy}) == 6
+    matrix = dense.copies[0][0]
+    assert matrix.weight.shape == (16, 256) and matrix.scale.shape == (16, 128) and matrix.workspace.shape == (132,)
+    assert matrix.global_scale is not None and matrix.global_scale.dtype == torch.bfloat16
+    assert matrix.global_scale.tolist() == [marlin.GLOBAL_SCALE * 2.0 ** (126 - 7)]
+    signature = inspect.signature(sglang_marlin["marlin_utils_fp4"].apply_fp4_marlin_linear)
+    x = torch.randn(2, 3, 256).bfloat16().unbind()
+
+    def apply(**given: Any) -> Tensor:
+        signature.bind(**given)
+        return torch.zeros(3, 128)
+
+    with mock.patch.object(marlin, "_APPLY", apply):
+        assert [tuple(part.shape) for part in dense.run(2, x)] == [(3, 128), (3, 128)]
+        with pytest.raises(ValueError, match="its result"):
+            dense.check(x)
+
+
+def test_fp8_weights_of_marlin(sglang_marlin: dict[str, Any]) -> None:
+    codes = torch.randint(0, 0x7F, (1, 128, 256), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    plain = MxFp8Tensor(codes, torch.full((1, 128, 8), 127 - 14, dtype=torch.uint8))
+    (matrix,) = marlin.Dense(plain, copies=1).copies[0]
+    assert matrix.weight.shape == (16, 128 * 8 // 2) and matrix.global_scale is None
+    assert matrix.scale.shape == (2, 128) and (matrix.scale == 2.0 ** (120 - 14)).all()
+    inspect.signature(sglang_marlin["marlin_utils_fp8"].apply_fp8_marlin_linear).bind(
+        input=None, weight=None, weight_scale=None, workspace=None, size_n=128, size_k=256, bias=None
+    )
+    several = MxFp8Tensor(codes, torch.arange(8, dtype=torch.uint8).expand(1, 128, 8))
+    with pytest.raises(ValueError, match="one for all blocks"):
+        marlin.Dense(several, copies=1)
+
+
+def test_experts_of_marlin(sglang_marlin: dict[str, Any]) -> None:
+    """The experts that are asked for, each with its global scale."""
+    weights = hopper_experts.Weights(LAYER, "cpu")
+    first, *others = weights.for_marlin()
+    assert len(others) == LAYER.copies - 1 and others[0].w13.data_ptr() != first.w13.data_ptr()
+    assert first.w13.shape == (9, 8, 256 * 2 * 4 // 4) and first.w2.shape == (9, 8, 256)
+    assert first.w13_scale.dtype == torch.float8_e4m3fn and first.w13_scale.shape == (9, 8, 256)
+    assert torch.equal(first.w13[0], first.w13[3]) and not torch.equal(first.w13[0], first.w13[1])
+    assert torch.equal(first.w13_alpha.float(), weights.alphas * 2.0 ** (126 - 7))
+    called = {}
+    with mock.patch.object(marlin, "_EXPERTS", lambda **given: called.update(given)):
+        route = hopper_experts.random_route(LAYER, 5, 8, "cpu")
+        first.run(torch.randn(5, 128).bfloat16(), route.ids, torch.ones(5, 4), 10.0)
+    inspect.signature(importlib.import_module(marlin.FUSED_MOE).fused_marlin_moe).bind(**called)
+
+
+def test_kernels_that_are_compiled_at_first(sglang_marlin: dict[str, Any]) -> None:
+    """SGLang has them under these names, and its callers ask for them in these words."""
+    builders = marlin._builders(dense=True, experts=True)
+    assert len(builders) == 4
+    for builder in builders:
+        inspect.signature(builder.func).bind(*builder.args)  # type: ignore[attr-defined]
+    assert operations.w4a16_expert_token_tile_for(7, 257) in (8, 16)
