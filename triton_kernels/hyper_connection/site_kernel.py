@@ -354,7 +354,8 @@ def site_kernel(
         if task < splits:
             _prefetch_fn(fn, task * d_per_split, d, ROWS, POST)
         elif NORM:
-            line = tl.arange(0, triton.next_power_of_2(BLOCKS * 16 // LINE_VALUES))
+            LINES: tl.constexpr = BLOCKS * 16 // LINE_VALUES if BLOCKS > 1 else 1
+            line = tl.arange(0, LINES)
             prefetch_constants(weight + tl.minimum(line * LINE_VALUES, d - 1))
         after_previous()
     semaphore = semaphores + 1 + block
