@@ -45,3 +45,25 @@ def test_a_second_copy_of_a_kernel_module_is_refused(module: str) -> None:
     folder = module.partition(".")[0]
     done = subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True)
     assert f"{folder}: expected nvfp4_sgl.{folder}" in done.stderr
+
+
+def uses_of_triton(source: str) -> list[str]:
+    """``function:line`` wherever the body of a kernel names the module ``triton``."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if not any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            continue
+        names = (node for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name))
+        found += [f"{function.name}:{name.lineno}" for name in names if name.id == "triton"]
+    return found
+
+
+def test_kernels_call_nothing_that_sglang_replaces() -> None:
+    """SGLang puts a plain function in the place of ``triton.next_power_of_2``, which Triton refuses in a kernel."""
+    kernel = "@triton.jit\ndef f(n):\n    tl.arange(0, triton.next_power_of_2(4))\n\ndef g(): return triton.cdiv(1, 2)\n"
+    assert uses_of_triton(kernel) == ["f:3"]
+    for folder in KERNEL_FOLDERS:
+        for file in sources(ROOT / folder):
+            assert not (uses := uses_of_triton(file.read_text())), f"{file}: use tl instead: {uses}"
