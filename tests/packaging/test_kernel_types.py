@@ -62,7 +62,9 @@ def uses_of_triton(source: str) -> list[str]:
 
 def test_kernels_call_nothing_that_sglang_replaces() -> None:
     """SGLang puts a plain function in the place of ``triton.next_power_of_2``, which Triton refuses in a kernel."""
-    kernel = "@triton.jit\ndef f(n):\n    tl.arange(0, triton.next_power_of_2(4))\n\ndef g(): return triton.cdiv(1, 2)\n"
+    kernel = (
+        "@triton.jit\ndef f(n):\n    tl.arange(0, triton.next_power_of_2(4))\n\ndef g(): return triton.cdiv(1, 2)\n"
+    )
     assert uses_of_triton(kernel) == ["f:3"]
     for folder in KERNEL_FOLDERS:
         for file in sources(ROOT / folder):

@@ -1,8 +1,8 @@
 """The router's logits of up to 8 tokens: a small bf16 GEMM in one launch (specification §6.1).
 
 ``logits[t, e] = sum_k x[t, k] · weight[e, k]``, fp32. The matrix is never quantised. For so few tokens what counts is
-the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own, here a
-program holds whole rows of the matrix, which it has loaded before the previous kernel ends.
+the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own; here
+a program holds whole rows of the matrix, which it has loaded before the previous kernel ends.
 
 Supports up to ``MAX_TOKENS`` tokens, any number of experts and any width. Floor: the matrix read once, 2·E·d bytes.
 """
