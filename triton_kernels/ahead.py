@@ -13,6 +13,7 @@ import itertools
 import json
 import pickle
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, _triton_jit_function_registry
 
 from .common import chip
 from .common.rounding import INTERPRETED
@@ -87,9 +88,9 @@ class Variant:
 
 @contextmanager
 def recording() -> Iterator[dict[Variant, None]]:
-    """Launches of this package's kernels that would compile are noted, in order, and are not made.
+    """Launches of this package's kernels are noted, in order, and are not made; others' kernels are left alone.
 
-    Kernels that the process has loaded before are launched as ever. Other packages' kernels are left alone.
+    Those that the process has loaded are among them: what they would read has not been computed here.
 
     Raises:
         RuntimeError: Triton's interpreter is on, which compiles nothing.
@@ -110,9 +111,24 @@ def recording() -> Iterator[dict[Variant, None]]:
 
     triton.knobs.runtime.jit_cache_hook = note
     try:
-        yield noted
+        with _nothing_loaded():
+            yield noted
     finally:
         triton.knobs.runtime.jit_cache_hook = before
+
+
+@contextmanager
+def _nothing_loaded() -> Iterator[None]:
+    """Triton finds none of this package's kernels loaded, so that it asks the hook of each launch."""
+    kernels = [kernel for kernel in _triton_jit_function_registry.values() if kernel.module.startswith(PACKAGE)]
+    loaded = [kernel.device_caches for kernel in kernels]
+    for kernel in kernels:
+        kernel.device_caches = defaultdict(kernel.create_binder)
+    try:
+        yield
+    finally:
+        for kernel, caches in zip(kernels, loaded, strict=True):
+            kernel.device_caches = caches
 
 
 _numbers = itertools.count()

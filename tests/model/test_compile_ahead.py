@@ -121,6 +121,20 @@ def test_launches_are_noted_and_not_made() -> None:
     assert len(names) == 2 and len(set(names)) == 1
 
 
+def test_what_is_loaded_is_noted_and_not_made_either(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on what no kernel before it has computed."""
+    runs: list[CompiledKernel] = []
+    monkeypatch.setattr(CompiledKernel, "run", property(lambda self: lambda *arguments: runs.append(self)))
+    monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda *arguments: None)
+    with ahead.targeting(90, 132):
+        normalise()
+        with ahead.recording() as variants:
+            normalise()
+        assert len(variants) == len(runs) == 1
+        normalise()
+    assert len(runs) == 2 and runs[0] is runs[1]
+
+
 def test_what_was_compiled_elsewhere_is_found_by_the_launch(caches: Path) -> None:
     variants = noted(normalise)
     assert not variants[0].is_compiled

@@ -108,7 +108,7 @@ class GemmPlanner(FusedPlanner):
         return layer_products(self.context.config, self.context.parallel.size)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
-        """The Triton kernels of the warm-up that are not loaded yet, told by a pass that launches none."""
+        """The Triton kernels of the warm-up, told by passes that launch none."""
         device, runner = self.context.device, launcher.current()
         dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch)
         with launcher.use(dry), ahead.recording() as variants:
