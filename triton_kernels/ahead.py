@@ -23,7 +23,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.cache import triton_key
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, _triton_jit_function_registry
 
@@ -33,6 +33,8 @@ from .common.rounding import INTERPRETED
 PACKAGE = __name__.rpartition(".")[0] + "."
 """Modules of this package begin with it."""
 WARP = 32
+NAME_LENGTH = 150
+"""Characters of a kernel's name in the names of its files."""
 GROUP = "__grp__"
 """Beginning of the name of a file in which Triton lists a kernel's other files."""
 
@@ -64,18 +66,23 @@ class Variant:
         """Compile it for the active driver's target and write it to Triton's cache; then note that it is there."""
         signature, constants, alignments = pickle.loads(self.source)
         options = json.loads(self.specialization)["options"]
-        triton.compile(
+        compiled = triton.compile(
             ASTSource(self.kernel, signature, constants, alignments),
             target=driver.active.get_current_target(),
             options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
         )
         self._note.parent.mkdir(parents=True, exist_ok=True)
-        self._note.touch()
+        _put(self._note, compiled.hash.encode())
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has run with these sources, this build of Triton and this cache folder."""
-        return self._note.exists()
+        """Whether :meth:`compile` has run with these sources and this build of Triton, and its files are all there.
+
+        Triton reads none of a kernel's files if one is missing: the launch would compile it, alone, in its process.
+        """
+        if not self._note.exists():
+            return False
+        return get_cache_manager(self._note.read_text()).get_group(f"{self.name[:NAME_LENGTH]}.json") is not None
 
     @property
     def _note(self) -> Path:
@@ -129,6 +136,25 @@ def _nothing_loaded() -> Iterator[None]:
     finally:
         for kernel, caches in zip(kernels, loaded, strict=True):
             kernel.device_caches = caches
+
+
+@contextmanager
+def compiled_here() -> Iterator[list[str]]:
+    """Names of this package's kernels that launches in the block compile, in this process and one after the other."""
+    found: list[str] = []
+    before = triton.knobs.compilation.listener
+
+    def listen(*, src: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit and isinstance(src, ASTSource) and src.fn.module.startswith(PACKAGE):
+            found.append(src.name)
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **more)
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield found
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 _numbers = itertools.count()
@@ -191,10 +217,14 @@ def adopt(folder: Path) -> None:
         if source.name.startswith(GROUP):
             content = _moved(content, target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Moved into place when complete: other processes read this folder.
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
-            copy.write(content)
-        Path(copy.name).rename(target)
+        _put(target, content)
+
+
+def _put(file: Path, content: bytes) -> None:
+    """Write a file and move it into place when it is complete: other processes read the folder."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+        written.write(content)
+    Path(written.name).rename(file)
 
 
 def _moved(group: bytes, folder: Path) -> bytes:

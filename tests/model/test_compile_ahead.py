@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,19 +95,25 @@ def noted(launch: Callable[[], None]) -> list[Variant]:
     return list(variants)
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """Launches load their kernels, and run nothing."""
+    with (
+        ahead.targeting(90, 132),
+        mock.patch.object(CompiledKernel, "run", property(lambda self: lambda *arguments: None)),
+        mock.patch.object(CompiledKernel, "launch_metadata", lambda *arguments: None),
+    ):
+        yield
+
+
 def hits(launch: Callable[[], None]) -> list[bool]:
-    """For each kernel that a launch loads whether Triton found it on disk. Nothing runs."""
+    """For each kernel that a launch loads whether Triton found it on disk."""
     found: list[bool] = []
 
     def listen(*args: Any, cache_hit: bool, **more: Any) -> None:
         found.append(cache_hit)
 
-    with (
-        ahead.targeting(90, 132),
-        mock.patch.object(CompiledKernel, "run", property(lambda self: lambda *arguments: None)),
-        mock.patch.object(CompiledKernel, "launch_metadata", lambda *arguments: None),
-        mock.patch.object(triton.knobs.compilation, "listener", listen),
-    ):
+    with loading(), mock.patch.object(triton.knobs.compilation, "listener", listen):
         launch()
     return found
 
@@ -142,6 +149,20 @@ def test_what_was_compiled_elsewhere_is_found_by_the_launch(caches: Path) -> Non
     assert variants[0].is_compiled
     assert hits(normalise) == [True]
     assert hits(lambda: normalise(width=512)) == [False]
+
+
+def test_what_lacks_a_file_is_compiled_again(caches: Path) -> None:
+    """Triton reads none of a kernel's files if one is missing, and would compile it at its launch."""
+    (variant,) = noted(normalise)
+    compile_ahead.compile_missing([], [variant], caches, 90)
+    (code,) = caches.glob("*/*.llir")
+    code.unlink()
+    assert not variant.is_compiled
+    with loading(), ahead.compiled_here() as names:
+        normalise(width=512)
+    assert names == [variant.name]
+    compile_ahead.compile_missing([], [variant], caches, 90)
+    assert code.exists() and variant.is_compiled and hits(normalise) == [True]
 
 
 def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

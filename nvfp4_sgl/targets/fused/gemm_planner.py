@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels import launcher
@@ -88,7 +90,13 @@ class GemmPlanner(FusedPlanner):
         else:
             keys = self.gemms(tokens)
         warm_up_gemms(keys, device)
-        super().warm_up(decoder, table, tokens)
+        with ahead.compiled_here() as late:
+            super().warm_up(decoder, table, tokens)
+        if late:
+            logger.warning(
+                "%d Triton kernels were compiled one after the other: they had not been foreseen, or Triton did not"
+                " find them in %s: %s", len(late), triton.knobs.cache.dir, dict(Counter(late)),
+            )  # fmt: skip
         runner.freeze()
 
     def gemms(self, tokens: int) -> Sequence[KernelKey]:
