@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ START_SECONDS = 600
 """Ample: a busy machine, and the first start also compiles bytecode."""
 PROGRESS_SECONDS = 5
 LOG_TAIL_LINES = 40
+PORTS = (20_000, 32_768)
+"""Ports of servers whose caller names none: below those that Linux gives outgoing connections."""
 
 
 class ServerError(Exception):
@@ -48,9 +51,19 @@ def server(checkpoint: Path, log: Path, port: int = 0, arguments: Sequence[str] 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on, and that the system gives no outgoing connection.
+
+    One from the system's own range, which ``bind`` to 0 takes, may be another connection's by the time that the server
+    listens there, half a minute later.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:

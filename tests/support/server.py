@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,9 @@ from typing import Any
 
 import psutil
 
+sys.path.append(str(Path(__file__).parents[2] / "launch"))  # its scripts import each other by bare name
+from local_server import free_port
+
 START_SECONDS = 600
 STOP_SECONDS = 20
 TAIL_CHARACTERS = 4000
@@ -32,13 +34,6 @@ ADMIN_KEY = "administrative-key-of-the-tests"
 
 class ServerExited(RuntimeError):
     """The server ended, or did not become ready in time; the message holds the end of its log."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def session_processes(session: int) -> list[psutil.Process]:
