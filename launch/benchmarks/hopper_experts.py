@@ -40,14 +40,14 @@ LIMIT = 2.0**-7
 MARLIN_LIMIT = 0.02
 """Marlin rounds gates, ups and its SwiGLU's parts to bf16, and adds the parts of split sums in bf16."""
 NOTE = (
-    "Experts: µs of the two GEMMs, each alone and one behind the other, with tokens already sorted by expert; `mixture`"
-    " adds the copies of tokens to their experts' rows and the weighted sum (not the sort itself, which ours does with"
-    " the router). Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the"
-    " shared expert is one more of its experts, always chosen. Weights are those of visited experts."
+    "Experts: µs of the two GEMMs, each alone, with tokens already sorted by expert; `mixture` has both, the copies of"
+    " tokens to their experts' rows and the weighted sum (not the sort itself, which ours does with the router)."
+    " Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the shared expert is"
+    " one more of its experts, always chosen. Weights are those of visited experts, rates those of the two GEMMs."
 )
 HEADER = (
-    "| model, TP | tokens | pairs | experts visited | tile | gate/up us | down us | both us | MB of weights | TB/s"
-    " | of copy | TFLOP/s | mixture us | Marlin us | Marlin / mixture | Marlin / both |\n" + "| --- " * 16 + "|"
+    "| model, TP | tokens | pairs | experts visited | tile | gate/up us | down us | MB of weights | TB/s"
+    " | of copy | TFLOP/s | mixture us | Marlin us | Marlin / mixture |\n" + "| --- " * 14 + "|"
 )
 
 
@@ -280,7 +280,6 @@ class Row:
     token_tile: int
     gate_up_us: float
     down_us: float
-    both_us: float
     weight_bytes: float
     weight_rate: float
     rate: float
@@ -291,23 +290,23 @@ class Row:
 def measure(weights: Weights, tokens: int, marlin: peer.Marlin, copies: Sequence[peer.Experts] | None) -> Row:
     """Ours, then Marlin's unless there are no copies."""
     layer, case = weights.layer, Case(weights, tokens)
-    gate_up, down, both, mixture = (case.time(run) for run in (case._first, case._second, case._both, case._mixture))
+    gate_up, down, mixture = (case.time(run) for run in (case._first, case._second, case._mixture))
     theirs = marlin.attempt(partial(case.time_marlin, copies)) if copies else None
-    pairs, size = tokens * layer.visits, case.visited * layer.expert_bytes
+    pairs, size, seconds = tokens * layer.visits, case.visited * layer.expert_bytes, (gate_up + down) / 1e6
     return Row(
-        layer, tokens, pairs, case.visited, case.tile, gate_up, down, both, size, size / both * 1e6,
-        2 * pairs * 3 * layer.width * layer.inner / both * 1e6, mixture, theirs,
+        layer, tokens, pairs, case.visited, case.tile, gate_up, down, size, size / seconds,
+        2 * pairs * 3 * layer.width * layer.inner / seconds, mixture, theirs,
     )  # fmt: skip
 
 
 def text(row: Row, bandwidth: float) -> str:
     layer, theirs = row.layer, row.marlin_us
-    ratios = (f"{theirs / row.mixture_us:.2f} | {theirs / row.both_us:.2f}") if theirs else "- | -"
+    marlin = f"{theirs:.1f} | {theirs / row.mixture_us:.2f}" if theirs else "- | -"
     return (
         f"| {layer.model}, {layer.ranks} | {row.tokens} | {row.pairs} | {row.visited:.1f} | {row.token_tile}"
-        f" | {row.gate_up_us:.1f} | {row.down_us:.1f} | {row.both_us:.1f} | {row.weight_bytes / 1e6:.0f}"
+        f" | {row.gate_up_us:.1f} | {row.down_us:.1f} | {row.weight_bytes / 1e6:.0f}"
         f" | {row.weight_rate / 1e12:.2f} | {row.weight_rate / bandwidth:.0%} | {row.rate / 1e12:.0f}"
-        f" | {row.mixture_us:.1f} | {f'{theirs:.1f}' if theirs else '-'} | {ratios} |"
+        f" | {row.mixture_us:.1f} | {marlin} |"
     )
 
 

@@ -84,6 +84,7 @@ def launches() -> None:
 
 
 def test_resources() -> None:
+    """Four warps take less than half of an SM's registers, however many: the kernel before fits beside them."""
     for usage in resources(__name__):
         usage.require_no_spills()
-        assert usage.registers <= 192, usage
+        assert usage.warps == 4, usage
