@@ -33,8 +33,6 @@ from .common.rounding import INTERPRETED
 PACKAGE = __name__.rpartition(".")[0] + "."
 """Modules of this package begin with it."""
 WARP = 32
-NAME_LENGTH = 150
-"""Characters of a kernel's name in the names of its files."""
 GROUP = "__grp__"
 """Beginning of the name of a file in which Triton lists a kernel's other files."""
 
@@ -82,7 +80,7 @@ class Variant:
         """
         if not self._note.exists():
             return False
-        return get_cache_manager(self._note.read_text()).get_group(f"{self.name[:NAME_LENGTH]}.json") is not None
+        return get_cache_manager(self._note.read_text()).get_group(f"{self.name}.json") is not None
 
     @property
     def _note(self) -> Path:

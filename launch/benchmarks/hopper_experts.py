@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def expert_bytes(self) -> int:
-        """Of an expert's matrices as ours are stored, whole tiles."""
+        """Bytes of an expert's matrices as ours are stored, in whole tiles."""
         up = -(-2 * self.inner // TILE_ROWS) * -(-self.width // TILE_K)
         down = -(-self.width // TILE_ROWS) * -(-self.inner // TILE_K)
         return (up + down) * TILE_BYTES

@@ -116,7 +116,7 @@ def capacity(case: Case) -> int:
 
 
 def overlap(found: Tensor, expected: Tensor) -> list[float]:
-    """Of the entries that each query of the reference chooses, the share that is found; [rows]."""
+    """For each query the share of the reference's chosen entries that is found, too; [rows]."""
     shares = []
     for ours, theirs in zip(found, expected, strict=True):
         theirs = theirs[theirs >= 0]

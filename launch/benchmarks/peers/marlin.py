@@ -34,7 +34,7 @@ FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 OPS = "sglang.kernels.ops"
 TOOLKIT = Path("/usr/local/cuda")
 GLOBAL_SCALE = 2.0**-7
-"""Of dense NVFP4 matrices: a value of bf16, so that Marlin's rounding of it loses nothing."""
+"""Global scale of dense NVFP4 matrices: a value of bf16, so that Marlin's rounding of it loses nothing."""
 FP8_BLOCK = 128
 LIMIT = 0.01
 """Errors beyond it, relative and in the norm, mean that it computes something else: it is not timed."""

@@ -124,14 +124,16 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
 def _require_it_waits(metadata: Any, machine_code: str) -> None:
     """Kernels begin during the one before them; none touches memory until it has waited (ACQBULK) for its end.
 
-    But for weights that some read, which are constants.
+    But for weights that some read, which are constants; those read the rest, and they do read some, afterwards.
     """
-    before, wait, _ = machine_code.partition("ACQBULK")
+    before, wait, after = machine_code.partition("ACQBULK")
     if not (wait and metadata.launch_pdl):
         raise RuntimeError(f"{metadata.name}: expected after_previous() first, and OVERLAPPED at its launch")
     early = set(re.findall(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG)\.", before))
     if early - ({"LDG"} if metadata.name in READ_CONSTANTS_EARLY else set()):
         raise RuntimeError(f"{metadata.name}: {sorted(early)} before it waits for the previous kernel")
+    if early and "LDG." not in after:
+        raise RuntimeError(f"{metadata.name}: reads nothing after it has waited for the previous kernel")
 
 
 def _fused_shuffles(machine_code: str) -> int:
