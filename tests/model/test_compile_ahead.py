@@ -225,6 +225,9 @@ def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tilings_are_those_of_the_gpu_assumed() -> None:
     with ahead.targeting(100, 148):
         assert chip.processors(torch.device("cpu")) == 148
+        assert not chip.is_before_blackwell()
+    with ahead.targeting(90, 132):
+        assert chip.is_before_blackwell()
     assert chip.processors(torch.device("cpu")) == 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import triton
 
-from ..common.rounding import INTERPRETED
+from ..common import chip
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
     """Return the tiling for ``heads`` heads of packed entries or bf16 rows on the architecture Triton compiles for."""
     if heads <= SIXTEEN_HEADS.heads:
         return SIXTEEN_HEADS
-    if INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100:
+    if chip.is_before_blackwell():
         return HOPPER if packed else HOPPER_PLAIN
     return BLACKWELL if packed else BLACKWELL_PLAIN
 

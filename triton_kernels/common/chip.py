@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import triton
+
+from .rounding import INTERPRETED
 
 _assumed: int | None = None
 """Multiprocessors of the GPU that :func:`assume` stands in for."""
@@ -17,6 +20,11 @@ def processors(device: torch.device) -> int:
     if _assumed is not None:
         return _assumed
     return _of_cuda(device) if device.type == "cuda" else 1
+
+
+def is_before_blackwell() -> bool:
+    """Whether Triton compiles for Hopper or older GPUs, or interprets, whatever device is here."""
+    return INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch < 100
 
 
 @contextmanager

@@ -81,12 +81,11 @@ HOPPER_PREFILL = Tiling(prepares=False, queries=4, pages=1, warps=8, stages=3, r
 """Twice the queries, so that keys are read from L2 half as often; a multiprocessor holds two programs."""
 
 
-def default_tiling(batch: Batch, device: torch.device) -> Tiling:
-    """Return the tiling of a decode pass, or of a prefill on the device's architecture."""
+def default_tiling(batch: Batch) -> Tiling:
+    """Return the tiling of a decode pass, or of a prefill on the architecture that Triton compiles for."""
     if batch.is_decode:
         return DECODE
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-    return HOPPER_PREFILL if hopper else PREFILL
+    return HOPPER_PREFILL if chip.is_before_blackwell() else PREFILL
 
 
 @triton.jit
@@ -314,7 +313,7 @@ def index_scores(
     packed, heads, (rows, columns) = pages.dtype != torch.bfloat16, q.shape[1], scores.shape
     if not rows or not columns:
         return
-    tiling = tiling or default_tiling(batch, q.device)
+    tiling = tiling or default_tiling(batch)
     if not tiling.prepares:
         queries = q.new_empty(q.shape, dtype=torch.float8_e4m3fn if packed else torch.bfloat16)
         scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)

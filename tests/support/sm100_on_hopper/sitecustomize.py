@@ -46,14 +46,9 @@ def _answer_the_package(cuda):
     cuda.get_device_capability, cuda.is_available = get_device_capability, is_available
 
 
-def _compile_for_sm100(tiling):
-    """The tiling of attention goes by the architecture that Triton compiles for."""
-    from types import SimpleNamespace
-
-    target = SimpleNamespace(arch=10 * CAPABILITY[0] + CAPABILITY[1])
-    active = SimpleNamespace(get_current_target=lambda: target)
-    runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
-    tiling.triton = SimpleNamespace(**{**vars(tiling.triton), "runtime": runtime})
+def _compile_for_sm100(chip):
+    """Some tilings go by the architecture that Triton compiles for."""
+    chip.is_before_blackwell = lambda: False
 
 
 def _resolve_for_sm100(pipeline):
@@ -91,7 +86,7 @@ on_import.patch_on_import(
     {
         "nvfp4_sgl.serving.finite_logits": _take_any_logits,
         "torch.cuda": _answer_the_package,
-        "nvfp4_sgl.triton_kernels.attention.tiling": _compile_for_sm100,
+        "nvfp4_sgl.triton_kernels.common.chip": _compile_for_sm100,
         "sglang.srt.arg_groups.pipeline": _resolve_for_sm100,
         "nvfp4_sgl.serving.model": _launch_nothing,
     }
