@@ -18,10 +18,12 @@ class Clusters(NamedTuple):
     of_two: int
     of_four: int
     of_eight: int
+    of_three: int = 0
+    """0 if it has not been asked; then as many as of four fit."""
 
     def of(self, size: int) -> int:
-        """Clusters of 1, 2, 4 or 8 CTAs."""
-        return self[size.bit_length() - 1]
+        """Clusters of 1, 2, 3, 4 or 8 CTAs."""
+        return self[SIZES.index(size)] or self.of_four
 
     @property
     def multiprocessors(self) -> int:
@@ -35,8 +37,8 @@ class Clusters(NamedTuple):
         return cls(*(sum(count // size for count in gpcs) for size in SIZES))
 
 
-SIZES = (1, 2, 4, 8)
-"""CTAs of a cluster: the powers of two up to what every GPU runs."""
+SIZES = (1, 2, 4, 8, 3)
+"""CTAs of a cluster, up to what every GPU runs."""
 B200_GPCS = (20, 18, 18, 18) * 2
 """SMs of a B200's GPCs: an assumption. Each of its two dies has 80 SMs in four GPCs, of which 74 are switched on; among
 the ways to spread 74 over GPCs of 16 to 20 this one has the fewest clusters of four. Chips differ: ask the driver."""

@@ -78,10 +78,15 @@ class GemmShape(ABC):
             raise ValueError(f"token_tile {self.token_tile}: expected one of {TOKEN_TILES}")
         if self.output not in self.outputs():
             raise ValueError(f"output {self.output!r}: expected one of {self.outputs()}")
-        if self.split_k not in SPLITS:
-            raise ValueError(f"split_k {self.split_k}: expected one of {SPLITS}")
+        if self.split_k not in self.splits():
+            raise ValueError(f"split_k {self.split_k}: expected one of {self.splits()}")
         if self.split_k > 1 and self.token_tile > MAX_SPLIT_TILE:
             raise ValueError(f"split_k is for token_tile up to {MAX_SPLIT_TILE}, found {self.token_tile}")
+
+    @classmethod
+    def splits(cls) -> tuple[int, ...]:
+        """CTAs that may share the K of a tile."""
+        return SPLITS
 
     @classmethod
     @abstractmethod

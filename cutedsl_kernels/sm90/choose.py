@@ -36,7 +36,7 @@ def _choose_product(
     features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights
 ) -> KernelShape:
     problem = Problem(features, k, tokens, groups)
-    return _best(product_shapes(k, tokens, output, weights), problem, clusters)
+    return _best(all_product_shapes(k, tokens, output, weights), problem, clusters)
 
 
 def choose_experts(
@@ -54,7 +54,7 @@ def _choose_experts(
     features: int, k: int, pairs: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
     problem = Problem(features * (2 if gated else 1), k, pairs, experts, is_routed=True)
-    return _best(expert_shapes(k, token_tile, gated, output), problem, clusters)
+    return _best(all_expert_shapes(k, token_tile, gated, output), problem, clusters)
 
 
 def expert_tile(pairs: int, experts: int) -> int:
@@ -71,6 +71,24 @@ def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp
     for tile in tiles:
         if tile <= widest:
             yield from _splits(k, KernelShape(tile, output=output, weights=weights))
+
+
+def all_product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
+    """:func:`product_shapes`, with K in three parts, too, and with fewer CTAs on an SM."""
+    return _with_fewer_ctas(product_shapes(k, tokens, output, weights))
+
+
+def all_expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:
+    """:func:`expert_shapes`, with K in three parts, too, and with fewer CTAs on an SM."""
+    return _with_fewer_ctas(expert_shapes(k, token_tile, gated, output))
+
+
+def _with_fewer_ctas(shapes: Iterable[KernelShape]) -> Iterator[KernelShape]:
+    for shape in shapes:
+        has_three = shape.split_k == 2 and max_split(shape.token_tile) >= 3
+        for each in [shape, replace(shape, split_k=3)] if has_three else [shape]:
+            for count in range(each.fitting_ctas, 0, -1):
+                yield replace(each, max_ctas=count)
 
 
 def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:

@@ -27,9 +27,9 @@ BUSY_US = {8: 0.28, 16: 0.30, 32: 0.35, 64: 0.36, 128: 0.72, 256: 1.17}
 an SM."""
 TILE_US = {8: 0.3, 16: 0.3, 32: 0.6, 64: 1.4, 128: 2.0, 256: 4.5}
 """A tile's epilogue, which its warps do not overlap with the next tile's stages."""
-EXCHANGE_US = {1: 0.0, 2: 0.8, 4: 0.95, 8: 0.5}
+EXCHANGE_US = {1: 0.0, 2: 0.8, 3: 0.9, 4: 0.95, 8: 0.5}
 """The exchange of a tile's partial sums in a cluster, by split of K."""
-EXCHANGE_TOKEN_US = {1: 0.0, 2: 0.0, 4: 0.0, 8: 0.05}
+EXCHANGE_TOKEN_US = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 8: 0.05}
 """What each token of the tile adds to that."""
 PACKED = 0.69
 """How full a launch makes the SMs when one of them is full. CTAs do not spread evenly over SMs that hold those of other

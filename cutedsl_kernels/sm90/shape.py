@@ -14,7 +14,6 @@ from ..common.shape import (
     ALIGNMENT,
     MAX_SPLIT_TILE,
     SPLIT_CHUNK,
-    SPLITS,
     TEAM_WARPS,
     TOKEN_TILES,
     WARP_LANES,
@@ -50,6 +49,10 @@ PRODUCT_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, 
 WEIGHT_TILE_BYTES: Mapping[Weights, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
 """Bytes of a tile of weights."""
 MIN_STAGES = 3
+MAX_CTAS = 3
+"""Most CTAs that share an SM."""
+HOPPER_SPLITS = (1, 2, 3, 4, 8)
+"""CTAs that may share the K of a tile. 32 clusters of four, of which an H200 runs 30, take twice as long: then three."""
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
 
@@ -59,7 +62,7 @@ def max_split(token_tile: int) -> int:
     64 tokens with four, so that one CTA alone would fit on an SM."""
     if token_tile > MAX_SPLIT_TILE:
         return 1
-    return 2 if token_tile == MAX_SPLIT_TILE else SPLITS[-1]
+    return 2 if token_tile == MAX_SPLIT_TILE else HOPPER_SPLITS[-1]
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,15 @@ class KernelShape(GemmShape):
 
     Attributes:
         weights: how they are stored. FP8 ones are for dense kernels alone.
+        max_ctas: CTAs of a launch that may share an SM. A launch of fewer CTAs than places does not spread evenly over
+            the SMs; with fewer places it must.
 
     Raises:
         ValueError: a combination that does not exist.
     """
 
     weights: Weights = "nvfp4"
+    max_ctas: int = MAX_CTAS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +97,10 @@ class KernelShape(GemmShape):
         if self.split_k > max_split(self.token_tile):
             limit = max_split(self.token_tile)
             raise ValueError(f"split_k is at most {limit} for token_tile {self.token_tile}, found {self.split_k}")
+
+    @classmethod
+    def splits(cls) -> tuple[int, ...]:
+        return HOPPER_SPLITS
 
     @classmethod
     def outputs(cls) -> tuple[Output, ...]:
@@ -115,7 +125,12 @@ class KernelShape(GemmShape):
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM runs at a time.
+        """CTAs of a launch that an SM runs at a time."""
+        return min(self.fitting_ctas, self.max_ctas)
+
+    @property
+    def fitting_ctas(self) -> int:
+        """CTAs that fit on an SM at a time.
 
         A CTA alone expands weights more slowly than memory brings them: measured on an H200 (2026-11-22), 0.42 µs a
         stage at eight tokens, 60 % of its issue slots taken, so that 132 CTAs would reach 2.9 TB/s of 4.25. FP8 weights

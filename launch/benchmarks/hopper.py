@@ -29,7 +29,7 @@ from benchmarks.peers.marlin import Marlin
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import all_product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_K, TILE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, WEIGHT_TILE_BYTES, KernelShape, Weights
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
@@ -48,7 +48,7 @@ NOTE = (
     " scale each, ours one a feature."
 )
 HEADER = (
-    "| model, TP | GEMM | groups × features × K | tokens | tile, split | us | TB/s of weights | of copy | TFLOP/s"
+    "| model, TP | GEMM | groups × features × K | tokens | tile, split, CTAs an SM | us | TB/s of weights | of copy | TFLOP/s"
     " | cuBLAS bf16 us | cuBLAS / ours | Marlin us | Marlin / ours |\n" + "| --- " * 13 + "|"
 )
 
@@ -74,6 +74,7 @@ class Row:
     tokens: int
     token_tile: int
     split_k: int
+    ctas: int
     us: float
     weight_rate: float
     rate: float
@@ -162,7 +163,7 @@ def wanted_shapes(args: argparse.Namespace, gemm: Gemm, tokens: int) -> list[Ker
     """The kernels to time: with ``--shapes`` all that could run it, else the planned one."""
     if not args.shapes:
         return [planned(gemm, tokens, args.weights)]
-    return [s for s in product_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
+    return [s for s in all_product_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
 
 
 def time_marlin(theirs: MarlinDense, batch: Tensor) -> float:
@@ -191,7 +192,7 @@ def measure(
             us = rotating([partial(operands.run, copy, tokens, out) for copy in range(len(operands.weights))])
         elements = gemm.groups * gemm.features * gemm.k
         yield Row(
-            gemm, count, shape.token_tile, shape.split_k, us, operands.bytes / us * 1e6,
+            gemm, count, shape.token_tile, shape.split_k, shape.ctas_per_sm, us, operands.bytes / us * 1e6,
             2 * count * elements / us * 1e6, cublas, marlin_us,
         )  # fmt: skip
 
@@ -201,7 +202,7 @@ def text(row: Row, bandwidth: float) -> str:
     marlin = f"{theirs:.1f} | {theirs / row.us:.2f}" if theirs else "- | -"
     return (
         f"| {gemm.model}, {gemm.ranks} | {gemm.name} | {gemm.groups} × {gemm.features} × {gemm.k} | {row.tokens}"
-        f" | {row.token_tile}, {row.split_k} | {row.us:.1f} | {row.weight_rate / 1e12:.2f}"
+        f" | {row.token_tile}, {row.split_k}, {row.ctas} | {row.us:.1f} | {row.weight_rate / 1e12:.2f}"
         f" | {row.weight_rate / bandwidth:.0%} | {row.rate / 1e12:.0f} | {row.cublas_us:.1f}"
         f" | {row.cublas_us / row.us:.2f} | {marlin} |"
     )

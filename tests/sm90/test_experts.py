@@ -44,6 +44,8 @@ CASES = [
     ExpertCase(gate_up(8, split_k=2), (0, 9, 1), features=72, k=320),
     ExpertCase(gate_up(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
     ExpertCase(down(8, split_k=4), (0, 9, 2), features=16, k=576),
+    ExpertCase(gate_up(8, split_k=3), (0, 9, 1), features=72, k=448),
+    ExpertCase(replace(down(8), max_ctas=2), (0, 2, 8, 11, 0), features=136, k=192),
     ExpertCase(down(32, split_k=2, output="fp32"), (3, 32), features=12, k=256),
     # One expert that all rows visit.
     ExpertCase(gate_up(8, grouped=False), (11,), features=72, k=192),

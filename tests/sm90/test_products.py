@@ -20,6 +20,8 @@ CASES = [
     ProductCase(KernelShape(8), tokens=5, features=136, k=192, groups=2),
     ProductCase(KernelShape(8, split_k=2), tokens=8, features=72, k=320),
     ProductCase(KernelShape(16, split_k=4, output="fp32"), tokens=10, features=68, k=576),
+    ProductCase(KernelShape(8, split_k=3, max_ctas=1), tokens=5, features=136, k=640),
+    ProductCase(KernelShape(32, split_k=3, output="fp32"), tokens=30, features=68, k=512, groups=2),
 ]
 
 
@@ -57,7 +59,7 @@ def test_a_slice_of_k_needs_a_stage() -> None:
 
 
 def test_impossible_shapes_are_refused() -> None:
-    for token_tile, split_k in ((24, 1), (8, 3), (128, 2)):
+    for token_tile, split_k in ((24, 1), (8, 5), (128, 2)):
         with pytest.raises(ValueError, match="expected|is for"):
             KernelShape(token_tile, split_k=split_k)
     with pytest.raises(ValueError, match="expected"):
