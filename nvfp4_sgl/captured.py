@@ -31,6 +31,7 @@ class CapturedDecode:
 
     Attributes:
         graph: replays the pass on the buffers as they are.
+        logits: fp32 [count, vocabulary], what the pass that was captured last writes.
     """
 
     def __init__(self, model: Standalone, count: int):
@@ -40,12 +41,13 @@ class CapturedDecode:
         self._request = PassRequest(positions, requests, ends)
         model.planner.reserve(count)
         self._step = model.planner.capture(self._request)
-        self._logits = torch.empty(0)
-        self.graph = capture(self._forward)
+        self.logits = torch.empty(0)
+        self.graph = capture(self.forward)
 
-    def _forward(self) -> None:
+    def forward(self) -> None:
+        """Launch the pass on the buffers as they are."""
         self._model.planner.fill(self._step, self._request)
-        self._logits = self._model.forward(Pass(self._ids, self._request, self._step))
+        self.logits = self._model.forward(Pass(self._ids, self._request, self._step))
 
     def __call__(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """fp32 logits [1, vocabulary] by request, of one more token each, for as many requests as were captured."""
@@ -55,4 +57,4 @@ class CapturedDecode:
             buffer.copy_(torch.tensor(values))
         self._request.requests.copy_(torch.tensor(list(tokens)))
         self.graph.replay()
-        return dict(zip(tokens, self._logits.clone().split(1), strict=True))
+        return dict(zip(tokens, self.logits.clone().split(1), strict=True))
