@@ -52,7 +52,7 @@ MIN_STAGES = 3
 MAX_CTAS = 3
 """Most CTAs that share an SM."""
 HOPPER_SPLITS = (1, 2, 3, 4, 8)
-"""CTAs that may share the K of a tile. 32 clusters of four, of which an H200 runs 30, take twice as long: then three."""
+"""CTAs that may share the K of a tile. An H200 runs 30 clusters of four; more take turns."""
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
 

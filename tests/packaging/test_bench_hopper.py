@@ -74,7 +74,7 @@ def test_our_experts_are_checked_against_dequantised_weights() -> None:
 
 def test_rows_have_the_columns_of_their_header() -> None:
     gemm = next(hopper.gemms(["flash"], [2]))
-    row = hopper.Row(gemm, 16, 16, 4, 5.4, 1e12, 2e13, 8.0, None)
+    row = hopper.Row(gemm, 16, 16, 4, 3, 5.4, 1e12, 2e13, 8.0, None)
     texts = [hopper.text(row, 4e12), hopper.text(replace(row, marlin_us=10.8), 4e12)]
     assert {columns(text) for text in texts} == {columns(line) for line in hopper.HEADER.splitlines()}
     assert "- | - |" in texts[0] and "10.8 | 2.00 |" in texts[1]

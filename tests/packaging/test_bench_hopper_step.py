@@ -1,0 +1,69 @@
+"""launch/bench_hopper_step: what needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from nvfp4_sgl.cutedsl_kernels import plan
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+from benchmarks.hopper_step import GAIN_US, Gemm, Plans, Step, try_shapes
+
+DENSE = Gemm("product", 4096, 1024, 1, 1, "bf16")
+DOWN = Gemm("experts", 4096, 1024, 56, 257, "bf16", False, 8)
+
+
+def plan_both() -> tuple[KernelShape, KernelShape]:
+    return (
+        plan.plan_w4a16(4096, 1024, 1, 1, "bf16", H200_CLUSTERS),
+        plan.plan_w4a16_experts(4096, 1024, 56, 257, False, 8, "bf16", H200_CLUSTERS),
+    )
+
+
+def test_plans_are_seen_and_replaced() -> None:
+    before, plans = plan_both(), Plans()
+    with plans.active():
+        assert plan_both() == before
+        assert plans.planned == dict(zip((DENSE, DOWN), before, strict=True))
+        plans.instead = {DOWN: replace(before[1], max_ctas=1)}
+        assert plan_both() == (before[0], replace(before[1], max_ctas=1))
+    assert plan_both() == before
+    assert plans.calls == {DENSE: 2, DOWN: 2}
+
+
+def test_all_shapes_but_the_narrowest_are_tried() -> None:
+    assert {shape.token_tile for shape in replace(DENSE, rows=64).shapes} == {16, 32, 64}
+    for gemm in (DENSE, DOWN):
+        numbers = {(shape.split_k, shape.ctas_per_sm) for shape in gemm.shapes}
+        assert {(1, 1), (1, 2), (1, 3), (3, 1)} <= numbers
+        assert len(numbers) == len(gemm.shapes)
+
+
+class Fake(Step):
+    """A step of 100 µs, in which two shapes have times of their own."""
+
+    def __init__(self, gains: dict[Gemm, float]):
+        self.requests, self.launches, self.largest_error = 1, dict.fromkeys((DENSE, DOWN), 4), 0.0
+        self.plans, self.gains = Plans(), gains
+        with self.plans.active():
+            plan_both()
+
+    def us(self, instead: dict[Gemm, KernelShape]) -> float:
+        return 100 - sum(4 * self.gains[gemm] for gemm, shape in instead.items() if shape.split_k == 2)
+
+
+def test_the_best_shapes_are_taken_together(capsys: pytest.CaptureFixture[str]) -> None:
+    found = try_shapes(Fake({DENSE: GAIN_US + 0.1, DOWN: GAIN_US - 0.1}))
+    assert found["us"] - found["best_us"] == pytest.approx(4 * (GAIN_US + 0.1))
+    assert [gemm["launches"] for gemm in found["gemms"]] == [4, 4]
+    assert min(us for *_, us in found["gemms"][1]["us"]) == pytest.approx(-(GAIN_US - 0.1))
+    assert "as planned 100 µs, the best together 98 µs" in capsys.readouterr().out
+    json.dumps(found)
