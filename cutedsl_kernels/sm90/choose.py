@@ -11,16 +11,24 @@ from functools import lru_cache
 
 from ..common.clusters import Clusters
 from ..common.planned import planned_pairs, planned_tokens
-from ..common.shape import SPLITS, Output
+from ..common.shape import Output
 from .cost import Problem, microseconds
 from .layout import TILE_K
-from .shape import EXPERT_TOKEN_TILES, MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape, Weights, max_split
+from .shape import (
+    EXPERT_TOKEN_TILES,
+    HOPPER_SPLITS,
+    MIN_STAGES,
+    PRODUCT_TOKEN_TILES,
+    KernelShape,
+    Weights,
+    max_split,
+)
 
 MIN_SLICE = 2 * TILE_K
 """Least K of a CTA of a split-K cluster: a single stage is all latency."""
 NEARLY = 1.01
 """Shapes within this factor of the least time are as good: the model tells no more apart."""
-H200_CLUSTERS = Clusters(132, 66, 30, 15)
+H200_CLUSTERS = Clusters(132, 66, 30, 15, 38)
 """What an H200 runs at a time, as its driver says (2026-11-22)."""
 
 
@@ -36,7 +44,7 @@ def _choose_product(
     features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights
 ) -> KernelShape:
     problem = Problem(features, k, tokens, groups)
-    return _best(all_product_shapes(k, tokens, output, weights), problem, clusters)
+    return _best(product_shapes(k, tokens, output, weights), problem, clusters)
 
 
 def choose_experts(
@@ -54,7 +62,7 @@ def _choose_experts(
     features: int, k: int, pairs: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
     problem = Problem(features * (2 if gated else 1), k, pairs, experts, is_routed=True)
-    return _best(all_expert_shapes(k, token_tile, gated, output), problem, clusters)
+    return _best(expert_shapes(k, token_tile, gated, output), problem, clusters)
 
 
 def expert_tile(pairs: int, experts: int) -> int:
@@ -73,35 +81,19 @@ def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp
             yield from _splits(k, KernelShape(tile, output=output, weights=weights))
 
 
-def all_product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
-    """:func:`product_shapes`, with K in three parts, too, and with fewer CTAs on an SM."""
-    return _with_fewer_ctas(product_shapes(k, tokens, output, weights))
-
-
-def all_expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:
-    """:func:`expert_shapes`, with K in three parts, too, and with fewer CTAs on an SM."""
-    return _with_fewer_ctas(expert_shapes(k, token_tile, gated, output))
-
-
-def _with_fewer_ctas(shapes: Iterable[KernelShape]) -> Iterator[KernelShape]:
-    for shape in shapes:
-        has_three = shape.split_k == 2 and max_split(shape.token_tile) >= 3
-        for each in [shape, replace(shape, split_k=3)] if has_three else [shape]:
-            for count in range(each.fitting_ctas, 0, -1):
-                yield replace(each, max_ctas=count)
-
-
 def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:
     """What :func:`choose_experts` chooses from."""
     yield from _splits(k, KernelShape(token_tile, output=output, gated=gated, grouped=True))
 
 
 def _splits(k: int, shape: KernelShape) -> Iterator[KernelShape]:
-    """The shape with K whole, then split."""
-    yield shape
-    for split in SPLITS[1:]:
-        if split <= max_split(shape.token_tile) and k // split >= MIN_SLICE:
-            yield replace(shape, split_k=split)
+    """The shape with K whole, then split, each with as many CTAs on an SM as fit, then with fewer."""
+    for split in HOPPER_SPLITS:
+        if split == 1 or (split <= max_split(shape.token_tile) and k // split >= MIN_SLICE):
+            each = replace(shape, split_k=split)
+            yield each
+            for count in range(each.fitting_ctas - 1, 0, -1):
+                yield replace(each, max_ctas=count)
 
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, clusters: Clusters) -> KernelShape:

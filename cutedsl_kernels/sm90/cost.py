@@ -1,8 +1,9 @@
 """How long a Hopper kernel takes, by a model with figures measured on an H200; plain Python.
 
-Up to 64 tokens a tile the figures are a fit to 262 times of all kernel shapes (2026-11-22, CUDA graphs, weights rotated
-through more than L2), ``launch/results/hopper_shapes_h200.json``; half of these are within 6 % of the model. For wider
-tiles they are those of ``launch/results/hopper_gemm_h200.md``. The figures rank shapes; they are not a promise.
+Up to 64 tokens a tile the figures are a fit to what each kernel shape of each GEMM does to a decode step of Flash's
+first layers (2026-11-24, ``launch/results/hopper_step_h200.json``): of what shapes take more than the best, up to 6 µs,
+half are within 1.3 µs of the model. It tells shapes apart; how long a launch takes in all, or alone, it does not say.
+For wider tiles the figures are those of ``launch/results/hopper_gemm_h200.md``.
 All are NVFP4's. For FP8 weights they are assumed, not measured: only the bytes of a tile are their own.
 
 Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
@@ -20,18 +21,18 @@ from .shape import KernelShape
 
 LAUNCH_US = 1.1
 """A launch that overlaps its neighbours'."""
-STAGE_US = {8: 0.34, 16: 0.35, 32: 0.41, 64: 0.46, 128: 0.72, 256: 1.17}
+STAGE_US = {8: 0.295, 16: 0.32, 32: 0.375, 64: 0.39, 128: 0.72, 256: 1.17}
 """A stage of 128 of K of a CTA that has its SM to itself, by token tile."""
-BUSY_US = {8: 0.28, 16: 0.30, 32: 0.35, 64: 0.36, 128: 0.72, 256: 1.17}
+BUSY_US = {8: 0.275, 16: 0.315, 32: 0.375, 64: 0.38, 128: 0.72, 256: 1.17}
 """The part of a stage that an SM cannot give to another CTA at the same time. CTAs of the two widest tiles do not share
 an SM."""
-TILE_US = {8: 0.3, 16: 0.3, 32: 0.6, 64: 1.4, 128: 2.0, 256: 4.5}
+TILE_US = {8: 0.06, 16: 0.05, 32: 0.7, 64: 1.8, 128: 2.0, 256: 4.5}
 """A tile's epilogue, which its warps do not overlap with the next tile's stages."""
-EXCHANGE_US = {1: 0.0, 2: 0.8, 3: 0.9, 4: 0.95, 8: 0.5}
+EXCHANGE_US = {1: 0.0, 2: 0.8, 3: 1.03, 4: 1.28, 8: 0.7}
 """The exchange of a tile's partial sums in a cluster, by split of K."""
 EXCHANGE_TOKEN_US = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 8: 0.05}
 """What each token of the tile adds to that."""
-PACKED = 0.69
+PACKED = 0.9
 """How full a launch makes the SMs when one of them is full. CTAs do not spread evenly over SMs that hold those of other
 launches, too: of kernels that put three CTAs on an SM, 64 took 1.3 to 2.3 times as long as 32."""
 BYTES_PER_US = 4.24e6

@@ -28,7 +28,7 @@ from benchmarks.profile_decoder import FLASH_PROMPT, flash_model, prompt, replay
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import all_expert_shapes, all_product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.standalone import Standalone
 
@@ -69,9 +69,9 @@ class Gemm:
     def shapes(self) -> list[KernelShape]:
         """The shapes worth trying."""
         if self.kind == "experts":
-            shapes = list(all_expert_shapes(self.k, self.tile, self.gated, self.output))
+            shapes = list(expert_shapes(self.k, self.tile, self.gated, self.output))
         else:
-            found = all_product_shapes(self.k, self.rows, self.output)
+            found = product_shapes(self.k, self.rows, self.output)
             shapes = [shape for shape in found if shape.token_tile * NARROWEST >= self.rows]
         return [shape for shape in shapes if shape.stages >= MIN_STAGES]
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels import plan
-from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import EXPERT_TOKEN_TILES, KernelShape, max_split
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import EXPERT_TOKEN_TILES, MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
@@ -22,7 +23,7 @@ from tests.support.hopper_results import assert_close, tokens
 pytestmark = pytest.mark.gpu
 
 LIMIT = 10.0
-SHAPES = [KernelShape(tile, split) for tile in TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
+SHAPES = [shape for shape in product_shapes(2112, TOKEN_TILES[-1], "bf16") if shape.stages >= MIN_STAGES]
 
 
 @pytest.fixture(autouse=True)
@@ -92,11 +93,17 @@ def test_the_planned_kernel_in_a_graph(rows: int) -> None:
     assert_close(out[:, 0], x[:, 0], plain.dequantize()[0])
 
 
-EXPERT_SHAPES = [(tile, split) for tile in EXPERT_TOKEN_TILES for split in SPLITS if split <= max_split(tile)]
+EXPERT_SHAPES = [
+    (shape.token_tile, shape.split_k, shape.ctas_per_sm)
+    for tile in EXPERT_TOKEN_TILES
+    for shape in expert_shapes(2048, tile, True, "bf16")
+    if shape.stages >= MIN_STAGES
+]
+"""Token tile, split of K, CTAs an SM."""
 
 
-@pytest.mark.parametrize(("tile", "split"), EXPERT_SHAPES)
-def test_fp32_sums_of_experts(tile: int, split: int) -> None:
+@pytest.mark.parametrize(("tile", "split", "ctas"), EXPERT_SHAPES)
+def test_fp32_sums_of_experts(tile: int, split: int, ctas: int) -> None:
     """As the first GEMM of experts in mode ``w4a4``: no SwiGLU, alphas of one."""
     counts = [0, 1, tile, tile + 1, 0]
     sizes = [-(-count // tile) * tile for count in counts]
@@ -108,7 +115,7 @@ def test_fp32_sums_of_experts(tile: int, split: int) -> None:
     x = tokens(sum(sizes), 2048)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
     out = torch.full((len(x), 1152), float("nan"), device="cuda")
-    shape = KernelShape(tile, split, "fp32", grouped=True)
+    shape = KernelShape(tile, split, "fp32", grouped=True, max_ctas=ctas)
     with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(return_value=shape)):
         operations.expert_down(x, tile, first_rows, counted, packed, out=out)
     for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
@@ -116,8 +123,8 @@ def test_fp32_sums_of_experts(tile: int, split: int) -> None:
         assert_close(out[rows], x[rows], plain.unscaled()[i])
 
 
-@pytest.mark.parametrize(("tile", "split"), EXPERT_SHAPES)
-def test_experts(tile: int, split: int) -> None:
+@pytest.mark.parametrize(("tile", "split", "ctas"), EXPERT_SHAPES)
+def test_experts(tile: int, split: int, ctas: int) -> None:
     """Empty, ragged and full experts, gate and up with SwiGLU, then down."""
     counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]
     inner, width = 1024, 2048
@@ -136,7 +143,7 @@ def test_experts(tile: int, split: int) -> None:
         w2.put_expert(i, downs.packed[i], downs.block_scale[i], scales[i])
     x = tokens(sum(sizes), width)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
-    chosen = [KernelShape(tile, split, gated=gated, grouped=True) for gated in (True, False)]
+    chosen = [KernelShape(tile, split, gated=gated, grouped=True, max_ctas=ctas) for gated in (True, False)]
     with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(side_effect=chosen)):
         hidden = operations.expert_gate_up(x, tile, first_rows, counted, w13, LIMIT)
         output = operations.expert_down(hidden, tile, first_rows, counted, w2)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels import plan
-from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import LARGEST_EXPONENT, LEAST_EXPONENT
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import PRODUCT_TOKEN_TILES, KernelShape, max_split
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
 from nvfp4_sgl.formats import ue8m0
@@ -23,7 +23,7 @@ from tests.support.hopper_results import assert_close, tokens
 pytestmark = pytest.mark.gpu
 
 TILES = PRODUCT_TOKEN_TILES["fp8"]
-SHAPES = [KernelShape(tile, split, weights="fp8") for tile in TILES for split in SPLITS if split <= max_split(tile)]
+SHAPES = [shape for shape in product_shapes(2112, TILES[-1], "bf16", "fp8") if shape.stages >= MIN_STAGES]
 
 
 @pytest.fixture(autouse=True)

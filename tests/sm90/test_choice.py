@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
-from statistics import geometric_mean, median
-from typing import NamedTuple
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
-from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
 from nvfp4_sgl.cutedsl_kernels.plan import every_key
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import (
     H200_CLUSTERS,
     choose_experts,
     choose_product,
+    expert_shapes,
     expert_tile,
     product_shapes,
 )
@@ -26,6 +26,9 @@ from nvfp4_sgl.model.products import LayerProduct
 from tests.packaging.checkout import ROOT
 
 FLASH = [(1536, 4096), (4096, 4096), (40960, 1024), (16384, 1024), (4096, 8192), (4096, 1024), (4096, 512)]
+
+EXPERTS_PER_TOKEN = 7
+"""Of Flash, the shared one included."""
 
 
 @pytest.mark.parametrize("features,k", FLASH)
@@ -70,47 +73,68 @@ def test_bandwidth_bounds_the_time() -> None:
 
 
 class Measured(NamedTuple):
-    """A GEMM's times of all its kernel shapes on an H200, in microseconds."""
+    """A GEMM of a decode step on an H200, with each of its kernel shapes: microseconds a launch that the step takes
+    more than with the shape that was planned then."""
 
     problem: Problem
-    output: Output
     times: dict[KernelShape, float]
+    chosen: KernelShape
 
     @property
-    def chosen(self) -> float:
-        """The time of the chosen shape."""
-        features, k, tokens, groups, _ = astuple(self.problem)
-        return self.times[choose_product(features, k, tokens, groups, self.output, H200_CLUSTERS)]
+    def loss(self) -> float:
+        """What the chosen shape takes more than the best."""
+        return self.times[self.chosen] - min(self.times.values())
+
+
+def measured_gemm(gemm: dict[str, Any], requests: int) -> Measured:
+    """A GEMM of ``launch/results/hopper_step_h200.json``."""
+    features, k, rows, matrices = gemm["features"], gemm["k"], gemm["rows"], gemm["matrices"]
+    output, gated, tile = gemm["output"], gemm["gated"], gemm["tile"]
+    if gemm["kind"] == "experts":
+        pairs = requests * EXPERTS_PER_TOKEN
+        problem = Problem(features * (2 if gated else 1), k, pairs, matrices, is_routed=True)
+        shapes = list(expert_shapes(k, tile, gated, output))
+        chosen = choose_experts(features, k, pairs, matrices, gated, tile, output, H200_CLUSTERS)
+    else:
+        problem = Problem(features, k, rows, matrices)
+        shapes = list(product_shapes(k, rows, output))
+        chosen = choose_product(features, k, rows, matrices, output, H200_CLUSTERS)
+    known = {(shape.token_tile, shape.split_k, shape.ctas_per_sm): shape for shape in shapes}
+    return Measured(problem, {known[tile, split, ctas]: us for tile, split, ctas, us in gemm["us"]}, chosen)
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[Measured]:
-    found = []
-    for gemm in json.loads((ROOT / "launch" / "results" / "hopper_shapes_h200.json").read_text())["gemms"]:
-        problem = Problem(gemm["features"], gemm["k"], gemm["tokens"], gemm["groups"])
-        times = {KernelShape(tile, split, gemm["output"]): us for tile, split, us in gemm["us"]}
-        assert set(times) == set(product_shapes(problem.k, problem.rows, gemm["output"]))
-        found.append(Measured(problem, gemm["output"], times))
-    return found
+    """All but those of 64 requests on one GPU, whose replays differ by more than their shapes do."""
+    steps = json.loads((ROOT / "launch" / "results" / "hopper_step_h200.json").read_text())["steps"]
+    return [
+        measured_gemm(gemm, step["requests"])
+        for step in steps
+        if (step["ranks"], step["requests"]) != (1, 64)
+        for gemm in step["gemms"]
+    ]
 
 
 def test_chosen_shapes_are_near_the_best_measured(measured: list[Measured]) -> None:
-    """All within 10 %, nine of ten within 5 %, 1 % on average."""
-    losses = sorted(gemm.chosen / min(gemm.times.values()) for gemm in measured)
-    assert losses[-1] < 1.10
-    assert losses[len(losses) * 9 // 10] < 1.05
-    assert geometric_mean(losses) < 1.01
+    """Replays of one graph differ by 0.3 us a launch; the best of many shapes seems that much better than it is."""
+    losses = sorted(gemm.loss for gemm in measured)
+    assert losses[-1] < 2.5
+    assert losses[len(losses) * 3 // 4] < 0.7
+    assert mean(losses) < 0.5
 
 
-def test_modelled_times_are_near_the_measured(measured: list[Measured]) -> None:
-    """Half within 7 %, and neither fast nor slow on the whole."""
-    errors = [
-        microseconds(shape, gemm.problem, H200_CLUSTERS) / us - 1
-        for gemm in measured
-        for shape, us in gemm.times.items()
-    ]
-    assert median(map(abs, errors)) < 0.07
-    assert abs(median(errors)) < 0.02
+def test_modelled_differences_are_near_the_measured(measured: list[Measured]) -> None:
+    """Between the best shape and those that take up to 6 us more: half within 1.3 us."""
+    errors = []
+    for gemm in measured:
+        best = min(gemm.times, key=lambda shape: gemm.times[shape])
+        least = microseconds(best, gemm.problem, H200_CLUSTERS)
+        for shape, us in gemm.times.items():
+            if 0 < us - gemm.times[best] < 6:
+                modelled = microseconds(shape, gemm.problem, H200_CLUSTERS) - least
+                errors.append(modelled - (us - gemm.times[best]))
+    assert median(map(abs, errors)) < 1.3
+    assert abs(median(errors)) < 0.3
 
 
 def test_experts_share_a_tile_for_both_products() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, TOKEN_TILES
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import HOPPER_SPLITS, MAX_CTAS, MIN_STAGES, KernelShape, max_split
 from tests.sm90.support.products import entry_of
 from tests.sm100.support.sass import compile_binary
 
@@ -15,6 +15,7 @@ SHAPES = [
     KernelShape(8),
     KernelShape(16),
     KernelShape(16, split_k=8),
+    KernelShape(8, split_k=3, max_ctas=1),
     KernelShape(64, split_k=2),
     KernelShape(256),
     KernelShape(8, gated=True, grouped=True),
@@ -43,13 +44,14 @@ def test_sass(shape: KernelShape) -> None:
 
 def every_shape() -> list[KernelShape]:
     return [
-        KernelShape(tile, split, output, gated, grouped)
+        KernelShape(tile, split, output, gated, grouped, max_ctas=ctas)
         for tile in TOKEN_TILES
-        for split in SPLITS
+        for split in HOPPER_SPLITS
         for output in ("bf16", "fp32")
         for gated in (False, True)
         for grouped in (False, True)
-        if split == 1 or tile <= 32 or (tile == 64 and split == 2)
+        for ctas in range(1, MAX_CTAS + 1)
+        if split <= max_split(tile)
         if tile <= 128 or not grouped
     ]
 
