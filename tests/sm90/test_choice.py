@@ -124,7 +124,8 @@ def test_chosen_shapes_are_near_the_best_measured(measured: list[Measured]) -> N
 
 
 def test_modelled_differences_are_near_the_measured(measured: list[Measured]) -> None:
-    """Between the best shape and those that take up to 6 us more: half within 1.3 us."""
+    """Between the best shape and those that take up to 6 us more: half within 1.3 us, if rather less than measured, as
+    the best of many noisy times is too good."""
     errors = []
     for gemm in measured:
         best = min(gemm.times, key=lambda shape: gemm.times[shape])
@@ -134,7 +135,7 @@ def test_modelled_differences_are_near_the_measured(measured: list[Measured]) ->
                 modelled = microseconds(shape, gemm.problem, H200_CLUSTERS) - least
                 errors.append(modelled - (us - gemm.times[best]))
     assert median(map(abs, errors)) < 1.3
-    assert abs(median(errors)) < 0.3
+    assert -0.7 < median(errors) < 0.1
 
 
 def test_experts_share_a_tile_for_both_products() -> None:
