@@ -14,7 +14,7 @@ import json
 import pkgutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_group
 DECODING, PROMPT = (1, 64), 2048
 CONTEXT = 2500
 """Tokens before a decode pass: more ratio-4 entries than are chosen."""
-FLASH_DECODING, FLASH_PROMPT = (1, 16, 64), 1024
+FLASH_DECODING, FLASH_PROMPT, FLASH_CONTEXT = (1, 16, 64), 1024, 2048
 REPEATS = 5
 REPLAYS = 40
 
@@ -146,10 +146,10 @@ def sections(model: Standalone) -> Iterator[Section]:
 
 
 @torch.no_grad()
-def flash_sections(model: Standalone) -> Iterator[Section]:
+def flash_sections(model: Standalone, decoding: Sequence[int]) -> Iterator[Section]:
     """Decode steps as a whole: weights are too many for L2 to hold them from one step to the next."""
     ours = our_kernels()
-    for requests in FLASH_DECODING:
+    for requests in decoding:
         model.reset()
         for request in range(requests):
             model.extend({request: prompt(FLASH_PROMPT)})
@@ -165,16 +165,22 @@ def tiny_model() -> Standalone:
         return Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
 
 
-def flash_model(layers: int, ranks: int) -> Standalone:
-    """The first layers of Flash with random weights, as the first of ``ranks`` ranks has them; nothing is reduced."""
+def flash_model(
+    layers: int, ranks: int, requests: int = max(FLASH_DECODING), context: int = FLASH_CONTEXT
+) -> Standalone:
+    """The first layers of Flash with random weights, as the first of ``ranks`` ranks has them; nothing is reduced.
+
+    Args:
+        requests: the most of a step. context: the longest of each, for which graphs are laid out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, layers))
         return Standalone(
             verified,
             target=Target.SM90,
             device="cuda",
-            requests=max(FLASH_DECODING),
-            capacity=2048,
+            requests=requests,
+            capacity=context,
             parallel=TensorParallel(0, ranks),
             uniform_experts=True,
         )
@@ -185,17 +191,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--flash", type=int, metavar="LAYERS", help="the first layers of Flash, random weights")
     parser.add_argument("--ranks", type=int, default=2, help="with --flash: as one of so many ranks")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=FLASH_CONTEXT,
+        help="with --flash: tokens that graphs are laid out for; what a long layout costs short requests",
+    )
+    parser.add_argument("--requests", nargs="+", type=int, default=FLASH_DECODING, help="with --flash: of a step")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
-    model = flash_model(arguments.flash, arguments.ranks) if arguments.flash else tiny_model()
+    if arguments.flash:
+        model = flash_model(arguments.flash, arguments.ranks, max(arguments.requests), arguments.context)
+    else:
+        model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}" if arguments.flash else f"tiny, {SHAPES}"
+    what = f"tiny, {SHAPES}"
+    if arguments.flash:
+        what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {arguments.context} tokens"
     print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
-    for section in flash_sections(model) if arguments.flash else sections(model):
+    for section in flash_sections(model, arguments.requests) if arguments.flash else sections(model):
         found.append(section)
         print("\n" + section.text(), flush=True)
     if arguments.json:
