@@ -10,20 +10,19 @@ class Clusters(NamedTuple):
     """For each size of cluster how many run at a time, with a multiprocessor (SM) for each CTA.
 
     SM100's kernels take an SM a CTA, so this depends on the GPU and the size alone. Launched with more clusters, a
-    persistent kernel takes twice as long: the rest begin when the others have ended. An H200 of 132 SMs runs 30
-    clusters of four and 15 of eight.
+    persistent kernel takes twice as long: the rest begin when the others have ended. An H200 of 132 SMs runs 39
+    clusters of three, 30 of four and 15 of eight.
     """
 
     of_one: int
     of_two: int
+    of_three: int
     of_four: int
     of_eight: int
-    of_three: int = 0
-    """0 if it has not been asked; then as many as of four fit."""
 
     def of(self, size: int) -> int:
         """Clusters of 1, 2, 3, 4 or 8 CTAs."""
-        return self[SIZES.index(size)] or self.of_four
+        return self[SIZES.index(size)]
 
     @property
     def multiprocessors(self) -> int:
@@ -32,12 +31,13 @@ class Clusters(NamedTuple):
 
     @classmethod
     def in_gpcs(cls, multiprocessors: Iterable[int]) -> Clusters:
-        """What GPCs with that many SMs run, if a cluster may take any SMs of its GPC."""
+        """What GPCs with that many SMs run, if a cluster may take any SMs of its GPC. Of three it may not: an H200's
+        driver says 39 where this gives 43. SM100's kernels have no clusters of three."""
         gpcs = tuple(multiprocessors)
         return cls(*(sum(count // size for count in gpcs) for size in SIZES))
 
 
-SIZES = (1, 2, 4, 8, 3)
+SIZES = (1, 2, 3, 4, 8)
 """CTAs of a cluster, up to what every GPU runs."""
 B200_GPCS = (20, 18, 18, 18) * 2
 """SMs of a B200's GPCs: an assumption. Each of its two dies has 80 SMs in four GPCs, of which 74 are switched on; among

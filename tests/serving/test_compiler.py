@@ -21,7 +21,7 @@ from nvfp4_sgl.serving import compiler
 from nvfp4_sgl.targets.choose import Target
 
 SETTING = Serving(2, 4096, 16, 1024)
-CLUSTERS = Clusters(132, 66, 31, 15)
+CLUSTERS = Clusters(132, 66, 39, 31, 15)
 
 
 @pytest.fixture

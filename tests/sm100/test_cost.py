@@ -130,9 +130,9 @@ def test_more_work_never_costs_less(shape: KernelShape) -> None:
 
 
 def test_a_cluster_never_spans_gpcs() -> None:
-    assert Clusters.in_gpcs((7, 9)) == (16, 7, 3, 1)
+    assert Clusters.in_gpcs((7, 9)) == (16, 7, 5, 3, 1)
     assert sum(B200_GPCS) == 148 and all(16 <= count <= 20 for count in B200_GPCS)
-    assert B200_CLUSTERS == (148, 74, 34, 16) and B200.multiprocessors == 148
+    assert B200_CLUSTERS == (148, 74, 48, 34, 16) and B200.multiprocessors == 148
     # What an H200 of 132 SMs runs, by some such GPCs.
     h200 = Clusters.in_gpcs((18, 18, 18, 18, 18, 16, 16, 10))
     assert (h200.multiprocessors, h200.of(4), h200.of(8)) == (132, 30, 15)

@@ -18,7 +18,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 
 SHARED = 227 * 1024
-ACTIVE = {1: 132, 2: 66, 4: 30, 8: 15}
+ACTIVE = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15}
 """An H200's."""
 
 
@@ -87,13 +87,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def test_the_driver_is_asked_once_a_device_with_all_shared_memory(fake: Driver) -> None:
     runner = CudaLauncher()
     for _ in range(3):
-        assert runner.clusters(torch.device("cuda", 0)) == Clusters(132, 66, 30, 15)
-    assert fake.asked == [(size, SHARED) for size in (1, 2, 4, 8)]
+        assert runner.clusters(torch.device("cuda", 0)) == Clusters(132, 66, 39, 30, 15)
+    assert fake.asked == [(size, SHARED) for size in (1, 2, 3, 4, 8)]
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert fake.attributes == [(limit, SHARED)]
     assert fake.loaded == []
     runner.clusters(torch.device("cuda", 1))
-    assert len(fake.asked) == 8
+    assert len(fake.asked) == 10
 
 
 @pytest.mark.parametrize("call", ["load", "function", "attribute", "clusters", "device", "shared"])
@@ -108,7 +108,7 @@ def test_a_refusal_is_an_error_and_is_not_remembered(fake: Driver, call: str) ->
 
 def test_a_gpu_without_room_for_a_cluster_is_refused(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACTIVE, 8, 0)
-    with pytest.raises(LaunchError, match=r"room for a cluster of each size .*found \[132, 66, 30, 0\]"):
+    with pytest.raises(LaunchError, match=r"room for a cluster of each size .*found \[132, 66, 39, 30, 0\]"):
         active_clusters(0)
 
 
@@ -132,7 +132,7 @@ def test_a_call_launches_no_more_clusters_than_run_at_a_time() -> None:
     assert call(pairs, 8192, 8192).clusters(B200_CLUSTERS) == 34
     assert call(KernelShape(8), 128 * 200, 8).clusters(B200_CLUSTERS) == 148
     assert call(KernelShape(8), 128 * 20, 8).clusters(B200_CLUSTERS) == 20
-    assert call(KernelShape(8, split_k=8), 128 * 20, 8).clusters(Clusters(132, 66, 30, 15)) == 15
+    assert call(KernelShape(8, split_k=8), 128 * 20, 8).clusters(Clusters(132, 66, 39, 30, 15)) == 15
 
 
 @pytest.mark.skipif(
