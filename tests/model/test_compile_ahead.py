@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.runtime import jit
 
 from nvfp4_sgl import build, cli
 from nvfp4_sgl.build import Serving, needed, with_distinct_layers
@@ -126,6 +127,19 @@ def test_launches_are_noted_and_not_made() -> None:
 
     names = [variant.name for variant in noted(launches)]
     assert len(names) == 2 and len(set(names)) == 1
+
+
+def test_triton_describes_a_variant_once() -> None:
+    """A warm-up launches it some sixty times, and a description takes most of a launch's time."""
+
+    def launches() -> None:
+        for _ in range(3):
+            normalise()
+
+    describe = jit.serialize_specialization_data
+    with mock.patch.object(jit, "serialize_specialization_data", mock.Mock(side_effect=describe)) as described:
+        assert len(noted(launches)) == 1
+    assert described.call_count == 1
 
 
 def test_what_is_loaded_is_noted_and_not_made_either(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
