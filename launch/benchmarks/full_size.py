@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,30 +45,57 @@ CLIENT_SECONDS = 300
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="launch/bench_full", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("engines", nargs="*", default=list(ENGINES), help=f"of {', '.join(ENGINES)}; both by default")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=LAYERS, tokens=256)
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "full_size", help="for logs and results")
+    arguments = parsed(parser, ENGINES)
+    for _ in recorded(arguments, measure):
+        pass
+    return 0
+
+
+def shared_options(
+    prog: str, doc: str | None, servers: Iterable[str], folder: str, *, tp: int, layers: int, tokens: int
+) -> argparse.ArgumentParser:
+    """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
+    parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
+    parser.add_argument("servers", nargs="*", default=list(servers), help=f"of {', '.join(servers)}; both by default")
+    parser.add_argument("--tp", type=int, default=tp)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a request")
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens of its answer")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / folder, help="for logs and results")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--flags", default="", help="further flags of both servers")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, servers: Iterable[str]) -> argparse.Namespace:
+    """The command line's options; those that name another server end the process."""
     arguments = parser.parse_args()
-    if unknown := set(arguments.engines) - set(ENGINES):
-        parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(ENGINES)}")
+    if unknown := set(arguments.servers) - set(servers):
+        parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(servers)}")
+    return arguments
+
+
+Found = dict[str, dict[str, Any]]
+"""What each measurement found, by server and name."""
+
+
+def recorded(
+    arguments: argparse.Namespace, measure: Callable[[str, argparse.Namespace], Iterator[tuple[str, Any]]]
+) -> Iterator[Found]:
+    """Measure the servers and print what is found; after each measurement all of ``report.json`` as it is then."""
     report = arguments.folder / "report.json"
-    found = json.loads(report.read_text()) if report.exists() else {}
-    for engine in arguments.engines:
-        found[engine] = {}
-        for name, value in measure(engine, arguments):
-            found[engine][name] = value
-            print(f"{engine}, {name}: {json.dumps(value)}", flush=True)
+    found: Found = json.loads(report.read_text()) if report.exists() else {}
+    for measured in arguments.servers:
+        found[measured] = {}
+        for name, value in measure(measured, arguments):
+            found[measured][name] = value
+            print(f"{measured}, {name}: {json.dumps(value)}", flush=True)
             report.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+            yield found
 
 
 @contextmanager

@@ -26,7 +26,19 @@ from local_server import server
 
 from benchmarks.client import started
 from benchmarks.flash import write_flash
-from benchmarks.full_size import ADMIN_KEY, CLIENT_SECONDS, FLAGS, ROOT, environment, plugin, served, steady
+from benchmarks.full_size import (
+    ADMIN_KEY,
+    CLIENT_SECONDS,
+    FLAGS,
+    Found,
+    environment,
+    parsed,
+    plugin,
+    recorded,
+    served,
+    shared_options,
+    steady,
+)
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 
 CONTEXTS = {"long": 1 << 20, "short": 1 << 14}
@@ -47,32 +59,15 @@ Measurements = list[tuple[str, Callable[[], Any]]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="launch/bench_long", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("servers", nargs="*", default=list(CONTEXTS), help=f"of {', '.join(CONTEXTS)}; both by default")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="short requests at once")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a short request")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of the answer to a short request")
+    parser = shared_options("launch/bench_long", __doc__, CONTEXTS, "long_context", tp=1, layers=LAYERS, tokens=64)
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="tokens of the long prompts")
     parser.add_argument("--chunk", type=int, help="--chunked-prefill-size; SGLang's default unless given")
     parser.add_argument("--pool", type=int, default=POOL, help=f"--max-total-tokens; {POOL} by default")
     parser.add_argument("--seconds", type=float, default=400, help="limit for each long prompt")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "long_context", help="for logs and results")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--flags", default="", help="further flags of both servers")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.servers) - set(CONTEXTS):
-        parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(CONTEXTS)}")
-    report = arguments.folder / "report.json"
-    found = json.loads(report.read_text()) if report.exists() else {}
-    for name in arguments.servers:
-        found[name] = {}
-        for what, value in measure(name, arguments):
-            found[name][what] = value
-            print(f"{name}, {what}: {json.dumps(value)}", flush=True)
-            report.write_text(json.dumps(found, indent=1) + "\n")
-            report.with_suffix(".md").write_text(markdown(found))
+    arguments = parsed(parser, CONTEXTS)
+    found: Found = {}
+    for found in recorded(arguments, measure):
+        (arguments.folder / "report.md").write_text(markdown(found))
     print(markdown(found), flush=True)
     return 1 if any(is_failed(value) for values in found.values() for value in values.values()) else 0
 
