@@ -37,9 +37,11 @@ from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
+from nvfp4_sgl.triton_kernels.attention import tiling
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.pool import last_row, last_slot
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
+from nvfp4_sgl.triton_kernels.indexer import scores
 from tests.sm100.emulator.host import runtime_library
 from tests.support import on_import
 
@@ -237,11 +239,16 @@ def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tilings_are_those_of_the_gpu_assumed() -> None:
+    prefill = mock.Mock(is_decode=False)
     with ahead.targeting(100, 148):
         assert chip.processors(torch.device("cpu")) == 148
         assert not chip.is_before_blackwell()
+        assert scores.default_tiling(prefill) == scores.PREFILL
+        assert tiling.default_tiling(64, packed=True) == tiling.BLACKWELL
     with ahead.targeting(90, 132):
         assert chip.is_before_blackwell()
+        assert scores.default_tiling(prefill) == scores.HOPPER_PREFILL
+        assert tiling.default_tiling(64, packed=True) == tiling.HOPPER
     assert chip.processors(torch.device("cpu")) == 1
 
 
