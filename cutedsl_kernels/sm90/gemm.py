@@ -28,7 +28,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -41,19 +41,13 @@ from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
 from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
-from .expand import expand_half
-from .fp8_expand import expand_fp8_half
 from .layout import TILE_K, TILE_ROWS
 from .load import StageLoads
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
-from .weights import WeightLoad, load_fp8_half, load_half
+from .warp_sums import WarpSums
+from .warpgroup_sums import WarpgroupSums
+from .weights import WeightLoad
 
-HALF_STEPS = TILE_K // 16 // 2
-"""Steps of 16 of half a stage: one group of wgmmas."""
-LOAD_HALF = {"nvfp4": load_half, "fp8": load_fp8_half}
-"""How a lane's part of half a tile is loaded, by how weights are stored."""
-EXPAND_HALF = {"nvfp4": expand_half, "fp8": expand_fp8_half}
-"""How that becomes A fragments."""
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
@@ -213,14 +207,15 @@ class W4A16Gemm(Gemm):
 
     @cute.jit
     def _multiply(self, storage, mma, ring, schedule, total, epilogue, reduction, warp, work):
-        """A warp of a warpgroup that multiplies."""
-        shape, k_begin = self.shape, work.k_begin
-        part = mma.get_slice(0)
-        b = part.make_fragment_B(part.partition_B(self._tokens(storage)))
-        values = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, shape.token_tile)), Float32)
-        fragment = mma.partition_shape_A((WARPGROUP_ROWS, HALF_STEPS * 16))
-        halves = [cute.make_rmem_tensor(fragment, BFloat16) for _ in range(2)]
+        """A warp that multiplies."""
+        shape = self.shape
         weights = storage.weights.data_ptr()
+        products: Any
+        if cutlass.const_expr(shape.multiplies_by_warp):
+            products = WarpSums(shape, ring, weights, storage.tokens.data_ptr().toint(), warp)
+        else:
+            products = WarpgroupSums(shape, ring, weights, self._tokens(storage), warp, mma)
+        values = cute.make_rmem_tensor((shape.token_tile // 2,), Float32)
         if cutlass.const_expr(not shape.grouped):
             # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
             cute.arch.griddepcontrol_wait()
@@ -230,23 +225,7 @@ class W4A16Gemm(Gemm):
         while tile < total:
             feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
             factors = epilogue.factors(feature_tile, weight_group)
-            released = position.index
-            for k_tile in cutlass.range(k_begin, work.k_end, unroll=1):
-                ring.wait_full(position)
-                staged = weights + position.index * shape.tile_bytes
-                loaded = [self._load(staged, warp, half) for half in range(2)]
-                for half in cutlass.range_constexpr(2):
-                    # Beside the other half's wgmmas. ptxas serialises all of them if any outlive the next fence.
-                    self._expand(loaded[half], halves[half])
-                    warpgroup.wait_group(0)
-                    self._issue(mma, values, halves[half], b, half, position.index, k_tile != k_begin)
-                    if cutlass.const_expr(half == 0):
-                        if k_tile > k_begin:
-                            self._release(ring, released)
-                        released = position.index
-                position.advance()
-            warpgroup.wait_group(0)
-            self._release(ring, released)
+            position = products.add_up(values, position, work.k_begin, work.k_end)
             where = feature_tile, token_tile, token_group, inside
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(
@@ -263,34 +242,6 @@ class W4A16Gemm(Gemm):
         """This thread's values of a chunk of tokens: they are in the order of tokens."""
         count = self.shape.chunk_values
         return cute.make_tensor(values.iterator + chunk * count, cute.make_layout(count))
-
-    def _load(self, staged: Any, warp: EpilogueWarp, half: int) -> Any:
-        """This lane's part of half a staged tile of weights."""
-        return LOAD_HALF[self.shape.weights](staged, warp.index, warp.lane, half)
-
-    def _expand(self, loaded: Any, registers: cute.Tensor) -> None:
-        """Half a stage's weights, as A fragments of four steps."""
-        words = cute.recast_tensor(registers, Uint32)
-        for i, value in enumerate(EXPAND_HALF[self.shape.weights](loaded)):
-            words[i] = value
-
-    def _issue(self, mma: Any, values: Any, registers: Any, b: Any, half: int, stage: Any, is_later: Any) -> None:
-        """A group of wgmmas: half a stage. A tile's first one sets the sums."""
-        warpgroup.fence()
-        # An atom of its own, since its state must not leave the loop.
-        atom = cute.make_mma_atom(mma.op)
-        for step in range(HALF_STEPS):
-            atom.set(warpgroup.Field.ACCUMULATE, True if half or step else is_later)
-            k = half * HALF_STEPS + step
-            cute.gemm(atom, values, registers[None, None, step], b[None, None, k, stage], values)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def _release(self, ring, index):
-        """The load warp may fill the stage again: this warp has read it."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.empty + index)
 
     @cute.jit
     def _reduce(self, values, epilogue, reduction, factors, where, phase, is_later, is_followed):

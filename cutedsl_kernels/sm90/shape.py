@@ -41,6 +41,8 @@ CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 """Registers of a thread of the widest kernel, whose sums alone take 128; a multiple of 8 each."""
 THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
 """The widest token tiles whose kernels' registers and shared memory let three CTAs, or two, share an SM."""
+WARP_MMA_MAX_TILE = 16
+"""The widest token tile that warps multiply by mma.sync (warp_sums.py)."""
 SM_REGISTERS = 65536
 EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
 """Token tiles of kernels for experts: a wider one would pad more than it saves."""
@@ -110,6 +112,11 @@ class KernelShape(GemmShape):
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return self.split_k
+
+    @property
+    def multiplies_by_warp(self) -> bool:
+        """Whether each warp multiplies by itself, with mma.sync, rather than a warpgroup with wgmma."""
+        return self.token_tile <= WARP_MMA_MAX_TILE
 
     @property
     def reallocates(self) -> bool:

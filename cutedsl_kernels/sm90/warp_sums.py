@@ -1,0 +1,120 @@
+"""Sums over K by mma.sync, for few tokens: every warp multiplies its 16 rows by itself.
+
+wgmma takes as long for 8 tokens as for 64, and a warpgroup must wait for a group of them before it may overwrite the
+registers that they read. mma.sync m16n8k16 takes the same fragments of 16 rows (layout.py), so the expansion is the
+same; tokens are loaded as fragments, too, and what follows is ordinary register arithmetic that the scheduler overlaps.
+A stage is released as soon as it is in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common.fixed import Fixed
+from ..common.fragment import EpilogueWarp
+from ..common.ring import Ring
+from .layout import TILE_K
+from .shape import KernelShape
+from .stage import expanded, load_stage_half, release
+
+SWIZZLED_BYTES = 128
+"""A row of staged tokens: 64 of K, whose units of 16 bytes are swizzled by the token's number."""
+STEPS = TILE_K // 16
+"""Of 16 of K, of a stage. One ldmatrix loads a pair of them."""
+
+
+@dataclass(frozen=True)
+class WarpSums(Fixed):
+    """One warp's sums.
+
+    Attributes:
+        weights: shared pointer to the stages' tiles. tokens: shared address of the stages' tokens.
+    """
+
+    shape: KernelShape
+    ring: Ring
+    weights: Any
+    tokens: Any
+    warp: EpilogueWarp
+
+    @property
+    def chains(self) -> int:
+        """Sums that a value is divided into, so that one multiplication need not wait for the one before."""
+        return 2 if self.shape.token_tile == 8 else 1
+
+    @cute.jit
+    def add_up(self, values: cute.Tensor, position: Any, k_begin: Int32, k_end: Int32):
+        """Set ``values`` to the sums over a tile's stages; returns the ring's position behind them."""
+        shape = self.shape
+        sums = [cute.make_rmem_tensor((shape.token_tile // 2,), Float32) for _ in range(self.chains)]
+        for chain in cutlass.range_constexpr(self.chains):
+            sums[chain].fill(0.0)
+        places = self._places()
+        for _ in cutlass.range(k_begin, k_end, unroll=1):
+            self.ring.wait_full(position)
+            staged = self.weights + position.index * shape.tile_bytes
+            loaded = [load_stage_half(shape, staged, self.warp, half) for half in range(2)]
+            tokens = self._load_tokens(places, position.index * shape.token_bytes)
+            release(self.ring, position.index)
+            for half in cutlass.range_constexpr(2):
+                self._multiply(loaded[half], tokens, half, sums)
+            position.advance()
+        for i in cutlass.range_constexpr(shape.token_tile // 2):
+            values[i] = sums[0][i] + sums[1][i] if self.chains > 1 else sums[0][i]
+        return position
+
+    def _places(self) -> tuple[Any, Any]:
+        """Where this lane's row of a matrix lies in the first stage, of even pairs of steps and of odd ones.
+
+        Lane 8 i + t gives the address of token t of matrix i.
+        """
+        token = self.warp.lane % 8
+        unit = (self.warp.lane // 8) ^ token
+        row = self.tokens + token * SWIZZLED_BYTES
+        return row + unit * 16, row + (unit ^ 4) * 16
+
+    def _load_tokens(self, places: tuple[Any, Any], stage: Any) -> list[list[Any]]:
+        """For each step of a stage the B fragments of its groups of 8 tokens, two registers each."""
+        steps: list[list[Any]] = [[] for _ in range(STEPS)]
+        for pair in range(STEPS // 2):
+            half = pair // 2 * self.shape.token_tile
+            for group in range(self.shape.token_tile // 8):
+                found = _load_matrices(places[pair % 2] + stage + (half + group * 8) * SWIZZLED_BYTES)
+                steps[2 * pair].append(found[:2])
+                steps[2 * pair + 1].append(found[2:])
+        return steps
+
+    def _multiply(self, loaded: Any, tokens: list[list[Any]], half: int, sums: list[cute.Tensor]) -> None:
+        """Add the products of half a stage."""
+        registers = expanded(self.shape, loaded)
+        for step in range(STEPS // 2):
+            k = half * (STEPS // 2) + step
+            for group, fragment in enumerate(tokens[k]):
+                _multiply_add(sums[k % self.chains], 4 * group, registers[4 * step : 4 * step + 4], fragment)
+
+
+def _load_matrices(place: Any) -> tuple[Any, ...]:
+    """The B fragments of two steps: of each step two registers."""
+    found: tuple[Any, ...] = cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Uint32(place)],
+    )
+    return found
+
+
+def _multiply_add(sums: Any, first: int, a: Any, b: Any) -> None:
+    """Add a step's products to four sums from ``first`` on."""
+    found = cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
+        " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *(sums[first + i] for i in range(4))],
+    )
+    for i in range(4):
+        sums[first + i] = found[i]
