@@ -21,45 +21,55 @@ MODES = {
     "stores starved": Options("starved", 3, "tma_store"),
     "tensor core starved": Options("starved", 4, "tensor"),
 }
-SMALL = ProductCase(KernelShape(8), tokens=8, features=16, k=192)
+CASES = {
+    "warps": ProductCase(KernelShape(8), tokens=8, features=16, k=192),
+    "warpgroups": ProductCase(KernelShape(32), tokens=8, features=16, k=192),
+}
+"""By what multiplies: warps with mma.sync, or warpgroups with wgmma."""
 
 
+@pytest.mark.parametrize("by", CASES)
 @pytest.mark.parametrize("mode", list(MODES)[1:])
-def test_results_do_not_depend_on_timing(mode: str) -> None:
-    SMALL.check(MODES[mode])
+def test_results_do_not_depend_on_timing(mode: str, by: str) -> None:
+    CASES[by].check(MODES[mode])
 
 
-def survives(mutant: Compiled) -> bool:
+def survives(mutant: Compiled, case: ProductCase) -> bool:
     """Whether a mutant passes in every mode."""
     for options in MODES.values():
         try:
-            SMALL.check(options, compiled=mutant)
+            case.check(options, compiled=mutant)
         except (EmulatorError, AssertionError):
             return False
     return True
 
 
 DROPPED = {
-    "proxy fence before the store": (r"fence\.proxy\.async", 1),
-    "fences before wgmmas": (r"wgmma\.fence", 2),
-    "waits for wgmmas": (r"wgmma\.wait_group", 3),
-    "announced bytes, first pass": (r"mbarrier\.arrive\.expect_tx", 1),
-    "bulk copies of weights, first pass": (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier", 1),
+    "proxy fence before the store": ("warps", r"fence\.proxy\.async", 1),
+    "fences before wgmmas": ("warpgroups", r"wgmma\.fence", 2),
+    "waits for wgmmas": ("warpgroups", r"wgmma\.wait_group", 3),
+    "announced bytes, first pass": ("warps", r"mbarrier\.arrive\.expect_tx", 1),
+    "bulk copies of weights, first pass": ("warps", r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier", 1),
+    "loads of tokens": ("warps", r"ldmatrix\.", 4),
+    "multiplications": ("warps", r"mma\.sync", 8),
 }
 
 
 @pytest.mark.parametrize("what", DROPPED)
 def test_every_dropped_instruction_is_noticed(what: str) -> None:
     """The first ones of a kind, one after the other: those that a single pass over the ring executes."""
-    pattern, count = DROPPED[what]
-    mutants = list(without_each(compile_shape(SMALL.shape), pattern))[:count]
+    by, pattern, count = DROPPED[what]
+    case = CASES[by]
+    mutants = list(without_each(compile_shape(case.shape), pattern))[:count]
     assert len(mutants) == count
-    assert [where for where, mutant in mutants if survives(mutant)] == []
+    assert [where for where, mutant in mutants if survives(mutant, case)] == []
 
 
-def test_a_dropped_wait_for_operands_is_noticed() -> None:
-    compiled = compile_shape(SMALL.shape)
+@pytest.mark.parametrize("by", CASES)
+def test_a_dropped_wait_for_operands_is_noticed(by: str) -> None:
+    case = CASES[by]
+    compiled = compile_shape(case.shape)
     found = re.search(r"(mbarrier\.try_wait\.parity[^;]* (\w+), \[[^;]*;)", compiled.ptx)
     assert found is not None
     ptx = f"{compiled.ptx[: found.end()]} mov.pred {found.group(2)}, -1;{compiled.ptx[found.end() :]}"
-    assert not survives(Compiled(compiled.function, ptx))
+    assert not survives(Compiled(compiled.function, ptx), case)

@@ -30,8 +30,14 @@ def test_sass(shape: KernelShape) -> None:
     """The loop's instructions, and registers that let as many CTAs share an SM as the shape promises."""
     entry = entry_of(shape)
     binary = compile_binary("sm_90a", entry, *entry.example())
-    assert binary.count("HGMMA") == 8, "a stage of 128 of K"
-    assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
+    if shape.multiplies_by_warp:
+        groups = shape.token_tile // 8
+        assert binary.count("HMMA") == 8 * groups, "a stage of 128 of K"
+        assert binary.count("LDSM") == 4 * groups, "two steps each"
+        assert binary.count("HGMMA") == 0
+    else:
+        assert binary.count("HGMMA") == 8, "a stage of 128 of K"
+        assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
     assert binary.count("HMUL2.BF16") == 32, "64 weights a thread, two at a time"
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
     assert binary.registers <= shape.max_registers
