@@ -27,6 +27,8 @@ BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
 """Seconds for a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
 USAGE_ERROR = 2
+PAIR = 2
+"""GPUs of the step ``pair``."""
 EMULATED_NOTE = (
     "EMULATED: no GPU is used. The PTX of SM100's kernels is executed by tests/sm100/emulator on the CPU;"
     " it shows what the code computes, not that a GPU computes the same."
@@ -59,6 +61,15 @@ def gpu_name() -> str:
     return done.stdout.strip()
 
 
+def gpu_names() -> list[str]:
+    """All GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; asked by a process of its own."""
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=QUERY_SECONDS)
+    count = int(done.stdout) if done.stdout.strip().isdigit() else 1
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] or [str(number) for number in range(count)]
+
+
 def capability() -> tuple[int, int] | None:
     """Compute capability of the first GPU, asked by a process of its own; ``None`` if there is none."""
     code = "import torch; print(*torch.cuda.get_device_capability() if torch.cuda.is_available() else ())"
@@ -73,12 +84,18 @@ def hopper(what: str, rest: Sequence[str], *, again: bool) -> int:
         return unknown(what, hopper_parts.STEPS)
     files = [argument for argument in rest if argument.endswith(".py")]
     more = [argument for argument in rest if argument not in files]
+    gpus = gpu_names()
+    if what == "pair" and len(gpus) < PAIR:
+        print(f"check_gpu: pair needs two GPUs, this machine shows {len(gpus)}", file=sys.stderr)
+        return USAGE_ERROR
     chosen = hopper_parts.parts(hopper_parts.STEPS if what == "all" else [what])
+    if len(gpus) < PAIR:
+        chosen = [part for part in chosen if part.gpus < PAIR]
     if files:
         chosen = [part for part in chosen if part.file in files]
         if missing := set(files) - {part.file for part in chosen}:
             return unknown(" ".join(sorted(missing)), [part.file for part in hopper_parts.parts([what])])
-    return hopper_parts.run(chosen, gpu_name(), again=again, more=(*extra_arguments(), *more))
+    return hopper_parts.run(chosen, gpu_name(), gpus, again=again, more=(*extra_arguments(), *more))
 
 
 def unknown(what: str, known: Sequence[str]) -> int:

@@ -64,7 +64,8 @@ def _nan_logits(model):
 
 def _lost_share(model):
     """The second rank adds nothing to the experts of the third layer. For passes without CUDA graphs."""
-    forward, all_reduce, sums = model.DeepseekV4ForCausalLM.forward, model.all_reduce, []
+    forward, all_reduce = model.DeepseekV4ForCausalLM.forward, model.all_reduce
+    sums: list = []
 
     def forward_counted(self, *args, **kwargs):
         sums.clear()
