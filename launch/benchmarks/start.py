@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 STAGES = ("config", "memory", "weights", "warm-up", "ready")
-STAGE = re.compile(r"^\[(?P<at>[\d-]+ [\d:]+)[^\]]*\] .*?nvfp4_sgl: (?P<name>[a-z-]+): (?P<words>.*)$", re.MULTILINE)
+STAGE = re.compile(r"^\[(?P<at>[\d-]+ [\d:]+)[^\]]*\] nvfp4_sgl: (?P<name>[a-z-]+): (?P<words>.*)$", re.MULTILINE)
 SECONDS = re.compile(r"([\d.]+) s(?: since the start of this process)?$")
 COMPILED = re.compile(r"(compil(?:ed|ing) .*(?:processor time|processes).*)$", re.MULTILINE)
 
@@ -33,6 +33,6 @@ def after_weights(log: str, ready: float) -> float | None:
 
 def described(log: Path, ready: float) -> dict[str, Any]:
     """``ready after weights``, the seconds of the stages, and what was compiled, of a server ready at ``ready``."""
-    text = log.read_text(errors="replace")
+    text = log.read_text(errors="replace") if log.exists() else ""
     compiled = COMPILED.findall(text)
     return {"ready after weights": after_weights(text, ready), "stages": stages(text), "compiled": compiled}

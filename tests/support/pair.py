@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 
+import torch
+
 from tests.support.bf16_logprobs import prompt
 from tests.support.scored import Scored, Yardstick, differences, is_within
 from tests.support.server import Server, wait_for_none
@@ -65,6 +67,8 @@ class Servers:
         self._launch("two", "--tp-size", "2", "--chunked-prefill-size", str(CHUNK))
 
     def _second(self) -> None:
+        if "eager" in self._launched:
+            return
         self.two.wait_ready()
         fault = {"PYTHONPATH": str(FAULTS), "PLANTED_FAULT": "share"}
         flags = ("--tp-size", "2", "--chunked-prefill-size", str(CHUNK), "--disable-cuda-graph")
@@ -114,11 +118,12 @@ def check_agreement(one: list[Scored], two: list[Scored], yardstick: Yardstick) 
     """Two ranks and one, prompts and answers apart."""
     bounds = yardstick.bounds()
     answers = [scored.differences(other)[length - 1 :] for scored, other, length in zip(two, one, LENGTHS, strict=True)]
-    decoded = sum(map(len, answers))
+    decoded = torch.cat(answers)
     print("tokens that both answered:", [len(values) for values in answers])
     assert is_within(differences(two, one), bounds, "two ranks and one, all tokens")
-    assert decoded >= LEAST_DECODED
-    assert max(float(values.max()) for values in answers if len(values)) <= 20 * float(bounds[1])
+    assert len(decoded) >= LEAST_DECODED
+    # Few values scatter: twice the bound, of which a broken share exceeds ten times.
+    assert is_within(decoded, 2 * bounds, "two ranks and one, answers")
 
 
 def check_broken_share_is_seen(one: list[Scored], broken: list[Scored], yardstick: Yardstick) -> None:
