@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument(
         "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
     )
-    parser.add_argument("--gpu-memory", type=int, default=64, help="MiB that the GPU's may grow (default: 64)")
+    parser.add_argument("--gpu-memory", type=int, default=128, help="MiB that the GPU's may grow (default: 128)")
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()

@@ -17,5 +17,5 @@ def test_a_crowd(tmp_path: Path):
     (target,) = native.targets()
     checkpoint = native.write_checkpoint(target, tmp_path / "tiny", seed=3, **SHAPES)
     with Server.launch(checkpoint, *FLAGS, *crowd.FLAGS, log=tmp_path / "log") as server:
-        crowd.check(server.wait_ready())
+        crowd.check(server.wait_ready(), crowd.ON_GPU)
         assert "cuda graph: True" in server.text()

@@ -66,4 +66,4 @@ def test_an_idle_rank_killed_ends_the_server(servers: Servers, place: Place) -> 
 
 
 def test_a_crowd(serve: Callable[..., Server], checkpoint: Path) -> None:
-    crowd.check(serve(checkpoint, *crowd.FLAGS), tolerance=1e-4)
+    crowd.check(serve(checkpoint, *crowd.FLAGS), crowd.ON_CPU, tolerance=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.given_up import Plan, check_nothing_is_left
@@ -21,11 +22,26 @@ FLAGS = (
 """A page of 256 tokens for each of 64 requests, whose answers need a second; the scheduler hopes that they will not."""
 
 
-def draw(number: int, rng: random.Random) -> Plan:
+@dataclass(frozen=True)
+class Pace:
+    """How long requests are, by how fast a server is: with few tokens at a time in use nothing is ever retracted.
+
+    Attributes:
+        tokens: of answers, up to twice as many of those that are given up. patience: seconds until they are, at most.
+    """
+
+    tokens: int
+    patience: float
+
+
+ON_GPU, ON_CPU = Pace(600, 1.5), Pace(160, 4.0)
+
+
+def draw(number: int, rng: random.Random, pace: Pace) -> Plan:
     """A request whose prompt fits a page, and which with its answer does not; half of them are given up."""
     end = rng.choice(["finish", "finish", "hang up", "abort"])
-    patience = rng.uniform(0, 4)
-    tokens = rng.randint(80, 160) if end == "finish" else rng.randint(200, 400)
+    patience = rng.uniform(0, pace.patience)
+    tokens = rng.randint(pace.tokens // 2, pace.tokens) * (1 if end == "finish" else 2)
     extra: dict[str, Any] = rng.choice([{}, {}, {}, {"n": 2}])
     return Plan(f"crowd-{number}", draw_ids(rng.randint(150, 250), 5000 + number, 512), tokens, end, patience, extra)
 
@@ -36,11 +52,11 @@ def retractions(log: str) -> int:
     return sum(map(int, found))
 
 
-def check(server: Server, tolerance: float = 0.0) -> None:
+def check(server: Server, pace: Pace, tolerance: float = 0.0) -> None:
     """Every request ends as planned, some having been retracted; the answers of before are those of after."""
     before = outputs(server)
     rng = random.Random(11)
-    plans = [draw(number, rng) for number in range(REQUESTS)]
+    plans = [draw(number, rng, pace) for number in range(REQUESTS)]
     with ThreadPoolExecutor(CONCURRENCY) as threads:
         outcomes = list(threads.map(lambda plan: plan.run(server), plans))
     retracted = retractions(server.text())
