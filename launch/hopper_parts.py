@@ -146,14 +146,35 @@ def fingerprint(how: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def kept(part: Part, code: str) -> Result | None:
-    """What the part came to with this code, if it passed."""
+def last(part: Part) -> Result | None:
+    """What the part came to when it last ran, with whatever code."""
     try:
         held = json.loads((RESULTS / f"{part.name}.json").read_text())
-        result = Result(**{**held, "failures": tuple(held["failures"])})
+        return Result(**{**held, "failures": tuple(held["failures"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return result if result.verdict == "passed" and result.fingerprint == code else None
+
+
+def kept(part: Part, code: str) -> Result | None:
+    """What the part came to with this code, if it passed."""
+    result = last(part)
+    return result if result is not None and result.verdict == "passed" and result.fingerprint == code else None
+
+
+def report(chosen: Sequence[Part]) -> int:
+    """Sum up what parts came to when they last ran; 1 if one has not passed, or not run. Needs no GPU."""
+    results = [result for part in chosen if (result := last(part)) is not None]
+    codes = sorted({result.fingerprint for result in results})
+    for code in codes:
+        print(f"with code and GPU {code}:")
+        for result in results:
+            if result.fingerprint == code:
+                print(f"    {result.line()}")
+    bad = summed_up(results)
+    missing = [part.name for part in chosen if last(part) is None]
+    if missing:
+        print(f"not run: {', '.join(missing)}")
+    return 1 if bad or missing or len(codes) > 1 else 0
 
 
 def run_part(

@@ -299,6 +299,20 @@ def test_programs_get_gpus_of_their_own_and_say_what_they_found(
     assert "2 of which have passed before" in capsys.readouterr().out
 
 
+def test_a_report_merges_what_ran_at_different_times(results: Path, capsys: Any):
+    good, bad = part_of(results, "good", "def test_a(): pass\n"), part_of(results, "bad", "def test_b(): assert 0\n")
+    never = part_of(results, "never", "")
+    hopper_parts.run([good], "a GPU")
+    hopper_parts.run([bad], "a GPU")
+    capsys.readouterr()
+    assert hopper_parts.report([good, bad, never]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 parts passed: 1 tests passed" in said and "not run: kernels-test_never" in said
+    assert "kernels-test_good: passed, 1 passed" in said and "NOT PASSED  kernels-test_bad" in said
+    assert hopper_parts.report([good]) == 0
+    assert check_gpu.main(["--report", "kernels", "tests/triton/test_rope.py"]) == 1
+
+
 def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hopper_parts, "ROOT", results)
     (results / "tests").mkdir()
