@@ -14,6 +14,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -265,7 +266,7 @@ def soak(client: Client, seconds: float, concurrency: int) -> None:
                 time.sleep(0.5)
             done += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(concurrency)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(concurrency)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -334,6 +335,7 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped
     flags = ["--admin-api-key", ADMIN_KEY, *(served_on(arguments.gpu) if arguments.gpu else [])]
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:
         checkpoint = arguments.checkpoint
