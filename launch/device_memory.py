@@ -1,10 +1,11 @@
-"""GPU memory in use, as nvidia-smi says: of all processes, so it also sees what an allocator does not know of."""
+"""GPU memory in use, as nvidia-smi says: it also sees what an allocator does not know of."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import threading
+from collections.abc import Collection
 
 SAMPLE_SECONDS = 0.5
 QUERY_SECONDS = 20
@@ -12,13 +13,27 @@ QUERY_SECONDS = 20
 
 def used(gpus: str = "") -> int | None:
     """MiB in use on ``gpus``, numbers between commas, or on all; ``None`` where there is no nvidia-smi."""
-    chosen = ["-i", gpus] if gpus else []
-    command = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
-        return sum(int(line) for line in text.split())
+        return sum(int(line) for line in _asked(gpus, "--query-gpu=memory.used"))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def used_by(processes: Collection[int], gpus: str = "") -> int | None:
+    """MiB that these processes have in use on ``gpus``; ``None`` if nvidia-smi knows none, as in most containers."""
+    try:
+        rows = [line.split(",") for line in _asked(gpus, "--query-compute-apps=pid,used_memory")]
+        found = [int(size) for process, size in rows if int(process) in processes]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return sum(found) if found else None
+
+
+def _asked(gpus: str, query: str) -> list[str]:
+    chosen = ["-i", gpus] if gpus else []
+    command = ["nvidia-smi", *chosen, query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
+    return [line for line in done.stdout.splitlines() if line.strip()]
 
 
 class DeviceMemory:

@@ -223,18 +223,26 @@ class Record:
 
     Attributes:
         rows: minutes since the start, the host's and the GPU's.
+        whose: of the GPU's memory: this test's processes where nvidia-smi knows them, else all.
     """
 
     def __init__(self, gpu: str | None) -> None:
         self.rows: list[tuple[float, int, int | None]] = []
         self._gpu, self._start, self._over = gpu, time.monotonic(), threading.Event()
+        own = None if gpu is None else device_memory.used_by(descendants(os.getpid()), gpu)
+        self.whose = "all processes" if own is None else "the server"
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def look(self) -> tuple[float, int, int | None]:
         """Now."""
-        on_gpu = None if self._gpu is None else device_memory.used(self._gpu)
-        self.rows.append((round((time.monotonic() - self._start) / 60, 2), memory(), on_gpu))
-        return self.rows[-1]
+        on_gpu = None
+        if self._gpu is not None and self.whose == "the server":
+            on_gpu = device_memory.used_by(descendants(os.getpid()), self._gpu)
+        elif self._gpu is not None:
+            on_gpu = device_memory.used(self._gpu)
+        row = (round((time.monotonic() - self._start) / 60, 2), memory(), on_gpu)
+        self.rows.append(row)
+        return row
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_SECONDS):
@@ -304,7 +312,8 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
     print(f"  probe: ids {'equal' if before[0] == after[0] else 'CHANGED'}, log-probabilities within {difference:.1e}")
     print(f"  private memory: {start[1]} MiB after {warm_up:g} minutes, {end[1]} MiB at the end")
     if arguments.gpu is not None:
-        print(f"  memory of GPU {arguments.gpu}: {start[2]} MiB after {warm_up:g} minutes, {end[2]} MiB at the end")
+        spans = f"{start[2]} MiB after {warm_up:g} minutes, {end[2]} MiB at the end"
+        print(f"  GPU {arguments.gpu}, memory of {record.whose}: {spans}")
     print(f"  minutes, private MiB, GPU MiB: {json.dumps(record.rows)}")
     for fault in client.faults[:10]:
         print(f"  FAULT {fault}")

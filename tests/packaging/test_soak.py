@@ -32,6 +32,38 @@ def test_a_regular_expression_may_end_an_answer() -> None:
     assert not Request("answered", body=regex).is_whole(answer(7, "length"))
 
 
+SMI = """#!/bin/sh
+[ "$4" = --format=csv,noheader,nounits ] || exit 4
+case "$1 $2 $3" in
+  "-i 1 --query-gpu=memory.used") echo 700 ;;
+  "-i 0,1 --query-gpu=memory.used") echo 600; echo 700 ;;
+  "-i 1 --query-compute-apps=pid,used_memory") echo "11, 40"; echo "12, 50"; echo "13, 9" ;;
+  *) exit 3 ;;
+esac
+"""
+
+
+def test_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that nvidia-smi knows, or of all; nothing where there is none."""
+    import device_memory
+    import soak
+
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert (device_memory.used("1"), device_memory.used("0,1"), device_memory.used("7")) == (700, 1300, None)
+    assert (device_memory.used_by([11, 12, 99], "1"), device_memory.used_by([99], "1")) == (90, None)
+    monkeypatch.setattr(soak, "descendants", lambda root: [13])
+    own = soak.Record("1")
+    assert own.whose == "the server" and own.look()[2] == 9
+    monkeypatch.setattr(soak, "descendants", lambda root: [99])
+    everybody = soak.Record("1")
+    assert everybody.whose == "all processes" and everybody.look()[2] == 700
+    assert soak.Record(None).look()[2] is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert device_memory.used("1") is None and device_memory.used_by([11], "1") is None
+
+
 def test_what_is_drawn() -> None:
     """All kinds, within bounds, and in words that tell what was asked."""
     from soak import draw
