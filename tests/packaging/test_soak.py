@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import random
 import sys
@@ -78,3 +80,35 @@ def test_what_is_drawn() -> None:
             continue
         assert 1 <= len(request.body["input_ids"]) <= 1024 and max(request.body["input_ids"]) < 500
         assert request.body["stream"] == bool(request.seconds) and json.dumps(request.body)
+
+
+class QuietClient:
+    """A server of which nothing is asked."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.ended, self.faults = collections.Counter(answered=3), list[str]()
+
+    def probe(self) -> tuple[list[int], list[float]]:
+        return [1, 2], [-0.5, -0.25]
+
+    def used(self) -> dict[str, int]:
+        return {"full": 0}
+
+    def command(self, path: str, **fields: Any) -> None:
+        assert path == "/flush_cache"
+
+
+@pytest.mark.parametrize(("grown", "last"), [(64, "pass: 3 requests in 0 minutes"), (200, "FAIL: GPU memory; 3 ")])
+def test_growth_on_the_gpu_fails(grown: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import soak
+
+    used = iter((700, 700 + grown))
+    monkeypatch.setattr(soak, "Client", QuietClient)
+    monkeypatch.setattr(soak, "soak", lambda *_: None)
+    monkeypatch.setattr(soak.device_memory, "used_by", lambda processes, gpu: None)
+    monkeypatch.setattr(soak.device_memory, "used", lambda gpu: next(used))
+    given = argparse.Namespace(minutes=0, concurrency=2, memory=200, gpu="0", gpu_memory=128)
+    assert soak.run("http://127.0.0.1:1", given, 512) == (grown == 64)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith(last)
+    assert any(f"GPU 0, memory of all processes: 700 MiB after 0 minutes, {700 + grown} MiB" in line for line in said)
