@@ -27,6 +27,8 @@ BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
 """Seconds for a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
 USAGE_ERROR = 2
+PAIR = 2
+"""GPUs of the step ``pair``."""
 EMULATED_NOTE = (
     "EMULATED: no GPU is used. The PTX of SM100's kernels is executed by tests/sm100/emulator on the CPU;"
     " it shows what the code computes, not that a GPU computes the same."
@@ -38,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulated", action="store_true", help="the numeric part of first light on the CPU; no GPU")
     parser.add_argument("--output", type=Path, help="where first light puts its folder (default: build/first_light)")
     parser.add_argument("--again", action="store_true", help="on Hopper: also what has passed with this code")
+    parser.add_argument("--report", action="store_true", help="of Hopper's parts, what they came to; runs nothing")
     parser.add_argument("what", nargs="?", default="all", help="one step instead of all")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="for pytest; of memcheck and racecheck, files of tests/")
     args = parser.parse_args(arguments)
     if args.emulated:
         return first_light(EMULATED, args.what, args.rest, args.output, note=EMULATED_NOTE)
+    if args.report:
+        return hopper(args.what, args.rest, again=False, only_report=True)
     found = capability()
     if found is None:
         print("check_gpu: no CUDA device here; launch/check_gpu --emulated needs none", file=sys.stderr)
@@ -59,6 +64,15 @@ def gpu_name() -> str:
     return done.stdout.strip()
 
 
+def gpu_names() -> list[str]:
+    """All GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; asked by a process of its own."""
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=QUERY_SECONDS)
+    count = int(done.stdout) if done.stdout.strip().isdigit() else 1
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] or [str(number) for number in range(count)]
+
+
 def capability() -> tuple[int, int] | None:
     """Compute capability of the first GPU, asked by a process of its own; ``None`` if there is none."""
     code = "import torch; print(*torch.cuda.get_device_capability() if torch.cuda.is_available() else ())"
@@ -67,18 +81,26 @@ def capability() -> tuple[int, int] | None:
     return (int(numbers[0]), int(numbers[1])) if done.returncode == 0 and len(numbers) == 2 else None
 
 
-def hopper(what: str, rest: Sequence[str], *, again: bool) -> int:
+def hopper(what: str, rest: Sequence[str], *, again: bool, only_report: bool = False) -> int:
     """A step's parts, or all; files among the arguments choose parts, the rest goes to pytest. 1 if any failed."""
     if what != "all" and what not in hopper_parts.STEPS:
         return unknown(what, hopper_parts.STEPS)
     files = [argument for argument in rest if argument.endswith(".py")]
     more = [argument for argument in rest if argument not in files]
+    gpus = [] if only_report else gpu_names()
+    if not only_report and what == "pair" and len(gpus) < PAIR:
+        print(f"check_gpu: pair needs two GPUs, this machine shows {len(gpus)}", file=sys.stderr)
+        return USAGE_ERROR
     chosen = hopper_parts.parts(hopper_parts.STEPS if what == "all" else [what])
+    if not only_report and len(gpus) < PAIR:
+        chosen = [part for part in chosen if part.gpus < PAIR]
     if files:
         chosen = [part for part in chosen if part.file in files]
         if missing := set(files) - {part.file for part in chosen}:
             return unknown(" ".join(sorted(missing)), [part.file for part in hopper_parts.parts([what])])
-    return hopper_parts.run(chosen, gpu_name(), again=again, more=(*extra_arguments(), *more))
+    if only_report:
+        return hopper_parts.report(chosen)
+    return hopper_parts.run(chosen, gpu_name(), gpus, again=again, more=(*extra_arguments(), *more))
 
 
 def unknown(what: str, known: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """Everything that a Hopper GPU checks, in parts that end within minutes and are kept: a run that was cut off goes on.
 
-A part is a test file in a process of its own, natively or under compute-sanitizer. What it came to is written to
-``build/check_gpu``, under the sources and the GPU that it ran with; a part that passed there does not run again.
+A part is a test file in a process of its own, natively or under compute-sanitizer, or a program of ``launch``. What it
+came to is written to ``build/check_gpu``, under the sources and the GPU that it ran with; a part that passed there does
+not run again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -26,32 +28,53 @@ PART_SECONDS = 480
 CORES_A_PART = 3
 """Cores for each part that runs at a time: most of the time goes to compiling."""
 SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml")
-SERVER_TESTS = ("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py")
-"""SGLang with this GPU's model, twice, and with SM100's up to the first launch. Each takes half of the GPU's memory."""
+SERVER_TESTS = (
+    *("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py"),
+    "tests/gpu/test_crowd.py",
+)
+"""SGLang with this GPU's model, twice, with SM100's up to the first launch, and with more requests than a pool holds.
+Each takes half of the GPU's memory."""
+PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
+"""Servers of two ranks on two GPUs."""
 SANITIZERS = ("memcheck", "racecheck")
-STEPS = ("kernels", "decoder", "server", *SANITIZERS)
+STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
+GPU = "{gpu}"
+"""In a program's arguments, the name of the GPU that it has."""
 LEFT_OUT = "not fit and not spill and not resources and not refus"
 """Tests that launch nothing, for a sanitizer."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A test file of a step."""
+    """A test file of a step, or a program.
+
+    Attributes:
+        arguments: of a program. label: in its name.
+    """
 
     step: str
     file: str
+    arguments: tuple[str, ...] = ()
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.step}-{Path(self.file).stem}"
+        return "-".join(filter(None, (self.step, Path(self.file).stem, self.label)))
 
     @property
-    def is_alone(self) -> bool:
-        """Whether nothing else may run beside it."""
-        return self.step == "server"
+    def is_program(self) -> bool:
+        return self.file.startswith("launch/")
 
-    def command(self, report: Path, more: Sequence[str] = ()) -> list[str]:
-        """The process; tests are named as they end, and summed up in ``report``."""
+    @property
+    def gpus(self) -> int:
+        """GPUs on which nothing else may run beside it; 0 if it shares one with others."""
+        return {"server": 1, "pair": 2}.get(self.step, 0)
+
+    def command(self, report: Path, more: Sequence[str] = (), gpu: str = "0") -> list[str]:
+        """The process; tests are named as they end, and summed up in ``report``. Programs get nothing of ``more``."""
+        if self.is_program:
+            module = ".".join(Path(self.file).relative_to("launch").with_suffix("").parts)
+            return [sys.executable, "-m", module, *(word.replace(GPU, gpu) for word in self.arguments)]
         test = [sys.executable, "-m", "pytest", "-v", f"--junitxml={report}", *more]
         if self.step not in SANITIZERS:
             return [*test, self.file]
@@ -72,10 +95,24 @@ class Result:
     passed: int = 0
     skipped: int = 0
     failures: tuple[str, ...] = ()
+    said: str = ""
+    """The last line of a program."""
 
     def line(self) -> str:
+        if self.said:
+            return f"{self.name}: {self.verdict}, {self.seconds:.0f} s; {self.said}"
         counts = f"{self.passed} passed, {self.skipped} skipped, {len(self.failures)} failed"
         return f"{self.name}: {self.verdict}, {counts}, {self.seconds:.0f} s"
+
+
+PROGRAMS = (
+    Part("server", "launch/soak.py", ("--minutes", "5", "--gpu", GPU)),
+    Part("server", "launch/benchmarks/load.py", ("build/load", "--ranks", "1")),
+    Part("pair", "launch/benchmarks/ready.py", ("empty",), "empty"),
+    Part("pair", "launch/benchmarks/ready.py", ("filled",), "filled"),
+    Part("pair", "launch/benchmarks/load.py", ("build/load_pair", "--ranks", "2")),
+)
+"""Each ends with a line that says what it found, and with status 1 where a goal is missed."""
 
 
 def parts(steps: Iterable[str] = STEPS) -> list[Part]:
@@ -86,11 +123,17 @@ def parts(steps: Iterable[str] = STEPS) -> list[Part]:
     launching = [file for file in kernels if "resources" not in file]
     files = {
         "kernels": kernels,
-        "decoder": [file for file in gpu if file not in SERVER_TESTS],
+        "decoder": [file for file in gpu if file not in (*SERVER_TESTS, *PAIR_TESTS)],
         "server": list(SERVER_TESTS),
+        "pair": list(PAIR_TESTS),
         **dict.fromkeys(SANITIZERS, launching),
     }
-    return [Part(step, file) for step in STEPS if step in steps for file in files[step]]
+    return [
+        part
+        for step in STEPS
+        if step in steps
+        for part in [*(Part(step, file) for file in files[step]), *(one for one in PROGRAMS if one.step == step)]
+    ]
 
 
 def fingerprint(how: str) -> str:
@@ -103,28 +146,60 @@ def fingerprint(how: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def kept(part: Part, code: str) -> Result | None:
-    """What the part came to with this code, if it passed."""
+def last(part: Part) -> Result | None:
+    """What the part came to when it last ran, with whatever code."""
     try:
         held = json.loads((RESULTS / f"{part.name}.json").read_text())
-        result = Result(**{**held, "failures": tuple(held["failures"])})
+        return Result(**{**held, "failures": tuple(held["failures"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return result if result.verdict == "passed" and result.fingerprint == code else None
 
 
-def run_part(part: Part, code: str, more: Sequence[str] = (), seconds: float = PART_SECONDS) -> Result:
-    """Run a part to its end or its limit, and keep what it came to; its output is ``build/check_gpu/<name>.txt``."""
+def kept(part: Part, code: str) -> Result | None:
+    """What the part came to with this code, if it passed."""
+    result = last(part)
+    return result if result is not None and result.verdict == "passed" and result.fingerprint == code else None
+
+
+def report(chosen: Sequence[Part]) -> int:
+    """Sum up what parts came to when they last ran; 1 if one has not passed, or not run. Needs no GPU."""
+    results = [result for part in chosen if (result := last(part)) is not None]
+    codes = sorted({result.fingerprint for result in results})
+    for code in codes:
+        print(f"with code and GPU {code}:")
+        for result in results:
+            if result.fingerprint == code:
+                print(f"    {result.line()}")
+    bad = summed_up(results)
+    missing = [part.name for part in chosen if last(part) is None]
+    if missing:
+        print(f"not run: {', '.join(missing)}")
+    return 1 if bad or missing or len(codes) > 1 else 0
+
+
+def run_part(
+    part: Part, code: str, more: Sequence[str] = (), seconds: float = PART_SECONDS, gpu: str | None = None
+) -> Result:
+    """Run a part to its end or its limit, and keep what it came to; its output is ``build/check_gpu/<name>.txt``.
+
+    Args:
+        gpu: the only one that it sees, by its name in ``CUDA_VISIBLE_DEVICES``; all of this process's unless given.
+    """
     RESULTS.mkdir(parents=True, exist_ok=True)
     report, log = RESULTS / f"{part.name}.xml", RESULTS / f"{part.name}.txt"
     report.unlink(missing_ok=True)
     environment = dict(os.environ)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    if part.is_program:
+        paths = [str(ROOT / "launch"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     if part.step in SANITIZERS:
         # Every tensor its own allocation: torch's pool would hide accesses past the end of one inside another.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     started = time.monotonic()
     with log.open("w") as output:
-        command = part.command(report, more)
+        command = part.command(report, more, gpu or "0")
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             verdict = "failed" if process.wait(seconds) else "passed"
@@ -133,10 +208,17 @@ def run_part(part: Part, code: str, more: Sequence[str] = (), seconds: float = P
         finally:
             end(process)
     passed, skipped, failures = counts(report)
-    result = Result(part.name, code, verdict, round(time.monotonic() - started, 1), passed, skipped, failures)
+    seconds_taken = round(time.monotonic() - started, 1)
+    said = last_line(log) if part.is_program else ""
+    result = Result(part.name, code, verdict, seconds_taken, passed, skipped, failures, said)
     (RESULTS / f"{part.name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
     print(result.line(), flush=True)
     return result
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
 
 
 def counts(report: Path) -> tuple[int, int, tuple[str, ...]]:
@@ -155,11 +237,16 @@ def counts(report: Path) -> tuple[int, int, tuple[str, ...]]:
     return passed, skipped, tuple(failures)
 
 
-def run(chosen: Sequence[Part], gpu: str, *, again: bool = False, more: Sequence[str] = ()) -> int:
+def run(
+    chosen: Sequence[Part], gpu: str, gpus: Sequence[str] = ("0",), *, again: bool = False, more: Sequence[str] = ()
+) -> int:
     """Run what has not passed yet and sum up; 1 if anything has not passed at the end.
 
+    Parts that share a GPU run first, on the first one; then those that need one for themselves, on all; then those that
+    need two.
+
     Args:
-        gpu: its name.
+        gpu: its name. gpus: those that there are, by their names in ``CUDA_VISIBLE_DEVICES``.
         again: run also what has passed.
         more: arguments for pytest; with some, whatever has passed without them runs, too.
     """
@@ -167,11 +254,25 @@ def run(chosen: Sequence[Part], gpu: str, *, again: bool = False, more: Sequence
     done = {} if again else {part: result for part in chosen if (result := kept(part, code))}
     left = [part for part in chosen if part not in done]
     print(f"{gpu}: {len(chosen)} parts, {len(done)} of which have passed before; logs: {RESULTS}", flush=True)
-    together = [part for part in left if not part.is_alone]
+    together = [part for part in left if not part.gpus]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES_A_PART)) as pool:
         done |= dict(zip(together, pool.map(lambda part: run_part(part, code, more), together), strict=True))
+    alone = [part for part in left if part.gpus == 1]
+    free: queue.Queue[str] = queue.Queue()
+    for name in gpus:
+        free.put(name)
+
+    def on_a_free_one(part: Part) -> Result:
+        name = free.get()
+        try:
+            return run_part(part, code, more, gpu=name)
+        finally:
+            free.put(name)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        done |= dict(zip(alone, pool.map(on_a_free_one, alone), strict=True))
     for part in left:
-        if part.is_alone:
+        if part.gpus > 1:
             done[part] = run_part(part, code, more)
     return summed_up([done[part] for part in chosen])
 

@@ -2,7 +2,7 @@
 
 Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, a
 probe's greedy ids and log-probabilities are what they were, and memory has not grown beyond ``--memory`` after a
-warm-up.
+warm-up; with ``--gpu`` neither has the GPU's beyond ``--gpu-memory``. The last line is the verdict.
 Figures of past runs: launch/results/soak.md.
 """
 
@@ -14,6 +14,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import device_memory
 from local_server import server
 
 ADMIN_KEY = "soak"
@@ -31,6 +33,17 @@ SETTLE_SECONDS = 60
 TIMEOUT_SECONDS = 300
 TOLERANCE = 1e-4
 """Bound on differences of log-probabilities: sums take another order beside other requests."""
+
+SAMPLE_SECONDS = 15
+"""Between two looks at the memory, for the record."""
+ON_GPU = (
+    *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.2", "--max-total-tokens", "32768"),
+    *("--context-length", "4096", "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32"),
+    *("--chunked-prefill-size", "512", "--swa-full-tokens-ratio", "0.5"),
+)
+"""Flags of a server on a GPU: small pools, so that prompts are chunked and cached pages make way."""
+SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
+"""Of a tiny checkpoint that a GPU's kernels take."""
 
 MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/generate", b"[]"),
@@ -205,6 +218,45 @@ def memory() -> int:
     return total // 1024
 
 
+class Record:
+    """Memory as minutes go by: MiB of the host, and of a GPU if there is one.
+
+    Attributes:
+        rows: minutes since the start, the host's and the GPU's.
+        whose: of the GPU's memory: this test's processes where nvidia-smi knows them, else all.
+    """
+
+    def __init__(self, gpu: str | None) -> None:
+        self.rows: list[tuple[float, int, int | None]] = []
+        self._gpu, self._start, self._over = gpu, time.monotonic(), threading.Event()
+        own = None if gpu is None else device_memory.used_by(descendants(os.getpid()), gpu)
+        self.whose = "all processes" if own is None else "the server"
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def look(self) -> tuple[float, int, int | None]:
+        """Now."""
+        on_gpu = None
+        if self._gpu is not None and self.whose == "the server":
+            on_gpu = device_memory.used_by(descendants(os.getpid()), self._gpu)
+        elif self._gpu is not None:
+            on_gpu = device_memory.used(self._gpu)
+        row = (round((time.monotonic() - self._start) / 60, 2), memory(), on_gpu)
+        self.rows.append(row)
+        return row
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_SECONDS):
+            self.look()
+
+    def __enter__(self) -> Record:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=30)
+
+
 def soak(client: Client, seconds: float, concurrency: int) -> None:
     """Keep ``concurrency`` requests going for ``seconds``."""
     start = time.monotonic()
@@ -222,7 +274,7 @@ def soak(client: Client, seconds: float, concurrency: int) -> None:
                 time.sleep(0.5)
             done += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(concurrency)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(concurrency)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -234,12 +286,13 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
     client = Client(url, vocabulary, longest=1024)
     before = client.probe()
     warm_up = arguments.minutes / 4
-    soak(client, 60 * warm_up, arguments.concurrency)
-    client.used()
-    start = memory()
-    soak(client, 60 * (arguments.minutes - warm_up), arguments.concurrency)
-    used = client.used()
-    end = memory()
+    with Record(arguments.gpu) as record:
+        soak(client, 60 * warm_up, arguments.concurrency)
+        client.used()
+        start = record.look()
+        soak(client, 60 * (arguments.minutes - warm_up), arguments.concurrency)
+        used = client.used()
+        end = record.look()
     client.command("/flush_cache")
     after = client.probe()
     difference = max(abs(one - other) for one, other in zip(before[1], after[1], strict=True))
@@ -247,18 +300,35 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
         "requests ended as they must": not client.faults,
         "slots and tokens in use": not any(used.values()),
         "answer of the probe": before[0] == after[0] and difference <= TOLERANCE,
-        "memory": end - start <= arguments.memory,
+        "memory": end[1] - start[1] <= arguments.memory,
     }
+    if arguments.gpu is not None:
+        first, last = start[2], end[2]
+        results["GPU memory"] = first is not None and last is not None and last - first <= arguments.gpu_memory
+    ended = ", ".join(f"{count} {how}" for how, count in client.ended.most_common())
     print(f"\n{arguments.minutes:g} minutes, {arguments.concurrency} at once: {sum(client.ended.values())} requests")
-    print("  " + ", ".join(f"{count} {how}" for how, count in client.ended.most_common()))
+    print(f"  {ended}")
     print(f"  in use afterwards: {used}")
     print(f"  probe: ids {'equal' if before[0] == after[0] else 'CHANGED'}, log-probabilities within {difference:.1e}")
-    print(f"  private memory: {start} MiB after {warm_up:g} minutes, {end} MiB at the end")
+    print(f"  private memory: {start[1]} MiB after {warm_up:g} minutes, {end[1]} MiB at the end")
+    if arguments.gpu is not None:
+        spans = f"{start[2]} MiB after {warm_up:g} minutes, {end[2]} MiB at the end"
+        print(f"  GPU {arguments.gpu}, memory of {record.whose}: {spans}")
+    print(f"  minutes, private MiB, GPU MiB: {json.dumps(record.rows)}")
     for fault in client.faults[:10]:
         print(f"  FAULT {fault}")
     for name, passed in results.items():
         print(f"{'pass' if passed else 'FAIL'}  {name}")
-    return all(results.values())
+    failed = [name for name, passed in results.items() if not passed]
+    requests = f"{sum(client.ended.values())} requests in {arguments.minutes:g} minutes"
+    print(f"FAIL: {', '.join(failed)}; {requests}" if failed else f"pass: {requests}", flush=True)
+    return not failed
+
+
+def served_on(gpu: str) -> list[str]:
+    """Flags of a server on that GPU, which this process and its children see alone from now on."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    return list(ON_GPU)
 
 
 def main() -> int:
@@ -267,18 +337,24 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="a quarter of them warms up (default: 60)")
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument("--memory", type=int, default=200, help="MiB that it may grow (default: 200)")
+    parser.add_argument(
+        "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
+    )
+    parser.add_argument("--gpu-memory", type=int, default=128, help="MiB that the GPU's may grow (default: 128)")
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped
+    flags = ["--admin-api-key", ADMIN_KEY, *(served_on(arguments.gpu) if arguments.gpu else [])]
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:
         checkpoint = arguments.checkpoint
         if checkpoint is None:
             from nvfp4_sgl.checkpoint.tiny import write_tiny
 
             checkpoint = Path(folder) / "tiny"
-            write_tiny(checkpoint, "nvfp4-full", seed=1)
+            write_tiny(checkpoint, "nvfp4-full", seed=1, **(SHAPES if arguments.gpu else {}))
         vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-        flags = ["--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
+        flags += arguments.flags.split()
         with server(checkpoint, arguments.log or Path(folder) / "log", arguments=flags) as url:
             return 0 if run(url, arguments, vocabulary) else 1
 

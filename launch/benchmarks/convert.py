@@ -10,23 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.flash import write_flash
+from benchmarks.process_memory import measured
+from benchmarks.random_checkpoint import write_random
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.verified import verify_dummy
 
-SHARD_BYTES = 5 * 10**9
 LOADED_TP_SIZE = 8
 """Tensor-parallel size whose rank 0 is loaded: a share of 20 GB fits beside other work in 24 GB of memory."""
-SECONDS = 0.05
-"""Between two looks at a process's memory."""
 
 
 def main() -> int:
@@ -40,7 +34,7 @@ def main() -> int:
     args, flags = parser.parse_args(given[:end]), given[end + 1 : -1]
     source, target = args.directory / "source", args.directory / "result"
     if not (source / "config.json").exists():
-        write_source(source, args.layers)
+        write_random(source, TinyFormat.DEEPSEEK, args.layers)
     shutil.rmtree(target, ignore_errors=True)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     print(f"{size / 1e9:.2f} GB in {args.layers} layers, {os.cpu_count()} cores", flush=True)
@@ -54,51 +48,10 @@ def main() -> int:
         ("verify --against", [cli, "verify", str(target), "--against", str(source)]),
         (f"load rank 0 of {LOADED_TP_SIZE}", ["benchmarks.load_rank", str(target), str(LOADED_TP_SIZE)]),
     ):
-        seconds, own, resident = measured(command, args.directory / f"{name.replace(' ', '_')}.log")
-        print(
-            f"{name:<30}{seconds:>9.1f}{size / 1e9 / seconds:>7.2f}{own / 1e9:>15.2f}{resident / 1e9:>23.2f}",
-            flush=True,
-        )
+        (peak,) = measured({args.directory / f"{name.replace(' ', '_')}.log": command})
+        rate, own, resident = size / 1e9 / peak.seconds, peak.own / 1e9, peak.resident / 1e9
+        print(f"{name:<30}{peak.seconds:>9.1f}{rate:>7.2f}{own:>15.2f}{resident:>23.2f}", flush=True)
     return 0
-
-
-def write_source(directory: Path, layers: int) -> None:
-    """A checkpoint with the config.json of a cut Flash."""
-    directory.mkdir(parents=True, exist_ok=True)
-    written = write_flash(directory, TinyFormat.DEEPSEEK, layers)
-    verified = verify_dummy(written)
-    reader, part, filled, count = verified.reader(), {}, 0, 0
-    for name, entry in verified.inventory.entries.items():
-        part[name] = reader.read(name).clone()
-        filled += entry.nbytes
-        if filled > SHARD_BYTES:
-            save_file(part, directory / f"part-{count:03d}.safetensors")
-            part, filled, count = {}, 0, count + 1
-    save_file(part, directory / f"part-{count:03d}.safetensors")
-
-
-def measured(command: list[str], log: Path) -> tuple[float, int, int]:
-    """Seconds, peak bytes allocated, and peak bytes with mapped files, of ``python -m COMMAND``."""
-    started, own, resident = time.monotonic(), 0, 0
-    with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
-        while process.poll() is None:
-            status = memory(process.pid)
-            own, resident = max(own, status.get("RssAnon", 0)), max(resident, status.get("VmRSS", 0))
-            time.sleep(SECONDS)
-    if process.returncode:
-        raise SystemExit(f"python -m {' '.join(command)} ended with {process.returncode}: see {log}")
-    return time.monotonic() - started, own, resident
-
-
-def memory(pid: int) -> dict[str, int]:
-    """Sizes in /proc/PID/status, in bytes; empty once the process has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    fields = (line.split() for line in lines if line.endswith(" kB"))
-    return {name.rstrip(":"): int(value) * 1024 for name, value, _ in fields}
 
 
 if __name__ == "__main__":

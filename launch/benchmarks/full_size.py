@@ -23,7 +23,7 @@ from typing import Any
 
 from local_server import server
 
-from benchmarks import decode_trace
+from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.flash import LAYERS, write_flash
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
@@ -126,7 +126,10 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
         started(folder / "client.log", CLIENT_SECONDS) as client,
         server(model, log, arguments.port, flags) as url,
     ):
+        ready = time.time()
         yield "ready after", round(time.monotonic() - begun, 1)
+        if engine == "ours":
+            yield "start", start.described(log, ready)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
             yield "plugin", plugin(json.load(answer), engine)
         for count in arguments.concurrency:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from device_memory import SAMPLE_SECONDS, DeviceMemory
 from local_server import server
 
+from benchmarks import start
 from benchmarks.client import started
 from benchmarks.flash import write_flash
 from benchmarks.full_size import (
@@ -53,7 +53,6 @@ POOL = 1 << 22
 """``--max-total-tokens``: four requests of the longest. With a few layers many more would fit."""
 LOG_INTERVAL = 8
 """Decode steps between two lines of the server's log, from which the time of a step is taken."""
-SAMPLE_SECONDS = 0.5
 
 Measurements = list[tuple[str, Callable[[], Any]]]
 
@@ -92,7 +91,9 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any
             DeviceMemory() as memory,
             server(model, log, arguments.port, flags(name, arguments)) as url,
         ):
+            ready = time.time()
             yield "ready after", round(time.monotonic() - begun, 1)
+            yield "start", start.described(log, ready)
             todo: Measurements = [("server", partial(described, url))]
             for count in arguments.concurrency:
                 of_client = partial(served, client, url, model, count, arguments.prompt, arguments.tokens)
@@ -127,42 +128,6 @@ def described(url: str) -> dict[str, Any]:
     forecast = ours.get("memory") or {}
     parts = ("weights", "server", "token", "estimated", "free", "tokens")
     return {**found, "forecast": {part: forecast.get(part) for part in parts}}
-
-
-class DeviceMemory:
-    """GPU memory in use, MiB, as nvidia-smi says of all GPUs together, sampled while the block runs.
-
-    ``now`` and ``peak`` are ``None`` where there is no nvidia-smi.
-    """
-
-    def __init__(self) -> None:
-        self.now: int | None = None
-        self.peak: int | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> DeviceMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=30)
-
-    def restart(self) -> int | None:
-        """Count the peak from now on; what is in use now."""
-        self.peak = self.now
-        return self.now
-
-    def _sample(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._over.wait(SAMPLE_SECONDS):
-            try:
-                text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-                self.now = sum(int(line) for line in text.split())
-            except (OSError, ValueError, subprocess.SubprocessError):
-                continue
-            self.peak = max(self.peak or 0, self.now)
 
 
 def long_prompt(

@@ -160,11 +160,14 @@ def test_a_journal_cut_off_in_the_middle_is_read(tmp_path: Path):
     assert Account.read(tmp_path).open == "one"
 
 
-def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *arguments: str) -> Any:
-    """What ``launch/check_gpu`` would run on such a GPU, and what pytest gets; an exit code if nothing."""
+def steps_of(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *arguments: str, gpus: int = 1
+) -> Any:
+    """What ``launch/check_gpu`` would run on such GPUs, and what pytest gets; an exit code if nothing."""
     ran: list[Any] = []
 
-    def run(chosen: Any, gpu: str, *, again: bool, more: Any) -> int:
+    def run(chosen: Any, gpu: str, names: Any, *, again: bool, more: Any) -> int:
+        assert len(names) == gpus
         ran.extend((part.name, list(more)) for part in chosen)
         return 0
 
@@ -174,6 +177,7 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
 
     monkeypatch.setattr(check_gpu, "capability", lambda: capability)
     monkeypatch.setattr(check_gpu, "gpu_name", lambda: "a GPU")
+    monkeypatch.setattr(check_gpu, "gpu_names", lambda: [str(number) for number in range(gpus)])
     monkeypatch.setattr(hopper_parts, "run", run)
     monkeypatch.setattr(check_gpu, "first_light", first_light)
     code = check_gpu.main(list(arguments))
@@ -183,9 +187,9 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
 def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
-    assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS)
-    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server")]
-    assert [name for name in found if name.startswith("server")] == servers
+    assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS) - {"pair"}
+    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", "crowd")]
+    assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
     for tool in hopper_parts.SANITIZERS:
@@ -198,6 +202,22 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     assert steps_of(monkeypatch, (9, 0), "instructions") == 2
 
 
+def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    assert steps_of(monkeypatch, (9, 0), "pair") == 2
+    assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
+    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
+    assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
+    ready = "launch/benchmarks/ready.py"
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[2:4]
+
+
+def test_commands_of_programs():
+    soak, load = (part for part in hopper_parts.parts(["server"]) if part.is_program)
+    assert soak.command(Path("report.xml"), ["-x"], "3")[1:] == ["-m", "soak", "--minutes", "5", "--gpu", "3"]
+    assert load.command(Path("report.xml"))[1:] == ["-m", "benchmarks.load", "build/load", "--ranks", "1"]
+
+
 def test_commands_of_parts():
     report = Path("report.xml")
     natively = Part("kernels", "tests/triton/test_rope.py").command(report, ["-k", "x"])
@@ -206,7 +226,7 @@ def test_commands_of_parts():
     assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
-    assert [part.is_alone for part in hopper_parts.parts(["server"])] == [True, True, True]
+    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-11:] == [*6 * [1], *5 * [2]]
 
 
 @pytest.fixture
@@ -241,6 +261,56 @@ def test_what_passed_is_kept_and_what_did_not_runs_again(results: Path, capsys: 
     assert "2 of 2 parts passed: 2 tests passed, 1 skipped" in capsys.readouterr().out
     assert hopper_parts.run([good], "another GPU") == 0 and ran == [bad, good]
     assert hopper_parts.run([good], "another GPU", again=True) == 0 and ran == [bad, good, good]
+
+
+PROGRAM = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+(here / f"{gpu}.runs").touch()
+while len(list(here.glob("*.runs"))) < 2 and gpu != sys.argv[2]:
+    time.sleep(0.05)
+print("the last line", gpu, sys.argv[2])
+sys.exit(gpu == sys.argv[3])
+"""
+
+
+def program(folder: Path, step: str, *arguments: str) -> Part:
+    (folder / "launch").mkdir(exist_ok=True)
+    (folder / "launch" / "some_program.py").write_text(PROGRAM)
+    return Part(step, "launch/some_program.py", (str(folder), *arguments), arguments[-1])
+
+
+def test_programs_get_gpus_of_their_own_and_say_what_they_found(
+    results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Each waits for the other; then one that needs both runs, and fails, as it sees all that this process sees."""
+    monkeypatch.setattr(hopper_parts, "ROOT", results)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    chosen = [
+        program(results, "pair", hopper_parts.GPU, "4,7"),
+        *(program(results, "server", hopper_parts.GPU + "x", label) for label in ("a", "b")),
+    ]
+    assert hopper_parts.run(chosen, "a GPU", ["4", "7"]) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if ", 0 s;" in line or "the last line" in line]
+    assert {line.split("the last line ")[1] for line in said[:2]} == {"4 4x", "7 7x"}
+    assert said[2].startswith("pair-some_program-4,7: failed") and said[2].endswith("the last line 4,7 0")
+    assert hopper_parts.run(chosen[1:], "a GPU", ["4", "7"]) == 0
+    assert "2 of which have passed before" in capsys.readouterr().out
+
+
+def test_a_report_merges_what_ran_at_different_times(results: Path, capsys: Any):
+    good, bad = part_of(results, "good", "def test_a(): pass\n"), part_of(results, "bad", "def test_b(): assert 0\n")
+    never = part_of(results, "never", "")
+    hopper_parts.run([good], "a GPU")
+    hopper_parts.run([bad], "a GPU")
+    capsys.readouterr()
+    assert hopper_parts.report([good, bad, never]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 parts passed: 1 tests passed" in said and "not run: kernels-test_never" in said
+    assert "kernels-test_good: passed, 1 passed" in said and "NOT PASSED  kernels-test_bad" in said
+    assert hopper_parts.report([good]) == 0
+    assert check_gpu.main(["--report", "kernels", "tests/triton/test_rope.py"]) == 1
 
 
 def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import random
 import sys
@@ -32,6 +34,38 @@ def test_a_regular_expression_may_end_an_answer() -> None:
     assert not Request("answered", body=regex).is_whole(answer(7, "length"))
 
 
+SMI = """#!/bin/sh
+[ "$4" = --format=csv,noheader,nounits ] || exit 4
+case "$1 $2 $3" in
+  "-i 1 --query-gpu=memory.used") echo 700 ;;
+  "-i 0,1 --query-gpu=memory.used") echo 600; echo 700 ;;
+  "-i 1 --query-compute-apps=pid,used_memory") echo "11, 40"; echo "12, 50"; echo "13, 9" ;;
+  *) exit 3 ;;
+esac
+"""
+
+
+def test_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that nvidia-smi knows, or of all; nothing where there is none."""
+    import device_memory
+    import soak
+
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert (device_memory.used("1"), device_memory.used("0,1"), device_memory.used("7")) == (700, 1300, None)
+    assert (device_memory.used_by([11, 12, 99], "1"), device_memory.used_by([99], "1")) == (90, None)
+    monkeypatch.setattr(soak, "descendants", lambda root: [13])
+    own = soak.Record("1")
+    assert own.whose == "the server" and own.look()[2] == 9
+    monkeypatch.setattr(soak, "descendants", lambda root: [99])
+    everybody = soak.Record("1")
+    assert everybody.whose == "all processes" and everybody.look()[2] == 700
+    assert soak.Record(None).look()[2] is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert device_memory.used("1") is None and device_memory.used_by([11], "1") is None
+
+
 def test_what_is_drawn() -> None:
     """All kinds, within bounds, and in words that tell what was asked."""
     from soak import draw
@@ -46,3 +80,35 @@ def test_what_is_drawn() -> None:
             continue
         assert 1 <= len(request.body["input_ids"]) <= 1024 and max(request.body["input_ids"]) < 500
         assert request.body["stream"] == bool(request.seconds) and json.dumps(request.body)
+
+
+class QuietClient:
+    """A server of which nothing is asked."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.ended, self.faults = collections.Counter(answered=3), list[str]()
+
+    def probe(self) -> tuple[list[int], list[float]]:
+        return [1, 2], [-0.5, -0.25]
+
+    def used(self) -> dict[str, int]:
+        return {"full": 0}
+
+    def command(self, path: str, **fields: Any) -> None:
+        assert path == "/flush_cache"
+
+
+@pytest.mark.parametrize(("grown", "last"), [(64, "pass: 3 requests in 0 minutes"), (200, "FAIL: GPU memory; 3 ")])
+def test_growth_on_the_gpu_fails(grown: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import soak
+
+    used = iter((700, 700 + grown))
+    monkeypatch.setattr(soak, "Client", QuietClient)
+    monkeypatch.setattr(soak, "soak", lambda *_: None)
+    monkeypatch.setattr(soak.device_memory, "used_by", lambda processes, gpu: None)
+    monkeypatch.setattr(soak.device_memory, "used", lambda gpu: next(used))
+    given = argparse.Namespace(minutes=0, concurrency=2, memory=200, gpu="0", gpu_memory=128)
+    assert soak.run("http://127.0.0.1:1", given, 512) == (grown == 64)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith(last)
+    assert any(f"GPU 0, memory of all processes: 700 MiB after 0 minutes, {700 + grown} MiB" in line for line in said)

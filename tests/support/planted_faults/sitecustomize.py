@@ -62,10 +62,31 @@ def _nan_logits(model):
     model.DeepseekV4ForCausalLM.forward = forward
 
 
+def _lost_share(model):
+    """The second rank adds nothing to the experts of the third layer. For passes without CUDA graphs."""
+    forward, all_reduce = model.DeepseekV4ForCausalLM.forward, model.all_reduce
+    sums: list = []
+
+    def forward_counted(self, *args, **kwargs):
+        sums.clear()
+        return forward(self, *args, **kwargs)
+
+    def all_reduce_but_one(collective, part):
+        if collective is model.Collective.EXPERT_OUTPUT:
+            sums.append(collective)
+            if len(sums) == 3 and model.private.tp_rank() == 1:
+                part = part * 0
+        return all_reduce(collective, part)
+
+    model.DeepseekV4ForCausalLM.forward = forward_counted
+    model.all_reduce = all_reduce_but_one
+
+
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
+    "share": {"nvfp4_sgl.serving.model": _lost_share},
     "e2m1": {"tests.sm100.emulator.formats": _ties_up},
 }
 on_import.patch_on_import(FAULTS[os.environ["PLANTED_FAULT"]])

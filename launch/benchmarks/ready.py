@@ -1,0 +1,61 @@
+"""How long whole Flash, with dummy weights, takes from loaded weights to ready: with no compiled kernels, and with all.
+
+Run as ``python -m benchmarks.ready empty|filled`` with ``launch`` on PYTHONPATH, ``empty`` first: ``filled`` finds its
+kernels. The folder of kernels is this package's and Triton's; what SGLang compiles for itself is compiled before the
+weights are loaded, and stays where it is. The last line is the verdict; exit status 1 if the goal was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.flash import LAYERS
+from benchmarks.full_size import ROOT, environment, measure
+
+GOALS = {"empty": 90.0, "filled": 25.0}
+"""Seconds from loaded weights to ready."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.ready", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cache", choices=GOALS, help="what the folder of kernels holds at the start")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "ready", help="for kernels, logs and results")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--flags", default="", help="further flags of the server")
+    arguments = parser.parse_args()
+    kernels = arguments.folder / "kernels"
+    if arguments.cache == "empty":
+        shutil.rmtree(kernels, ignore_errors=True)
+    found = started(arguments, kernels)
+    (arguments.folder / f"{arguments.cache}.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    good, words = verdict(arguments.cache, found)
+    print(words, flush=True)
+    return 0 if good else 1
+
+
+def started(arguments: argparse.Namespace, kernels: Path) -> dict[str, Any]:
+    """What :func:`.full_size.measure` finds of a server that is asked for nothing."""
+    own = argparse.Namespace(**vars(arguments), port=0, concurrency=[], long=False, trace=[], prompt=0, tokens=0)
+    own.folder = arguments.folder / arguments.cache
+    with environment(XDG_CACHE_HOME=str(kernels), TRITON_CACHE_DIR=str(kernels / "triton")):
+        return dict(measure("ours", own))
+
+
+def verdict(cache: str, found: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the goal was met, and a line that says so."""
+    seconds = found["start"]["ready after weights"]
+    good = seconds is not None and seconds <= GOALS[cache]
+    said = "no line of its log names the weights" if seconds is None else f"ready {seconds:.0f} s after weights"
+    words = f"{cache} cache: {said} (goal {GOALS[cache]:.0f}), {found['ready after']:.0f} s in all"
+    return good, f"{'pass' if good else 'FAIL'}: {words}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

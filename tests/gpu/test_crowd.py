@@ -1,0 +1,21 @@
+"""64 requests at once in a small pool on this GPU: aborts, hang-ups and retraction, in CUDA graphs of all sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import crowd, native
+from tests.support.gpu_server import FLAGS, SHAPES
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470)]
+
+
+def test_a_crowd(tmp_path: Path):
+    (target,) = native.targets()
+    checkpoint = native.write_checkpoint(target, tmp_path / "tiny", seed=3, **SHAPES)
+    with Server.launch(checkpoint, *FLAGS, *crowd.FLAGS, log=tmp_path / "log") as server:
+        crowd.check(server.wait_ready(), crowd.ON_GPU)
+        assert "cuda graph: True" in server.text()

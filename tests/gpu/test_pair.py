@@ -1,0 +1,85 @@
+"""A server whose two ranks are on two GPUs, beside one on a single GPU: NCCL, SGLang's all-reduce, CUDA graphs.
+
+``tests/serving/test_pair_on_cpu.py`` runs the same checks on CPU servers. The last tests kill a rank each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.targets.choose import Target
+from tests.support import bf16_logprobs, native, pair
+from tests.support.gpu_server import FLAGS, SHAPES, outputs
+from tests.support.gpus import TWO_GPUS, one_gpu
+from tests.support.pair import PROMPTS, Place, Servers
+from tests.support.scored import Scored, Yardstick
+
+pytestmark = [pytest.mark.gpu, TWO_GPUS, pytest.mark.server, pytest.mark.timeout(470)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    (found,) = native.targets()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=3, **SHAPES)
+
+
+@pytest.fixture(scope="module")
+def place() -> Place:
+    """Four servers share the GPUs: each may take a fifth of their memory, and needs much less."""
+    return Place((*FLAGS, "--mem-fraction-static", "0.2"), one={"CUDA_VISIBLE_DEVICES": one_gpu()})
+
+
+@pytest.fixture(scope="module")
+def servers(place: Place, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with pair.servers(place, checkpoint, tmp_path_factory.mktemp("servers")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def yardstick(target: Target, checkpoint: Path, servers: Servers) -> Iterator[Yardstick]:
+    """Computed while the servers start."""
+    mode = native.MODES[target]
+    with bf16_logprobs.references(checkpoint, capacity=pair.CAPACITY, mode=mode) as references:
+        yield Yardstick(references, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def alone(servers: Servers, yardstick: Yardstick) -> list[Scored]:
+    """By one rank, long prompts in one piece."""
+    return pair.scores(servers.one)
+
+
+def test_two_ranks_agree_with_one(servers: Servers, alone: list[Scored], yardstick: Yardstick):
+    pair.check_agreement(alone, pair.scores(servers.two), yardstick)
+
+
+def test_prefix_cache(servers: Servers, yardstick: Yardstick):
+    pair.check_prefix(servers.two, yardstick)
+
+
+def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick: Yardstick):
+    pair.check_broken_share_is_seen(alone, pair.scores(servers.broken), yardstick)
+
+
+def test_graphs_and_eager_decode_give_the_same_bits(servers: Servers):
+    servers.two.command("/flush_cache?timeout=30", {})
+    with_graphs = outputs(servers.two)
+    assert "cuda graph: True" in servers.two.text()
+    assert outputs(servers.eager) == with_graphs
+    assert "cuda graph: True" not in servers.eager.text()
+
+
+def test_a_rank_killed_while_it_decodes_ends_the_server(servers: Servers, place: Place):
+    pair.check_death(servers.two, 1, place.death_seconds, running=True)
+
+
+def test_an_idle_rank_killed_ends_the_server(servers: Servers, place: Place):
+    pair.check_death(servers.eager, 0, place.death_seconds, running=False)

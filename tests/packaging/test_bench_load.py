@@ -1,0 +1,82 @@
+"""launch/bench_load and launch/bench_convert: the checkpoint that they write, and what they make of ranks' figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
+from nvfp4_sgl.checkpoint.verified import verify, verify_dummy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = [str(ROOT / "launch"), *sys.path]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(path))
+
+
+def write_small(folder: Path, format: TinyFormat, layers: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(tiny_config(format, {})))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.DEEPSEEK])
+def test_what_is_written(format: TinyFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several files, in pieces, by several processes: bit for bit what a server draws for itself."""
+    from benchmarks import random_checkpoint
+
+    monkeypatch.setattr(random_checkpoint, "write_flash", write_small)
+    monkeypatch.setattr(random_checkpoint, "SHARD_BYTES", 10**6)
+    monkeypatch.setattr(random_checkpoint, "PIECE_BYTES", 10**5)
+    folder = random_checkpoint.write_random(tmp_path / "source", format, 3)
+    names = {file.name for file in folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "part-000.safetensors", "part-001.safetensors"} <= names
+    assert "unfinished" not in names
+    written, drawn = verify(folder), verify_dummy(folder)
+    assert written.inventory.entries.keys() == drawn.inventory.entries.keys()
+    reader, expected = written.reader(), drawn.reader()
+    for name in written.inventory.entries:
+        found, wanted = (one.read(name).contiguous().reshape(-1).view(torch.uint8) for one in (reader, expected))
+        assert torch.equal(found, wanted), name
+    reader.finish()
+
+
+def test_the_verdict_is_of_the_worst_rank() -> None:
+    from benchmarks.load import verdict
+    from benchmarks.process_memory import Peak
+
+    def judged(seconds: float, own: float) -> tuple[bool, str]:
+        said: list[dict[str, Any]] = [
+            {"weights": 12_000_000_000, "seconds": taken, "allocated before": 500_000_000} for taken in (4.0, seconds)
+        ]
+        return verdict(2, [5 * 10**9, 4 * 10**9, 15 * 10**9], said, [Peak(9, int(1e9), 0), Peak(9, int(own), 0)])
+
+    good, words = judged(5.0, 17e9)
+    assert good and words.startswith("pass: 24.0 GB, 2 rank(s): 2.40 GB/s a rank (goal 2), 17.00 GB allocated, 0.50")
+    assert not judged(6.1, 17e9)[0] and not judged(5.0, 18.1e9)[0]
+    assert judged(5.0, 18.1e9)[1].startswith("FAIL")
+
+
+def test_memory_of_commands(tmp_path: Path) -> None:
+    """Of several at once, each with its own environment; one that fails is named."""
+    from benchmarks.process_memory import measured
+
+    module = tmp_path / "takes_memory.py"
+    module.write_text("import os, sys, time\nheld = bytearray(int(os.environ['BYTES']))\ntime.sleep(1)\n")
+    environments = [{"BYTES": str(size * 10**6), "PYTHONPATH": str(tmp_path)} for size in (40, 120)]
+    commands = {tmp_path / f"{place}.log": ["takes_memory"] for place in range(2)}
+    few, many = measured(commands, environments)
+    assert 40e6 < few.own < 100e6 < 120e6 < many.own < 180e6
+    assert few.resident > few.own and 1 <= few.seconds < 30
+    with pytest.raises(SystemExit, match="ended with 1: see .*0.log"):
+        measured({tmp_path / "0.log": ["no_such_module_here"]})
