@@ -170,8 +170,7 @@ def test_the_other_mode_of_a_target_is_seen(case: Case, checkpoint: Path, bounds
 
 
 def test_hyper_connections(ours: Standalone, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    """The streams' way through all sites, with sublayers in between that both compute alike; then in two ranges of
-    layers, the first of which hands its streams on."""
+    """The streams' way through all sites, with sublayers in between that both compute alike."""
     reference: Any = Standalone(checkpoint, packed=True, dtype=torch.bfloat16, requests=1, capacity=256)
     ids = torch.tensor([7, 300])
     streams = activations(len(ids) * ours.config.hc_mult, ours.config.hidden_size, 9)

@@ -192,7 +192,7 @@ def replace_sublayers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return mix
 
-    for layer, block in enumerate(model.decoder.layers):
+    for layer, block in zip(model.decoder.range, model.decoder.layers, strict=True):
         monkeypatch.setattr(block.attn, "forward", attention(layer))
         monkeypatch.setattr(block.ffn, "forward", experts(layer))
 
