@@ -65,7 +65,9 @@ def main() -> int:
                 agreed += best == expected
             ids = [best]
     print(f"of {confident} steps where the reference is confident, {agreed} agree")
-    return 0
+    if agreed < confident:
+        print("demo: the SM100 decoder answers otherwise than the reference", file=sys.stderr)
+    return int(agreed < confident)
 
 
 if __name__ == "__main__":

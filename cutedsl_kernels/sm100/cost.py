@@ -7,7 +7,7 @@ do, and in between at a rate between (``cost``).
 
 Calibration: ``Machine.launch_seconds`` and the way HBM is shared are fitted to public measurements of a kernel like
 these, FlashInfer's ``mm_fp4`` (CuTeDSL) on a B200 (flashinfer-ai/flashinfer#2540), whose K is not split;
-``tests/sm100/test_choice.py`` holds the points. One token: within 7 %. 16 tokens by 7168 or 9216 features, which keep
+``tests/sm100/test_cost.py`` holds the points. One token: within 7 %. 16 tokens by 7168 or 9216 features, which keep
 half of the SMs at work: modelled 10 to 13 % too fast. 64 tokens by few features: modelled 11 to 28 % too slow, as if
 FlashInfer's kernel read tokens at no cost.
 The constants of the epilogue come from the timed mode of the emulator in tests/, those of the machine from NVIDIA; the

@@ -7,18 +7,15 @@ that rounds to the other side may move a code by a quarter of its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets import choose
@@ -27,7 +24,15 @@ from nvfp4_sgl.targets.fused.step import Scratch
 from nvfp4_sgl.triton_kernels.indexer import topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU
-from tests.support.lockstep import Recording, activations, check_writes, record, relative_errors, replay
+from tests.support.lockstep import (
+    Recording,
+    activations,
+    check_writes,
+    record,
+    relative_errors,
+    replace_sublayers,
+    replay,
+)
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS = range(3)
@@ -164,31 +169,8 @@ def test_the_other_mode_of_a_target_is_seen(case: Case, checkpoint: Path, bounds
         assert bool((errors > 2 * bounds.experts).all()), errors
 
 
-def replace_sublayers(model: Standalone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By permutations of the columns, each another, times a gain that is another for each place and token id."""
-
-    def attention(layer: int) -> Callable[[Operand, object, LayerCache], Tensor]:
-        def attend(x: Operand, step: object, cache: LayerCache) -> Tensor:
-            assert cache is model.caches.layers[layer]
-            return x.require_values().roll(2 * layer + 1, dims=1) * (0.25 + 0.5 * layer)
-
-        return attend
-
-    def experts(layer: int) -> Callable[[Operand, Tensor, object], Tensor]:
-        def mix(x: Operand, ids: Tensor, step: object) -> Tensor:
-            values = x.require_values()
-            return values.roll(2 * layer + 2, dims=1) * (0.5 * layer + ids[:, None].to(values) / 256)
-
-        return mix
-
-    for layer, block in enumerate(model.decoder.layers):
-        monkeypatch.setattr(block.attn, "forward", attention(layer))
-        monkeypatch.setattr(block.ffn, "forward", experts(layer))
-
-
 def test_hyper_connections(ours: Standalone, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    """The streams' way through all sites, with sublayers in between that both compute alike; then in two ranges of
-    layers, the first of which hands its streams on."""
+    """The streams' way through all sites, with sublayers in between that both compute alike."""
     reference: Any = Standalone(checkpoint, packed=True, dtype=torch.bfloat16, requests=1, capacity=256)
     ids = torch.tensor([7, 300])
     streams = activations(len(ids) * ours.config.hc_mult, ours.config.hidden_size, 9)

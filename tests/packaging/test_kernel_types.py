@@ -6,38 +6,71 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, sources
 
+KERNELS = tuple(f"nvfp4_sgl.{folder}" for folder in KERNEL_FOLDERS)
+Name = tuple[str, str]
+"""Of what is imported: its module, and its name there or, of a name that is used as ``name.attribute``, both."""
 
-def kernel_names() -> list[tuple[str, str]]:
-    """(module, name) of all that the targets import from the kernel folders."""
-    found = set()
-    for file in sources(PACKAGE / "targets"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                tuple(f"nvfp4_sgl.{folder}" for folder in KERNEL_FOLDERS)
-            ):
-                found |= {(node.module or "", alias.name) for alias in node.names}
-    return sorted(found)
+
+def kernel_names(source: str) -> set[Name]:
+    """All that a file imports from the kernel folders, and what it uses of that by attribute: functions of a module."""
+    tree = ast.parse(source)
+    imported: dict[str, Name] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(KERNELS):
+            imported |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+    found = set(imported.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            module, name = imported[node.value.id]
+            found.add((module, f"{name}.{node.attr}"))
+    return found
+
+
+def is_unseen(kind: str) -> bool:
+    """Whether the checker knows nothing of a name, or of what a call of it takes or gives."""
+    return kind == "Any" or kind.startswith("def (*Any") or kind.endswith("-> Any")
+
+
+def revealed(names: Sequence[Name], folder: Path) -> list[str]:
+    """The type of each name, as the type checker sees it."""
+    lines = []
+    for n, (module, name) in enumerate(names):
+        first, _, attribute = name.partition(".")
+        lines.append(f"from {module} import {first} as k{n}\nreveal_type(k{n}{attribute and '.' + attribute})")
+    snippet = folder / "kernels.py"
+    snippet.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(snippet)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert len(found) == len(names), done.stdout + done.stderr
+    return found
 
 
 def test_the_type_of_no_kernel_is_any(tmp_path: Path) -> None:
-    names = kernel_names()
-    assert len(names) > 20
-    lines = [f"from {module} import {name} as k{n}\nreveal_type(k{n})" for n, (module, name) in enumerate(names)]
-    snippet = tmp_path / "kernels.py"
-    snippet.write_text("\n".join([*lines, "from triton import jit\nreveal_type(jit)\n"]))
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(snippet)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    assert len(revealed) == len(names) + 1, done.stdout + done.stderr
-    assert revealed.pop() == "Any", "the check sees no Any where there is one"
-    unseen = [names[n] for n, kind in enumerate(revealed) if kind == "Any"]
+    names = sorted(set().union(*(kernel_names(file.read_text()) for file in sources(PACKAGE / "targets"))))
+    assert ("nvfp4_sgl.cutedsl_kernels", "operations.product") in names and len(names) > 60
+    *kinds, control = revealed([*names, ("triton", "jit")], tmp_path)
+    assert control == "Any", "the check sees no Any where there is one"
+    unseen = [name for name, kind in zip(names, kinds, strict=True) if is_unseen(kind)]
     assert not unseen, unseen
+
+
+def test_names_are_found_however_they_are_imported() -> None:
+    kernel = "nvfp4_sgl.cutedsl_kernels"
+    source = f"from {kernel} import operations as o\nfrom torch import nn\nnn.Module\ndef f(x): return o.product(x)\n"
+    assert kernel_names(source) == {(kernel, "operations"), (kernel, "operations.product")}
+
+
+@pytest.mark.parametrize("kind", ["Any", "def (*Any, **Any) -> Any", "def (x: torch._tensor.Tensor) -> Any"])
+def test_what_is_not_seen_is_known(kind: str) -> None:
+    assert is_unseen(kind) and not is_unseen("def (x: Any =) -> int")
 
 
 @pytest.mark.parametrize("module", ["triton_kernels.common.chip", "cutedsl_kernels.errors"])

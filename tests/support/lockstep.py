@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import pytest
+
     from nvfp4_sgl.cache.layer import LayerCache
     from nvfp4_sgl.cache.local import LocalCaches
     from nvfp4_sgl.standalone import Standalone
@@ -170,6 +172,29 @@ def replay(model: Standalone, recording: Recording, layers: Sequence[int]) -> li
             row[layer] = Replayed(attended.float().cpu(), mixed.float().cpu(), after, work.step, chosen)
         found.append(row)
     return found
+
+
+def replace_sublayers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put permutations of the columns, each another, times a gain that is another for each place and token id, in the
+    place of attention and experts."""
+
+    def attention(layer: int) -> Callable[[Any, object, LayerCache], Tensor]:
+        def attend(x: Any, step: object, cache: LayerCache) -> Tensor:
+            assert cache is model.caches.layers[layer]
+            return x.require_values().roll(2 * layer + 1, dims=1) * (0.25 + 0.5 * layer)
+
+        return attend
+
+    def experts(layer: int) -> Callable[[Any, Tensor, object], Tensor]:
+        def mix(x: Any, ids: Tensor, step: object) -> Tensor:
+            values = x.require_values()
+            return values.roll(2 * layer + 2, dims=1) * (0.5 * layer + ids[:, None].to(values) / 256)
+
+        return mix
+
+    for layer, block in zip(model.decoder.range, model.decoder.layers, strict=True):
+        monkeypatch.setattr(block.attn, "forward", attention(layer))
+        monkeypatch.setattr(block.ffn, "forward", experts(layer))
 
 
 def relative_errors(found: Tensor, expected: Tensor) -> Tensor:

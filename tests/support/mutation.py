@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
@@ -16,28 +17,30 @@ KERNEL_FOLDERS = ("triton_kernels", "cutedsl_kernels")
 
 
 class _MutatingLoader(importlib.abc.SourceLoader):
-    """Loads one module from its source with ``old`` replaced by ``new``."""
+    """Loads one module from its source with ``old`` replaced by ``new``.
 
-    def __init__(self, path: str, old: str, new: str):
-        self._path, self._old, self._new = path, old, new
+    The changed source lies in ``folder``: Triton reads kernels from the files that their functions name.
+    """
+
+    def __init__(self, path: str, old: str, new: str, folder: str):
+        source = Path(path).read_text(encoding="utf-8")
+        assert source.count(old) == 1, f"{path}: expected exactly one {old!r}, found {source.count(old)}"
+        self._path = Path(folder) / Path(path).name
+        self._path.write_text(source.replace(old, new), encoding="utf-8")
 
     def get_filename(self, fullname: str) -> str:
-        return self._path
+        return str(self._path)
 
     def get_data(self, path: str) -> bytes:
-        source = Path(path).read_text(encoding="utf-8")
-        assert source.count(self._old) == 1, (
-            f"{path}: expected exactly one {self._old!r}, found {source.count(self._old)}"
-        )
-        return source.replace(self._old, self._new).encode()
+        return Path(path).read_bytes()
 
     def path_stats(self, path: str) -> dict[str, int]:
         raise OSError("never take the cached bytecode")
 
 
 class _MutatingFinder(importlib.abc.MetaPathFinder):
-    def __init__(self, module: str, old: str, new: str):
-        self._module, self._old, self._new = module, old, new
+    def __init__(self, module: str, old: str, new: str, folder: str):
+        self._module, self._old, self._new, self._folder = module, old, new, folder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,7 +49,7 @@ class _MutatingFinder(importlib.abc.MetaPathFinder):
             return None
         found = PathFinder.find_spec(fullname, path)
         assert found is not None and found.origin is not None
-        loader = _MutatingLoader(found.origin, self._old, self._new)
+        loader = _MutatingLoader(found.origin, self._old, self._new, self._folder)
         return importlib.util.spec_from_loader(fullname, loader, origin=found.origin)
 
 
@@ -68,13 +71,14 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
     saved = own()
     for name in saved:
         del sys.modules[name]
-    finder = _MutatingFinder(f"{PACKAGE}.{module}", old, new)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-        assert f"{PACKAGE}.{module}" in sys.modules, f"{module} was never imported"
-    finally:
-        sys.meta_path.remove(finder)
-        for name in own():
-            del sys.modules[name]
-        sys.modules.update(saved)
+    with tempfile.TemporaryDirectory(prefix="mutated-") as folder:
+        finder = _MutatingFinder(f"{PACKAGE}.{module}", old, new, folder)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+            assert f"{PACKAGE}.{module}" in sys.modules, f"{module} was never imported"
+        finally:
+            sys.meta_path.remove(finder)
+            for name in own():
+                del sys.modules[name]
+            sys.modules.update(saved)
