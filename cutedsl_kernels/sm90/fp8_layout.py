@@ -1,4 +1,4 @@
-"""FP8 weights in the order in which wgmma's register operand takes them: plain torch, on any device, and back.
+"""FP8 weights in the order in which tensor cores take them from registers: plain torch, on any device, and back.
 
 A tile is 128 rows by 128 of K, as NVFP4's (layout.py says which values a lane holds): 16,896 bytes, 16,384 of codes
 and 512 of factors.

@@ -1,4 +1,4 @@
-"""NVFP4 or FP8 x bf16 products on Hopper's tensor cores: weights from registers, tokens from shared memory.
+"""NVFP4 or FP8 x bf16 products on Hopper's tensor cores: weights are expanded in registers.
 
 Computes, for each group g, token row t and feature f::
 
@@ -12,15 +12,15 @@ Operands: weights in the tiles of layout.py or fp8_layout.py; bf16 tokens, K con
 of tokens; features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
-in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. A warpgroup expands half a stage
-into one of two sets of registers while the tensor core reads the other. CTAs are persistent.
+in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. Up to 16 tokens every warp
+multiplies by itself (warp_sums.py), with more a warpgroup does (warpgroup_sums.py). CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
 previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
 read the counts, which say whose weights are needed.
 
-Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K; with split_k the
-partial sums of slices of K are added in their order. The result does not depend on timing.
+Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K (up to 8 tokens two
+sums, of every other 16 of K, added at the end); with split_k the partial sums of slices of K are added in their order. The result does not depend on timing.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The weight operand of the w4a16 GEMMs: tiles in the order in which wgmma's register operand takes them.
+"""The weight operand of the w4a16 GEMMs: tiles in the order in which tensor cores take them from registers.
 
 value[r, k] = e2m1(code[r, k]) · block_scale[r, k // 16] · scale. ``sm90/layout.py`` describes a tile. Tiles are made
 once, on the GPU, right after the weights arrive there; nothing else of them is kept.

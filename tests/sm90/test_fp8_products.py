@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, Output
-from nvfp4_sgl.cutedsl_kernels.sm90 import gemm
+from nvfp4_sgl.cutedsl_kernels.sm90 import stage
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape, max_split
-from tests.sm90.support.products import ProductCase, compile_anew, entry_of
+from tests.sm90.support.machine_code import checked_binary
+from tests.sm90.support.products import ProductCase, compile_anew
 from tests.sm100.emulator import Options
-from tests.sm100.support.sass import compile_binary
 
 
 def fp8(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelShape:
@@ -93,7 +93,7 @@ MISTAKES: dict[str, Any] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_load_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gemm.LOAD_HALF, "fp8", MISTAKES[mistake](gemm.LOAD_HALF["fp8"]))
+    monkeypatch.setitem(stage.LOAD_HALF, "fp8", MISTAKES[mistake](stage.LOAD_HALF["fp8"]))
     case = CASES[0]
     with pytest.raises(AssertionError, match="wrong"):
         case.check(compiled=compile_anew(case.shape))
@@ -104,17 +104,7 @@ def test_a_wrong_load_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("shape", [fp8(8), fp8(16, 8), fp8(32, output="fp32"), fp8(64), fp8(64, 2), fp8(128)], ids=str)
 def test_sass(shape: KernelShape) -> None:
-    """The loop's instructions, and registers that let as many CTAs share an SM as the shape promises."""
-    entry = entry_of(shape)
-    binary = compile_binary("sm_90a", entry, *entry.example())
-    assert binary.count("HGMMA") == 8, "a stage of 128 of K"
-    assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
-    assert binary.count("HMUL2.BF16") == 32, "64 weights a thread, two at a time"
-    assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
-    assert binary.registers <= shape.max_registers
-    compiled: Any = entry.gemm
-    taken = compiled.storage.size_in_bytes()
-    assert taken <= shape.shared_bytes <= taken + 4 * 1024
+    checked_binary(shape)
 
 
 @pytest.mark.parametrize("output", ["bf16", "fp32"])
