@@ -1,1 +1,1 @@
-"""NVFP4 products on Hopper: weights expanded to bf16 in registers on their way to the tensor core, activations in bf16."""
+"""NVFP4 products on Hopper: weights expanded to bf16 on their way to the tensor core, activations in bf16."""

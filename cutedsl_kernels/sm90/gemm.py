@@ -19,8 +19,9 @@ Programmatic dependent launch: each CTA prepares itself and sends for the weight
 previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
 read the counts, which say whose weights are needed.
 
-Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K (up to 8 tokens two
-sums, of every other 16 of K, added at the end); with split_k the partial sums of slices of K are added in their order. The result does not depend on timing.
+Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K. With tiles of 8
+tokens every other 16 of K have a sum of their own, and the two are added; with split_k the partial sums of slices of K
+are added in their order. The result does not depend on timing.
 """
 
 from typing import Any
