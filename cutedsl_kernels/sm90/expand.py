@@ -9,7 +9,7 @@ For 16 codes of a lane: 16 masks, selections and rotations, 4 instructions for f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -27,9 +27,9 @@ VALUE_SHIFT = -(VALUE_EXPONENT + SCALE_EXPONENT)
 """Expanded weights are their values divided by two to this power."""
 
 
-def expand_half(loaded: Any) -> Iterator[Any]:
+def expand_half(words: Sequence[Any]) -> Iterator[Any]:
     """Half a stage: the A fragments of four steps, register by register, of what ``weights.load_half`` loaded."""
-    codes, scales = loaded
+    codes, scales = words[:4], words[4:]
     for pair in range(2):
         yield from expand_pair(codes[2 * pair], codes[2 * pair + 1], scales[pair])
 

@@ -9,7 +9,7 @@ For eight codes of a lane: 8 masks, selections and rotations, 4 multiplications.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -29,12 +29,10 @@ FP8_VALUE_SHIFT = 0
 """Expanded weights are their values divided by two to this power."""
 
 
-def expand_fp8_half(loaded: Any) -> Iterator[Any]:
+def expand_fp8_half(words: Sequence[Any]) -> Iterator[Any]:
     """Half a stage: the A fragments of four steps, register by register, of what ``weights.load_fp8_half`` loaded."""
-    parts, factors = loaded
-    for codes in parts:
-        for step in range(2):
-            yield from expand_step(codes[2 * step], codes[2 * step + 1], factors)
+    for step in range(4):
+        yield from expand_step(words[2 * step], words[2 * step + 1], words[8])
 
 
 def expand_step(first: Any, second: Any, factors: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -19,14 +20,14 @@ EXPAND_HALF = {"nvfp4": expand_half, "fp8": expand_fp8_half}
 """How that becomes A fragments."""
 
 
-def load_stage_half(shape: KernelShape, staged: Any, warp: EpilogueWarp, half: int) -> Any:
-    """This lane's part of half a staged tile of weights."""
+def load_stage_half(shape: KernelShape, staged: Any, warp: EpilogueWarp, half: int) -> list[Any]:
+    """This lane's part of half a staged tile of weights: ``weights.HALF_WORDS`` words."""
     return LOAD_HALF[shape.weights](staged, warp.index, warp.lane, half)
 
 
-def expanded(shape: KernelShape, loaded: Any) -> list[Any]:
+def expanded(shape: KernelShape, words: Sequence[Any]) -> list[Any]:
     """Half a stage's weights, as the A fragments of four steps of 16: four registers each."""
-    return list(EXPAND_HALF[shape.weights](loaded))
+    return list(EXPAND_HALF[shape.weights](words))
 
 
 @cute.jit

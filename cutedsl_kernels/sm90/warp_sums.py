@@ -3,7 +3,8 @@
 wgmma takes as long for 8 tokens as for 64, and a warpgroup must wait for a group of them before it may overwrite the
 registers that they read. mma.sync m16n8k16 takes the same fragments of 16 rows (layout.py), so the expansion is the
 same; tokens are loaded as fragments, too, and what follows is ordinary register arithmetic that the scheduler overlaps.
-A stage is released as soon as it is in registers.
+Half a stage's weights are loaded while those of the half before are multiplied, and a stage is released once it is in
+registers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..common.ring import Ring
 from .layout import TILE_K
 from .shape import KernelShape
 from .stage import expanded, load_stage_half, release
+from .weights import HALF_WORDS
 
 SWIZZLED_BYTES = 128
 """A row of staged tokens: 64 of K, whose units of 16 bytes are swizzled by the token's number."""
@@ -55,18 +57,32 @@ class WarpSums(Fixed):
         for chain in cutlass.range_constexpr(self.chains):
             sums[chain].fill(0.0)
         places = self._places()
-        for _ in cutlass.range(k_begin, k_end, unroll=1):
-            self.ring.wait_full(position)
-            staged = self.weights + position.index * shape.tile_bytes
-            loaded = [load_stage_half(shape, staged, self.warp, half) for half in range(2)]
+        # Half a stage's weights are loaded while those of the half before are multiplied, across stages, too.
+        halves = [cute.make_rmem_tensor((HALF_WORDS[shape.weights],), Uint32) for _ in range(2)]
+        self.ring.wait_full(position)
+        for half in cutlass.range_constexpr(2):
+            self._load_half(position.index, half, halves[half])
+        for k_tile in cutlass.range(k_begin, k_end, unroll=1):
             tokens = self._load_tokens(places, position.index * shape.token_bytes)
             release(self.ring, position.index)
-            for half in cutlass.range_constexpr(2):
-                self._multiply(loaded[half], tokens, half, sums)
             position.advance()
+            self._multiply(halves[0], tokens, 0, sums)
+            is_last = k_tile + 1 == k_end
+            if not is_last:
+                self.ring.wait_full(position)
+                self._load_half(position.index, 0, halves[0])
+            self._multiply(halves[1], tokens, 1, sums)
+            if not is_last:
+                self._load_half(position.index, 1, halves[1])
         for i in cutlass.range_constexpr(shape.token_tile // 2):
             values[i] = sums[0][i] + sums[1][i] if self.chains > 1 else sums[0][i]
         return position
+
+    def _load_half(self, index: Any, half: int, words: cute.Tensor) -> None:
+        """Load this lane's part of half a stage of weights."""
+        staged = self.weights + index * self.shape.tile_bytes
+        for i, word in enumerate(load_stage_half(self.shape, staged, self.warp, half)):
+            words[i] = word
 
     def _places(self) -> tuple[Any, Any]:
         """Where this lane's row of a matrix lies in the first stage, of even pairs of steps and of odd ones.
@@ -89,9 +105,9 @@ class WarpSums(Fixed):
                 steps[2 * pair + 1].append(found[2:])
         return steps
 
-    def _multiply(self, loaded: Any, tokens: list[list[Any]], half: int, sums: list[cute.Tensor]) -> None:
+    def _multiply(self, words: cute.Tensor, tokens: list[list[Any]], half: int, sums: list[cute.Tensor]) -> None:
         """Add the products of half a stage."""
-        registers = expanded(self.shape, loaded)
+        registers = expanded(self.shape, [words[i] for i in range(HALF_WORDS[self.shape.weights])])
         for step in range(STEPS // 2):
             k = half * (STEPS // 2) + step
             for group, fragment in enumerate(tokens[k]):

@@ -14,6 +14,8 @@ from ..common.shape import WARP_LANES
 from .fp8_layout import FP8_CODE_BYTES
 from .layout import CODE_BYTES
 
+HALF_WORDS = {"nvfp4": 6, "fp8": 9}
+"""Words of a lane's part of half a tile, by how weights are stored."""
 VECTOR = 16
 """Bytes of a lane's load."""
 HALF_BYTES = WARP_LANES * VECTOR
@@ -57,25 +59,24 @@ class WeightLoad(Fixed):
         )
 
 
-def load_half(tile: Any, warp: Any, lane: Any, half: int) -> tuple[Any, Any]:
+def load_half(tile: Any, warp: Any, lane: Any, half: int) -> list[Any]:
     """A lane's words of half a tile of NVFP4: four of codes; two of scales, one for each pair of steps."""
-    codes = _load(tile + ((warp * 2 + half) * HALF_BYTES + lane * VECTOR), VECTOR)
+    codes = tile + ((warp * 2 + half) * HALF_BYTES + lane * VECTOR)
     scales = tile + (CODE_BYTES + warp * WARP_SCALE_BYTES + lane // 4 * VECTOR + half * (VECTOR // 2))
-    return codes, _load(scales, VECTOR // 2)
+    return _load(codes, VECTOR) + _load(scales, VECTOR // 2)
 
 
-def load_fp8_half(tile: Any, warp: Any, lane: Any, half: int) -> tuple[Any, Any]:
+def load_fp8_half(tile: Any, warp: Any, lane: Any, half: int) -> list[Any]:
     """A lane's words of half a tile of FP8: two times four of codes; the factors of its two rows in one word."""
     first = tile + (warp * 2 + half) * (2 * HALF_BYTES) + lane * VECTOR
-    codes = [_load(first + part * HALF_BYTES, VECTOR) for part in range(2)]
     factors = tile + (FP8_CODE_BYTES + (warp * 2 + half) * FP8_FACTOR_BYTES + lane // 4 * 4)
-    return codes, _load(factors, 4)[0]
+    return _load(first, VECTOR) + _load(first + HALF_BYTES, VECTOR) + _load(factors, 4)
 
 
-def _load(source: Any, count: int) -> cute.Tensor:
+def _load(source: Any, count: int) -> list[Any]:
     """``count`` bytes, aligned to as many, as words."""
     words = cute.make_rmem_tensor((count // 4,), Uint32)
     # ``source.align`` would round the address up at run time.
     pointer = cute.make_ptr(Uint32, source.toint(), source.memspace, assumed_align=count)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count // 4)), words)
-    return words
+    return [words[i] for i in range(count // 4)]

@@ -72,20 +72,20 @@ def test_impossible_shapes_are_refused() -> None:
 MISTAKES: dict[str, Any] = {
     "the other half's factors": lambda right: (
         lambda tile, warp, lane, half: (
-            right(tile, warp, lane, half)[0],
-            right(tile, warp, lane, 1 - half)[1],
+            *right(tile, warp, lane, half)[:8],
+            right(tile, warp, lane, 1 - half)[8],
         )
     ),
     "the factors of another row": lambda right: (
         lambda tile, warp, lane, half: (
-            right(tile, warp, lane, half)[0],
-            right(tile, warp, lane ^ 4, half)[1],
+            *right(tile, warp, lane, half)[:8],
+            right(tile, warp, lane ^ 4, half)[8],
         )
     ),
     "another warp's codes": lambda right: (
         lambda tile, warp, lane, half: (
-            right(tile, warp ^ 1, lane, half)[0],
-            right(tile, warp, lane, half)[1],
+            *right(tile, warp ^ 1, lane, half)[:8],
+            right(tile, warp, lane, half)[8],
         )
     ),
 }

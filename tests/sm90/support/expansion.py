@@ -10,8 +10,8 @@ import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import make_ptr
 
-from nvfp4_sgl.cutedsl_kernels.sm90.stage import EXPAND_HALF, LOAD_HALF
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import Weights
+from nvfp4_sgl.cutedsl_kernels.sm90.stage import EXPAND_HALF, LOAD_HALF
 
 
 class Expansion:
