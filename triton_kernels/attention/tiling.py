@@ -20,7 +20,9 @@ class Tiling:
         warps, stages: Triton's ``num_warps`` and ``num_stages``.
         resident: programs that a multiprocessor holds at once, given their shared memory and registers. It must not
             exceed the true number: programs of split keys wait for one another.
-        transposed: accumulate [512, heads] rather than [heads, 512].
+        transposed: accumulate [512, heads] rather than [heads, 512]. With fewer than 64 heads the logits are
+            [keys, heads], too.
+        registers: limit of registers of a thread, ``None`` for no limit.
         apart: compute logits and weights in a branch. Where the compiler sees one MMA feed another, it gives every warp
             group the whole first MMA. It does not follow values out of a branch, so it divides the logits among the
             warp groups. The weights then pass through shared memory.
@@ -33,6 +35,8 @@ class Tiling:
     resident: int = 1
     transposed: bool = False
     apart: bool = False
+    registers: int | None = None
+    pieces: int = 4
 
 
 HOPPER = Tiling(stages=5, apart=True)
