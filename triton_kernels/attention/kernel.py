@@ -100,9 +100,7 @@ def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl
         scales = page + ((576 << shift) + row * 8)
         scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
         for piece in tl.static_range(PIECES - 1):
-            decoded = _load_decoded(
-                entry, scales, visible, _begin(piece, PIECES), _width(piece, PIECES) // 64, KEYS
-            )
+            decoded = _load_decoded(entry, scales, visible, _begin(piece, PIECES), _width(piece, PIECES) // 64, KEYS)
             keys += (decoded if PIECES == 4 else _as_operand(decoded),)
         keys += (_load_bf16(entry + 448, visible, 0, 64),)
     else:
@@ -205,23 +203,16 @@ def _exp2_or_zero(logits):
 
 
 @triton.jit
-def _of_heads(values, KEYS_FIRST: tl.constexpr):
-    """Reshape [HEADS] for arithmetic with logits: [HEADS, KEYS], or [KEYS, HEADS] if KEYS_FIRST."""
-    return values[None, :] if KEYS_FIRST else values[:, None]
+def _update_softmax(logits, visible, running_max, denominator):
+    """Update the online softmax by the logits of a tile, fp32 [HEADS, KEYS].
 
-
-@triton.jit
-def _update_softmax(logits, visible, running_max, denominator, KEYS_FIRST: tl.constexpr):
-    """Update the online softmax by the logits of a tile, fp32 [HEADS, KEYS] or its transpose.
-
-    Returns the new running maximum, the denominator relative to it, and the tile's weights rounded to bf16, laid out
-    like the logits.
+    Returns the new running maximum, the denominator relative to it, and the tile's weights rounded to bf16,
+    [HEADS, KEYS].
     """
-    AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
-    logits = tl.where(_of_heads(visible, not KEYS_FIRST), logits, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(logits, axis=AXIS))
-    weights = _exp2_or_zero(logits - _of_heads(new_max, KEYS_FIRST))
-    denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=AXIS)
+    logits = tl.where(visible[None, :], logits, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    weights = _exp2_or_zero(logits - new_max[:, None])
+    denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
     return new_max, denominator, _round_to_operand(weights)
 
 
@@ -242,54 +233,45 @@ def _rescale(total, decay, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
     """Compute total + weights × keys, for a total of [HEADS, WIDTH] or its transpose."""
     if TRANSPOSED:
-        return tl.dot(tl.trans(keys), weights if KEYS_FIRST else tl.trans(weights), total)
+        return tl.dot(tl.trans(keys), tl.trans(weights), total)
     else:
         return tl.dot(weights, keys, total)
 
 
 @triton.jit
-def _product(q, k, KEYS_FIRST: tl.constexpr):
-    """Multiply queries and keys: fp32 [HEADS, KEYS] or its transpose."""
-    if KEYS_FIRST:
-        return tl.dot(k, tl.trans(q))
-    else:
-        return tl.dot(q, tl.trans(k))
-
-
-@triton.jit
-def _logits(q, k, KEYS_FIRST: tl.constexpr):
-    """Multiply queries and keys, both in pieces: fp32 logits [HEADS, KEYS] or its transpose, not yet scaled."""
-    logits = _product(q[0], k[0], KEYS_FIRST)
+def _logits(q, k):
+    """Multiply queries and keys, both in pieces: fp32 logits [HEADS, KEYS], not yet scaled."""
+    logits = tl.dot(q[0], tl.trans(k[0]))
     for piece in tl.static_range(1, len(q)):
-        logits += _product(q[piece], k[piece], KEYS_FIRST)
+        logits += tl.dot(q[piece], tl.trans(k[piece]))
     return logits
 
 
 @triton.jit
-def _logits_apart(q, k, scale, KEYS_FIRST: tl.constexpr):
+def _logits_apart(q, k, scale):
     """Compute ``_logits`` times ``scale``, each product scaled on its own.
 
     Of a bare sum the compiler would make one chain of MMAs. The tail goes first: rotated, it is an operand in
     registers, and fewer are taken before there is a sum.
     """
     LAST: tl.constexpr = len(q) - 1
-    logits = _product(q[LAST], k[LAST], KEYS_FIRST) * scale
+    logits = tl.dot(q[LAST], tl.trans(k[LAST])) * scale
     for piece in tl.static_range(LAST):
-        logits += _product(q[piece], k[piece], KEYS_FIRST) * scale
+        logits += tl.dot(q[piece], tl.trans(k[piece])) * scale
     return logits
 
 
 @triton.jit
-def _add_tile(total, decay, weights, k, TRANSPOSED: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def _add_tile(total, decay, weights, k, TRANSPOSED: tl.constexpr):
     """Add a tile's weighted keys to the accumulator, which has pieces of columns."""
     # Rescale all pieces before the first MMA: the assembler serialises MMAs if accumulators change between them.
     total = [_rescale(piece, decay, TRANSPOSED) for piece in total]
     added = ()
     for piece in tl.static_range(len(k)):
-        added += (_accumulate(total[piece], weights, k[piece], TRANSPOSED, KEYS_FIRST),)
+        added += (_accumulate(total[piece], weights, k[piece], TRANSPOSED),)
     return added
 
 
@@ -307,7 +289,6 @@ def _attend_to_tile(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     LOGITS_IN_BRANCH: tl.constexpr,
 ):
     """Add a tile of keys to the online softmax and the accumulator.
@@ -318,23 +299,23 @@ def _attend_to_tile(
     """
     previous_max = running_max
     if LOGITS_IN_BRANCH:
-        weights = tl.zeros((KEYS, HEADS) if KEYS_FIRST else (HEADS, KEYS), OPERAND_DTYPE)
+        weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
         if always:
-            logits = _logits_apart(q, k, scale, KEYS_FIRST)
-            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator, KEYS_FIRST)
+            logits = _logits_apart(q, k, scale)
+            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
     elif TRANSPOSED and STAGES > 1:
         # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
         # and then (Triton 3.8) let warps store a tile's keys while tcgen05 may still read the previous tile's
         # from the same place: found in the emulator, which checks the order of accesses whatever their timing.
         if always:
-            logits = _logits(q, k, KEYS_FIRST) * scale
-            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator, KEYS_FIRST)
-            total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED, KEYS_FIRST)
+            logits = _logits(q, k) * scale
+            running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
+            total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED)
     else:
-        logits = _logits(q, k, KEYS_FIRST) * scale
-        running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator, KEYS_FIRST)
+        logits = _logits(q, k) * scale
+        running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
     if LOGITS_IN_BRANCH or not TRANSPOSED or STAGES == 1:
-        total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED, KEYS_FIRST)
+        total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED)
     return running_max, denominator, total
 
 
@@ -449,8 +430,6 @@ def attend(
         WINDOW_SHIFT, EXTRA_SHIFT: log2 of the entries of a page.
         HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH, PIECES, WARPS: the ``tiling.Tiling``.
     """
-    # An MMA of warp groups has 64 rows at least: keys are its rows where heads are too few.
-    KEYS_FIRST: tl.constexpr = TRANSPOSED and HEADS < 64
     after_previous()
     block, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = (block // HEAD_BLOCKS).to(tl.int64)
@@ -520,10 +499,10 @@ def attend(
         logit_scale = query_scale
         if RAW:
             # Without this, with LOGITS_IN_BRANCH, each tile would pass the scale through shared memory to the logits.
-            logit_scale = _of_heads(_in_layout_of(query_scale, denominator), KEYS_FIRST)
+            logit_scale = _in_layout_of(query_scale, denominator)[:, None]
         running_max, denominator, total = _attend_to_tile(
             *(q_pieces, k, visible, logit_scale, running_max, denominator, total, tile < end),
-            *(HEADS, KEYS, STAGES, TRANSPOSED, KEYS_FIRST, LOGITS_IN_BRANCH),
+            *(HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH),
         )
 
     if SPLIT:

@@ -20,8 +20,7 @@ class Tiling:
         warps, stages: Triton's ``num_warps`` and ``num_stages``.
         resident: programs that a multiprocessor holds at once, given their shared memory and registers. It must not
             exceed the true number: programs of split keys wait for one another.
-        transposed: accumulate [512, heads] rather than [heads, 512]. With fewer than 64 heads the logits are
-            [keys, heads], too.
+        transposed: accumulate [512, heads] rather than [heads, 512].
         apart: compute logits and weights in a branch. Where the compiler sees one MMA feed another, it gives every warp
             group the whole first MMA. It does not follow values out of a branch, so it divides the logits among the
             warp groups. The weights then pass through shared memory.
