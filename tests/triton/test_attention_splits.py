@@ -88,6 +88,13 @@ def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch
     assert not counters.any()
 
 
+@pytest.mark.parametrize("tiling", [SIXTEEN_HEADS, THIRTY_TWO_HEADS], ids=named)
+def test_heads_end_within_a_block(tiling: Tiling, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last query's programs run first: what others store beyond their last head falls on its heads."""
+    run_backwards(monkeypatch)
+    check(problem(20, [20], tokens=2), device, tiling=tiling, splits=1)
+
+
 def test_splits_fill_the_chip() -> None:
     def splits(queries: int, heads: int, *columns: int) -> int:
         return choose_splits(queries, heads, columns, 132)

@@ -92,7 +92,7 @@ def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl
 
     pitch: bytes from page to page, of 2^shift entries each; from row to row if not PACKED.
     """
-    keys = ()
+    keys = ()  # type: tuple[tl.tensor, ...]
     if PACKED:
         page = pool + (slot >> shift).to(tl.int64) * pitch
         row = (slot & ((1 << shift) - 1)).to(tl.int32)
@@ -164,7 +164,7 @@ def _rotate_tail(q_tail, cos, sin, HEADS: tl.constexpr):
 @triton.jit
 def _with_rotated_tail(q, cos, sin, HEADS: tl.constexpr):
     """Return the pieces of raw queries with the last, their tail, rotated."""
-    rotated = ()
+    rotated = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(len(q) - 1):
         rotated += (q[piece],)
     tail = _rotate_tail(q[len(q) - 1], cos, sin, HEADS)
@@ -218,7 +218,7 @@ def _update_softmax(logits, visible, running_max, denominator):
 
 @triton.jit
 def _zeros(HEADS: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    total = ()
+    total = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
         if TRANSPOSED:
             total += (tl.zeros((_width(piece, PIECES), HEADS), tl.float32),)
@@ -269,7 +269,7 @@ def _add_tile(total, decay, weights, k, TRANSPOSED: tl.constexpr):
     """Add a tile's weighted keys to the accumulator, which has pieces of columns."""
     # Rescale all pieces before the first MMA: the assembler serialises MMAs if accumulators change between them.
     total = [_rescale(piece, decay, TRANSPOSED) for piece in total]
-    added = ()
+    added = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(len(k)):
         added += (_accumulate(total[piece], weights, k[piece], TRANSPOSED),)
     return added
@@ -359,7 +359,7 @@ def _store(
     row = None
     if out is not None:
         row = out + out_row[:, None] * 512
-    stored = ()
+    stored = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
         values = _scale_heads(total[piece], factor, TRANSPOSED)
         if ROTATE and piece == PIECES - 1:
@@ -443,7 +443,7 @@ def attend(
         extra_length = _load_length(extra_lengths, token, extra_columns, HAS_EXTRA_LENGTHS)
     # Load the queries together with the lengths, which may say that this program has no part: mostly it has one.
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
-    q_pieces = ()
+    q_pieces = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
         q_pieces += (_load_query(q_row, head_mask, _begin(piece, PIECES), _width(piece, PIECES)),)
     if RAW:
