@@ -20,7 +20,16 @@ from nvfp4_sgl.triton_kernels.attention.sparse_attention import (
     new_semaphores,
     sparse_attention,
 )
-from nvfp4_sgl.triton_kernels.attention.tiling import BLACKWELL, HOPPER, SIXTEEN_HEADS, Tiling, default_tiling
+from nvfp4_sgl.triton_kernels.attention.tiling import (
+    BLACKWELL,
+    HOPPER,
+    SIXTEEN_HEADS,
+    SIXTEEN_HEADS_AHEAD,
+    THIRTY_TWO_HEADS,
+    THIRTY_TWO_HEADS_EIGHT_WARPS,
+    Tiling,
+    default_tiling,
+)
 from tests.triton.support.attention import (
     BOUND,
     CSA_PAGE,
@@ -38,10 +47,10 @@ from tests.triton.support.attention import (
 
 @pytest.mark.parametrize(
     "tiling",
-    [HOPPER, BLACKWELL, SIXTEEN_HEADS],
-    ids=["heads x 512", "512 x heads", "few heads"],
+    [HOPPER, BLACKWELL, SIXTEEN_HEADS, THIRTY_TWO_HEADS],
+    ids=["heads x 512", "512 x heads", "few heads", "half"],
 )
-@pytest.mark.parametrize("heads", [8, 24, 64, 128])
+@pytest.mark.parametrize("heads", [8, 24, 40, 64, 128])
 def test_heads(heads: int, tiling: Tiling, device: str) -> None:
     if device != "cpu" and tiling == BLACKWELL != default_tiling(64, packed=True):
         pytest.skip("another architecture's")
@@ -81,8 +90,9 @@ def rotated_back(exact: Tensor, size: Tensor, positions: Tensor, frequencies: Te
 @pytest.mark.parametrize(
     ("tiling", "splits"),
     [
-        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS)),
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS, THIRTY_TWO_HEADS)),
         *((SIXTEEN_HEADS, splits) for splits in (2, 9)),
+        (THIRTY_TWO_HEADS, 3),
         (HOPPER, 2),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -131,8 +141,8 @@ def divided(raw: Tensor, eps: float, positions: Tensor, frequencies: Tensor, *, 
 @pytest.mark.parametrize(
     ("tiling", "splits"),
     [
-        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS)),
-        (SIXTEEN_HEADS, 3),
+        *((tiling, 1) for tiling in (HOPPER, BLACKWELL, SIXTEEN_HEADS, THIRTY_TWO_HEADS)),
+        *((tiling, 3) for tiling in (SIXTEEN_HEADS, THIRTY_TWO_HEADS)),
         pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -179,7 +189,13 @@ def test_raw_queries_of_any_size(seed: int, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
     ("tiling", "splits"),
-    [(HOPPER, 1), (SIXTEEN_HEADS, 1), (SIXTEEN_HEADS, 3), pytest.param(HOPPER, 3, marks=pytest.mark.gpu)],
+    [
+        (HOPPER, 1),
+        (SIXTEEN_HEADS, 1),
+        (THIRTY_TWO_HEADS, 1),
+        (SIXTEEN_HEADS, 3),
+        pytest.param(HOPPER, 3, marks=pytest.mark.gpu),
+    ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
 )
 def test_raw_queries_whose_squares_overflow(tiling: Tiling, splits: int, device: str) -> None:
@@ -372,8 +388,21 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
             run(**changes)
 
 
+@pytest.mark.parametrize(("packed", "splits"), [(True, 1), (True, 3), (False, 2)])
+@pytest.mark.parametrize("tiling", [THIRTY_TWO_HEADS, THIRTY_TWO_HEADS_EIGHT_WARPS, SIXTEEN_HEADS_AHEAD], ids=repr)
+def test_pieces_of_64_columns(tiling: Tiling, packed: bool, splits: int, device: str) -> None:
+    """Each at its place in queries, keys and output: with keys and queries of one piece's columns alone, too."""
+    case = problem(32, [40, 70], tokens=1, packed=packed, seed=splits)
+    check(case, device, tiling=tiling, splits=splits)
+    whole = case.q.clone()
+    for begin in range(0, 512, 64):
+        case.q.zero_()
+        case.q[..., begin : begin + 64] = whole[..., begin : begin + 64]
+        check(case, device, tiling=tiling, splits=splits)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @pytest.mark.parametrize(("tokens", "extra"), [(1, 8192), (8, 1024), (64, 512), (300, 512)])
 def test_serving_sizes(heads: int, tokens: int, extra: int, device: str) -> None:
     check(problem(heads, [128, extra], tokens=tokens, seed=tokens), device)
@@ -393,7 +422,7 @@ def test_a_pool_beyond_two_to_the_31_bytes(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS], ids=named)
+@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS, THIRTY_TWO_HEADS], ids=named)
 def test_a_captured_launch_follows_its_inputs(tiling: Tiling, device: str) -> None:
     case = problem(64, [128, 512], tokens=4)
     q, sink = case.q.to(device), case.sink.to(device)

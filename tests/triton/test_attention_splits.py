@@ -7,11 +7,14 @@ import torch
 
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.attention import tiling as tiling_module
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_partials
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     HOPPER,
+    HOPPER_PLAIN,
     HOPPER_TWO_TILES,
     SIXTEEN_HEADS,
+    THIRTY_TWO_HEADS,
     Tiling,
     choose_splits,
     choose_tiling,
@@ -36,8 +39,8 @@ def test_given_partials_are_used(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("tiling", "heads", "tiles", "numbers"),
-    [(SIXTEEN_HEADS, 8, 33, (3, 6, 20, 40)), (HOPPER, 20, 9, (3, 9))],
-    ids=["few heads", "many heads"],
+    [(SIXTEEN_HEADS, 8, 33, (3, 6, 20, 40)), (THIRTY_TWO_HEADS, 20, 9, (3, 9)), (HOPPER, 20, 9, (3, 9))],
+    ids=["few heads", "half", "many heads"],
 )
 def test_parts_of_any_number(tiling: Tiling, heads: int, tiles: int, numbers: tuple[int, ...], device: str) -> None:
     """Every width of a share, shares that programs have more than one of, and programs that have none.
@@ -85,6 +88,13 @@ def test_no_order_of_programs_shows(device: str, monkeypatch: pytest.MonkeyPatch
     assert not counters.any()
 
 
+@pytest.mark.parametrize("tiling", [SIXTEEN_HEADS, THIRTY_TWO_HEADS], ids=named)
+def test_heads_end_within_a_block(tiling: Tiling, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last query's programs run first: what others store beyond their last head falls on its heads."""
+    run_backwards(monkeypatch)
+    check(problem(20, [20], tokens=2), device, tiling=tiling, splits=1)
+
+
 def test_splits_fill_the_chip() -> None:
     def splits(queries: int, heads: int, *columns: int) -> int:
         return choose_splits(queries, heads, columns, 132)
@@ -102,11 +112,11 @@ def test_splits_fill_the_chip() -> None:
     assert choose_splits(1, 64, (128, 8192), 132, SIXTEEN_HEADS) <= 66
 
 
-@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS], ids=named)
+@pytest.mark.parametrize("tiling", [HOPPER, SIXTEEN_HEADS, THIRTY_TWO_HEADS], ids=named)
 @pytest.mark.parametrize("queries", [1, 3, 8, 33, 64, 100, 8192])
 def test_programs_of_split_keys_all_have_a_place(queries: int, tiling: Tiling) -> None:
     """They wait for one another."""
-    for heads in (8, 24, 64, 128):
+    for heads in (8, 24, 32, 64, 128):
         splits = choose_splits(queries, heads, (128, 8192), 132, tiling)
         programs = queries * -(-heads // tiling.heads) * splits
         assert splits == 1 or programs <= 132 * tiling.resident
@@ -149,7 +159,20 @@ def test_the_measured_tilings() -> None:
         assert choose_splits(queries, heads, columns, 132, tiling) == splits, (queries, heads, columns)
 
 
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("chosen", [HOPPER, THIRTY_TWO_HEADS], ids=named)
+def test_32_heads_have_one_tiling_beside_that_of_few_queries(chosen: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling_module, "UP_TO_THIRTY_TWO_HEADS", chosen)
+    if default_tiling(64, packed=True) != HOPPER:
+        pytest.skip("another architecture's")
+    for heads, expected in ((16, SIXTEEN_HEADS), (17, chosen), (32, chosen), (33, HOPPER), (64, HOPPER)):
+        assert default_tiling(heads, packed=True) == expected
+        assert choose_tiling(8192, heads, (128, 512), 132, packed=True) == expected
+    assert default_tiling(32, packed=False) == HOPPER_PLAIN
+    assert choose_tiling(1, 32, (128, 256), 132, packed=True) == SIXTEEN_HEADS
+    assert choose_splits(64, 32, (128, 512), 132, chosen) == {HOPPER: 2, THIRTY_TWO_HEADS: 4}[chosen]
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
 def test_a_step_and_the_graph_that_pads_it_split_alike(heads: int) -> None:
     """SGLang captures the powers of two and sizes between them; a step runs in the least graph that holds it."""
     captured = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 257, 8)]

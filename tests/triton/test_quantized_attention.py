@@ -17,6 +17,7 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     BLACKWELL,
     HOPPER,
     SIXTEEN_HEADS,
+    THIRTY_TWO_HEADS,
     Tiling,
     default_tiling,
     fuses_quantization,
@@ -52,6 +53,8 @@ def cos_sin(tokens: int) -> Tensor:
         (SIXTEEN_HEADS, 4, 2),
         (SIXTEEN_HEADS, 24, 3),
         (SIXTEEN_HEADS, 32, 2),
+        (THIRTY_TWO_HEADS, 32, 4),
+        (THIRTY_TWO_HEADS, 24, 3),
         (HOPPER, 16, 16),
         (HOPPER, 72, 9),
         (BLACKWELL, 128, 16),
@@ -72,6 +75,8 @@ def test_heads_and_groups(tiling: Tiling, heads: int, groups: int, device: str) 
         (SIXTEEN_HEADS, 24, 3),
         (SIXTEEN_HEADS, 16, 9),
         (SIXTEEN_HEADS, 8, 40),
+        (THIRTY_TWO_HEADS, 32, 2),
+        (THIRTY_TWO_HEADS, 24, 5),
         (HOPPER, 64, 2),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else named(value),
@@ -172,7 +177,7 @@ def test_refusals(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @pytest.mark.parametrize(("tokens", "extra"), [(1, 8192), (3, 200), (8, 1024), (64, 512), (300, 512)])
 def test_serving_sizes(heads: int, tokens: int, extra: int, device: str) -> None:
     """Programs that wait for each other twice, launch after launch on the same counters."""

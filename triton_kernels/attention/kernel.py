@@ -20,6 +20,18 @@ OPERAND_DTYPE = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 """Dtype of MMA operands. The interpreter multiplies fp32 matrices only; theirs hold values that bf16 holds exactly."""
 
 
+@triton.constexpr_function
+def _width(piece, pieces):
+    """Columns of a piece: 256, 128, 64 and 64 of four pieces, 64 of eight."""
+    return max(256 >> piece, 64) if pieces == 4 else 64
+
+
+@triton.constexpr_function
+def _begin(piece, pieces):
+    """First column of a piece."""
+    return sum(max(256 >> earlier, 64) if pieces == 4 else 64 for earlier in range(piece))
+
+
 @triton.jit
 def _times_power_of_two(values, exponent):
     """Compute values · 2^(exponent - 127), exactly, for values that bf16 holds; 0 for an exponent of 0.
@@ -62,28 +74,40 @@ def _load_bf16(row, visible, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.constexpr):
-    """Load and decode the entries at ``slot`` [KEYS] in four pieces of columns, 0 where not visible.
+def _as_operand(keys):
+    """Return ``keys``, unchanged, as if nothing were known of where they come from.
+
+    For mma.sync the compiler lays out an operand by the narrowest load that it comes from. For bytes, a thread would
+    hold eight keys of a column in a row, fetched from shared memory one by one, where ldmatrix fetches 32.
+    """
+    if INTERPRETED:
+        return keys
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [keys], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@triton.jit
+def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.constexpr, PIECES: tl.constexpr):
+    """Load and decode the entries at ``slot`` [KEYS] in pieces of columns, 0 where not visible.
 
     pitch: bytes from page to page, of 2^shift entries each; from row to row if not PACKED.
     """
+    keys = ()  # type: tuple[tl.tensor, ...]
     if PACKED:
         page = pool + (slot >> shift).to(tl.int64) * pitch
         row = (slot & ((1 << shift) - 1)).to(tl.int32)
         entry = page + row * 576
         scales = page + ((576 << shift) + row * 8)
         scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
-        low = _load_decoded(entry, scales, visible, 0, 4, KEYS)
-        mid = _load_decoded(entry, scales, visible, 256, 2, KEYS)
-        high = _load_decoded(entry, scales, visible, 384, 1, KEYS)
-        tail = _load_bf16(entry + 448, visible, 0, 64)
+        for piece in tl.static_range(PIECES - 1):
+            decoded = _load_decoded(entry, scales, visible, _begin(piece, PIECES), _width(piece, PIECES) // 64, KEYS)
+            keys += (decoded if PIECES == 4 else _as_operand(decoded),)
+        keys += (_load_bf16(entry + 448, visible, 0, 64),)
     else:
         entry = pool + slot.to(tl.int64) * pitch
-        low = _load_bf16(entry, visible, 0, 256)
-        mid = _load_bf16(entry, visible, 256, 128)
-        high = _load_bf16(entry, visible, 384, 64)
-        tail = _load_bf16(entry, visible, 448, 64)
-    return low, mid, high, tail
+        for piece in tl.static_range(PIECES):
+            keys += (_load_bf16(entry, visible, _begin(piece, PIECES), _width(piece, PIECES)),)
+    return keys
 
 
 @triton.jit
@@ -116,12 +140,16 @@ def _square_sum(values):
 
 
 @triton.jit
-def _inverse_rms(q_low, q_mid, q_high, q_tail, eps):
-    """Compute 1 / rms of raw queries, given in four pieces: fp32 [HEADS], 0 where squares overflow.
+def _inverse_rms(q, eps):
+    """Compute 1 / rms of raw queries, given in pieces: fp32 [HEADS], 0 where squares overflow.
 
     Squares of bf16 are exact in fp32, so a sum of squares has the same bits whether or not the compiler fuses it.
     """
-    square_sum = _square_sum(q_low) + _square_sum(q_mid) + (_square_sum(q_high) + _square_sum(q_tail))
+    PIECES: tl.constexpr = len(q)
+    square_sum = _square_sum(q[0])
+    for piece in tl.static_range(1, PIECES - 2):
+        square_sum += _square_sum(q[piece])
+    square_sum += _square_sum(q[PIECES - 2]) + _square_sum(q[PIECES - 1])
     return mean_square_scale(square_sum, 512.0, eps)
 
 
@@ -131,6 +159,17 @@ def _rotate_tail(q_tail, cos, sin, HEADS: tl.constexpr):
     even, odd = tl.split(tl.reshape(q_tail.to(tl.float32), (HEADS, 32, 2)))
     even, odd = rotate(even, odd, cos[None, :], sin[None, :])
     return _round_to_operand(tl.reshape(tl.join(even, odd), (HEADS, 64)))
+
+
+@triton.jit
+def _with_rotated_tail(q, cos, sin, HEADS: tl.constexpr):
+    """Return the pieces of raw queries with the last, their tail, rotated."""
+    rotated = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(len(q) - 1):
+        rotated += (q[piece],)
+    tail = _rotate_tail(q[len(q) - 1], cos, sin, HEADS)
+    rotated += (tail if len(q) == 4 else _as_operand(tail),)
+    return rotated
 
 
 @triton.jit
@@ -178,11 +217,14 @@ def _update_softmax(logits, visible, running_max, denominator):
 
 
 @triton.jit
-def _zeros(HEADS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr):
-    if TRANSPOSED:
-        return tl.zeros((WIDTH, HEADS), tl.float32)
-    else:
-        return tl.zeros((HEADS, WIDTH), tl.float32)
+def _zeros(HEADS: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    total = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(PIECES):
+        if TRANSPOSED:
+            total += (tl.zeros((_width(piece, PIECES), HEADS), tl.float32),)
+        else:
+            total += (tl.zeros((HEADS, _width(piece, PIECES)), tl.float32),)
+    return total
 
 
 @triton.jit
@@ -200,60 +242,48 @@ def _accumulate(total, weights, keys, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail):
-    """Multiply queries and keys, both in four pieces: fp32 logits [HEADS, KEYS], not yet scaled."""
-    logits = tl.dot(q_low, tl.trans(k_low))
-    logits += tl.dot(q_mid, tl.trans(k_mid))
-    logits += tl.dot(q_high, tl.trans(k_high))
-    logits += tl.dot(q_tail, tl.trans(k_tail))
+def _logits(q, k):
+    """Multiply queries and keys, both in pieces: fp32 logits [HEADS, KEYS], not yet scaled."""
+    logits = tl.dot(q[0], tl.trans(k[0]))
+    for piece in tl.static_range(1, len(q)):
+        logits += tl.dot(q[piece], tl.trans(k[piece]))
     return logits
 
 
 @triton.jit
-def _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, scale):
+def _logits_apart(q, k, scale):
     """Compute ``_logits`` times ``scale``, each product scaled on its own.
 
     Of a bare sum the compiler would make one chain of MMAs. The tail goes first: rotated, it is an operand in
     registers, and fewer are taken before there is a sum.
     """
-    logits = tl.dot(q_tail, tl.trans(k_tail)) * scale
-    logits += tl.dot(q_low, tl.trans(k_low)) * scale
-    logits += tl.dot(q_mid, tl.trans(k_mid)) * scale
-    logits += tl.dot(q_high, tl.trans(k_high)) * scale
+    LAST: tl.constexpr = len(q) - 1
+    logits = tl.dot(q[LAST], tl.trans(k[LAST])) * scale
+    for piece in tl.static_range(LAST):
+        logits += tl.dot(q[piece], tl.trans(k[piece])) * scale
     return logits
 
 
 @triton.jit
-def _add_tile(low, mid, high, tail, decay, weights, k_low, k_mid, k_high, k_tail, TRANSPOSED: tl.constexpr):
-    """Add a tile's weighted keys to the accumulator, which has four pieces of columns."""
+def _add_tile(total, decay, weights, k, TRANSPOSED: tl.constexpr):
+    """Add a tile's weighted keys to the accumulator, which has pieces of columns."""
     # Rescale all pieces before the first MMA: the assembler serialises MMAs if accumulators change between them.
-    low, mid = _rescale(low, decay, TRANSPOSED), _rescale(mid, decay, TRANSPOSED)
-    high, tail = _rescale(high, decay, TRANSPOSED), _rescale(tail, decay, TRANSPOSED)
-    low = _accumulate(low, weights, k_low, TRANSPOSED)
-    mid = _accumulate(mid, weights, k_mid, TRANSPOSED)
-    high = _accumulate(high, weights, k_high, TRANSPOSED)
-    tail = _accumulate(tail, weights, k_tail, TRANSPOSED)
-    return low, mid, high, tail
+    total = [_rescale(piece, decay, TRANSPOSED) for piece in total]
+    added = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(len(k)):
+        added += (_accumulate(total[piece], weights, k[piece], TRANSPOSED),)
+    return added
 
 
 @triton.jit
 def _attend_to_tile(
-    q_low,
-    q_mid,
-    q_high,
-    q_tail,
-    k_low,
-    k_mid,
-    k_high,
-    k_tail,
+    q,
+    k,
     visible,
     scale,
     running_max,
     denominator,
-    low,
-    mid,
-    high,
-    tail,
+    total,
     always,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -265,34 +295,28 @@ def _attend_to_tile(
 
     scale: of the logits. always: true, but the compiler does not know.
 
-    Returns the running maximum, the denominator and the four pieces of the accumulator.
+    Returns the running maximum, the denominator and the pieces of the accumulator.
     """
     previous_max = running_max
     if LOGITS_IN_BRANCH:
         weights = tl.zeros((HEADS, KEYS), OPERAND_DTYPE)
         if always:
-            logits = _logits_apart(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, scale)
+            logits = _logits_apart(q, k, scale)
             running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
     elif TRANSPOSED and STAGES > 1:
         # In a branch the compiler waits for each MMA. Outside it would pipeline the MMAs beside the loop's loads,
         # and then (Triton 3.8) let warps store a tile's keys while tcgen05 may still read the previous tile's
         # from the same place: found in the emulator, which checks the order of accesses whatever their timing.
         if always:
-            logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * scale
+            logits = _logits(q, k) * scale
             running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
-            low, mid, high, tail = _add_tile(
-                *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
-                TRANSPOSED,
-            )
+            total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED)
     else:
-        logits = _logits(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail) * scale
+        logits = _logits(q, k) * scale
         running_max, denominator, weights = _update_softmax(logits, visible, running_max, denominator)
     if LOGITS_IN_BRANCH or not TRANSPOSED or STAGES == 1:
-        low, mid, high, tail = _add_tile(
-            *(low, mid, high, tail, tl.exp2(previous_max - running_max), weights, k_low, k_mid, k_high, k_tail),
-            TRANSPOSED,
-        )
-    return running_max, denominator, low, mid, high, tail
+        total = _add_tile(total, tl.exp2(previous_max - running_max), weights, k, TRANSPOSED)
+    return running_max, denominator, total
 
 
 @triton.jit
@@ -319,10 +343,7 @@ def _store_columns(row, values, head_mask, BEGIN: tl.constexpr, WIDTH: tl.conste
 def _store(
     out,
     out_row,
-    low,
-    mid,
-    high,
-    tail,
+    total,
     factor,
     cos_sin,
     head_mask,
@@ -334,23 +355,21 @@ def _store(
 
     out_row: index of each head's row [HEADS]; nothing is stored if ``out`` is ``None``.
     """
+    PIECES: tl.constexpr = len(total)
     row = None
     if out is not None:
         row = out + out_row[:, None] * 512
-    low = _scale_heads(low, factor, TRANSPOSED)
-    _store_columns(row, low, head_mask, 0, 256)
-    mid = _scale_heads(mid, factor, TRANSPOSED)
-    _store_columns(row, mid, head_mask, 256, 128)
-    high = _scale_heads(high, factor, TRANSPOSED)
-    _store_columns(row, high, head_mask, 384, 64)
-    tail = _scale_heads(tail, factor, TRANSPOSED)
-    if ROTATE:
-        cos, sin = load_cos_sin(cos_sin, 32)
-        even, odd = tl.split(tl.reshape(tail, (HEADS, 32, 2)))
-        even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
-        tail = tl.reshape(tl.join(even, odd), (HEADS, 64))
-    _store_columns(row, tail, head_mask, 448, 64)
-    return low, mid, high, tail
+    stored = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(PIECES):
+        values = _scale_heads(total[piece], factor, TRANSPOSED)
+        if ROTATE and piece == PIECES - 1:
+            cos, sin = load_cos_sin(cos_sin, 32)
+            even, odd = tl.split(tl.reshape(values, (HEADS, 32, 2)))
+            even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
+            values = tl.reshape(tl.join(even, odd), (HEADS, 64))
+        _store_columns(row, values, head_mask, _begin(piece, PIECES), _width(piece, PIECES))
+        stored += (values,)
+    return stored
 
 
 @triton.jit
@@ -393,6 +412,7 @@ def attend(
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     LOGITS_IN_BRANCH: tl.constexpr,
+    PIECES: tl.constexpr,
     WARPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -408,7 +428,7 @@ def attend(
         RAW: queries are raw projections, to be normalised and rotated.
         PACKED: entries of 584 bytes; else bf16 rows.
         WINDOW_SHIFT, EXTRA_SHIFT: log2 of the entries of a page.
-        HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH, WARPS: the ``tiling.Tiling``.
+        HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH, PIECES, WARPS: the ``tiling.Tiling``.
     """
     after_previous()
     block, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -423,10 +443,9 @@ def attend(
         extra_length = _load_length(extra_lengths, token, extra_columns, HAS_EXTRA_LENGTHS)
     # Load the queries together with the lengths, which may say that this program has no part: mostly it has one.
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
-    q_low = _load_query(q_row, head_mask, 0, 256)
-    q_mid = _load_query(q_row, head_mask, 256, 128)
-    q_high = _load_query(q_row, head_mask, 384, 64)
-    q_tail = _load_query(q_row, head_mask, 448, 64)
+    q_pieces = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(PIECES):
+        q_pieces += (_load_query(q_row, head_mask, _begin(piece, PIECES), _width(piece, PIECES)),)
     if RAW:
         cos, sin = load_cos_sin(cos_sin + token * 64, 32)
     sink_logit = tl.load(sink + head, mask=head_mask, other=0.0)
@@ -453,18 +472,15 @@ def attend(
     if RAW:
         # Scale the logits rather than the queries: tensor cores read an operand from shared memory only if it was
         # loaded there. Computed queries would be fetched as fragments with each tile: 43 ldmatrix on sm_90, not 15.
-        query_scale = _inverse_rms(q_low, q_mid, q_high, q_tail, eps) * scale_log2
-        q_tail = _rotate_tail(q_tail, cos, sin, HEADS)
+        query_scale = _inverse_rms(q_pieces, eps) * scale_log2
+        q_pieces = _with_rotated_tail(q_pieces, cos, sin, HEADS)
 
     # Logits and running maximum are kept multiplied by log2(e). The maximum begins at the sink, so it is finite even if
     # no key is visible.
     sink_log2 = product(sink_logit, LOG2_E)
     running_max = sink_log2
     denominator = tl.zeros((HEADS,), tl.float32)
-    low = _zeros(HEADS, 256, TRANSPOSED)
-    mid = _zeros(HEADS, 128, TRANSPOSED)
-    high = _zeros(HEADS, 64, TRANSPOSED)
-    tail = _zeros(HEADS, 64, TRANSPOSED)
+    total = _zeros(HEADS, PIECES, TRANSPOSED)
 
     for tile in tl.range(begin, end, num_stages=STAGES):
         # One loop over both sets of entries, so that loads of the next tile run ahead across the border between them.
@@ -478,15 +494,14 @@ def attend(
         pool = tl.where(in_window, window, extra)
         pitch = tl.where(in_window, window_page, extra_page)
         shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
-        k_low, k_mid, k_high, k_tail = _load_keys(pool, pitch, shift, slot, visible, PACKED, KEYS)
+        k = _load_keys(pool, pitch, shift, slot, visible, PACKED, KEYS, PIECES)
 
         logit_scale = query_scale
         if RAW:
             # Without this, with LOGITS_IN_BRANCH, each tile would pass the scale through shared memory to the logits.
             logit_scale = _in_layout_of(query_scale, denominator)[:, None]
-        running_max, denominator, low, mid, high, tail = _attend_to_tile(
-            *(q_low, q_mid, q_high, q_tail, k_low, k_mid, k_high, k_tail, visible, logit_scale),
-            *(running_max, denominator, low, mid, high, tail, tile < end),
+        running_max, denominator, total = _attend_to_tile(
+            *(q_pieces, k, visible, logit_scale, running_max, denominator, total, tile < end),
             *(HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH),
         )
 
@@ -501,8 +516,8 @@ def attend(
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
-    low, mid, high, tail = _store(
-        *(out, out_row, low, mid, high, tail, factor, cos_sin + token * 64, head_mask),
+    stored = _store(
+        *(out, out_row, total, factor, cos_sin + token * 64, head_mask),
         *(HAS_COS_SIN and not SPLIT, HEADS, TRANSPOSED),
     )
 
@@ -525,4 +540,4 @@ def attend(
             *(splits, HAS_COS_SIN, HEADS, WARPS, GROUP),
         )
     elif len(rows) > 0:
-        store_whole(low, mid, high, tail, rows, token, first_head, heads, GROUP)
+        store_whole(stored, rows, token, first_head, heads, GROUP)

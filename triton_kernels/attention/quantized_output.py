@@ -77,14 +77,15 @@ def store_quantized(values, scales, rows, token, first_head, heads, begin, GROUP
 
 
 @triton.jit
-def store_whole(low, mid, high, tail, rows, token, first_head, heads, GROUP: tl.constexpr):
-    """Quantise and store whole heads from ``first_head`` on: fp32 [HEADS, ...], their 512 columns in four pieces."""
-    low, mid, high, tail = rounded(low), rounded(mid), rounded(high), rounded(tail)
-    maxima = tl.maximum(head_maxima(low), head_maxima(mid))
-    maxima = tl.maximum(maxima, tl.maximum(head_maxima(high), head_maxima(tail)))
+def store_whole(pieces, rows, token, first_head, heads, GROUP: tl.constexpr):
+    """Quantise and store whole heads from ``first_head`` on: fp32 [HEADS, ...], their 512 columns in pieces."""
+    pieces = [rounded(piece) for piece in pieces]
+    maxima = head_maxima(pieces[0])
+    for piece in tl.static_range(1, len(pieces)):
+        maxima = tl.maximum(maxima, head_maxima(pieces[piece]))
     scales = group_scales(maxima, GROUP)
     store_group_scales(scales, rows, token, first_head, heads, GROUP)
-    store_quantized(low, scales, rows, token, first_head, heads, 0, GROUP)
-    store_quantized(mid, scales, rows, token, first_head, heads, 256, GROUP)
-    store_quantized(high, scales, rows, token, first_head, heads, 384, GROUP)
-    store_quantized(tail, scales, rows, token, first_head, heads, 448, GROUP)
+    begin = 0
+    for piece in tl.static_range(len(pieces)):
+        store_quantized(pieces[piece], scales, rows, token, first_head, heads, begin, GROUP)
+        begin += pieces[piece].shape[1]

@@ -240,10 +240,12 @@ def sparse_attention(
         STAGES=tiling.stages,
         TRANSPOSED=tiling.transposed,
         LOGITS_IN_BRANCH=tiling.apart,
+        PIECES=tiling.pieces,
         WARPS=tiling.warps,
         GROUP=group,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        maxnreg=tiling.registers,
         **OVERLAPPED,
     )
 

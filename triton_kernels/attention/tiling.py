@@ -24,6 +24,11 @@ class Tiling:
         apart: compute logits and weights in a branch. Where the compiler sees one MMA feed another, it gives every warp
             group the whole first MMA. It does not follow values out of a branch, so it divides the logits among the
             warp groups. The weights then pass through shared memory.
+        registers: limit of registers of a thread, ``None`` for no limit.
+        pieces: of the 512 columns, each an MMA's: 4, of 256, 128, 64 and 64, or 8 of 64, for mma.sync. A thread holds
+            its fragments of a whole piece at once, those of the query, too. The compiler is not told that the keys of
+            eight pieces come from bytes; else it lays fragments out for bytes, which ldmatrix cannot fetch and whose
+            loads do not run ahead.
     """
 
     heads: int = 64
@@ -33,6 +38,8 @@ class Tiling:
     resident: int = 1
     transposed: bool = False
     apart: bool = False
+    registers: int | None = None
+    pieces: int = 4
 
 
 HOPPER = Tiling(stages=5, apart=True)
@@ -62,11 +69,28 @@ SIXTEEN_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
 64 rows, 16 heads would take the tensor cores as long as 64."""
 
 
+THIRTY_TWO_HEADS = Tiling(heads=32, keys=32, warps=4, stages=3, resident=2, pieces=8)
+"""17 to 32 heads, as a rank of two has them of 64: mma.sync without padding. 81 KiB of shared memory; accumulators fill
+half of each thread's registers. Not measured yet."""
+
+THIRTY_TWO_HEADS_EIGHT_WARPS = Tiling(heads=32, keys=32, warps=8, stages=1, resident=2, registers=128, pieces=8)
+"""The same in twice the warps, to hide latency by; nothing is fetched ahead, for which 128 registers have no room. Not
+measured yet."""
+
+SIXTEEN_HEADS_AHEAD = Tiling(heads=16, keys=32, warps=4, stages=3, resident=2, pieces=8)
+"""``SIXTEEN_HEADS`` in eight pieces, so that entries are fetched two tiles ahead. Not measured yet."""
+
+UP_TO_THIRTY_TWO_HEADS = HOPPER
+"""Packed entries of 17 to 32 heads on Hopper. ``launch/bench_attention_tilings`` times the candidates."""
+
+
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
     """Return the tiling for ``heads`` heads of packed entries or bf16 rows on the architecture Triton compiles for."""
     if heads <= SIXTEEN_HEADS.heads:
         return SIXTEEN_HEADS
     if chip.is_before_blackwell():
+        if packed and heads <= THIRTY_TWO_HEADS.heads:
+            return UP_TO_THIRTY_TWO_HEADS
         return HOPPER if packed else HOPPER_PLAIN
     return BLACKWELL if packed else BLACKWELL_PLAIN
 

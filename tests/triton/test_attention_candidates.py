@@ -1,0 +1,50 @@
+"""What the compiler makes of the tilings that 17 to 32 heads could have on Hopper: no padding, loads that run ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.tiling import SIXTEEN_HEADS_AHEAD, THIRTY_TWO_HEADS
+from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
+from tests.triton.support.resources import resources
+
+STACK = 32
+"""Bytes a thread: addresses and the like; accumulators stay."""
+SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
+"""See ``test_attention_resources``."""
+
+
+def launches() -> None:
+    """Packed entries to bf16 and to NVFP4, split and whole."""
+    if not chip.is_before_blackwell():
+        return
+    window, extra = (Entries(torch.zeros(2, page_bytes(size), dtype=torch.uint8), size) for size in (256, 64))
+    q, sink = torch.empty(4, 32, 512, dtype=torch.bfloat16), torch.empty(32)
+    slots, lengths = torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for tiling, splits in ((THIRTY_TWO_HEADS, 4), (THIRTY_TWO_HEADS, 1), (SIXTEEN_HEADS_AHEAD, 1)):
+        given: dict[str, Any] = {
+            "window_lengths": lengths,
+            "extra_lengths": lengths,
+            "cos_sin": torch.empty(4, 64),
+            "query_eps": 1e-6,
+            "splits": splits,
+            "tiling": tiling,
+        }
+        for outputs in ({"out": torch.empty_like(q)}, {"out_rows": Rows.allocate(4, 4096, 8, "cpu", groups=4)}):
+            sparse_attention(q, window, slots, sink, 1.0, extra, slots, **given, **outputs)
+
+
+def test_resources() -> None:
+    found = resources(__name__)
+    assert len(found) == 6
+    for usage in found:
+        assert usage.architecture == 90 and usage.stack <= STACK and usage.fused_shuffles == 0, usage
+        assert 2 * (usage.shared + RESERVED) <= SHARED and 2 * usage.warps * 32 * 256 <= REGISTERS, usage
+        assert usage.count("wgmma") == 0 and usage.count("mma.sync") in (64, 128), usage
+        # Keys of both MMAs by ldmatrix, and every piece of an entry asked for ahead.
+        assert usage.count("ldmatrix") >= 64 and usage.count("cp.async.cg") >= 8, usage
