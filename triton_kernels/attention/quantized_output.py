@@ -80,9 +80,11 @@ def store_quantized(values, scales, rows, token, first_head, heads, begin, GROUP
 def store_whole(pieces, rows, token, first_head, heads, GROUP: tl.constexpr):
     """Quantise and store whole heads from ``first_head`` on: fp32 [HEADS, ...], their 512 columns in pieces."""
     pieces = [rounded(piece) for piece in pieces]
+    LAST: tl.constexpr = len(pieces) - 1
     maxima = head_maxima(pieces[0])
-    for piece in tl.static_range(1, len(pieces)):
+    for piece in tl.static_range(1, LAST - 1):
         maxima = tl.maximum(maxima, head_maxima(pieces[piece]))
+    maxima = tl.maximum(maxima, tl.maximum(head_maxima(pieces[LAST - 1]), head_maxima(pieces[LAST])))
     scales = group_scales(maxima, GROUP)
     store_group_scales(scales, rows, token, first_head, heads, GROUP)
     begin = 0
