@@ -34,9 +34,7 @@ CANDIDATES = {
     "default": tilings.HOPPER,
     "two tiles": tilings.HOPPER_TWO_TILES,
     "16": tilings.SIXTEEN_HEADS,
-    "16 ahead": tilings.SIXTEEN_HEADS_AHEAD,
     "32": tilings.THIRTY_TWO_HEADS,
-    "32, 8 warps": tilings.THIRTY_TWO_HEADS_EIGHT_WARPS,
 }
 DECODE, PROMPTS = (1, 4, 16, 32, 64), (1024, 8192)
 WINDOW, WINDOW_PAGE, EXTRA_PAGE = 128, 256, 64

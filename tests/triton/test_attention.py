@@ -24,9 +24,7 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     BLACKWELL,
     HOPPER,
     SIXTEEN_HEADS,
-    SIXTEEN_HEADS_AHEAD,
     THIRTY_TWO_HEADS,
-    THIRTY_TWO_HEADS_EIGHT_WARPS,
     Tiling,
     default_tiling,
 )
@@ -389,7 +387,7 @@ def test_what_the_kernel_does_not_take_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize(("packed", "splits"), [(True, 1), (True, 3), (False, 2)])
-@pytest.mark.parametrize("tiling", [THIRTY_TWO_HEADS, THIRTY_TWO_HEADS_EIGHT_WARPS, SIXTEEN_HEADS_AHEAD], ids=repr)
+@pytest.mark.parametrize("tiling", [THIRTY_TWO_HEADS, SIXTEEN_HEADS], ids=named)
 def test_pieces_of_64_columns(tiling: Tiling, packed: bool, splits: int, device: str) -> None:
     """Each at its place in queries, keys and output: with keys and queries of one piece's columns alone, too."""
     case = problem(32, [40, 70], tokens=1, packed=packed, seed=splits)

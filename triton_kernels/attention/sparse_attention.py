@@ -245,7 +245,6 @@ def sparse_attention(
         GROUP=group,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        maxnreg=tiling.registers,
         **OVERLAPPED,
     )
 

@@ -24,7 +24,6 @@ class Tiling:
         apart: compute logits and weights in a branch. Where the compiler sees one MMA feed another, it gives every warp
             group the whole first MMA. It does not follow values out of a branch, so it divides the logits among the
             warp groups. The weights then pass through shared memory.
-        registers: limit of registers of a thread, ``None`` for no limit.
         pieces: of the 512 columns, each an MMA's: 4, of 256, 128, 64 and 64, or 8 of 64, for mma.sync. A thread holds
             its fragments of a whole piece at once, those of the query, too. The compiler is not told that the keys of
             eight pieces come from bytes; else it lays fragments out for bytes, which ldmatrix cannot fetch and whose
@@ -38,7 +37,6 @@ class Tiling:
     resident: int = 1
     transposed: bool = False
     apart: bool = False
-    registers: int | None = None
     pieces: int = 4
 
 
@@ -64,24 +62,17 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 """bf16 rows on Blackwell: shared memory does not hold two stages of them beside the query."""
 
 
-SIXTEEN_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2)
-"""Up to 16 heads, as a tensor-parallel rank has them: MMA instructions of 16 rows, 53 KiB of shared memory. Padded to
-64 rows, 16 heads would take the tensor cores as long as 64."""
+SIXTEEN_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2, pieces=8)
+"""Up to 16 heads, as a tensor-parallel rank has them, and few queries of more: MMA instructions of 16 rows, 64 KiB of
+shared memory. Padded to 64 rows, 16 heads would take the tensor cores as long as 64. In eight pieces entries are
+fetched two tiles ahead: 8.1 us against 9.0 in four for a query of 32 heads with 384 keys, 11.9 against 14.1 for 16
+(H200, 2026-11-25, ``launch/bench_attention_tilings``)."""
 
-
-THIRTY_TWO_HEADS = Tiling(heads=32, keys=32, warps=4, stages=3, resident=2, pieces=8)
-"""17 to 32 heads, as a rank of two has them of 64: mma.sync without padding. 81 KiB of shared memory; accumulators fill
-half of each thread's registers. Not measured yet."""
-
-THIRTY_TWO_HEADS_EIGHT_WARPS = Tiling(heads=32, keys=32, warps=8, stages=1, resident=2, registers=128, pieces=8)
-"""The same in twice the warps, to hide latency by; nothing is fetched ahead, for which 128 registers have no room. Not
-measured yet."""
-
-SIXTEEN_HEADS_AHEAD = Tiling(heads=16, keys=32, warps=4, stages=3, resident=2, pieces=8)
-"""``SIXTEEN_HEADS`` in eight pieces, so that entries are fetched two tiles ahead. Not measured yet."""
-
-UP_TO_THIRTY_TWO_HEADS = HOPPER
-"""Packed entries of 17 to 32 heads on Hopper. ``launch/bench_attention_tilings`` times the candidates."""
+THIRTY_TWO_HEADS = Tiling(heads=32, keys=32, warps=4, resident=2, pieces=8)
+"""17 to 32 heads of packed entries on Hopper, as a rank of two has them of 64: mma.sync without padding. 81 KiB of
+shared memory; accumulators fill half of each thread's registers. Measured on an H200, 2026-11-25, us against
+``HOPPER``: 8192 queries with 136, 384 and 640 keys 691 / 1438 / 2316 against 1088 / 1774 / 2697, 64 queries 15.2 / 23.0
+/ 31.8 against 17.1 / 23.5 / 31.3. Eight warps of 128 registers took 1.1 to 1.7 times as long as four."""
 
 
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
@@ -90,7 +81,7 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
         return SIXTEEN_HEADS
     if chip.is_before_blackwell():
         if packed and heads <= THIRTY_TWO_HEADS.heads:
-            return UP_TO_THIRTY_TWO_HEADS
+            return THIRTY_TWO_HEADS
         return HOPPER if packed else HOPPER_PLAIN
     return BLACKWELL if packed else BLACKWELL_PLAIN
 
@@ -109,15 +100,22 @@ MAX_COUNTED_TILES = 128
 context has entries, but mostly few of its columns count."""
 
 
+MAX_UNSPLIT_TILES = 8
+"""Tiles of ``SIXTEEN_HEADS`` that one program may walk where twice as many programs would not fit."""
+
+
 def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool) -> Tiling:
     """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
     chip holds all programs at once: more of the chip then works on them. Measured on an H200, 2026-11-22, in us,
-    programs of 16 heads against the default tiling. Within these limits: 64 heads of 4 queries with 640 keys 14.3
-    against 16.2, of 16 queries with 128 keys 12.0 against 14.1, of 32 with 128 12.3 against 14.1; 128 heads of 1 query
-    with 1152 keys 15.1 against 18.2. Beyond them: 64 heads of 8 queries with 640 keys 18.4 against 17.5, of 64 with 128
-    18.7 against 14.2.
+    programs of 16 heads, then in four pieces, against the default tiling. Within these limits: 64 heads of 4 queries
+    with 640 keys 14.3 against 16.2, of 16 queries with 128 keys 12.0 against 14.1, of 32 with 128 12.3 against 14.1;
+    128 heads of 1 query with 1152 keys 15.1 against 18.2. Beyond them: 64 heads of 8 queries with 640 keys 18.4 against
+    17.5, of 64 with 128 18.7 against 14.2.
+
+    So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split: 32 heads of 64
+    queries with 136 keys 12.6 against 15.2 in programs of 32 (2026-11-25); with 384 keys 25.9 against 23.0.
 
     Programs of one or two tiles have nothing to fetch two tiles ahead; if there are few of them, they begin sooner with
     three stages: 13.5 us against 14.2 for 64 heads of 64 queries with 128 keys. For 256 queries, more programs than
@@ -127,6 +125,8 @@ def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: 
     tiles = min(sum(triton.cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)
     programs = queries * triton.cdiv(heads, SIXTEEN_HEADS.heads) * triton.cdiv(tiles, 2)
     if programs <= processors * SIXTEEN_HEADS.resident:
+        return SIXTEEN_HEADS
+    if tiles <= MAX_UNSPLIT_TILES and queries * triton.cdiv(heads, SIXTEEN_HEADS.heads) <= processors:
         return SIXTEEN_HEADS
     tiling = default_tiling(heads, packed=packed)
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
@@ -145,15 +145,22 @@ MAX_POWER_OF_TWO_SPLITS = 16
 18 did not (128 heads of one query, 1152 keys)."""
 
 
+CROWDED = 1.6
+"""How much longer programs take that share a multiprocessor. Measured on an H200, 2026-11-25, us, 32 heads: in programs
+of 16, 16 queries with 384 keys 11.9 in 4 splits, a program for each of 128 multiprocessors, 12.4 in 8; 64 queries with
+136 keys 12.6 in one, 15.6 in 2. In programs of 32, 16 with 640 keys 14.9 in 8 splits, 19.0 in 16; 64 with 384 keys 23.0
+in 2, 24.3 in 4."""
+
+
 def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: int, tiling: Tiling = HOPPER) -> int:
     """Choose the number of splits of each query's keys from sizes alone, so that a CUDA graph can capture the launch.
 
     The cost of a split is the number of tiles that a program walks, plus two tiles' time to store its part and add it
-    later. The cheapest number of splits is taken, the smallest among equals, never more than :func:`most_splits`. Up to
-    ``MAX_POWER_OF_TWO_SPLITS`` it is rounded up to a power of two, if there are so many tiles and places, because the
-    number of programs that add parts is a power of two. Measured on an H200, 2026-11-22, us: 64 heads of 16 queries
-    with 640 keys 20.1 in 8 splits, 23.2 in 5; 128 of 8 with 1152, 24.0 in 8, 28.4 in 6; 64 of 4 with 640 in programs of
-    16 heads, 14.3 in 16, 15.0 in 10.
+    later, ``CROWDED`` times as much where there are more programs than multiprocessors. The cheapest number of splits
+    is taken, the smallest among equals, never more than :func:`most_splits`. Up to ``MAX_POWER_OF_TWO_SPLITS`` it is
+    rounded up to a power of two where that costs no more, because the number of programs that add parts is a power of
+    two. Measured on an H200, 2026-11-22, us: 64 heads of 16 queries with 640 keys 20.1 in 8 splits, 23.2 in 5; 128 of 8
+    with 1152, 24.0 in 8, 28.4 in 6.
 
     The number of queries is rounded up to a power of two. The number of splits sets the order of the sums, so it
     decides the last bits of a result; with the rounding it is the same for 3 queries run as they are and in a graph
@@ -168,9 +175,16 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
         processors: multiprocessors of the chip.
         tiling: the launch's.
     """
-    max_splits = most_splits(triton.next_power_of_2(queries), heads, processors, tiling)
+    queries = triton.next_power_of_2(queries)
+    max_splits = most_splits(queries, heads, processors, tiling)
     tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
     max_splits = max(min(tiles, max_splits), 1)
-    splits = min(range(1, max_splits + 1), key=lambda splits: (triton.cdiv(tiles, splits) + 2 * (splits > 1), splits))
+
+    def cost(splits: int) -> float:
+        is_crowded = queries * triton.cdiv(heads, tiling.heads) * splits > processors
+        return (triton.cdiv(tiles, splits) + 2 * (splits > 1)) * (CROWDED if is_crowded else 1)
+
+    splits = min(range(1, max_splits + 1), key=lambda splits: (cost(splits), splits))
     rounded_up = triton.next_power_of_2(splits)
-    return rounded_up if rounded_up <= min(max_splits, MAX_POWER_OF_TWO_SPLITS) else splits
+    fits = rounded_up <= min(max_splits, MAX_POWER_OF_TWO_SPLITS)
+    return rounded_up if fits and cost(rounded_up) <= cost(splits) else splits

@@ -55,21 +55,14 @@ def _gemm(x, at, mask, size):
         # Keeps the compiler from computing x a second time in the layout that the tensor core needs, which takes more
         # registers than there are. tcgen05, which is used from 64 rows on, reads x from shared memory.
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-    first = _gemm_part(x, at, mask)
-    second = _gemm_part(x, at + size, mask)
-    third = _gemm_part(x, at + 2 * size, mask)
-    # Three sums: with one, each multiplication of a few tokens would wait for the one before.
-    return first + (second + third)
-
-
-@triton.jit
-def _gemm_part(x, at, mask):
-    weight = tl.load(at, mask=mask, other=0.0)
     total = tl.zeros((x.shape[0], 32), tl.float32)
-    if INTERPRETED:
-        return tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), total, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weight), total)
+    for part in tl.static_range(3):
+        weight = tl.load(at + part * size, mask=mask, other=0.0)
+        if INTERPRETED:
+            total = tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total)
+    return total
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the compiler makes of the tilings that 17 to 32 heads could have on Hopper: no padding, loads that run ahead."""
+"""What the compiler makes of the tilings for mma.sync on Hopper: no padding, loads that run ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
-from nvfp4_sgl.triton_kernels.attention.tiling import SIXTEEN_HEADS_AHEAD, THIRTY_TWO_HEADS
+from nvfp4_sgl.triton_kernels.attention.tiling import SIXTEEN_HEADS, THIRTY_TWO_HEADS
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
 from tests.triton.support.resources import resources
@@ -26,7 +26,7 @@ def launches() -> None:
     window, extra = (Entries(torch.zeros(2, page_bytes(size), dtype=torch.uint8), size) for size in (256, 64))
     q, sink = torch.empty(4, 32, 512, dtype=torch.bfloat16), torch.empty(32)
     slots, lengths = torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    for tiling, splits in ((THIRTY_TWO_HEADS, 4), (THIRTY_TWO_HEADS, 1), (SIXTEEN_HEADS_AHEAD, 1)):
+    for tiling, splits in ((THIRTY_TWO_HEADS, 4), (THIRTY_TWO_HEADS, 1), (SIXTEEN_HEADS, 1)):
         given: dict[str, Any] = {
             "window_lengths": lengths,
             "extra_lengths": lengths,
