@@ -4,8 +4,9 @@ Up to 64 tokens a tile the figures are a fit to what each kernel shape of each G
 first layers (2026-11-24, ``launch/results/hopper_step_h200.json``): of what shapes take more than the best, up to 6 µs,
 half are within 1.3 µs of the model. It tells shapes apart; how long a launch takes in all, or alone, it does not say.
 For wider tiles the figures are those of ``launch/results/hopper_gemm_h200.md``.
-Tiles of 8 and 16 tokens are multiplied by mma.sync since; timed again (2026-11-25,
-``launch/results/hopper_step_mma_sync_h200.json``), the shapes planned by these figures were as fast in a step as the best together.
+Tiles of 8 and 16 tokens are multiplied by mma.sync since. Timed again (2026-11-25,
+``launch/results/hopper_step_mma_sync_h200.json``), the shapes planned by these figures were as fast in a step as the
+best together.
 All are NVFP4's. For FP8 weights they are assumed, not measured: only the bytes of a tile are their own.
 
 Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
