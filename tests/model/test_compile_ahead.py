@@ -192,6 +192,16 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
         compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
 
 
+def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So that kernels which an earlier compilation had not foreseen are seen by name."""
+    variants = noted(normalise)
+    with caplog.at_level("INFO", compile_ahead.logger.name):
+        compile_ahead.compile_missing([], variants, caches, 90)
+        compile_ahead.compile_missing([], variants, caches, 90)
+    named = [record.getMessage() for record in caplog.records if "compiling" in record.getMessage()]
+    assert len(named) == 1 and named[0].endswith(f"; {variants[0].name} {len(variants)}")
+
+
 def test_what_another_build_of_triton_compiled_is_not_there(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for another Python has the same version, and its own keys."""
     variants = noted(normalise)

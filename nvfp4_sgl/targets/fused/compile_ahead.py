@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,13 +104,16 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         LibraryError: a kernel does not compile, or the linker failed; holds the compiler's output.
     """
     with _one_at_a_time():
-        missing: list[KernelKey | Variant] = [variant for variant in variants if not variant.is_compiled]
+        missing = [variant for variant in variants if not variant.is_compiled]
         gemms = [] if (folder / MANIFEST).exists() else list(keys)
         if not missing and not gemms:
             return
         started, used = time.monotonic(), _processor_seconds()
         count = _processes(len(gemms) + len(missing))
-        logger.info("compiling %d GEMMs and %d Triton kernels with %d processes", len(gemms), len(missing), count)
+        names = "".join(f"; {name} {times}" for name, times in Counter(variant.name for variant in missing).items())
+        logger.info(
+            "compiling %d GEMMs and %d Triton kernels with %d processes%s", len(gemms), len(missing), count, names
+        )
         with tempfile.TemporaryDirectory() as objects:
             # A GEMM takes longer than most Triton kernels: those first.
             job = Job([*gemms, *missing], capability, Path(objects))
