@@ -1,4 +1,4 @@
-"""Times of Hopper's GEMMs of NVFP4 or FP8 weights on a CUDA GPU, beside Marlin and cuBLAS on bf16 weights, in one run.
+"""Times of Hopper's GEMMs of NVFP4 or FP8 weights on a CUDA GPU, beside Marlin, humming and cuBLAS, in one run.
 
 Every GEMM is replayed from a CUDA graph in which it runs on one copy of its weights after the other: together they are
 more than four times the L2 cache, as the weights of a model are. Each result is first compared with the dequantised
@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -24,6 +24,8 @@ from benchmarks import hopper_experts
 from benchmarks.hopper_runs import ROTATED_BYTES, Parts, compile_all, rotating
 from benchmarks.kernel_report import Chip
 from benchmarks.kernels import measured_chip
+from benchmarks.peers.humming import Dense as HummingDense
+from benchmarks.peers.humming import Humming
 from benchmarks.peers.marlin import Dense as MarlinDense
 from benchmarks.peers.marlin import Marlin
 from nvfp4_sgl.config import ModelConfig
@@ -44,12 +46,14 @@ from tests.support.released import FLASH, PRO, config_json
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DTYPES: dict[Output, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NOTE = (
-    "Dense GEMMs: Marlin runs one launch a group and writes bf16 where ours writes fp32; its matrices have one global"
-    " scale each, ours one a feature."
+    "Dense GEMMs: Marlin and humming run one launch a group and write bf16 where ours writes fp32; their matrices have"
+    " one global scale each, ours one a feature."
 )
 HEADER = (
     "| model, TP | GEMM | groups × features × K | tokens | tile, split, CTAs an SM | us | TB/s of weights | of copy"
-    " | TFLOP/s | cuBLAS bf16 us | cuBLAS / ours | Marlin us | Marlin / ours |\n" + "| --- " * 13 + "|"
+    " | TFLOP/s | cuBLAS bf16 us | cuBLAS / ours | Marlin us | Marlin / ours | humming us | humming / ours |\n"
+    + "| --- " * 15
+    + "|"
 )
 
 
@@ -68,7 +72,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Row:
-    """A GEMM's time, and Marlin's if there is one; ``weight_rate`` in bytes, ``rate`` in operations a second."""
+    """A GEMM's time, and those of peers that have one; ``weight_rate`` in bytes, ``rate`` in operations a second."""
 
     gemm: Gemm
     tokens: int
@@ -80,6 +84,7 @@ class Row:
     rate: float
     cublas_us: float
     marlin_us: float | None
+    humming_us: float | None
 
 
 def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
@@ -166,8 +171,35 @@ def wanted_shapes(args: argparse.Namespace, gemm: Gemm, tokens: int) -> list[Ker
     return [s for s in product_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
 
 
-def time_marlin(theirs: MarlinDense, batch: Tensor) -> float:
-    """Microseconds of Marlin, of tokens [G, T, K].
+@dataclass(frozen=True)
+class Peers:
+    """Who may be asked for a GEMM, and its weights in the order of each; None of who has failed."""
+
+    marlin: Marlin
+    humming: Humming
+    for_marlin: MarlinDense | None = None
+    for_humming: HummingDense | None = None
+
+    def prepared(self, operands: Operands, counts: Sequence[int]) -> Peers:
+        """The same with the weights of a GEMM, as many copies as ours, for these numbers of tokens."""
+        plain, copies = operands.plain[0], len(operands.weights)
+        return replace(
+            self,
+            for_marlin=self.marlin.attempt(partial(MarlinDense, plain, copies)),
+            for_humming=self.humming.attempt(partial(HummingDense, plain, copies, counts)),
+        )
+
+    def times(self, batch: Tensor) -> tuple[float | None, float | None]:
+        """Microseconds of Marlin and of humming, of tokens [G, T, K]."""
+        marlin, humming = self.for_marlin, self.for_humming
+        return (
+            self.marlin.attempt(partial(time_peer, marlin, batch)) if marlin else None,
+            self.humming.attempt(partial(time_peer, humming, batch)) if humming else None,
+        )
+
+
+def time_peer(theirs: MarlinDense | HummingDense, batch: Tensor) -> float:
+    """Microseconds of a peer, of tokens [G, T, K].
 
     Raises:
         ValueError: its result is not that of the dequantised weights.
@@ -177,15 +209,13 @@ def time_marlin(theirs: MarlinDense, batch: Tensor) -> float:
     return rotating([partial(theirs.run, copy, tokens) for copy in range(len(theirs.copies))])
 
 
-def measure(
-    operands: Operands, count: int, shapes: Sequence[KernelShape], marlin: Marlin, theirs: MarlinDense | None
-) -> Iterator[Row]:
+def measure(operands: Operands, count: int, shapes: Sequence[KernelShape], peers: Peers) -> Iterator[Row]:
     gemm, tokens = operands.gemm, operands.tokens(count)
     dtype = DTYPES[gemm.output]
     out = tokens.new_empty(count, gemm.groups, gemm.features, dtype=dtype)
     batch = tokens.transpose(0, 1).contiguous()
     cublas = rotating([partial(torch.bmm, batch, w.transpose(1, 2)) for w in operands.bf16])
-    marlin_us = marlin.attempt(partial(time_marlin, theirs, batch)) if theirs else None
+    theirs = peers.times(batch)
     for shape in shapes:
         with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
             operands.check(tokens, out)
@@ -193,18 +223,18 @@ def measure(
         elements = gemm.groups * gemm.features * gemm.k
         yield Row(
             gemm, count, shape.token_tile, shape.split_k, shape.ctas_per_sm, us, operands.bytes / us * 1e6,
-            2 * count * elements / us * 1e6, cublas, marlin_us,
+            2 * count * elements / us * 1e6, cublas, *theirs,
         )  # fmt: skip
 
 
 def text(row: Row, bandwidth: float) -> str:
-    gemm, theirs = row.gemm, row.marlin_us
-    marlin = f"{theirs:.1f} | {theirs / row.us:.2f}" if theirs else "- | -"
+    gemm = row.gemm
+    peers = [f"{us:.1f} | {us / row.us:.2f}" if us else "- | -" for us in (row.marlin_us, row.humming_us)]
     return (
         f"| {gemm.model}, {gemm.ranks} | {gemm.name} | {gemm.groups} × {gemm.features} × {gemm.k} | {row.tokens}"
         f" | {row.token_tile}, {row.split_k}, {row.ctas} | {row.us:.1f} | {row.weight_rate / 1e12:.2f}"
         f" | {row.weight_rate / bandwidth:.0%} | {row.rate / 1e12:.0f} | {row.cublas_us:.1f}"
-        f" | {row.cublas_us / row.us:.2f} | {marlin} |"
+        f" | {row.cublas_us / row.us:.2f} | {' | '.join(peers)} |"
     )
 
 
@@ -229,21 +259,21 @@ def experts_of(args: argparse.Namespace) -> list[hopper_experts.Layer]:
     return list(hopper_experts.layers(args.models, args.ranks))
 
 
-def run_dense(args: argparse.Namespace, chip: Chip, marlin: Marlin, parts: Parts) -> Iterator[Row]:
+def run_dense(args: argparse.Namespace, chip: Chip, peers: Peers, parts: Parts) -> Iterator[Row]:
     """Measure the dense GEMMs, each a part of its own; rows are printed as they come."""
     print(f"\n{NOTE}\n\n{HEADER}", flush=True)
     for gemm in gemms(args.models, args.ranks):
         with parts.part(str(gemm)):
-            yield from run_gemm(args, gemm, chip, marlin)
+            yield from run_gemm(args, gemm, chip, peers)
         torch.cuda.empty_cache()
 
 
-def run_gemm(args: argparse.Namespace, gemm: Gemm, chip: Chip, marlin: Marlin) -> Iterator[Row]:
+def run_gemm(args: argparse.Namespace, gemm: Gemm, chip: Chip, peers: Peers) -> Iterator[Row]:
     """Measure a GEMM for every number of tokens."""
     operands = Operands(gemm, args.weights)
-    theirs = marlin.attempt(partial(MarlinDense, operands.plain[0], len(operands.weights)))
+    prepared = peers.prepared(operands, args.tokens)
     for count in args.tokens:
-        for row in measure(operands, count, wanted_shapes(args, gemm, count), marlin, theirs):
+        for row in measure(operands, count, wanted_shapes(args, gemm, count), prepared):
             print(text(row, chip.bandwidth), flush=True)
             yield row
 
@@ -274,6 +304,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-marlin", action="store_true", help="without Marlin, which nvcc compiles at first, in minutes"
     )
+    parser.add_argument(
+        "--no-humming", action="store_true", help="without humming, which is timed if it is installed, in dense NVFP4"
+    )
     parser.add_argument("--json", type=Path, help="also as JSON")
     return parser
 
@@ -287,17 +320,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; these kernels run on Hopper GPUs")
     parts, marlin = Parts(), Marlin(not args.no_marlin)
+    humming = Humming(not (args.no_humming or args.experts or args.weights != "nvfp4"))
     marlin.start(dense=not args.experts, experts=bool(experts_of(args)))
+    humming.start([(gemm.features, gemm.k) for gemm in gemms(args.models, args.ranks)], args.tokens)
     with parts.part("compiling ahead"):
         compile_ahead(args)
     marlin.wait()
+    humming.wait()
     chip = measured_chip()
     print(f"{chip.name}: copy {chip.bandwidth / 1e12:.2f} TB/s, bf16 products {chip.rate / 1e12:.0f} TFLOP/s")
     rows: list[Row] = []
     expert_rows: list[hopper_experts.Row] = []
     try:
         if not args.experts:
-            for row in run_dense(args, chip, marlin, parts):
+            for row in run_dense(args, chip, Peers(marlin, humming), parts):
                 rows.append(row)
         for expert_row in run_experts(args, chip, marlin, parts):
             expert_rows.append(expert_row)

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.families import relative_error
 from benchmarks.hopper_runs import ROTATED_BYTES, rotating
 from benchmarks.peers import marlin as peer
+from benchmarks.peers.attempts import require_near
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
@@ -265,7 +266,7 @@ class Case:
         Raises:
             ValueError: its result is not ours.
         """
-        peer.require_near(self._marlin(copies, 0), self.ours(), MARLIN_LIMIT)
+        require_near(self._marlin(copies, 0), self.ours(), MARLIN_LIMIT)
         return self.time(partial(self._marlin, copies))
 
 

@@ -1,4 +1,4 @@
-"""The parts of launch/bench_hopper that need no GPU: GEMMs, routes, rows, what SGLang's Marlin is given."""
+"""The parts of launch/bench_hopper that need no GPU: GEMMs, routes, rows, what Marlin and humming are given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare n
 
 from benchmarks import hopper, hopper_experts
 from benchmarks.hopper_runs import Parts
-from benchmarks.peers import marlin
+from benchmarks.peers import humming, marlin
 
 LAYER = hopper_experts.Layer("tiny", 1, experts=9, visits=4, width=128, inner=128, limit=10.0)
 
@@ -74,10 +74,10 @@ def test_our_experts_are_checked_against_dequantised_weights() -> None:
 
 def test_rows_have_the_columns_of_their_header() -> None:
     gemm = next(hopper.gemms(["flash"], [2]))
-    row = hopper.Row(gemm, 16, 16, 4, 3, 5.4, 1e12, 2e13, 8.0, None)
-    texts = [hopper.text(row, 4e12), hopper.text(replace(row, marlin_us=10.8), 4e12)]
+    row = hopper.Row(gemm, 16, 16, 4, 3, 5.4, 1e12, 2e13, 8.0, None, None)
+    texts = [hopper.text(row, 4e12), hopper.text(replace(row, marlin_us=10.8, humming_us=5.4), 4e12)]
     assert {columns(text) for text in texts} == {columns(line) for line in hopper.HEADER.splitlines()}
-    assert "- | - |" in texts[0] and "10.8 | 2.00 |" in texts[1]
+    assert texts[0].endswith("| - | - | - | - |") and texts[1].endswith("| 10.8 | 2.00 | 5.4 | 1.00 |")
     expert = hopper_experts.Row(LAYER, 1, 4, 4.0, 8, 9.0, 6.0, 1e6, 1e12, 2e12, 16.0, None)
     texts = [hopper_experts.text(expert, 4e12), hopper_experts.text(replace(expert, marlin_us=48.0), 4e12)]
     assert {columns(text) for text in texts} == {columns(line) for line in hopper_experts.HEADER.splitlines()}
@@ -103,6 +103,8 @@ def test_what_fails_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert peer.attempt(broken) is None and peer.attempt(broken) is None and peer.attempt(lambda: 4.0) == 4.0
     assert capsys.readouterr().out.count("no image / for this device") == 1
     assert marlin.Marlin(False).attempt(lambda: 4.0) is None
+    assert humming.Humming(True).attempt(broken) is None
+    assert "humming, left out: RuntimeError" in capsys.readouterr().out
     parts = Parts()
     with parts.part("one"):
         broken()
@@ -195,3 +197,127 @@ def test_kernels_that_are_compiled_at_first(sglang_marlin: dict[str, Any]) -> No
     for builder in builders:
         inspect.signature(builder.func).bind(*builder.args)  # type: ignore[attr-defined]
     assert operations.w4a16_expert_token_tile_for(7, 257) in (8, 16)
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """What humming knows of a matrix before its weights."""
+
+    features: int
+    k: int
+
+    def to_str(self) -> str:
+        return json.dumps([self.features, self.k])
+
+
+def fake_schema(**given: Any) -> dict[str, Any]:
+    assert given == humming.NVFP4
+    return given
+
+
+def fake_configure(features: int, k: int, schema: dict[str, Any], *, torch_dtype: torch.dtype) -> FakeConfig:
+    assert schema == humming.NVFP4 and torch_dtype == torch.bfloat16
+    return FakeConfig(features, k)
+
+
+def fake_transform(
+    tensors: dict[str, Tensor], features: int, k: int, schema: dict[str, Any], *, torch_dtype: torch.dtype
+) -> tuple[FakeConfig, dict[str, Tensor]]:
+    """The tensors as they come, whose shapes and dtypes are those that humming's schema asks for."""
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    assert shapes == {
+        "weight": ((features, k // 8), torch.int32),
+        "weight_scale": ((features, k // 16), torch.float8_e4m3fn),
+        "weight_scale_2": ((1,), torch.float32),
+    }
+    return fake_configure(features, k, schema, torch_dtype=torch_dtype), tensors
+
+
+def fake_choose(config: FakeConfig) -> list[tuple[int, int, dict[str, int]]]:
+    return [(0, 8, {"tile": 8}), (8, 16, {"tile": 16}), (16, 1 << 30, {"tile": 64})]
+
+
+def fake_forward(config: FakeConfig, *, inputs: Tensor, **given: Tensor | str) -> Tensor:
+    """The product with the dequantised weights, rounded to bf16."""
+    weight, scale, global_scale = (given[f"weight{part}"] for part in ("", "_scale", "_scale_2"))
+    assert isinstance(weight, Tensor) and isinstance(scale, Tensor) and isinstance(global_scale, Tensor)
+    plain = NvFp4Tensor(weight.view(torch.uint8), scale, global_scale.expand(config.features))
+    return (inputs.float() @ plain.dequantize().T).bfloat16()
+
+
+@pytest.fixture
+def fake_humming() -> Iterator[mock.Mock]:
+    """humming as if it were installed; gives what stands for its compilation."""
+    compiled = mock.Mock()
+    fakes: dict[str, Any] = {
+        "installed": lambda package: True,
+        "_SCHEMA": fake_schema,
+        "_CONFIGURE": fake_configure,
+        "_CHOOSE": fake_choose,
+        "_COMPILE": compiled,
+        "_PREPARE": fake_transform,
+        "_FORWARD": fake_forward,
+    }
+    modules = {name: mock.Mock() for name in ("humming", "humming.forward")}
+    with (
+        mock.patch.multiple(humming, **fakes),
+        mock.patch.dict(sys.modules, modules),
+    ):
+        yield compiled
+
+
+def test_dense_weights_of_humming(fake_humming: mock.Mock) -> None:
+    """As many copies as asked for, at addresses of their own; a wrong scale does not pass."""
+    torch.manual_seed(0)
+    dense = humming.Dense(nvfp4(2, 128, 256), copies=3, counts=[3, 16])
+    matrices = [matrix for copy in dense.copies for matrix in copy]
+    assert len(dense.copies) == 3 and len(matrices) == 6
+    assert len({part.data_ptr() for matrix in matrices for part in (matrix.weight, matrix.scale, matrix.locks)}) == 18
+    assert matrices[0].global_scale.tolist() == [marlin.GLOBAL_SCALE]
+    assert json.loads(matrices[0].kernels) == [[0, 8, {"tile": 8}], [8, 16, {"tile": 16}]]
+    x = torch.randn(2, 3, 256).bfloat16().unbind()
+    dense.check(x)
+    assert [tuple(part.shape) for part in dense.run(2, x)] == [(3, 128), (3, 128)]
+    matrices[1].global_scale.mul_(2)
+    with pytest.raises(ValueError, match="its result"):
+        dense.check(x)
+    codes = torch.zeros(1, 128, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="expected NVFP4, found FP8"):
+        humming.Dense(MxFp8Tensor(codes, torch.full((1, 128, 8), 113, dtype=torch.uint8)), copies=1, counts=[1])
+
+
+def test_kernels_of_humming_are_compiled_at_first(fake_humming: mock.Mock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once a size, under the names that the GEMMs will ask for; one that fails leaves the others."""
+    fake_humming.side_effect = [None, RuntimeError("no compiler"), None]
+    peer = humming.Humming(True)
+    peer.start([(128, 256), (64, 256), (128, 256), (64, 512)], [64])
+    peer.wait()
+    given = [call.args + tuple(call.kwargs.values()) for call in fake_humming.call_args_list]
+    plain = nvfp4(64, 512)
+    kernels = humming.prepare(plain.packed, plain.block_scale, counts=[64]).kernels
+    assert json.loads(kernels) == [[0, 8, {"tile": 8}], [16, 1 << 30, {"tile": 64}]]
+    assert given == [("[128, 256]", kernels), ("[64, 256]", kernels), ("[64, 512]", kernels)]
+    printed = capsys.readouterr().out
+    assert printed.count("no compiler") == 1 and "humming's kernels were ready" in printed and peer.usable
+
+
+def test_humming_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says so, and its column stays empty."""
+    with mock.patch.object(humming, "installed", lambda package: False):
+        peer = humming.Humming(True)
+        peer.start([(128, 256)], [1])
+        peer.wait()
+    assert not peer.usable and peer.attempt(lambda: 4.0) is None
+    assert capsys.readouterr().out == "humming, left out: the package humming-kernels is not installed\n"
+    unwanted = humming.Humming(False)
+    unwanted.start([(128, 256)], [1])
+    assert not unwanted.usable and not capsys.readouterr().out
+
+
+def test_peers_of_a_gemm(fake_humming: mock.Mock) -> None:
+    """One that fails leaves the other's time."""
+    operands = mock.Mock(plain=[nvfp4(2, 128, 256)], weights=[None] * 2)
+    peers = hopper.Peers(marlin.Marlin(False), humming.Humming(True)).prepared(operands, [3])
+    assert peers.for_marlin is None and peers.for_humming is not None and len(peers.for_humming.copies) == 2
+    with mock.patch.object(hopper, "rotating", lambda runs: float(len(runs))):
+        assert peers.times(torch.randn(2, 3, 256).bfloat16()) == (None, 2.0)

@@ -17,17 +17,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.families import relative_error
 from benchmarks.peers import foreign
+from benchmarks.peers.attempts import Attempts, require_near
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-
-Result = TypeVar("Result")
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
@@ -48,12 +46,11 @@ _GLOBAL_SCALE = foreign(f"{QUANTIZATION}.marlin_utils_fp4", "nvfp4_marlin_proces
 _EXPERTS = foreign(FUSED_MOE, "fused_marlin_moe")
 
 
-class Marlin:
+class Marlin(Attempts):
     """Whether Marlin can be asked; what it lacks or fails at is printed once and leaves its column empty."""
 
     def __init__(self, wanted: bool) -> None:
-        self.usable = wanted
-        self._said: set[str] = set()
+        super().__init__("Marlin", wanted)
         self._compiling: list[Future[object]] = []
         self._started = time.monotonic()
 
@@ -85,20 +82,6 @@ class Marlin:
         if experts:
             importlib.import_module(FUSED_MOE)
         return True
-
-    def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What ``work`` returns; None, and the reason in print, if it fails."""
-        if not self.usable:
-            return None
-        try:
-            return work()
-        except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            problem = f"{type(error).__name__}: {' / '.join([*lines[:1], *lines[1:][-3:]])[:800]}"
-            if problem not in self._said:
-                self._said.add(problem)
-                print(f"Marlin, left out: {problem}", flush=True)
-            return None
 
 
 def _builders(dense: bool, experts: bool) -> list[Callable[[], object]]:
@@ -211,13 +194,6 @@ class Dense:
         """
         expected = torch.stack([x.float() @ w.T for x, w in zip(tokens, self._expected(), strict=True)])
         require_near(torch.stack(self.run(0, tokens)), expected, LIMIT)
-
-
-def require_near(found: Tensor, expected: Tensor, limit: float) -> None:
-    """Raise ValueError if Marlin's result is not what is expected."""
-    error = relative_error(found, expected)
-    if not error < limit:
-        raise ValueError(f"its result: expected an error below {limit}, found {error:.3g}")
 
 
 @dataclass(frozen=True)
