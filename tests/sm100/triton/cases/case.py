@@ -82,13 +82,18 @@ def close(rtol: float, atol: float = 0.0) -> Bound:
     return too_far
 
 
-def seldom(share: float, rtol: float) -> Bound:
-    """Few differ, and those within a relative distance: where a last bit decides how a result is rounded."""
-    near = close(rtol)
+def seldom(share: float, rtol: float, of_largest: float = 0.0) -> Bound:
+    """Few differ, and those within a relative distance: where a last bit decides how a result is rounded.
+
+    of_largest: what they may differ by in any case, of the largest value: sums that nearly cancel have few exact bits.
+    """
 
     def too_far(found: Tensor, expected: Tensor) -> Tensor:
         unequal = different(found, expected)
-        return unequal if int(unequal.sum()) > 1 + share * unequal.numel() else near(found, expected)
+        if int(unequal.sum()) > 1 + share * unequal.numel():
+            return unequal
+        largest = float(expected.double().nan_to_num().abs().max())
+        return close(rtol, of_largest * largest)(found, expected)
 
     return too_far
 
