@@ -43,7 +43,7 @@ ON_GPU = (
 )
 """Flags of a server on a GPU: small pools, so that prompts are chunked and cached pages make way."""
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
-"""Of a tiny checkpoint that a GPU's kernels take."""
+"""Shapes of a tiny checkpoint that a GPU's kernels take."""
 
 MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/generate", b"[]"),

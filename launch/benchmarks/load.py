@@ -70,7 +70,7 @@ def measure(source: Path, ranks: int, arguments: argparse.Namespace) -> tuple[bo
 
 
 def verdict(ranks: int, sizes: list[int], said: list[dict[str, Any]], peaks: list[Peak]) -> tuple[bool, str]:
-    """Of the slowest rank and of the one that allocates most, beside the goals."""
+    """The figures of the slowest rank and of the one that allocates most, beside the goals."""
     rates = [min(found["weights"], sum(sizes)) / found["seconds"] for found in said]
     rate, most, file = min(rates), max(peak.own for peak in peaks), max(sizes)
     before = max(found["allocated before"] for found in said)

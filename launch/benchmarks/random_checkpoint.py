@@ -19,9 +19,9 @@ from nvfp4_sgl.checkpoint.verified import verify_dummy
 
 SHARD_BYTES = 5 * 10**9
 PIECE_BYTES = 64 * 10**6
-"""Of tensors that a process makes before it asks for more."""
+"""Bytes of tensors that a process makes before it asks for more."""
 ALIGNMENT = 8
-"""Of the data behind a header."""
+"""Bytes of the data behind a header."""
 
 Placed = tuple[str, Path, int]
 """A tensor's name, and where its bytes go: file and offset."""
