@@ -1,10 +1,10 @@
 """Sums over K by mma.sync, for few tokens: every warp multiplies its 16 rows by itself.
 
 A warpgroup must wait for a group of wgmmas before it may overwrite the registers that they read. By mma.sync a decode
-step takes 1.2 to 1.8 % less (H200, 2026-11-25, ``launch/results/hopper_step_h200.md``). m16n8k16 takes the same fragments of 16 rows (layout.py), so the expansion is the
-same; tokens are loaded as fragments, too, and what follows is ordinary register arithmetic that the scheduler overlaps.
-Half a stage's weights are loaded while those of the half before are multiplied, and a stage is released once it is in
-registers.
+step takes 1.2 to 1.8 % less (H200, 2026-11-25, ``launch/results/hopper_step_h200.md``). Its m16n8k16 takes the same
+fragments of 16 rows (layout.py), so the expansion is the same; tokens are loaded as fragments, too, and what follows is
+ordinary register arithmetic that the scheduler overlaps. Half a stage's weights are loaded while those of the half
+before are multiplied, and a stage is released once it is in registers.
 """
 
 from __future__ import annotations
