@@ -51,10 +51,18 @@ def test_retraction(serve, checkpoint, oracle):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
-@pytest.mark.parametrize("name", ["nvfp4-experts", "deepseek", "converted", "converted at load"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek", "converted at load"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("nvfp4-experts", "converted")),
+    ],
+)
 def test_other_formats(name, serve, tiny_checkpoints, tmp_path):
     """Files of several kinds, and what converting makes of others, before and while they are loaded;
-    ``tests/model/test_whole_model.py`` has all formats, without a server."""
+    ``tests/model/test_whole_model.py`` has all formats, without a server. Last run of what is left out: passed
+    (2026-11-25).
+    """
     flags: tuple[str, ...] = ()
     path, is_converted = tmp_path / "full", name.startswith("converted")
     if is_converted:
