@@ -159,6 +159,8 @@ def label(shape: KernelShape) -> str:
     words = [str(shape.token_tile)]
     if shape.pair:
         words.append(f"pair {shape.shared_tokens}x{shape.shared_weights}")
+    if shape.stream_k:
+        words.append("stream-K")
     if shape.split_k > 1:
         words.append(f"split {shape.split_k}")
     words += [name for name, holds in (("gated", shape.gated), ("grouped", shape.grouped)) if holds]

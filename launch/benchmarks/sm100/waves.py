@@ -17,8 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.sm100.cases import Case
-from benchmarks.sm100.steps import HANDOFF_SECONDS, goal_seconds
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, epilogue_cycles, exposed_cycles, multiply_cycles, read_bytes
+from benchmarks.sm100.steps import goal_seconds
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import (
+    B200,
+    HANDOFF_SECONDS,
+    epilogue_cycles,
+    exposed_cycles,
+    multiply_cycles,
+    read_bytes,
+)
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import SCALE_ATOM_BYTES, KernelShape
 
 NARROWER = 224
