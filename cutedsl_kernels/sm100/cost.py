@@ -46,6 +46,10 @@ SECOND_TEAM = 0.6
 HANDOFF_SECONDS = 1.5e-6
 """Seconds from what an SM stores to its first byte loaded by another SM of the launch: a store, a fence, an atomic and
 a poll through L2, then the load (assumed)."""
+GLOBAL_LATENCY_CYCLES = 600.0
+"""Of a thread's load from L2 (assumed: what the emulator's timed mode has)."""
+SLICES_IN_FLIGHT = 2
+"""Slices of K of which a warp loads sums at a time (stream_k.py)."""
 EXPERT_COUNTS_CYCLES = 1400.0
 """Cycles until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From
 the timed mode of the emulator."""
@@ -348,31 +352,35 @@ class SharedTiles:
         """In the time of whole tiles' main loops."""
         return self.whole + self.longest / self.stages
 
-    def _owned(self, shape: KernelShape) -> int:
-        """Units of the sums that the CTAs own of a tile, at most."""
-        return math.ceil(TEAM_WARPS * shape.chunks / self.sharers)
-
-    @staticmethod
-    def _unit_bytes(shape: KernelShape) -> int:
-        return WARP_LANES * shape.chunk * 4
+    def _owned(self, units: int) -> int:
+        """How many of a CTA's units of the sums it adds up, at most; stream_k.py says what a unit is."""
+        return math.ceil(units / self.sharers)
 
     def read_bytes(self, shape: KernelShape) -> int:
-        """Sums that a CTA reads, at most: all others' of what it owns."""
-        return (self.sharers - 1) * self._owned(shape) * self._unit_bytes(shape)
+        """Sums that a CTA reads: the others' of what it owns, and its own of each team's first chunk."""
+        own = self._owned(TEAM_WARPS * shape.teams) if self.sharers > 1 else 0
+        return ((self.sharers - 1) * self._owned(TEAM_WARPS * shape.chunks) + own) * _unit_bytes(shape)
 
     def finish_cycles(self, shape: KernelShape, machine: Machine) -> float:
-        """From the last MMA of a slice until the tile is stored: what others own is written, what they write is read,
-        each as fast as an SM reads from L2, and a share of the epilogue."""
+        """From the last MMA of a slice until its tile is stored: sums of others' units are written and handed over,
+        those of owned units read, and a share of the epilogue follows."""
+        if self.sharers == 1:
+            return epilogue_cycles(shape)
         units = TEAM_WARPS * shape.chunks
-        written = (units - units // self.sharers) * self._unit_bytes(shape)
-        moved = (written + self.read_bytes(shape)) / machine.l2_bytes_per_cycle
-        handoff = HANDOFF_SECONDS * machine.clock_hz if self.sharers > 1 else 0.0
-        return moved + handoff + epilogue_cycles(shape) * self._owned(shape) / units
+        written = (units - units // self.sharers) * _unit_bytes(shape)
+        reads = math.ceil(self._owned(units) / (TEAM_WARPS * shape.teams)) * math.ceil(self.sharers / SLICES_IN_FLIGHT)
+        reading = max(self.read_bytes(shape) / machine.l2_bytes_per_cycle, (reads - 1) * GLOBAL_LATENCY_CYCLES)
+        moved = written / machine.l2_bytes_per_cycle + HANDOFF_SECONDS * machine.clock_hz + reading
+        return moved + epilogue_cycles(shape) * self._owned(units) / units
+
+
+def _unit_bytes(shape: KernelShape) -> int:
+    return WARP_LANES * shape.chunk * 4
 
 
 def _stream_k_cycles(
     shape: KernelShape, shared: SharedTiles, stage: float, between: float, machine: Machine
-) -> float:  # fmt: skip
+) -> float:
     """Main loops of a kernel whose pairs share tiles.
 
     During the first whole tile the shared ones are finished: the tensor core has its next tile when both are over, and

@@ -307,7 +307,7 @@ class BlockScaledGemm(Gemm):
                 sums = None
                 if cutlass.const_expr(shape.stream_k):
                     # Workspace, too: only after the wait for the previous kernel, which may use the same.
-                    sums = PartialSums.of(shape, workspace, work, peer, own)
+                    sums = PartialSums.of(shape, workspace, work, peer, own, tensor_memory)
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work, sums)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
@@ -457,24 +457,22 @@ class BlockScaledGemm(Gemm):
     def _share(self, accumulators, position, schedule, epilogue, tensor_memory, warp, rank, peer, sums):
         """An epilogue warp's part of a shared tile, which is the first: give sums away, finish the units it owns.
 
-        The accumulator is buffer 0. The columns that it has in common with the other buffer hold the first chunk of
-        each team, which stays in registers; the others stay where they are during the next tile's main loop.
+        The accumulator is buffer 0. The columns that it has in common with the other buffer hold each team's first
+        chunk, which is always given away; all others stay where they are during the next tile's main loop.
         """
         shape = self.shape
         where, fetched = self._fetch(schedule, epilogue, Int32(0), Int32(-1), peer)
         alphas = epilogue.begin(fetched)
         accumulators.wait_full(position)
         fence_after_wait()
-        values, kept = make_fragment(shape.chunk), make_fragment(shape.chunk)
+        values = make_fragment(shape.chunk)
         for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
             chunk = self._chunk_of(turn * shape.teams + warp.team, Int32(0))
             read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
             cute.arch.fence_view_async_tmem_load()
             if turn == 0:
                 self._release(accumulators, position, rank - peer)
-                for i in cutlass.range_constexpr(shape.chunk):
-                    kept[i] = values[i]
-            if not sums.owns(chunk):
+            if turn == 0 or not sums.owns(chunk):
                 sums.put(values, chunk)
         sums.signal()
         sums.wait()
@@ -482,14 +480,8 @@ class BlockScaledGemm(Gemm):
         for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
             chunk = self._chunk_of(turn * shape.teams + warp.team, Int32(0))
             if sums.owns(chunk):
-                if turn == 0:
-                    for i in cutlass.range_constexpr(shape.chunk):
-                        values[i] = kept[i]
-                else:
-                    read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
-                    cute.arch.fence_view_async_tmem_load()
+                sums.add(values, chunk, turn > 0)
                 factors = epilogue.factors(chunk)
-                sums.add(values, chunk)
                 epilogue.chunk(values, factors, alphas, slot % shape.warp_buffers, chunk, *where)
                 slot += 1
         sums.leave()

@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..common.fixed import Fixed
 from ..common.fragment import EpilogueWarp
@@ -26,8 +26,11 @@ from ..common.gemm import Work
 from ..common.schedule import BatchedSchedule
 from ..common.shape import TEAM_WARPS, WARP_LANES
 from ..common.split import VECTOR
-from .fragment import make_fragment
+from .fragment import make_fragment, read_fragment
 from .shape import COUNTER_WORDS, KernelShape
+
+ADDED_SLICES = 2
+"""Slices of a unit that are under way at a time: more would not fit a thread's registers."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class PartialSums(Fixed):
     """One epilogue warp's view of the sums of a shared tile.
 
     The unit is what a warp holds of a chunk of tokens. Units are dealt out over the clusters that share the tile. A
-    unit's owner keeps its own sums, reads those of the others, and adds all in the order of K, so that the result does
-    not depend on timing. A warp has the same rows and chunks in every cluster, and waits for its like alone.
+    unit's owner reads the sums of the others and adds all in the order of K, so that the result does not depend on
+    timing. A warp has the same rows and chunks in every cluster, and waits for its like alone.
 
     Attributes:
         sums: fp32 global pointer, [CTA of the grid, chunk, quarter, vector, lane, 4]: a warp accesses whole lines. Not
@@ -101,6 +104,7 @@ class PartialSums(Fixed):
         counters: int32 global pointer, [place, CTA of a pair, warp]: how many warps have written their sums, then also
             how many have seen that all have. Zero between launches: the last to see it resets it.
         work: of this cluster. peer: this CTA's number in its pair.
+        tensor_memory: pointer to the accumulator of the shared tile.
     """
 
     shape: KernelShape
@@ -109,12 +113,15 @@ class PartialSums(Fixed):
     work: SharedSlice
     peer: Any
     warp: EpilogueWarp
+    tensor_memory: Any
 
     @classmethod
-    def of(cls, shape: KernelShape, workspace: Any, work: SharedSlice, peer: Any, warp: EpilogueWarp) -> PartialSums:
+    def of(
+        cls, shape: KernelShape, workspace: Any, work: SharedSlice, peer: Any, warp: EpilogueWarp, tensor_memory: Any
+    ) -> PartialSums:
         """From the launch's fp32 pointer to the workspace."""
         counters = cute.recast_ptr(workspace, dtype=Int32)
-        return cls(shape, workspace + COUNTER_WORDS, counters, work, peer, warp)
+        return cls(shape, workspace + COUNTER_WORDS, counters, work, peer, warp, tensor_memory)
 
     def owns(self, chunk: Any) -> Any:
         """Whether this cluster adds up this warp's unit of a chunk; rotated, so that its warps own equally many."""
@@ -172,29 +179,30 @@ class PartialSums(Fixed):
                 cute.arch.store(self._counter, Int32(0), sem="relaxed", scope="gpu")
 
     @cute.jit
-    def add(self, values: cute.Tensor, chunk: Int32):
-        """Add the other slices to this warp's sums of an owned unit."""
-        count = cute.size(values)
-        total = make_fragment(count)
-        for i in cutlass.range_constexpr(count):
-            total[i] = cutlass.Float32(0.0)
-        # Two at a time, so that their latencies overlap.
-        for first in cutlass.range(0, self.work.sharers, 2, unroll=1):
-            parts = [make_fragment(count) for _ in range(2)]
-            for i in cutlass.range_constexpr(2):
-                self._read(parts[i], values, first + i, chunk)
-            for i in cutlass.range_constexpr(2):
+    def add(self, values: cute.Tensor, chunk: Int32, is_kept: Boolean):
+        """The sums of an owned unit over all slices, in the order of K.
+
+        Args:
+            values: what is filled.
+            is_kept: whether this cluster's own sums of it are still in tensor memory, and not with the others'.
+        """
+        for i in cutlass.range_constexpr(self.shape.chunk):
+            values[i] = Float32(0.0)
+        for first in cutlass.range(0, self.work.sharers, ADDED_SLICES, unroll=1):
+            # All loads first, so that their latencies overlap.
+            parts = [make_fragment(self.shape.chunk) for _ in range(ADDED_SLICES)]
+            for i in cutlass.range_constexpr(ADDED_SLICES):
+                self._read(parts[i], first + i, chunk, is_kept)
+            for i in cutlass.range_constexpr(ADDED_SLICES):
                 if first + i < self.work.sharers:
-                    for j in cutlass.range_constexpr(count):
-                        total[j] += parts[i][j]
-        for i in cutlass.range_constexpr(count):
-            values[i] = total[i]
+                    for j in cutlass.range_constexpr(self.shape.chunk):
+                        values[j] += parts[i][j]
 
     @cute.jit
-    def _read(self, part: cute.Tensor, own: cute.Tensor, index: Int32, chunk: Int32):
-        """Slice ``index`` of a unit, from registers if it is this cluster's; of none beyond the last."""
-        if index == self.work.index:
-            for i in cutlass.range_constexpr(cute.size(part)):
-                part[i] = own[i]
+    def _read(self, part: cute.Tensor, index: Int32, chunk: Int32, is_kept: Boolean):
+        """Slice ``index`` of a unit; nothing beyond the last."""
+        if is_kept and index == self.work.index:
+            read_fragment(self.tensor_memory, chunk * self.shape.chunk, self.warp, part)
+            cute.arch.fence_view_async_tmem_load()
         elif index < self.work.sharers:
             self._copy(part, self._vectors(index, chunk), into_memory=False)
