@@ -39,6 +39,7 @@ from nvfp4_sgl.weights.layout import expert_matrices  # noqa: E402
 from nvfp4_sgl.weights.matrix import load_matrix  # noqa: E402
 from nvfp4_sgl.weights.parallel import TensorParallel  # noqa: E402
 from tests.sm100.support.launcher import emulated_operations  # noqa: E402
+from tests.support import interpreter_speed  # noqa: E402
 from tests.support.lockstep import activations, choices, contents, overwrite, relative_errors  # noqa: E402
 from tests.support.random_source import RandomSource  # noqa: E402
 from tests.support.reference_gemms import reference_gemms  # noqa: E402
@@ -226,6 +227,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.write and (args.torch_gemms or args.models):
         parser.error("--write records both models with their GEMMs in the emulator: leave the other arguments out")
+    interpreter_speed.install()
     results = [check(model, not args.torch_gemms) for model in args.models or MODELS]
     text = report(results)
     print(text)

@@ -24,6 +24,7 @@ from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.standalone import Standalone  # noqa: E402
 from nvfp4_sgl.targets.choose import Target  # noqa: E402
 from tests.sm100.support.launcher import emulated_operations  # noqa: E402
+from tests.support import interpreter_speed  # noqa: E402
 
 TOKENS = 6
 CAPACITY = 256
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--prompt", default="FP4 on B200")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     args = parser.parse_args()
+    interpreter_speed.install()
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     ids = tokenizer.encode(args.prompt).ids
     settings: dict[str, Any] = {"mode": ActivationMode.W4A4, "requests": 1, "capacity": CAPACITY}

@@ -24,8 +24,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from tests.support import interpreter_speed
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = not INTERPRETED and os.environ.get("NVFP4_SGL_EMULATED") == "1"
+if INTERPRETED:
+    interpreter_speed.install()
 ON_GPU = not INTERPRETED and not EMULATED and torch.cuda.is_available()
 
 

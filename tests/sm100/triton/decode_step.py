@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
+from tests.support import interpreter_speed
 from tests.support.reference_gemms import reference_gemms
 
 SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 512}
@@ -37,4 +38,5 @@ def decode_step(checkpoint: Path, around: Context) -> Tensor:
 
 
 if __name__ == "__main__":
+    interpreter_speed.install()
     torch.save(decode_step(Path(sys.argv[1]), reference_gemms), sys.argv[2])

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.sm100.triton.cases.case import Outputs
+from tests.support import interpreter_speed
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,4 +37,5 @@ def interpreted(names: Iterable[str], folder: Path) -> dict[str, Outputs]:
 if __name__ == "__main__":
     from tests.sm100.triton.cases import CASES
 
+    interpreter_speed.install()
     torch.save({name: CASES[name].compute() for name in sys.argv[2:]}, sys.argv[1])
