@@ -378,9 +378,7 @@ def _unit_bytes(shape: KernelShape) -> int:
     return WARP_LANES * shape.chunk * 4
 
 
-def _stream_k_cycles(
-    shape: KernelShape, shared: SharedTiles, stage: float, between: float, machine: Machine
-) -> float:
+def _stream_k_cycles(shape: KernelShape, shared: SharedTiles, stage: float, between: float, machine: Machine) -> float:
     """Main loops of a kernel whose pairs share tiles.
 
     During the first whole tile the shared ones are finished: the tensor core has its next tile when both are over, and

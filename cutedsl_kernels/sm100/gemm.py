@@ -307,7 +307,7 @@ class BlockScaledGemm(Gemm):
                 sums = None
                 if cutlass.const_expr(shape.stream_k):
                     # Workspace, too: only after the wait for the previous kernel, which may use the same.
-                    sums = PartialSums.of(shape, workspace, work, peer, own, tensor_memory)
+                    sums = PartialSums.of(shape, workspace, schedule.work, peer, own, tensor_memory)
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work, sums)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
@@ -425,7 +425,7 @@ class BlockScaledGemm(Gemm):
         position = accumulators.consumer()
         buffer = Int32(0)
         tile = work.first
-        if cutlass.const_expr(shape.stream_k):
+        if cutlass.const_expr(shape.stream_k):  # noqa: SIM102  the compiler takes them one by one
             if tile < 0:
                 self._share(accumulators, position, schedule, epilogue, tensor_memory, warp, rank, peer, sums)
                 position.advance()

@@ -86,7 +86,8 @@ class KernelShape(GemmShape):
                 f"shared_tokens {self.shared_tokens}, shared_weights {self.shared_weights}: expected 1, 2 or 4, and"
                 f" at most {MAX_CLUSTER} CTAs in a cluster"
             )
-        if self.stream_k and (self.gated or self.grouped or self.token_tile != 256 or not self.pair or self.cluster > 2):
+        is_plain_pair = self.pair and self.cluster == 2 and not self.gated and not self.grouped
+        if self.stream_k and not (is_plain_pair and self.token_tile == 256):
             raise ValueError("stream_k is for plain products by single CTA pairs with token_tile 256")
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")

@@ -1,7 +1,7 @@
 """Why a prefill's product misses its goal: its last wave of tiles, and what other ways to do that wave would give.
 
-Built is stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each, if there
-are two for a tile or more. None of the ways below is built, which would do these tiles last. Each line takes the
+Built is stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each, if
+there are two for a tile or more. None of the ways below is built, which would do these tiles last. Each line takes the
 machine of ``cost.py`` and tiles of 256 by 256 for pairs of SMs:
 
 * even: all pairs end at the same time, at no cost: what any split of the last wave can give at most;
