@@ -19,8 +19,9 @@ from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
 
-REGISTER_BUDGET = 160
-"""Registers a thread; 320 threads could have 204 each. The gated re-quantising epilogue has the most (143)."""
+REGISTER_BUDGET = 164
+"""Registers a thread; ptxas spills beyond 168. Shared tiles with fp32 output take the most (162), two slices under way
+at a time; of other kernels the gated re-quantising epilogue does (143)."""
 
 SHAPES = [
     KernelShape(8),
