@@ -8,6 +8,7 @@ captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from .compiled import KernelKey, swiglu_row_scale
 from .operand import K_MULTIPLE
 from .sm100.call import Call
 from .sm100.shape import GATE_ROWS
+from .workspace import workspace
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Kernel outputs by the dtype of ``out``."""
@@ -145,9 +147,12 @@ def launch(op: str, architecture: str, call: Call, limit: float | None = None) -
             require_aligned(f"{op}: {name}", tensor)
     if call.rows == 0:
         return
-    runner = launcher.current()
+    runner, device = launcher.current(), call.out.device
+    clusters = runner.clusters(device)
+    if call.shape.stream_k:
+        call = replace(call, workspace=workspace(device, clusters))
     key = KernelKey(architecture, call.shape, limit, call.row_weight is not None, runner.programmatic_launch)
-    runner.launch(key, call, call.clusters(runner.clusters(call.out.device)))
+    runner.launch(key, call, call.clusters(clusters))
 
 
 def _check_product(

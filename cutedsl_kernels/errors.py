@@ -13,5 +13,9 @@ class LibraryError(Nvfp4SglError):
     """A library of compiled kernels is missing, stale, foreign or lacks a kernel."""
 
 
+class WorkspaceError(Nvfp4SglError):
+    """A kernel needs a workspace that is not there, too small, or must not be made now."""
+
+
 class LaunchError(Nvfp4SglError):
     """CUDA refused to load or launch a kernel."""

@@ -35,6 +35,7 @@ from .sm90.layout import TILE_ROWS
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
 from .sm100.shape import KernelShape, Operands
+from .workspace import workspace
 
 
 class SizedProduct(Protocol):
@@ -138,7 +139,10 @@ def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clu
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:
-    """Ask how many clusters the device runs, run each kernel once on zeros, and wait for the last."""
+    """Ask how many clusters the device runs, run each kernel once on zeros, and wait for the last.
+
+    The workspace that some of them need is made here (workspace.py).
+    """
     runner = launcher.current()
     runner.clusters(device)
     for key in keys:
@@ -174,6 +178,7 @@ def smallest_call(key: KernelKey, device: torch.device) -> GemmCall:
         row_weight=zeros(rows, dtype=torch.float32) if key.weighted else None,
         offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
         counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
+        workspace=workspace(device, launcher.current().clusters(device)) if shape.stream_k else None,
     )
 
 

@@ -30,6 +30,10 @@ class Work(Fixed):
     k_begin: Any
     k_end: Any
 
+    def slice_of(self, tile: Any) -> tuple[Any, Any]:
+        """First stage and last, exclusive, of what the CTA does of a tile."""
+        return self.k_begin, self.k_end
+
 
 class Gemm(ABC):
     """A kernel of one :class:`.shape.GemmShape`."""

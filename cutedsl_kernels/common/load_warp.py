@@ -30,7 +30,8 @@ def load_stages(loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work
         schedule: which tile each of ``total`` blocks is.
         is_early: whether to load weights before the previous kernel has ended: not if that kernel says which.
     """
-    first, k_begin, k_end = work.first, work.k_begin, work.k_end
+    first = work.first
+    k_begin, k_end = work.slice_of(first)
     early = Int32(0)
     if cutlass.const_expr(is_early):
         # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
@@ -46,8 +47,9 @@ def load_stages(loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work
     tile = first
     while tile < total:
         feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
-        for k_tile in cutlass.range(k_begin, k_end, unroll=1):
-            if tile != first or k_tile - k_begin >= early:
+        begin, end = work.slice_of(tile)
+        for k_tile in cutlass.range(begin, end, unroll=1):
+            if tile != first or k_tile - begin >= early:
                 ring.wait_empty(position)
                 loads.load_weights(ring, position, feature_tile, k_tile, weight_group)
             loads.load_tokens(ring, position, token_tile, k_tile, token_group)

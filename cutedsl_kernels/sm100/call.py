@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..common.arguments import Arguments
 from ..common.call import GemmCall, address
-from .shape import SCALE_ATOM_BLOCKS, SCALE_ATOM_BYTES, KernelShape
+from ..errors import WorkspaceError
+from .shape import MAX_STREAM_K_CLUSTERS, SCALE_ATOM_BLOCKS, SCALE_ATOM_BYTES, KernelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Call(GemmCall):
         alpha: fp32, the weights' global scales: [features] for a plain product, [groups] for experts, [groups, 2] for
             gates and ups, or [groups, features].
         offsets, counts: int32 [experts] of a grouped kernel.
+        workspace: of a kernel whose pairs share tiles (``shape.stream_k``): uint8, 16-byte aligned, as many as
+            ``shape.workspace_bytes`` says, of which the counters are zero (workspace.py).
     """
 
     shape: KernelShape
@@ -38,6 +41,7 @@ class Call(GemmCall):
     row_scale: Tensor
     out_scales: Tensor | None = None
     row_weight: Tensor | None = None
+    workspace: Tensor | None = None
 
     @property
     def stage_k(self) -> int:
@@ -61,9 +65,25 @@ class Call(GemmCall):
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         read = [self.weights, self.weight_scales, self.tokens, self.token_scales, self.row_scale, self.alpha]
         read += [t for t in (self.row_weight, self.offsets, self.counts) if t is not None]
-        return read, [self.out] + ([self.out_scales] if self.out_scales is not None else [])
+        return read, [self.out] + [t for t in (self.out_scales, self.workspace) if t is not None]
+
+    def _check_workspace(self, clusters: int) -> None:
+        needed = self.shape.workspace_bytes(clusters)
+        found = 0 if self.workspace is None else self.workspace.numel()
+        if clusters > MAX_STREAM_K_CLUSTERS or found < needed:
+            raise WorkspaceError(
+                f"workspace: expected {needed} bytes for at most {MAX_STREAM_K_CLUSTERS} clusters, found {found} for"
+                f" {clusters}"
+            )
 
     def arguments(self, clusters: int) -> Arguments:
+        """As :meth:`GemmCall.arguments`.
+
+        Raises:
+            WorkspaceError: pairs share tiles, and the workspace is too small or absent.
+        """
+        if self.shape.stream_k:
+            self._check_workspace(clusters)
         grouped_tokens = self.tokens.dim() == 3
         matrix_atoms = -(-self.k // (SCALE_ATOM_BLOCKS * self.shape.block))
         row_scale = self.row_scale
@@ -82,6 +102,7 @@ class Call(GemmCall):
             alpha=self.alpha.data_ptr(),
             offsets=address(self.offsets),
             counts=address(self.counts),
+            workspace=address(self.workspace),
             features=self.features,
             k=self.k,
             rows=self.rows,

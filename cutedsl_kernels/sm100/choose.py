@@ -1,8 +1,9 @@
 """Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
 What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where tiles
-leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens. Several pairs to a cluster
-share operands where L2 would not keep up with the tensor core.
+leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens, which share the tiles of a
+last wave if it leaves most pairs idle. Several pairs to a cluster share operands where L2 would not keep up with the
+tensor core.
 Nothing here was measured on a GPU: the ranking is as good as the model.
 
 A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``..common.planned``),
@@ -18,7 +19,7 @@ from functools import lru_cache
 from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.planned import planned_pairs, planned_tokens
 from ..common.shape import TOKEN_TILES, Output
-from .cost import B200, Machine, Problem, cost
+from .cost import B200, Machine, Problem, cost, whole_waves
 from .shape import SCALE_ATOM_ROWS, KernelShape, Operands
 
 MIN_STAGES = 3
@@ -29,6 +30,8 @@ MAX_EXPERT_TILE = 128
 """Offsets of experts are multiples of the tile: a wider one would pad more than it saves."""
 MAX_SPLIT_TILE = 64
 """Tokens of a kernel that splits K."""
+STREAM_K_TILE = 256
+"""Tokens of a kernel whose pairs share tiles."""
 SPLITS = (2, 4, 8)
 MIN_SLICE_STAGES = 2
 """Stages that a CTA of a split-K cluster has at least: a single one is all latency."""
@@ -169,11 +172,13 @@ def longest_split(k: int, most: int, shape: KernelShape) -> int:
 
 
 def _variants(k: int, shape: KernelShape) -> Iterator[KernelShape]:
-    """The shape, then for CTA pairs, alone and several to a cluster, or with K split."""
+    """The shape, then for CTA pairs, alone, several to a cluster, and alone with shared tiles, or with K split."""
     yield shape
     if shape.token_tile >= SCALE_ATOM_ROWS:
         for tokens, weights in SHARING:
             yield replace(shape, pair=True, shared_tokens=tokens, shared_weights=weights)
+    if shape.token_tile == STREAM_K_TILE and not shape.gated and not shape.grouped:
+        yield replace(shape, pair=True, stream_k=True)
     if shape.token_tile <= MAX_SPLIT_TILE:
         for split in SPLITS:
             if longest_split(k, split, shape) == split:
@@ -182,6 +187,9 @@ def _variants(k: int, shape: KernelShape) -> Iterator[KernelShape]:
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, machine: Machine) -> tuple[float, KernelShape]:
     """The time and the shape that takes least; of those that take nearly as little the first, which is the simplest."""
-    fitting = [(cost(shape, problem, machine).seconds, shape) for shape in shapes if shape.stages >= MIN_STAGES]
+    possible = [shape for shape in shapes if shape.stages >= MIN_STAGES]
+    # Shared tiles are for the time of a whole one, in which their sums travel.
+    possible = [shape for shape in possible if not shape.stream_k or whole_waves(shape, problem, machine) > 0]
+    fitting = [(cost(shape, problem, machine).seconds, shape) for shape in possible]
     least = min(seconds for seconds, _ in fitting)
     return next(found for found in fitting if found[0] <= least * NEARLY)

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from ..common.clusters import B200_CLUSTERS, Clusters
-from ..common.shape import BLOCK, Output
+from ..common.shape import BLOCK, TEAM_WARPS, WARP_LANES, Output
 from .shape import (
     LANES,
     MMA_ROW_BYTES,
@@ -43,6 +43,13 @@ HANDOVER_CYCLES = 100.0
 tensor memory, and a barrier back."""
 SECOND_TEAM = 0.6
 """An epilogue's time with a second team of warps over the time without: they share the load/store unit."""
+HANDOFF_SECONDS = 1.5e-6
+"""Seconds from what an SM stores to its first byte loaded by another SM of the launch: a store, a fence, an atomic and
+a poll through L2, then the load (assumed)."""
+GLOBAL_LATENCY_CYCLES = 600.0
+"""Of a thread's load from L2 (assumed: what the emulator's timed mode has)."""
+SLICES_IN_FLIGHT = 2
+"""Slices of K of which a warp loads sums at a time (stream_k.py)."""
 EXPERT_COUNTS_CYCLES = 1400.0
 """Cycles until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From
 the timed mode of the emulator."""
@@ -281,11 +288,16 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     if shape.split_k > 1:
         # Partial sums are written and read.
         epilogue += machine.exchange_cycles + 2 * shape.partial_bytes / machine.l2_bytes_per_cycle
-    tile_cycles = max(main_loop + exposed_cycles(shape), epilogue)
+    between = max(main_loop + exposed_cycles(shape), epilogue)
     memory = _memory_bytes(shape, problem, token_tiles)
     ctas = 2 if shape.pair else shape.split_k
+    busy = (waves - 1) * between + main_loop
+    if shape.stream_k:
+        shared = SharedTiles.of(int(tiles), machine.clusters.of(shape.cluster), k_tiles)
+        waves, busy = shared.waves, _stream_k_cycles(shape, shared, stage, between, machine)
+        if not shared.whole:
+            epilogue = shared.finish_cycles(shape, machine)
     tail_waste = 1 - tiles * ctas / (waves * machine.multiprocessors)
-    busy = (waves - 1) * tile_cycles + main_loop
     read = tiles * ctas * stages * read_bytes(shape)
     cold = tail_waste * waves * stages * reading * min(1.0, memory / read)
     from_memory = memory / machine.memory_bytes_per_second + cold / machine.clock_hz
@@ -299,10 +311,88 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
         memory_bytes=memory,
         stage_cycles=stage,
         multiply_cycles=multiply,
-        tile_cycles=tile_cycles,
+        tile_cycles=between,
         alone_seconds=alone,
         seconds=alone - machine.overlap_seconds,
     )
+
+
+def whole_waves(shape: KernelShape, problem: Problem, machine: Machine = B200) -> int:
+    """Waves in which every pair has a tile, of a shape without multicasts."""
+    tiles = math.ceil(problem.features / shape.tile_outputs) * problem.token_tiles(shape.token_tile)
+    return int(tiles) // machine.clusters.of(shape.cluster)
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """How pairs share the tiles that fill no wave: as stream_k.py does it.
+
+    Attributes:
+        whole: waves of whole tiles.
+        rest: shared tiles. sharers: pairs that share one.
+        longest: stages of the longest slice. stages: of a tile.
+    """
+
+    whole: int
+    rest: int
+    sharers: int
+    longest: int
+    stages: int
+
+    @classmethod
+    def of(cls, tiles: int, pairs: int, stages: int) -> SharedTiles:
+        whole, rest = divmod(tiles, pairs)
+        if not rest:
+            return cls(whole, 0, 1, 0, stages)
+        longest = math.ceil(stages / (pairs // rest))
+        return cls(whole, rest, math.ceil(stages / longest), longest, stages)
+
+    @property
+    def waves(self) -> float:
+        """In the time of whole tiles' main loops."""
+        return self.whole + self.longest / self.stages
+
+    def _owned(self, units: int) -> int:
+        """How many of a CTA's units of the sums it adds up, at most; stream_k.py says what a unit is."""
+        return math.ceil(units / self.sharers)
+
+    def read_bytes(self, shape: KernelShape) -> int:
+        """Sums that a CTA reads: the others' of what it owns, and its own of each team's first chunk."""
+        own = self._owned(TEAM_WARPS * shape.teams) if self.sharers > 1 else 0
+        return ((self.sharers - 1) * self._owned(TEAM_WARPS * shape.chunks) + own) * _unit_bytes(shape)
+
+    def finish_cycles(self, shape: KernelShape, machine: Machine) -> float:
+        """From the last MMA of a slice until its tile is stored: sums of others' units are written and handed over,
+        those of owned units read, and a share of the epilogue follows."""
+        if self.sharers == 1:
+            return epilogue_cycles(shape)
+        units = TEAM_WARPS * shape.chunks
+        written = (units - units // self.sharers) * _unit_bytes(shape)
+        reads = math.ceil(self._owned(units) / (TEAM_WARPS * shape.teams)) * math.ceil(self.sharers / SLICES_IN_FLIGHT)
+        reading = max(self.read_bytes(shape) / machine.l2_bytes_per_cycle, (reads - 1) * GLOBAL_LATENCY_CYCLES)
+        moved = written / machine.l2_bytes_per_cycle + HANDOFF_SECONDS * machine.clock_hz + reading
+        return moved + epilogue_cycles(shape) * self._owned(units) / units
+
+
+def _unit_bytes(shape: KernelShape) -> int:
+    return WARP_LANES * shape.chunk * 4
+
+
+def _stream_k_cycles(shape: KernelShape, shared: SharedTiles, stage: float, between: float, machine: Machine) -> float:
+    """Main loops of a kernel whose pairs share tiles.
+
+    During the first whole tile the shared ones are finished: the tensor core has its next tile when both are over, and
+    the sums come from L2 beside the operands. Writing does not delay reading.
+    """
+    slices = shared.longest * stage
+    if not shared.whole:
+        return slices
+    main_loop = shared.stages * stage
+    if shared.rest:
+        slices += exposed_cycles(shape)
+    read = (shared.stages * read_bytes(shape) + shared.read_bytes(shape)) / machine.l2_bytes_per_cycle
+    delay = max(read, shared.finish_cycles(shape, machine) if shared.rest else 0.0) - main_loop
+    return slices + max(delay, 0.0) + (shared.whole - 1) * between + main_loop
 
 
 def _waves(full: float, uneven: bool) -> float:

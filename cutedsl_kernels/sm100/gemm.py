@@ -19,8 +19,8 @@ tile runs beside the main loop of the next. Programmatic dependent launch: each 
 sends for the weights of its first stages, before the previous kernel has ended.
 
 Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
-with one rounding to the output type. The result does not depend on timing. With split_k the partial sums are added in
-the order of their slices.
+with one rounding to the output type. The result does not depend on timing. Where K is split over CTAs (split_k) or
+pairs (stream_k), the partial sums are added in the order of their slices.
 """
 
 from typing import Any
@@ -45,6 +45,7 @@ from .fences import fence_after_wait, fence_before_signal
 from .fragment import make_fragment, read_fragment
 from .load import OperandLoad, StageLoads
 from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, KernelShape, Operands
+from .stream_k import PartialSums, SharedSlice, StreamKSchedule
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
@@ -172,8 +173,9 @@ class BlockScaledGemm(Gemm):
         outputs = self.epilogue.host(shape, a)
         self.storage = self._storage(a_layout, b_layout, sfa_layout, sfb_layout)
         offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
+        workspace = a.workspace if shape.stream_k else None
         kernel = self.kernel(
-            mma, scale_mma, *tma_a, *tma_b, *tma_sfa, *tma_sfb, outputs, offsets, counts,
+            mma, scale_mma, *tma_a, *tma_b, *tma_sfa, *tma_sfb, outputs, offsets, counts, workspace,
             feature_tiles, token_tiles, a.groups, cute.ceil_div(a.k, shape.tile_k), ctas, scale_ctas,
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
@@ -220,6 +222,7 @@ class BlockScaledGemm(Gemm):
         outputs: Any,
         offsets: Any,
         counts: Any,
+        workspace: Any,
         feature_tiles: Int32,
         token_tiles: Int32,
         groups: Int32,
@@ -277,6 +280,9 @@ class BlockScaledGemm(Gemm):
                 schedule.prepare(thread)
         else:
             schedule = BatchedSchedule(place, feature_tiles, token_tiles, groups)
+            if cutlass.const_expr(shape.stream_k):
+                work = SharedSlice.of(work, schedule.total())
+                schedule = StreamKSchedule(schedule, work)
         self._synchronise()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
@@ -298,7 +304,11 @@ class BlockScaledGemm(Gemm):
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, work)
             else:
-                self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work)
+                sums = None
+                if cutlass.const_expr(shape.stream_k):
+                    # Workspace, too: only after the wait for the previous kernel, which may use the same.
+                    sums = PartialSums.of(shape, workspace, schedule.work, peer, own, tensor_memory)
+                self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work, sums)
             epilogue.finish()
         # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
         # cluster may leave, and no warp reads tensor memory any more.
@@ -363,7 +373,11 @@ class BlockScaledGemm(Gemm):
                 fence_after_wait()
                 target = cute.make_tensor(tensor_memory + buffer * shape.second_accumulator, accumulator_layout)
                 mma.set(tcgen05.Field.ACCUMULATE, False)
-                for _ in cutlass.range(k_tiles, unroll=1):
+                stages = k_tiles
+                if cutlass.const_expr(shape.stream_k):
+                    begin, end = work.slice_of(tile)
+                    stages = end - begin
+                for _ in cutlass.range(stages, unroll=1):
                     operands.wait_full(operand)
                     for copy, source, copied in copies:
                         cute.copy(copy, source[None, None, None, None, operand.index], copied)
@@ -405,12 +419,18 @@ class BlockScaledGemm(Gemm):
         return copy, source, part.partition_D(target)
 
     @cute.jit
-    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, warp, rank, peer, work):
+    def _drain(self, accumulators, schedule, total, epilogue, tensor_memory, warp, rank, peer, work, sums):
         """An epilogue warp: accumulators to factors, activation, rounding, global memory."""
         shape = self.shape
         position = accumulators.consumer()
         buffer = Int32(0)
         tile = work.first
+        if cutlass.const_expr(shape.stream_k):  # noqa: SIM102  the compiler takes them one by one
+            if tile < 0:
+                self._share(accumulators, position, schedule, epilogue, tensor_memory, warp, rank, peer, sums)
+                position.advance()
+                buffer = buffer ^ 1
+                tile += work.step
         following, fetched = self._fetch(schedule, epilogue, total, tile, peer)
         while tile < total:
             where = following
@@ -432,6 +452,41 @@ class BlockScaledGemm(Gemm):
             position.advance()
             buffer = buffer ^ 1
             tile += work.step
+
+    @cute.jit
+    def _share(self, accumulators, position, schedule, epilogue, tensor_memory, warp, rank, peer, sums):
+        """An epilogue warp's part of a shared tile, which is the first: give sums away, finish the units it owns.
+
+        The accumulator is buffer 0. The columns that it has in common with the other buffer hold each team's first
+        chunk, which is always given away; all others stay where they are during the next tile's main loop.
+        """
+        shape = self.shape
+        where, fetched = self._fetch(schedule, epilogue, Int32(0), Int32(-1), peer)
+        alphas = epilogue.begin(fetched)
+        accumulators.wait_full(position)
+        fence_after_wait()
+        values = make_fragment(shape.chunk)
+        for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
+            chunk = self._chunk_of(turn * shape.teams + warp.team, Int32(0))
+            read_fragment(tensor_memory, chunk * shape.chunk, warp, values)
+            cute.arch.fence_view_async_tmem_load()
+            if turn == 0:
+                self._release(accumulators, position, rank - peer)
+            if turn == 0 or not sums.owns(chunk):
+                sums.put(values, chunk)
+        sums.signal()
+        sums.wait()
+        slot = Int32(0)
+        for turn in cutlass.range(shape.chunks // shape.teams, unroll=1):
+            chunk = self._chunk_of(turn * shape.teams + warp.team, Int32(0))
+            if sums.owns(chunk):
+                sums.add(values, chunk, turn > 0)
+                factors = epilogue.factors(chunk)
+                epilogue.chunk(values, factors, alphas, slot % shape.warp_buffers, chunk, *where)
+                slot += 1
+        sums.leave()
+        # An odd number of stores may have left the first buffer in use, with which the next tile begins.
+        epilogue.finish()
 
     @cute.jit
     def _fetch(self, schedule, epilogue, total, tile, peer):

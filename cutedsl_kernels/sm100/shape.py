@@ -40,6 +40,10 @@ TENSOR_COLUMN_MULTIPLE = 16
 TENSOR_COLUMNS = 512
 MAX_CLUSTER = 8
 """CTAs of a cluster on any GPU (the portable size)."""
+MAX_STREAM_K_CLUSTERS = 256
+"""Clusters of a launch that shares tiles, at most: more than any GPU runs."""
+COUNTER_WORDS = 16 * MAX_STREAM_K_CLUSTERS
+"""int32 words at the begin of the workspace: a counter for each shared tile and each warp of a pair's epilogues."""
 TRANSPOSE_PITCH = 20
 """fp32 words between two tokens' 16 features of a warp: 4 more than the features, so that 16-byte reads of eight
 consecutive tokens touch all 32 banks, and so do writes of eight features of every other token of eight."""
@@ -57,6 +61,9 @@ class KernelShape(GemmShape):
         shared_tokens: pairs of a cluster along the features, which receive the tokens by one multicast.
         shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
             reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
+        stream_k: the tiles that fill no wave are shared by several pairs, along K, and done first (stream_k.py). For
+            plain products by single pairs with 256 tokens: their sums stay in tensor memory during the next main loop,
+            which has the other accumulator buffer.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -66,6 +73,7 @@ class KernelShape(GemmShape):
     shared_tokens: int = 1
     shared_weights: int = 1
     operands: Operands = "nvfp4"
+    stream_k: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +86,9 @@ class KernelShape(GemmShape):
                 f"shared_tokens {self.shared_tokens}, shared_weights {self.shared_weights}: expected 1, 2 or 4, and"
                 f" at most {MAX_CLUSTER} CTAs in a cluster"
             )
+        is_plain_pair = self.pair and self.cluster == 2 and not self.gated and not self.grouped
+        if self.stream_k and not (is_plain_pair and self.token_tile == 256):
+            raise ValueError("stream_k is for plain products by single CTA pairs with token_tile 256")
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
         if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):
@@ -233,6 +244,12 @@ class KernelShape(GemmShape):
     def unit_values(self) -> int:
         """fp32 values that a thread holds of a unit of the reduction: 32 rows by 8 tokens of a warp."""
         return SPLIT_CHUNK
+
+    def workspace_bytes(self, clusters: int) -> int:
+        """Global memory that a launch of ``clusters`` clusters needs beside its operands: counters, and a tile of fp32
+        sums for each pair."""
+        tile = self.tile_features * self.token_tile * 4
+        return 4 * COUNTER_WORDS + clusters * tile if self.stream_k else 0
 
     @property
     def small_bytes(self) -> int:

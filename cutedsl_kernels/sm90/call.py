@@ -65,6 +65,7 @@ class Call(GemmCall):
             alpha=self.alpha.data_ptr(),
             offsets=address(self.offsets),
             counts=address(self.counts),
+            workspace=0,
             features=self.features,
             k=self.k,
             rows=self.rows,

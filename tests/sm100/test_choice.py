@@ -118,6 +118,15 @@ def test_prefill_takes_pairs_that_l2_can_feed() -> None:
     assert choose_product(4096, 8192, 8192).token_tile == 256
 
 
+def test_pairs_share_the_tiles_of_a_last_wave_that_leaves_half_of_them_idle() -> None:
+    for features, k, groups in ((2560, 4096, 1), (3072, 7168, 1), (7168, 16384, 1), (1024, 4096, 2)):
+        shape = choose_product(features, k, 8192, groups)
+        assert shape.stream_k and shape == KernelShape(256, pair=True, stream_k=True)
+    # 68 of 74 tiles are left over; whole waves; and no whole wave, in the time of which sums could travel.
+    for features, tokens in ((4096, 8192), (4096, 9472), (4096, 512)):
+        assert not choose_product(features, 8192, tokens).stream_k
+
+
 @pytest.mark.parametrize("token_tile", [8, 64, 128])
 def test_rows_quantised_for_another_tile_get_the_best_kernel_for_it(token_tile: int) -> None:
     for tokens in (1, 64, 300):

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, B200_GPCS, Clusters
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, epilogue_cycles, multiply_cycles, read_bytes
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import (
+    B200,
+    Problem,
+    SharedTiles,
+    cost,
+    epilogue_cycles,
+    multiply_cycles,
+    read_bytes,
+)
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 
 PAIR = KernelShape(256, pair=True)
@@ -85,6 +93,37 @@ def test_cost_of_split_k_by_hand() -> None:
     exposed = B200.fill_cycles + epilogue_cycles(shape) + reduced
     assert found.alone_seconds == pytest.approx(B200.launch_seconds + memory + exposed / B200.clock_hz)
     assert found.seconds == pytest.approx(found.alone_seconds - B200.overlap_seconds)
+
+
+def test_cost_of_shared_tiles_by_hand() -> None:
+    """Pro's wo_a on 8 ranks: 256 tiles for 74 pairs, of which 34 are left over, each for two pairs."""
+    problem, shape = Problem(features=1024, k=4096, tokens=8192, groups=2), replace(PAIR, stream_k=True)
+    shared = SharedTiles.of(256, 74, 16)
+    assert (shared.whole, shared.rest, shared.sharers, shared.longest) == (3, 34, 2, 8)
+    # A CTA of a slice adds up 16 of 32 units of 32 rows by 32 tokens: reads those of the other slice, and 4 of its own.
+    sums = 20 * 32 * 32 * 4
+    assert shared.read_bytes(shape) == sums
+    finish = sums * 16 / 20 / 68 + 1.5e-6 * 1.85e9 + sums / 68 + epilogue_cycles(shape) / 2
+    assert shared.finish_cycles(shape, B200) == pytest.approx(finish)
+    # While it is finished, operands and sums of the first whole tile come from L2, which takes longer than the MMAs.
+    first = (16 * read_bytes(shape) + sums) / 68
+    assert 16 * 560 < first > finish
+    busy = 8 * 560 + 100 + first + 2 * (100 + 16 * 560)
+    exposed = B200.fill_cycles + epilogue_cycles(shape)
+    found = cost(shape, problem)
+    assert found.alone_seconds == pytest.approx(B200.launch_seconds + (busy + exposed) / B200.clock_hz)
+    assert found.waves == 3.5 and found.tail_waste == pytest.approx(1 - 256 / (3.5 * 74))
+    assert found.loaded_bytes == cost(PAIR, problem).loaded_bytes and found.seconds < cost(PAIR, problem).seconds
+
+
+def test_a_rest_is_shared_by_all_pairs_that_can_have_a_stage() -> None:
+    assert SharedTiles.of(148, 74, 16) == SharedTiles(2, 0, 1, 0, 16)
+    assert SharedTiles.of(896, 74, 8) == SharedTiles(12, 8, 8, 1, 8)
+    # Five pairs a tile, of which four do as well: none has more than four stages.
+    assert SharedTiles.of(74 + 14, 74, 16) == SharedTiles(1, 14, 4, 4, 16)
+    assert SharedTiles.of(74 + 38, 74, 16).sharers == 1
+    alone = cost(replace(PAIR, stream_k=True), Problem(features=256, k=4096, tokens=256))
+    assert alone.waves == 1 / 16 and alone.seconds > 3e-6
 
 
 def test_cost_of_experts_by_hand() -> None:

@@ -44,28 +44,29 @@ UNMEASURED = (
 )
 
 LEGEND = """\
-kernel: token tile, CTA pairs of a cluster (along features x along tokens), CTAs that split K, output. in flight: TMA
-stages of a ring on their way. MMA/stage, cp: tcgen05.mma and tcgen05.cp of 256 of K; MMA warp, TMA warp: other PTX
-instructions that these warps spend on it. busy: the tensor core in a main loop of K = 2048 (narrow tiles: operands from
-HBM). handover: cycles between two tiles in the tensor core. drain: cycles of a tile's epilogue. tail: SM time without a
-tile. HBM/least, TMA/least: bytes over those of codes, block scales and outputs, each once. floor: at 7.2 TB/s or 9
-PFLOP/s, whichever takes longer. modelled us: cutedsl_kernels/sm100/cost.py, launches overlap. alone us: between
-idle launches."""
+kernel: token tile, CTA pairs of a cluster (along features x along tokens), whether pairs share the tiles that fill no
+wave (stream-K), CTAs that split K, output. in flight: TMA stages of a ring on their way. MMA/stage, cp: tcgen05.mma and
+tcgen05.cp of 256 of K; MMA warp, TMA warp: other PTX instructions that these warps spend on it. busy: the tensor core
+in a main loop of K = 2048 (narrow tiles: operands from HBM). handover: cycles between two tiles in the tensor core.
+drain: cycles of a tile's epilogue. tail: SM time without a tile. HBM/least, TMA/least: bytes over those of codes, block
+scales and outputs, each once. floor: at 7.2 TB/s or 9 PFLOP/s, whichever takes longer. modelled us:
+cutedsl_kernels/sm100/cost.py, launches overlap. alone us: between idle launches."""
 
 
 GOALS = f"""\
 baseline: launch/results/sm100_baseline.json, the same model's times of the design before experts' K was split,
 launches overlapped and the shared expert was merged. Prefill of {PREFILL_TOKENS}: a product should take its floor /
 0.8 or, if the floor is below 25 us, its floor + 6 us; "goal" in the tables below says by how much it misses. What
-misses has few waves of tiles and, but for Pro's wq_b, a last one that is partly idle. {WHOLE_WAVES} = 37 x 256 tokens
-fill whole waves of 74 pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.2 us."""
+misses has few waves of tiles. Stream-K shares the tiles of a last wave that at most half of the pairs would have work
+in; to hand over their sums takes L2's time beside the operands. {WHOLE_WAVES} = 37 x 256 tokens fill whole waves of 74
+pairs of SMs: there no product of Flash or Pro on 1 or 8 ranks misses by more than 0.2 us."""
 WAVES = """\
 What misses, in waves of tiles of 256 by 256 on 74 pairs of SMs, and by how much it would miss with a last wave done
-otherwise (us; negative: met; empty: no pair would be idle enough). None is built: the first is a bound, of the others
-none meets the goal for more than one product. even: all pairs end together, free of cost. half tiles: the last wave's
-tiles cut in two along the tokens, each limited by L2. K split: pairs share the K of a tile of the last wave and add up
-their sums through L2. 224 tokens: all tiles 256 by 224, so that 8192 tokens are 37 tiles and waves are whole; tiles
-then begin within an atom of block scales, of which each reads three."""
+otherwise (us; negative: met; empty: no pair would be idle enough). None of these is built: the first is a bound, of the
+others none meets the goal for more than one product. even: all pairs end together, free of cost. half tiles: the last
+wave's tiles cut in two along the tokens, each limited by L2. K split: pairs share the K of a tile of the last wave and
+add up their sums through L2. 224 tokens: all tiles 256 by 224, so that 8192 tokens are 37 tiles and waves are whole;
+tiles then begin within an atom of block scales, of which each reads three."""
 LIBRARY = """\
 Without the compressors' matrices, which are bf16 there: a library multiplies them. Quantising activations to MXFP8 is a
 launch a product that is not counted either."""
@@ -159,6 +160,8 @@ def label(shape: KernelShape) -> str:
     words = [str(shape.token_tile)]
     if shape.pair:
         words.append(f"pair {shape.shared_tokens}x{shape.shared_weights}")
+    if shape.stream_k:
+        words.append("stream-K")
     if shape.split_k > 1:
         words.append(f"split {shape.split_k}")
     words += [name for name, holds in (("gated", shape.gated), ("grouped", shape.grouped)) if holds]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sm100.cases import Case
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, Problem, cost
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, HANDOFF_SECONDS, Problem, cost
 
 BASELINE = Path(__file__).parents[2] / "results" / "sm100_baseline.json"
 """The design before split-K for experts, overlapping launches and the merged shared expert, recorded by
@@ -28,9 +28,6 @@ PREFILL_SHARE = 0.8
 LONG_FLOOR = 25e-6
 SHORT_ALLOWANCE = 6e-6
 """Seconds that a shorter product may take beyond its floor."""
-HANDOFF_SECONDS = 1.5e-6
-"""Seconds from an expert's last hidden activation stored to its first loaded by another SM of a launch: a store, a
-fence, an atomic and a poll through L2, then the load (assumed)."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Why a prefill's product misses its goal: its last wave of tiles, and what other ways to do that wave would give.
 
-None of these ways is built. Each line takes the machine of ``cost.py`` and tiles of 256 by 256 for pairs of SMs:
+Built is stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each, if
+there are two for a tile or more. None of the ways below is built, which would do these tiles last. Each line takes the
+machine of ``cost.py`` and tiles of 256 by 256 for pairs of SMs:
 
 * even: all pairs end at the same time, at no cost: what any split of the last wave can give at most;
 * half tiles: the tiles of the last wave are cut in two along their tokens, if that many pairs are idle;
@@ -17,8 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.sm100.cases import Case
-from benchmarks.sm100.steps import HANDOFF_SECONDS, goal_seconds
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, epilogue_cycles, exposed_cycles, multiply_cycles, read_bytes
+from benchmarks.sm100.steps import goal_seconds
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import (
+    B200,
+    HANDOFF_SECONDS,
+    epilogue_cycles,
+    exposed_cycles,
+    multiply_cycles,
+    read_bytes,
+)
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import SCALE_ATOM_BYTES, KernelShape
 
 NARROWER = 224

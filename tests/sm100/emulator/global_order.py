@@ -31,14 +31,16 @@ PAGE = 1 << PAGE_BITS
 
 
 def _merge(into: Limits, other: Limits) -> None:
+    """Arrays are never changed in place, so that they may be shared."""
     for place, limits in other.items():
         known = into.get(place)
         if known is None:
-            into[place] = limits.copy()
+            into[place] = limits
             continue
-        size = max(len(known), len(limits))
-        padded = [np.pad(one, (0, size - len(one)), constant_values=NOTHING) for one in (known, limits)]
-        into[place] = np.maximum(*padded)
+        short, merged = sorted((known, limits), key=len)
+        merged = merged.copy()
+        np.maximum(merged[: len(short)], short, out=merged[: len(short)])
+        into[place] = merged
 
 
 def _covers(limits: np.ndarray | None, epochs: np.ndarray) -> np.ndarray:
@@ -58,6 +60,21 @@ class _Page:
 
 
 @dataclass
+class _Sum:
+    """What a warp knows of what its cluster has learnt.
+
+    Attributes:
+        limits: all of it that the warp comes after.
+        seen: how much its cluster had learnt when that was last looked at.
+        waiting: which of it the warp does not come after yet.
+    """
+
+    limits: Limits = field(default_factory=dict)
+    seen: int = 0
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass
 class GlobalOrder:
     """The stores of a launch so far, and which clusters have been told of them."""
 
@@ -73,11 +90,17 @@ class GlobalOrder:
     """By warp: what it knew at its last fence, which its relaxed operations hand on."""
     _found: dict[tuple[Place, int], Limits] = field(default_factory=dict)
     """By warp: what its relaxed operations found, which its next fence acquires."""
+    _sums: dict[tuple[Place, int], _Sum] = field(default_factory=dict)
+    _versions: dict[int, int] = field(default_factory=dict)
+    """By word: how often something was handed on."""
+    _polled: dict[tuple[tuple[Place, int], int], int] = field(default_factory=dict)
+    """By warp and word: of these what the warp has acquired."""
 
     def release(self, warp: Warp, word: int, relaxed: bool) -> None:
         """A strong store or atomic hands on what the warp knows."""
         told = self._fenced.get(_key(warp), {}) if relaxed else self._known(warp)
         _merge(self._handed.setdefault(word, {}), told)
+        self._versions[word] = self._versions.get(word, 0) + 1
 
     def acquire(self, warp: Warp, word: int, relaxed: bool) -> None:
         """A strong load or atomic finds what was handed on."""
@@ -86,7 +109,9 @@ class GlobalOrder:
             return
         if relaxed:
             _merge(self._found.setdefault(_key(warp), {}), found)
-        else:
+        elif self._polled.get((_key(warp), word)) != self._versions[word]:
+            # A warp that polls learns nothing more until something is handed on again.
+            self._polled[_key(warp), word] = self._versions[word]
             self._learn(warp, found)
 
     def fence(self, warp: Warp) -> None:
@@ -148,16 +173,23 @@ class GlobalOrder:
     def _learn(self, warp: Warp, found: Limits) -> None:
         known = self._known(warp)
         if any(not _covers(known.get(place), limits[limits > NOTHING]).all() for place, limits in found.items()):
-            copied = {place: limits.copy() for place, limits in found.items()}
-            self._learnt.setdefault(_place(warp), []).append((warp.actor.epoch(), copied))
+            self._learnt.setdefault(_place(warp), []).append((warp.actor.epoch(), dict(found)))
 
     def _known(self, warp: Warp) -> Limits:
         """What a warp knows of each cluster: of its own by its clock, of others by what was learnt before."""
-        own = warp.actor.clock.limits[ORDER]
-        known = {_place(warp): own.copy()}
-        for epoch, limits in self._learnt.get(_place(warp), []):
+        own, place = warp.actor.clock.limits[ORDER], _place(warp)
+        before, learnt = self._sums.setdefault(_key(warp), _Sum()), self._learnt.get(place, [])
+        # A clock never goes back: what it once covered it covers for good.
+        waiting = [*before.waiting, *range(before.seen, len(learnt))]
+        before.seen, before.waiting = len(learnt), []
+        for index in waiting:
+            epoch, limits = learnt[index]
             if own[epoch & AGENT_MASK] >= epoch:
-                _merge(known, limits)
+                _merge(before.limits, limits)
+            else:
+                before.waiting.append(index)
+        known = dict(before.limits)
+        _merge(known, {place: own.copy()})
         return known
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape, Operands
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import scale_rows, swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, emulated
@@ -23,6 +23,8 @@ LIMIT = 10.0
 NAN_SCALES = {"nvfp4": 0x7F, "mxfp8": 0xFF}
 """NaN of E4M3 and of UE8M0: what block scales that no result may depend on are filled with."""
 NAN_SCALE = NAN_SCALES["nvfp4"]
+MOST_CLUSTERS = 8
+"""Clusters that a workspace of a :class:`ProductCase` suffices for."""
 UNIT = 2.0**-24
 """Half an ulp of fp32, relative."""
 
@@ -166,6 +168,15 @@ def poisoned(*shape: int, output: str) -> Tensor:
     return torch.full(shape, float("nan"), dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[output])
 
 
+def poisoned_workspace(shape: KernelShape) -> Tensor | None:
+    """Counters that are zero, and sums that are not numbers; None for a kernel that has none."""
+    if not shape.stream_k:
+        return None
+    words = torch.full((shape.workspace_bytes(MOST_CLUSTERS) // 4,), float("nan"))
+    words[:COUNTER_WORDS] = 0.0
+    return words.view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class ProductCase:
     """A batch of plain products: ``groups`` times [tokens, k] by [features, k]."""
@@ -202,6 +213,7 @@ class ProductCase:
             out=poisoned(self.tokens, self.groups, self.features, output=self.shape.output),
             row_scale=row_scale,
             alpha=alpha,
+            workspace=poisoned_workspace(self.shape),
         )
         return call, Epilogue()
 
