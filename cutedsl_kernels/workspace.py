@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .common.clusters import Clusters
 from .errors import WorkspaceError
-from .sm100.shape import COUNTER_WORDS, KernelShape
+from .sm100.shape import COUNTER_WORDS, STREAM_K_TILE, KernelShape
 
-SHAPE = KernelShape(256, pair=True, stream_k=True)
+SHAPE = KernelShape(STREAM_K_TILE, pair=True, stream_k=True)
 """All such kernels have tiles of one size."""
 _made: dict[torch.device, Tensor] = {}
 _lock = threading.Lock()
@@ -33,10 +33,10 @@ def workspace(device: torch.device, clusters: Clusters) -> Tensor:
         WorkspaceError: it would have to be made while a CUDA graph is captured.
     """
     needed = workspace_bytes(clusters)
-    found = _made.get(device)
-    if found is not None and found.numel() >= needed:
-        return found
     with _lock:
+        found = _made.get(device)
+        if found is not None and found.numel() >= needed:
+            return found
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WorkspaceError(
                 f"workspace: expected {needed} bytes on {device} before a CUDA graph is captured, found none; run the"

@@ -20,7 +20,7 @@ from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.planned import planned_pairs, planned_tokens
 from ..common.shape import TOKEN_TILES, Output
 from .cost import B200, Machine, Problem, cost, whole_waves
-from .shape import SCALE_ATOM_ROWS, KernelShape, Operands
+from .shape import SCALE_ATOM_ROWS, STREAM_K_TILE, KernelShape, Operands
 
 MIN_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
@@ -30,8 +30,6 @@ MAX_EXPERT_TILE = 128
 """Offsets of experts are multiples of the tile: a wider one would pad more than it saves."""
 MAX_SPLIT_TILE = 64
 """Tokens of a kernel that splits K."""
-STREAM_K_TILE = 256
-"""Tokens of a kernel whose pairs share tiles."""
 SPLITS = (2, 4, 8)
 MIN_SLICE_STAGES = 2
 """Stages that a CTA of a split-K cluster has at least: a single one is all latency."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.shape import BLOCK, TEAM_WARPS, WARP_LANES, Output
 from .shape import (
+    ADDED_SLICES,
     LANES,
     MMA_ROW_BYTES,
     SCALE_ATOM_BLOCKS,
@@ -46,10 +47,8 @@ SECOND_TEAM = 0.6
 HANDOFF_SECONDS = 1.5e-6
 """Seconds from what an SM stores to its first byte loaded by another SM of the launch: a store, a fence, an atomic and
 a poll through L2, then the load (assumed)."""
-GLOBAL_LATENCY_CYCLES = 600.0
-"""Of a thread's load from L2 (assumed: what the emulator's timed mode has)."""
-SLICES_IN_FLIGHT = 2
-"""Slices of K of which a warp loads sums at a time (stream_k.py)."""
+L2_LATENCY_CYCLES = 600.0
+"""Cycles from a thread's load to its data from L2 (assumed: what the emulator's timed mode has)."""
 EXPERT_COUNTS_CYCLES = 1400.0
 """Cycles until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From
 the timed mode of the emulator."""
@@ -368,8 +367,8 @@ class SharedTiles:
             return epilogue_cycles(shape)
         units = TEAM_WARPS * shape.chunks
         written = (units - units // self.sharers) * _unit_bytes(shape)
-        reads = math.ceil(self._owned(units) / (TEAM_WARPS * shape.teams)) * math.ceil(self.sharers / SLICES_IN_FLIGHT)
-        reading = max(self.read_bytes(shape) / machine.l2_bytes_per_cycle, (reads - 1) * GLOBAL_LATENCY_CYCLES)
+        reads = math.ceil(self._owned(units) / (TEAM_WARPS * shape.teams)) * math.ceil(self.sharers / ADDED_SLICES)
+        reading = max(self.read_bytes(shape) / machine.l2_bytes_per_cycle, (reads - 1) * L2_LATENCY_CYCLES)
         moved = written / machine.l2_bytes_per_cycle + HANDOFF_SECONDS * machine.clock_hz + reading
         return moved + epilogue_cycles(shape) * self._owned(units) / units
 

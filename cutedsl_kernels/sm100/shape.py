@@ -40,10 +40,14 @@ TENSOR_COLUMN_MULTIPLE = 16
 TENSOR_COLUMNS = 512
 MAX_CLUSTER = 8
 """CTAs of a cluster on any GPU (the portable size)."""
+STREAM_K_TILE = 256
+"""Tokens of a tile where CTA pairs share tiles."""
+ADDED_SLICES = 2
+"""Slices of a shared tile whose sums a warp loads at a time: more would not fit a thread's registers."""
 MAX_STREAM_K_CLUSTERS = 256
 """Clusters of a launch that shares tiles, at most: more than any GPU runs."""
 COUNTER_WORDS = 16 * MAX_STREAM_K_CLUSTERS
-"""int32 words at the begin of the workspace: a counter for each shared tile and each warp of a pair's epilogues."""
+"""int32 words at the start of the workspace: a counter for each shared tile and each warp of a pair's epilogues."""
 TRANSPOSE_PITCH = 20
 """fp32 words between two tokens' 16 features of a warp: 4 more than the features, so that 16-byte reads of eight
 consecutive tokens touch all 32 banks, and so do writes of eight features of every other token of eight."""
@@ -87,8 +91,8 @@ class KernelShape(GemmShape):
                 f" at most {MAX_CLUSTER} CTAs in a cluster"
             )
         is_plain_pair = self.pair and self.cluster == 2 and not self.gated and not self.grouped
-        if self.stream_k and not (is_plain_pair and self.token_tile == 256):
-            raise ValueError("stream_k is for plain products by single CTA pairs with token_tile 256")
+        if self.stream_k and not (is_plain_pair and self.token_tile == STREAM_K_TILE):
+            raise ValueError(f"stream_k is for plain products by single CTA pairs with token_tile {STREAM_K_TILE}")
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
         if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):

@@ -27,10 +27,7 @@ from ..common.schedule import BatchedSchedule
 from ..common.shape import TEAM_WARPS, WARP_LANES
 from ..common.split import VECTOR
 from .fragment import make_fragment, read_fragment
-from .shape import COUNTER_WORDS, KernelShape
-
-ADDED_SLICES = 2
-"""Slices of a unit that are under way at a time: more would not fit a thread's registers."""
+from .shape import ADDED_SLICES, COUNTER_WORDS, KernelShape
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class SharedSlice(Work):
 
     @classmethod
     def of(cls, work: Work, tiles: Any) -> SharedSlice:
-        """Of the cluster that would else do ``work``, of ``tiles`` tiles in all."""
+        """Make the slice of the cluster that would otherwise do ``work``; ``tiles`` is the launch's number of tiles."""
         cluster, clusters, stages = work.first, work.step, work.k_end
         rest = tiles % clusters
         divisor = cutlass.max(rest, Int32(1))

@@ -13,8 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.common.entry import Entry
 from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.gemm import BlockScaledGemm
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import STAGE_MMAS, TENSOR_COLUMNS, KernelShape
-from nvfp4_sgl.cutedsl_kernels.sm100.stream_k import ADDED_SLICES
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import ADDED_SLICES, STAGE_MMAS, TENSOR_COLUMNS, KernelShape
 from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary

@@ -7,60 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, HazardError, Options
 from tests.sm100.support.mutants import compile_changed, without_each
-from tests.sm100.support.products import ProductCase, RandomOperand, compile_call, poisoned, run, swizzle_rows
+from tests.sm100.support.products import ProductCase, compile_call, run
+from tests.sm100.support.sliced_products import added, sliced_product
 
 FEATURES = 128
 SHAPES = [KernelShape(tile, split_k=split, output="fp32") for tile, split in ((8, 2), (8, 4), (32, 4), (64, 8))]
 FOUR = SHAPES[1]
-EXPONENTS = (7, -3, 7, -3, 6, -4, 7, 0)
-"""Exponents of the block scales in each slice: large sums that cancel, with small ones in between."""
-
-
-def sliced(rows: int, shape: KernelShape, seed: int) -> RandomOperand:
-    """All codes, and in each slice of K one block scale, a power of two: sums of a slice are exact in fp32."""
-    operand = RandomOperand.make(1, rows, shape.tile_k * shape.split_k, seed)
-    powers = torch.tensor([(exponent + 7) << 3 for exponent in EXPONENTS[: shape.split_k]], dtype=torch.uint8)
-    scales = powers.repeat_interleave(shape.tile_k // 16).expand(1, rows, -1).contiguous()
-    return RandomOperand(operand.packed, scales)
 
 
 def make(shape: KernelShape) -> tuple[Call, np.ndarray]:
-    """A call without scales of its own, and the fp32 sums of each slice [slices, tokens, features]."""
-    weights, tokens = sliced(FEATURES, shape, 1), sliced(shape.token_tile, shape, 2)
-    out = poisoned(shape.token_tile, 1, FEATURES, output="fp32")
-    ones = torch.ones(shape.token_tile, 1)
-    call = Call(
-        shape=shape,
-        weights=weights.packed,
-        weight_scales=weights.swizzled(),
-        tokens=tokens.packed.transpose(0, 1).contiguous(),
-        token_scales=swizzle_rows(tokens.scales[0], shape.token_tile),
-        out=out,
-        row_scale=ones,
-        alpha=torch.ones(1, FEATURES),
-    )
-    parts = [
-        values.reshape(len(values), shape.split_k, shape.tile_k) for values in (tokens.values(0), weights.values(0))
-    ]
-    exact = np.einsum("tsk,fsk->stf", *parts)
-    sums = exact.astype(np.float32)
-    assert np.array_equal(sums, exact)
-    return call, sums
-
-
-def added(sums: np.ndarray) -> np.ndarray:
-    """fp32, one after the other."""
-    total = sums[0]
-    for one in sums[1:]:
-        total = total + one
-    return total
+    return sliced_product(shape, shape.split_k, shape.token_tile, FEATURES)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.token_tile} tokens, {shape.split_k} slices")

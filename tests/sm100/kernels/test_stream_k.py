@@ -16,20 +16,15 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import WorkspaceError
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_product
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape
+from nvfp4_sgl.model.products import LayerProduct
 from tests.sm100.emulator import Compiled, DeadlockError, HazardError, Options, emulated
 from tests.sm100.support.launcher import emulated_operations
 from tests.sm100.support.mutants import compile_changed
-from tests.sm100.support.products import (
-    ProductCase,
-    RandomOperand,
-    compile_call,
-    poisoned,
-    poisoned_workspace,
-    run,
-    swizzle_rows,
-)
+from tests.sm100.support.products import ProductCase, compile_call, run
+from tests.sm100.support.sliced_products import added, sliced_product
 
 SHAPE = KernelShape(256, pair=True, stream_k=True)
 FP32 = replace(SHAPE, output="fp32")
@@ -70,42 +65,11 @@ def test_results_do_not_depend_on_timing(options: Options) -> None:
 # The order of sums.
 
 SLICES, FEATURES, TOKENS = 3, 40, 48
-EXPONENTS = (7, -3, 7)
-"""Of the block scales in each slice: large sums that cancel, with small ones in between."""
-
-
-def sliced(rows: int, seed: int) -> RandomOperand:
-    """All codes, and in each slice of K one block scale, a power of two: sums of a slice are exact in fp32."""
-    operand = RandomOperand.make(1, rows, FP32.tile_k * SLICES, seed)
-    powers = torch.tensor([(exponent + 7) << 3 for exponent in EXPONENTS], dtype=torch.uint8)
-    scales = powers.repeat_interleave(FP32.tile_k // 16).expand(1, rows, -1).contiguous()
-    return RandomOperand(operand.packed, scales)
 
 
 def make() -> tuple[Call, np.ndarray]:
-    """A tile for three pairs, without scales of its own, and the fp32 sums of each slice [slices, tokens, features]."""
-    weights, tokens = sliced(FEATURES, 1), sliced(TOKENS, 2)
-    call = Call(
-        shape=FP32,
-        weights=weights.packed,
-        weight_scales=weights.swizzled(),
-        tokens=tokens.packed.transpose(0, 1).contiguous(),
-        token_scales=swizzle_rows(tokens.scales[0], FP32.token_tile),
-        out=poisoned(TOKENS, 1, FEATURES, output="fp32"),
-        row_scale=torch.ones(TOKENS, 1),
-        alpha=torch.ones(1, FEATURES),
-        workspace=poisoned_workspace(FP32),
-    )
-    parts = [values.reshape(len(values), SLICES, FP32.tile_k) for values in (tokens.values(0), weights.values(0))]
-    exact = np.einsum("tsk,fsk->stf", *parts)
-    sums = exact.astype(np.float32)
-    assert np.array_equal(sums, exact)
-    return call, sums
-
-
-def added(sums: np.ndarray) -> np.ndarray:
-    """fp32, one after the other."""
-    return sums[0] + sums[1] + sums[2]
+    """A tile for three pairs, and the sums of each."""
+    return sliced_product(FP32, SLICES, TOKENS, FEATURES)
 
 
 def test_sums_are_added_in_the_order_of_k() -> None:
@@ -131,6 +95,7 @@ def test_another_order_in_the_kernel_is_noticed(tmp_path: Path) -> None:
 # Launches one after the other on one workspace, the later of which begin early.
 
 SMALL = ProductCase(SHAPE, tokens=8, features=40, k=512)
+"""One tile for two pairs."""
 
 
 @functools.cache
@@ -225,6 +190,14 @@ def test_operations_bring_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None
     alone, _ = SMALL.build()
     run(alone, Epilogue(), clusters=1)
     assert torch.equal(call.out, alone.out)
+
+
+def test_the_warm_up_asks_for_all_that_is_planned() -> None:
+    features, k = 2560, 4096
+    product = LayerProduct("wq_a and more", features, k, output="fp32")
+    keys = warm_up.keys_for([product], 8192, 10.0, "sm_100a", B200_CLUSTERS)
+    planned = {choose_product(features, k, tokens, output="fp32") for tokens in range(257, 8193, 97)}
+    assert FP32 in planned and planned <= {key.shape for key in keys}
 
 
 def test_without_a_workspace_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ LIMIT = 10.0
 NAN_SCALES = {"nvfp4": 0x7F, "mxfp8": 0xFF}
 """NaN of E4M3 and of UE8M0: what block scales that no result may depend on are filled with."""
 NAN_SCALE = NAN_SCALES["nvfp4"]
-MOST_CLUSTERS = 8
-"""Clusters that a workspace of a :class:`ProductCase` suffices for."""
+WORKSPACE_CLUSTERS = 8
+"""The most clusters that may use the workspace of a :class:`ProductCase`."""
 UNIT = 2.0**-24
 """Half an ulp of fp32, relative."""
 
@@ -172,7 +172,7 @@ def poisoned_workspace(shape: KernelShape) -> Tensor | None:
     """Counters that are zero, and sums that are not numbers; None for a kernel that has none."""
     if not shape.stream_k:
         return None
-    words = torch.full((shape.workspace_bytes(MOST_CLUSTERS) // 4,), float("nan"))
+    words = torch.full((shape.workspace_bytes(WORKSPACE_CLUSTERS) // 4,), float("nan"))
     words[:COUNTER_WORDS] = 0.0
     return words.view(torch.uint8)
 
