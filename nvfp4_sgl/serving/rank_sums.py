@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nvfp4_sgl.serving import sglang_private as private
@@ -36,21 +35,11 @@ def with_sites(all_reduce: Sum, width: int, device: torch.device) -> RankSums:
     if device.type != "cuda" or ranks == 1 or not private.has_peer_all_reduce():
         return RankSums(all_reduce, "by SGLang's all-reduce" if ranks > 1 else "of one rank")
     # Kernels and symmetric memory are for GPUs alone.
-    from torch.distributed import _symmetric_memory as symmetric
-
-    from nvfp4_sgl.targets.fused.peer_sums import PeerSums, exchanged_tokens
-    from nvfp4_sgl.triton_kernels.hyper_connection.exchange import EMPTY, SLOTS
+    from nvfp4_sgl.targets.fused.peer_sums import PeerSums, exchanged_tokens, shared_inboxes
 
     tokens = exchanged_tokens(ranks, width)
     if not tokens:
         return RankSums(all_reduce, f"by SGLang's all-reduce: sites cannot sum over {ranks} ranks")
-    group = private.tp_cpu_group()
-    shape = (SLOTS, ranks, tokens, width)
-    own = symmetric.empty(*shape, dtype=torch.int16, device=device)
-    shared = symmetric.rendezvous(own, group)
-    own.fill_(EMPTY.value)
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody sends before every inbox is empty
-    inboxes = [shared.get_buffer(rank, shape, torch.int16) for rank in range(ranks)]
+    inboxes = shared_inboxes(private.tp_cpu_group(), tokens, width, device)
     words = f"inside mHC sites up to {tokens} tokens, beyond by SGLang's all-reduce"
     return RankSums(PeerSums.of(private.tp_rank(), inboxes, all_reduce), words)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
 
-from nvfp4_sgl.triton_kernels.hyper_connection.exchange import RANK_COUNTS, SLOTS, Slot, empty_inbox, slots
+from nvfp4_sgl.triton_kernels.hyper_connection.exchange import EMPTY, RANK_COUNTS, SLOTS, Slot, empty_inbox, slots
 from nvfp4_sgl.weights.parallel import Collective, PartialSum, unsummed
 
 SENT_BYTES = 2**20
@@ -22,6 +24,22 @@ assert len(OF_PLACE) == SLOTS
 def exchanged_tokens(ranks: int, d: int) -> int:
     """Tokens of the largest pass whose sites sum over ``ranks`` ranks; 0 for a number of ranks that cannot."""
     return SENT_BYTES // (2 * d * (ranks - 1)) if ranks in RANK_COUNTS else 0
+
+
+def shared_inboxes(group: dist.ProcessGroup, tokens: int, d: int, device: torch.device) -> list[Tensor]:
+    """The inboxes of all ranks, int16 [SLOTS, ranks, tokens, d], empty, as this rank sees them; all ranks call this.
+
+    Args:
+        group: the ranks. device: this rank's GPU, which must reach those of the others.
+    """
+    ranks = dist.get_world_size(group)
+    shape = (SLOTS, ranks, tokens, d)
+    own = symmetric.empty(*shape, dtype=torch.int16, device=device)
+    shared = symmetric.rendezvous(own, group)
+    own.fill_(EMPTY.value)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody sends before every inbox is empty
+    return [shared.get_buffer(rank, shape, torch.int16) for rank in range(ranks)]
 
 
 @dataclass(frozen=True)
