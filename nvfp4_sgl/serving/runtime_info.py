@@ -1,6 +1,6 @@
 """What is running: model class, backend, activation mode, cache rows, the implementation of every boundary.
 
-Logged in one line when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
+Logged in two lines when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
 
 
 def log(scheduler: Any) -> None:
-    """Log the last line of the start, with what :func:`describe_runtime` has of modes; nothing for other models."""
+    """Log the last lines of the start: each boundary's implementation, then the modes; nothing for other models."""
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is None:
         return
@@ -51,6 +51,7 @@ def log(scheduler: Any) -> None:
         words.append(f"sums over ranks {info['rank_sums']}")
     if info["note"]:
         words.append(f"NOTE: {info['note']}")
+    stages.say("boundaries", *(f"{name} {where}" for name, where in info["boundaries"].items()))
     stages.ready(*words)
 
 

@@ -19,7 +19,8 @@ sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare n
 
 import check_gpu
 import hopper_parts
-from first_light import steps
+from benchmarks.sm100 import bench
+from first_light import gemms, steps
 from first_light.journal import Account, Journal
 from first_light.outcome import Outcome, run_step
 from first_light.steps import PYTEST, Step
@@ -337,9 +338,32 @@ def test_a_part_that_does_not_end_is_ended(results: Path):
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     found = steps_of(monkeypatch, capability)
-    assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings"]
+    assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings", "timings_released"]
     assert steps_of(monkeypatch, capability, "layer", "-k", "experts") == {"layer": ["-k", "experts"]}
     assert {name.partition("-")[0] for name in steps_of(monkeypatch, capability, "memcheck")} == {"memcheck"}
+
+
+def test_gemms_are_checked_in_nvfp4_and_in_mxfp8():
+    found = gemms.of_the_models()
+    assert len({case.key for case in found}) == len(found)
+    of_kind = {kind: [case for case in found if case.operands == kind] for kind in ("nvfp4", "mxfp8")}
+    for kind, same in of_kind.items():
+        assert len(same) > 30, kind
+        assert {case.shape.gated for case in same} == {False, True}, kind
+    assert {case.operands for case in gemms.of_a_tiny_model()} == set(of_kind)
+
+
+def test_every_gemm_is_timed_in_nvfp4_and_as_released(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """The commands' options are the benchmark's; nothing is compiled or emulated beside what is timed."""
+    monkeypatch.setattr(bench, "b200", lambda: None)
+    timed = [step for step in steps.FIRST_LIGHT if step.name.startswith("timings")]
+    said = []
+    for step in timed:
+        assert step.command[:2] == ("-m", "benchmarks.sm100.bench")
+        assert bench.main([*step.command[2:], "--models", "flash", "--ranks", "8", "--tokens", "1"]) == 0
+        said.append(capsys.readouterr())
+    assert ["mxfp8" in one.out for one in said] == [False, True]
+    assert not any(one.err for one in said)
 
 
 def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):
