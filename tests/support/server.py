@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tests.support.forks import Fork, launch
 
@@ -140,10 +141,15 @@ class Server:
         assert not orphans, f"left behind: {orphans}"
         return code
 
+    def ask_to_end(self) -> None:
+        """Tell the launcher to end the server."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the server: ask its launcher, then kill by id what is left of its session."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.ask_to_end()
             deadline = time.monotonic() + STOP_SECONDS
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -222,16 +228,24 @@ class ServerPool:
     def __call__(
         self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None, fresh: bool = False
     ) -> Server:
-        """A ready server for ``model``; one with another model, arguments or environment is stopped first."""
+        """A ready server for ``model``; one with another model, arguments or environment is stopped."""
         key = (str(model), arguments, tuple(sorted((environment or {}).items())), fresh)
         if self._running is not None and key == self._key and self._running.process.poll() is None:
             return self._running
-        self.close()
+        previous, self._running = self._running, None
+        if previous is not None and torch.cuda.is_available():
+            previous.stop()  # the next one counts what memory is free
+        elif previous is not None:
+            previous.ask_to_end()  # takes 5 s, most of them asleep
         self._count += 1
         log = self._folder / f"server{self._count}.log"
         self._running = Server.launch(model, *arguments, log=log, environment=environment, fresh=fresh)
         self._key = key
-        return self._running.wait_ready()
+        try:
+            return self._running.wait_ready()
+        finally:
+            if previous is not None:
+                previous.stop()
 
     def close(self) -> None:
         if self._running is not None:
