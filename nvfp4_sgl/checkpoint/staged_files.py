@@ -167,7 +167,7 @@ class StagedFiles:
         """``nbytes`` of a buffer, that nothing is copied from any more. The buffer in use is the first."""
         if not self._buffers:
             pinned = self._device.type == "cuda"
-            memory = torch.empty(BUFFERS, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.empty(BUFFERS, BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._buffers = [_Buffer(data) for data in memory]
         buffer = self._buffers[0]
         if buffer.used + nbytes > BUFFER_BYTES:
