@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, Part
+from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, MatrixRange, Part
 from nvfp4_sgl.checkpoint.inventory import SHOWN, Inventory
 from nvfp4_sgl.checkpoint.late_checks import Checked, LateChecks
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX
@@ -137,6 +137,18 @@ class CheckpointReader:
             raise
         self._decoded[stem] = self.storage(stem)
         return _cut(matrix, row, col)
+
+    def expect(self, matrices: Sequence[MatrixRange]) -> None:
+        """These matrices are read next, in this order: their files may be read ahead, two calls' worth at most."""
+        places: list[tuple[Entry, slice | None]] = []
+        for stem, rows, cols in matrices:
+            decoder = self.storage(stem).decoder
+            pieces, _, _ = self._pieces(stem, rows, cols, nvfp4.BLOCK if decoder.is_packed else 1)
+            for part in decoder.parts:
+                if not part.optional:
+                    extent = None if part.unit is None else _in_units(pieces.rows, part.unit[0])
+                    places.append((self._entry(self._inventory.part_name(stem, part)), extent))
+        self._files.expect(places)
 
     def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor:
         """The matrix ``stem``, or a part of it, in MXFP8 with every value as it is.

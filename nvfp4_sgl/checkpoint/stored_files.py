@@ -8,6 +8,7 @@ writing to a tensor never reaches the file. What goes to a GPU is read into stag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +51,10 @@ class StoredFiles(Protocol):
         """
         ...
 
+    def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
+        """These tensors, or rows of them, are read soon: a hint, which replaces the one before the last."""
+        ...
+
     def let_go(self, file: Path) -> None:
         """All of ``file`` was read; it is opened again should more be asked for."""
         ...
@@ -80,6 +85,9 @@ class MappedFiles:
             raw = raw.clone()  # the format does not promise alignment
         whole = raw.view(dtype).view(entry.shape)
         return whole if rows is None else whole[rows]
+
+    def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
+        """Nothing: the system reads ahead where pages of a mapping are used one after another."""
 
     def let_go(self, file: Path) -> None:
         self._mapped.pop(file, None)
