@@ -87,6 +87,8 @@ class Standalone:
         self.decoder = Decoder(context, layers)
         if layers is None:
             reader.finish()
+        else:
+            reader.check_read()
         self.caches = LocalCaches(
             self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype, device=self.device
         )

@@ -99,7 +99,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             CheckpointError: something could not be read; what came before it is replaced, so nothing must run any more.
         """
         assert self.decoder is not None, "load_weights has not run"
-        reader = found.reader(self.embed.weight.device)
+        reader = found.reader(self.embed.weight.device, progress)
         self._read_vocabulary(reader)
         replace_weights(self.decoder, replace(self.decoder.context, source=reader))
         reader.finish()
@@ -114,7 +114,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def _read_weights(self) -> None:
         device = self.embed.weight.device
         self.rank_sums = with_sites(all_reduce, self.model_config.hidden_size, device)
-        reader = self.verified.reader(device)
+        reader = self.verified.reader(device, progress)
         self._read_vocabulary(reader)
         context = Context(
             reader,
@@ -163,6 +163,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         if input_embeds is None and private.tp_size() == 1:
             return self.decoder.embed(input_ids, self.embed.weight)
         return self.decoder.expand(self.embed(input_ids) if input_embeds is None else input_embeds)
+
+
+def progress(line: str) -> None:
+    """Log how far the weights are."""
+    stages.say("weights", line)
 
 
 def all_reduce(collective: Collective, part: Tensor) -> Tensor:

@@ -115,8 +115,7 @@ def test_fp32_sums_of_experts(tile: int, split: int, ctas: int) -> None:
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     plain = weights(len(counts), 1152, 2048)
     packed = TiledWeights.allocate_experts(len(counts), 1152, 2048, torch.device("cuda"))
-    for i in range(len(counts)):
-        packed.put_expert(i, plain.packed[i], plain.block_scale[i], torch.ones(1, device="cuda"))
+    packed.put_experts(0, plain.packed, plain.block_scale, torch.ones(len(counts), device="cuda"))
     x = tokens(sum(sizes), 2048)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
     out = torch.full((len(x), 1152), float("nan"), device="cuda")
@@ -144,11 +143,9 @@ def test_experts(tile: int, split: int, ctas: int) -> None:
     ups, downs = weights(experts, 2 * inner, width), weights(experts, width, inner)
     gates = torch.rand(experts, 2, device="cuda") * 0.001
     scales = torch.rand(experts, device="cuda")
-    for i in range(experts):
-        halves = (part[i].unflatten(0, (2, inner)) for part in (ups.packed, ups.block_scale.view(torch.uint8)))
-        codes, blocks = halves
-        w13.put_gated_expert(i, codes, blocks.view(torch.float8_e4m3fn), gates[i])
-        w2.put_expert(i, downs.packed[i], downs.block_scale[i], scales[i])
+    codes, blocks = (part.unflatten(1, (2, inner)) for part in (ups.packed, ups.block_scale.view(torch.uint8)))
+    w13.put_gated_experts(0, codes, blocks.view(torch.float8_e4m3fn), gates)
+    w2.put_experts(0, downs.packed, downs.block_scale, scales)
     x = tokens(sum(sizes), width)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
     chosen = [KernelShape(tile, split, gated=gated, grouped=True, max_ctas=ctas) for gated in (True, False)]
