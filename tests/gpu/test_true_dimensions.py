@@ -2,7 +2,7 @@
 
 Six layers, which are of every kind, and 32 experts of random weights that no file holds; all else is Flash's. The
 reference is the CPU's code on the GPU's tensors, the yardstick that of ``test_decoder``. Faults planted in the loaded
-model must exceed its bounds. Without a GPU all of it runs in small, under Triton's interpreter.
+model must exceed its bounds. Without a GPU that runs in small, under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = (
 OVERRIDES = {"num_hidden_layers": 6, "n_routed_experts": 32} if ON_GPU else {"num_hidden_layers": 4}
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-PROMPTS, DECODED = ((124, 150), 6) if ON_GPU else ((6, 3), 1)
+PROMPTS, DECODED = ((124, 150), 6) if ON_GPU else ((9, 3), 1)
 """Tokens of each prompt, and decode steps. Ratio-4 windows close in both; on a GPU a ratio-128 window, too."""
 SIZES: dict[str, Any] = {"device": DEVICE, "requests": len(PROMPTS), "capacity": 256}
 ROUNDINGS = 3
@@ -53,7 +53,7 @@ ROUNDINGS = 3
 MEDIAN, NINETIETH = 1.5, 2.0
 """Bounds of our distances by the reference's. GEMM results and weights of attention are bf16 here and fp32 there. With
 these layers and experts at an eighth of the width, the CPU reference's own runs are within 1.04 and 1.2 of each other,
-and each fault moves its median by a factor of 3 to 6 (2026-11-25)."""
+and each fault moves its median by a factor of 3 or more (2026-11-25)."""
 
 
 def tokens() -> list[list[int]]:
@@ -141,10 +141,12 @@ def test_a_fault_is_seen(name: str, model: Standalone, exact: Tensor, rounded: l
     assert not judge(found, exact, rounded)
 
 
+@pytest.mark.gpu
 def test_nothing_stays_planted(model: Standalone, exact: Tensor, rounded: list[Tensor]):
     assert judge(log_probabilities(model), exact, rounded)
 
 
+@pytest.mark.gpu
 def test_two_ranks(verified: Verified, model: Standalone, exact: Tensor, rounded: list[Tensor]):
     """Tensor-parallel ranks on one device; the model's GEMMs are theirs, too."""
     exchange = Exchange()

@@ -71,7 +71,7 @@ Fault = Callable[[Standalone, int, Sequence[int]], AbstractContextManager[None]]
 
 FAULTS: dict[str, tuple[Fault, int]] = {
     "global scale of one expert doubled": (expert_scale_doubled, 0),
-    "RoPE of the other table": (other_rope_table, 1),
+    "RoPE of the other table": (other_rope_table, 0),
     "no inverse RoPE": (no_inverse_rope, 2),
 }
 """Each with the layer that it is planted in."""
