@@ -1,4 +1,4 @@
-"""Sums over two GPUs inside mHC sites, bit for bit, eagerly and in graphs, with ranks that come late."""
+"""Sums over two GPUs inside mHC sites, eagerly and in graphs, with ranks that come late."""
 
 from __future__ import annotations
 

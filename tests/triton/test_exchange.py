@@ -72,7 +72,9 @@ def test_a_site_sums_the_parts(tokens: int, d: int, ranks: int, device: str) -> 
         found, after = run(site, parts[own], streams, slot)
         assert torch.equal(found, expected)
         for name in ("x", "post", "comb"):
-            assert torch.equal(getattr(after, name), getattr(before, name)), name
+            # On a GPU the two kernels add the products of the site's GEMM in different orders.
+            rtol, atol = (0.0, 0.0) if device == "cpu" else (2.0**-7, 1e-5)
+            torch.testing.assert_close(getattr(after, name), getattr(before, name), rtol=rtol, atol=atol)
         assert not after.semaphores.any()
         sent = torch.where(parts[own].view(torch.int16) == EMPTY.value, 0, parts[own].view(torch.int16))
         for rank, inbox in enumerate(inboxes):
@@ -88,7 +90,8 @@ def test_no_ranks_sums_are_empty(device: str) -> None:
     d, parts = 64, [torch.full((2, 64), -0.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
     torch.manual_seed(0)
     site, streams = make_site(d, device), make_streams(2, d, device)
-    slot = slots(0, [empty_inbox(2, CAPACITY, d, device) for _ in range(2)])[0]
+    inboxes = [empty_inbox(2, CAPACITY, d, device) for _ in range(2)]
+    slot = slots(0, inboxes)[0]
     arrived(slot, parts, 0)
     torch.manual_seed(5)
     found, _ = run(site, parts[0], streams, slot)
@@ -148,25 +151,26 @@ def test_ranks_exchange(device: str, tmp_path: Path) -> None:
     assert all(bool((inbox == EMPTY.value).all()) for inbox in inboxes)
 
 
-def _slot(**changed: Tensor | list[Tensor]) -> Slot:
-    inboxes = [empty_inbox(2, 4, 64, "cpu") for _ in range(2)]
-    given = slots(0, inboxes)[0]
-    return Slot(**{"inbox": given.inbox, "outboxes": given.outboxes} | changed)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("changed", "tokens", "dtype", "words"),
     [
         ({}, 5, torch.bfloat16, r"inbox: expected \[ranks, at least 5 tokens, 64\]"),
         ({}, 4, torch.float32, "output: expected dtype torch.bfloat16"),
         ({"inbox": torch.zeros(2, 4, 32, dtype=torch.int16)}, 4, torch.bfloat16, "inbox"),
-        ({"outboxes": [torch.zeros(4, 64, dtype=torch.int16)] * 3}, 4, torch.bfloat16, "of which there may be"),
-        ({"outboxes": [torch.zeros(4, 32, dtype=torch.int16)] * 2}, 4, torch.bfloat16, "outbox of rank 0"),
+        ({"inbox": torch.zeros(2, 4, 64, dtype=torch.int32)}, 4, torch.bfloat16, "inbox: expected dtype torch.int16"),
+        ({"outboxes": [0] * 3}, 4, torch.bfloat16, "of which there may be"),
+        (
+            {"outboxes": [16, 40]},
+            4,
+            torch.bfloat16,
+            "outbox of rank 1: .* that 16 divides, found 0x28",
+        ),
     ],
 )
 def test_bad_input(changed: Any, tokens: int, dtype: torch.dtype, words: str) -> None:
+    given: dict[str, Any] = {"inbox": torch.zeros(2, 4, 64, dtype=torch.int16), "outboxes": [0, 16]}
     with pytest.raises(OperandError, match=words):
-        _slot(**changed).check("op", torch.zeros(tokens, 64, dtype=dtype))
+        Slot(**given | changed).check("op", torch.zeros(tokens, 64, dtype=dtype))
 
 
 def test_no_thread_shares_a_value() -> None:

@@ -33,6 +33,8 @@ from ..common.rounding import round_to_bf16, widen
 SLOTS = 2
 EMPTY = tl.constexpr(-0x8000)
 """The bits of a bf16 -0.0, as int16."""
+ALIGNMENT = 16
+"""Of outboxes, in bytes: a thread stores so much at a time."""
 RANK_COUNTS = (2, 4, 8)
 """Numbers of ranks that can exchange: a tile of the kernel has a power of two."""
 
@@ -43,11 +45,12 @@ class Slot:
 
     Attributes:
         inbox: int16 [ranks, tokens, d], contiguous, in this rank's memory: the bits of every rank's part.
-        outboxes: int16 [tokens, d] for each rank, contiguous: this rank's rows of that rank's inbox.
+        outboxes: for each rank the address of int16 [tokens, d], a multiple of 16: this rank's rows of that rank's
+            inbox. Kernels take addresses and not tensors: Triton refuses pointers into another GPU's memory.
     """
 
     inbox: Tensor
-    outboxes: Sequence[Tensor]
+    outboxes: Sequence[int]
 
     def check(self, op: str, output: Tensor) -> None:
         """:class:`OperandError` unless parts like ``output``, [T, d], can be exchanged here."""
@@ -63,16 +66,16 @@ class Slot:
         require_shape(f"{op}: inbox", self.inbox, (ranks, self.inbox.shape[1], d), "[ranks, tokens, d]")
         require_contiguous(f"{op}: inbox", self.inbox)
         require_same_device("output", output, **{f"{op}: inbox": self.inbox})
-        for rank, outbox in enumerate(self.outboxes):
-            name = f"{op}: outbox of rank {rank}"
-            require_dtype(name, outbox, torch.int16)
-            require_shape(name, outbox, (self.inbox.shape[1], d), "[tokens, d]")
-            require_contiguous(name, outbox)
-            require_same_device("output", output, **{name: outbox})
+        for rank, address in enumerate(self.outboxes):
+            if address % ALIGNMENT:
+                raise OperandValueError(
+                    f"{op}: outbox of rank {rank}: expected an address that {ALIGNMENT} divides, found {address:#x}"
+                )
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        """The tensors as the kernel takes them."""
-        return self.inbox, *self.outboxes
+    def arguments(self) -> tuple[int, ...]:
+        """What the kernel takes: the address of the inbox, then the outboxes."""
+        # A tensor without memory has none; 64 bits wide it must be for the compiler.
+        return self.outboxes[0] if self.inbox.is_meta else self.inbox.data_ptr(), *self.outboxes
 
 
 def empty_inbox(ranks: int, tokens: int, d: int, device: torch.device | str) -> Tensor:
@@ -81,8 +84,17 @@ def empty_inbox(ranks: int, tokens: int, d: int, device: torch.device | str) -> 
 
 
 def slots(rank: int, inboxes: Sequence[Tensor]) -> list[Slot]:
-    """The slots of ``rank``: ``inboxes`` are those of all ranks, int16 [SLOTS, ranks, tokens, d], as it sees them."""
-    return [Slot(inboxes[rank][slot], [inbox[slot, rank] for inbox in inboxes]) for slot in range(SLOTS)]
+    """The slots of ``rank``: ``inboxes`` are those of all ranks, int16 [SLOTS, ranks, tokens, d], as it sees them.
+
+    The caller keeps the inboxes.
+    """
+    return [Slot(inboxes[rank][slot], [inbox[slot, rank].data_ptr() for inbox in inboxes]) for slot in range(SLOTS)]
+
+
+@triton.jit
+def _values_at(address):
+    """The pointer to the int16 at an address that ALIGNMENT divides."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def send(output, exchange, at, mask):
     part = tl.load(output + at, mask=mask, other=0.0).to(tl.int16, bitcast=True)
     part = tl.where(part == EMPTY, 0, part).to(tl.int16)
     for rank in tl.static_range(1, len(exchange)):
-        tl.store(exchange[rank] + at, part, mask=mask)
+        tl.store(_values_at(exchange[rank]) + at, part, mask=mask)
 
 
 @triton.jit
@@ -103,7 +115,7 @@ def receive(exchange, tokens, d, at, mask):
     """
     RANKS: tl.constexpr = len(exchange) - 1
     rank = tl.arange(0, RANKS)[:, None, None].to(tl.int64)
-    place = exchange[0] + rank * (tokens * d) + at[None, :, :]
+    place = _values_at(exchange[0]) + rank * (tokens * d) + at[None, :, :]
     inside = (rank >= 0) & mask[None, :, :]
     parts = tl.load(place, mask=inside, other=0, volatile=True)
     while tl.max((parts == EMPTY).to(tl.int32)) > 0:

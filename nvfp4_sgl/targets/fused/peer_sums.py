@@ -19,6 +19,8 @@ whole part to every other, an all-reduce in two steps moves less from some size 
 OF_PLACE = {Collective.ATTENTION_OUTPUT: 0, Collective.EXPERT_OUTPUT: 1}
 """The slot of each place. Places take turns, so slots do."""
 assert len(OF_PLACE) == SLOTS
+SOME_ADDRESS = 1 << 40
+"""Stands for that of an inbox where there is none."""
 
 
 def exchanged_tokens(ranks: int, d: int) -> int:
@@ -39,7 +41,8 @@ def shared_inboxes(group: dist.ProcessGroup, tokens: int, d: int, device: torch.
     own.fill_(EMPTY.value)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody sends before every inbox is empty
-    return [shared.get_buffer(rank, shape, torch.int16) for rank in range(ranks)]
+    here = dist.get_rank(group)
+    return [own if rank == here else shared.get_buffer(rank, shape, torch.int16) for rank in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class PeerSums:
     """An ``all_reduce`` of :class:`~nvfp4_sgl.weights.parallel.TensorParallel` that leaves small sums to the sites.
 
     Attributes:
-        slots: this rank's. otherwise: the sum of what is larger than they are.
+        slots: this rank's. inboxes: those of all ranks; slots hold addresses in them. otherwise: the sum of what is
+            larger than they are.
     """
 
     slots: Sequence[Slot]
+    inboxes: Sequence[Tensor]
     otherwise: Callable[[Collective, Tensor], Tensor | PartialSum]
 
     @classmethod
@@ -58,7 +63,7 @@ class PeerSums:
         cls, rank: int, inboxes: Sequence[Tensor], otherwise: Callable[[Collective, Tensor], Tensor | PartialSum]
     ) -> PeerSums:
         """From the inboxes of all ranks, as :func:`empty_inbox` makes them and this rank sees them."""
-        return cls(slots(rank, inboxes), otherwise)
+        return cls(slots(rank, inboxes), inboxes, otherwise)
 
     def __call__(self, collective: Collective, part: Tensor) -> Tensor | PartialSum:
         slot = self.slots[OF_PLACE[collective]]
@@ -72,4 +77,6 @@ def standing_in(ranks: int, d: int) -> Callable[[Collective, Tensor], Tensor | P
     tokens = exchanged_tokens(ranks, d)
     if not tokens:
         return unsummed
-    return PeerSums.of(0, [empty_inbox(ranks, tokens, d, torch.device("meta")) for _ in range(ranks)], unsummed)
+    inbox = empty_inbox(ranks, tokens, d, torch.device("meta"))
+    # Kernels are compiled for 64-bit addresses.
+    return PeerSums([Slot(inbox[slot], [SOME_ADDRESS] * ranks) for slot in range(SLOTS)], [inbox], unsummed)
