@@ -37,8 +37,8 @@ SERVER_TESTS = (
 )
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, and with more requests than a pool holds.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_exchanging_ranks.py", "tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
-"""Two ranks on two GPUs."""
+PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
+"""Servers of two ranks on two GPUs."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
 GPU = "{gpu}"
