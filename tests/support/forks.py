@@ -134,9 +134,9 @@ class Templates:
         return fork
 
     def _close_idle(self) -> None:
-        """All but the latest."""
+        """All but the latest, so that there is place for one more."""
         idle = [key for key, template in self._templates.items() if template.is_idle()]
-        for key in idle[: len(idle) - (MOST_IDLE - 1)]:
+        for key in idle[: max(0, len(idle) - MOST_IDLE + 1)]:
             self._templates.pop(key).close()
 
 
