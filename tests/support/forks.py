@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 POLL_SECONDS = 0.05
-MOST_IDLE = 2
-"""Templates that are kept while no process of theirs runs; each holds 640 MB."""
+MOST_IDLE = 3
+"""Templates that are kept while no process of theirs runs; each holds 700 MB."""
 
 
 class TemplateError(RuntimeError):
@@ -30,15 +30,15 @@ class TemplateError(RuntimeError):
 
 
 class Template:
-    """One such process and its environment."""
+    """One such process and its environment; ``modules`` are imported in addition."""
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]):
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("server_template.py"))],
+                [sys.executable, str(Path(__file__).with_name("server_template.py")), *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -102,10 +102,10 @@ class Fork:
 
 
 class Templates:
-    """Templates by environment, started when first asked for; they end with this process."""
+    """Templates by environment and modules, started when first asked for; they end with this process."""
 
     def __init__(self) -> None:
-        self._templates: dict[frozenset[tuple[str, str]], Template] = {}
+        self._templates: dict[object, Template] = {}
 
     def fork(
         self,
@@ -114,13 +114,14 @@ class Templates:
         directory: Path,
         environment: Mapping[str, str],
         late: Mapping[str, str],
+        modules: Sequence[str],
     ) -> Fork:
         """Fork a launcher; see :func:`launch`."""
-        key = frozenset(environment.items())
+        key = (frozenset(environment.items()), tuple(modules))
         template = self._templates.pop(key, None)
         if template is None:
             self._close_idle()
-            template = Template(environment)
+            template = Template(environment, modules)
         self._templates[key] = template  # as the latest
         pid = template.ask(
             arguments=list(arguments),
@@ -133,9 +134,9 @@ class Templates:
         return fork
 
     def _close_idle(self) -> None:
-        """All but the latest."""
+        """All but the latest, so that there is place for one more."""
         idle = [key for key, template in self._templates.items() if template.is_idle()]
-        for key in idle[: len(idle) - (MOST_IDLE - 1)]:
+        for key in idle[: max(0, len(idle) - MOST_IDLE + 1)]:
             self._templates.pop(key).close()
 
 
@@ -150,6 +151,7 @@ def launch(
     environment: Mapping[str, str],
     *,
     late: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
     fresh: bool = False,
 ) -> subprocess.Popen[bytes] | Fork:
     """Start a launcher that leads a session, with its output in ``log``.
@@ -159,12 +161,13 @@ def launch(
         directory: where it runs, which is the first place that Python searches for modules.
         environment: all of it; modules are imported in this one.
         late: added to it; for variables that no module reads when it is imported.
+        modules: that a fork has already; for what only a launcher is asked, which would import them after its plugins.
         fresh: start it as its users do, each process in an interpreter of its own. So it is on a machine with a GPU,
             whose driver does not survive a fork.
     """
     with log.open("wb") as output:
         if not fresh and not torch.cuda.is_available():
-            return TEMPLATES.fork(arguments, log, directory, environment, late or {})
+            return TEMPLATES.fork(arguments, log, directory, environment, late or {}, modules)
         return subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *arguments],
             stdout=output,

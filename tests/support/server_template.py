@@ -6,7 +6,7 @@ server's process as it would be of itself:
 
 * SGLang's modules are those that the launcher, too, has imported before it loads plugins. Everything that comes after
   (plugins, hooks, the rest of SGLang) comes in each process as it always does, in the same order; only packages of
-  others, which know nothing of plugins, are there already.
+  others, which know nothing of plugins, are there already, and what the command line names.
 * A forked launcher runs SGLang's module as ``__main__`` in a session of its own, as a child of this process.
 * Where it would spawn a process, a twin of the launcher that was forked before it ran forks that process, which is then
   adopted by the launcher: the same parent, session, limits, environment and inherited files. ``multiprocessing`` does
@@ -64,7 +64,7 @@ def main() -> None:
     sys.path[0] = str(Path.cwd())  # not this script's folder, whose modules are none of a server's
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import_all()
+    import_all(sys.argv[1:])
     for line in requests:
         request = json.loads(line)
         if "wait" in request:
@@ -80,13 +80,13 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def import_all() -> None:
+def import_all(modules: Sequence[str]) -> None:
     """Without collecting garbage, of which there is none: a quarter of the time."""
     gc.disable()
     import setproctitle
 
     setproctitle.getproctitle()  # finds the place of the title now: later there are variables beside it no more
-    for name in (SERVER, *PACKAGES):
+    for name in (SERVER, *PACKAGES, *modules):
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy all of it
     gc.enable()
