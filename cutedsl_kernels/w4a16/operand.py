@@ -26,8 +26,11 @@ class TiledWeights:
     [E, 2 I, K], scale [E, 2], gate before up; the rows are 8 gates, the 8 ups of the same features, the next 8 gates
     and so on.
 
-    A layer's experts can be loaded one at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
-    ``put_expert`` or ``put_gated_expert`` for each.
+    A layer's experts can be loaded a few at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
+    ``put_experts`` or ``put_gated_experts`` for all of them.
+
+    Block scales must be finite and not negative. Whoever has checked them, or has them checked before anything is
+    multiplied, says ``checked``: nothing then waits for the device.
 
     Attributes:
         tiles: uint8 [matrices, ceil(features / 128), ceil(K / 128), 9216].
@@ -42,12 +45,12 @@ class TiledWeights:
     k: int
 
     @classmethod
-    def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
+    def dense(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor, *, checked: bool = False) -> TiledWeights:
         """The weight [F, K] of a dense GEMM.
 
         Args:
             codes: uint8 [F, K/2], the even k in the low nibble, K a multiple of 64.
-            block_scales: E4M3 [F, K/16], finite and not negative.
+            block_scales: E4M3 [F, K/16].
             alpha: the global scale, fp32 0-d, [1] or, for a weight merged of several, [F].
 
         Raises:
@@ -59,15 +62,15 @@ class TiledWeights:
         if alpha.numel() not in (1, codes.shape[0]):
             raise OperandValueError(f"alpha: expected 1 or {codes.shape[0]} values, found shape {tuple(alpha.shape)}")
         of_rows = alpha.reshape(-1).expand(codes.shape[0])
-        return cls._make(codes[None], block_scales[None], of_rows[None])
+        return cls._make(codes[None], block_scales[None], of_rows[None], checked)
 
     @classmethod
-    def grouped(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
+    def grouped(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor, *, checked: bool = False) -> TiledWeights:
         """The weights [G, F, K] of a block-diagonal GEMM, one for each group of the tokens' columns.
 
         Args:
             codes: uint8 [G, F, K/2], K a multiple of 64.
-            block_scales: E4M3 [G, F, K/16], finite and not negative.
+            block_scales: E4M3 [G, F, K/16].
             alpha: fp32 [G, F].
 
         Raises:
@@ -77,7 +80,7 @@ class TiledWeights:
         require_dimensions("codes", codes, 3, "[G, F, K/2]")
         require_dtype("alpha", alpha, torch.float32)
         require_shape("alpha", alpha, codes.shape[:2], "[G, F]")
-        return cls._make(codes, block_scales, alpha)
+        return cls._make(codes, block_scales, alpha, checked)
 
     @classmethod
     def allocate_experts(cls, experts: int, features: int, k: int, device: torch.device) -> TiledWeights:
@@ -90,51 +93,57 @@ class TiledWeights:
         require_multiple("features", "I", features, GATE_ROWS, "gates and ups alternate by so many")
         return cls._allocate(experts, 2 * features, k, (experts, 2), device)
 
-    def put_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
-        """Copy one expert's down projection into the stack.
+    def put_experts(
+        self, first: int, codes: Tensor, block_scales: Tensor, alpha: Tensor, *, checked: bool = False
+    ) -> None:
+        """Copy the down projections of some experts into the stack.
 
         Args:
-            expert: its index.
-            codes: uint8 [F, K/2]. block_scales: E4M3 [F, K/16], finite and not negative. Any device.
-            alpha: fp32, one value.
+            first: index of the first of them.
+            codes: uint8 [n, F, K/2]. block_scales: E4M3 [n, F, K/16]. Any device.
+            alpha: fp32 [n].
 
         Raises:
             OperandTypeError: a dtype is not one of those above.
             OperandValueError: a shape or a block scale does not fit.
         """
-        require_shape("codes", codes, (self.features, self.k // 2), "[F, K/2]")
-        self._put(expert, codes, block_scales, alpha)
+        count = len(codes)
+        require_shape("codes", codes, (count, self.features, self.k // 2), "[n, F, K/2]")
+        self._put(first, codes, block_scales, alpha, checked)
 
-    def put_gated_expert(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
-        """Copy one expert's gate and up projections, the gate first, into the stack.
+    def put_gated_experts(
+        self, first: int, codes: Tensor, block_scales: Tensor, alpha: Tensor, *, checked: bool = False
+    ) -> None:
+        """Copy the gate and up projections of some experts, gates first, into the stack.
 
         Args:
-            expert: its index.
-            codes: uint8 [2, I, K/2]. block_scales: E4M3 [2, I, K/16], finite and not negative. Any device.
-            alpha: fp32 [2].
+            first: index of the first of them.
+            codes: uint8 [n, 2, I, K/2]. block_scales: E4M3 [n, 2, I, K/16]. Any device.
+            alpha: fp32 [n, 2].
 
         Raises:
             OperandTypeError: a dtype is not one of those above.
             OperandValueError: a shape or a block scale does not fit.
         """
-        require_shape("codes", codes, (2, self.features // 2, self.k // 2), "[2, I, K/2]")
-        require_shape("block_scales", block_scales, (2, self.features // 2, self.k // 16), "[2, I, K/16]")
+        halves = (len(codes), 2, self.features // 2)
+        require_shape("codes", codes, (*halves, self.k // 2), "[n, 2, I, K/2]")
+        require_shape("block_scales", block_scales, (*halves, self.k // 16), "[n, 2, I, K/16]")
         # As bytes: torch does not permute e4m3 everywhere.
         scales = interleave_gates(block_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
-        self._put(expert, interleave_gates(codes), scales, alpha)
+        self._put(first, interleave_gates(codes), scales, alpha, checked)
 
-    def _put(self, expert: int, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> None:
+    def _put(self, first: int, codes: Tensor, block_scales: Tensor, alpha: Tensor, checked: bool) -> None:
+        place = slice(first, first + len(codes))
         require_dtype("alpha", alpha, torch.float32)
-        if alpha.numel() != self.scale[expert].numel():
-            expected = self.scale[expert].numel()
-            raise OperandValueError(f"alpha: expected {expected} values, found shape {tuple(alpha.shape)}")
+        require_shape("alpha", alpha, (len(codes), *self.scale.shape[1:]), "those of the experts")
+        require_shape("tiles", self.tiles[place], (len(codes), *self.tiles.shape[1:]), "room for the experts")
         device = self.tiles.device
-        self.tiles[expert].copy_(pack_tiles(codes.to(device), block_scales.to(device)))
-        self.scale[expert].copy_(alpha.reshape(self.scale[expert].shape))
+        self.tiles[place].copy_(pack_tiles(codes.to(device), block_scales.to(device), checked=checked))
+        self.scale[place].copy_(alpha)
 
     @classmethod
-    def _make(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor) -> TiledWeights:
-        tiles = pack_tiles(codes, block_scales)
+    def _make(cls, codes: Tensor, block_scales: Tensor, alpha: Tensor, checked: bool) -> TiledWeights:
+        tiles = pack_tiles(codes, block_scales, checked=checked)
         return cls(tiles, alpha.contiguous(), codes.shape[1], codes.shape[2] * 2)
 
     @classmethod
@@ -148,5 +157,5 @@ class TiledWeights:
 
 
 def interleave_gates(plain: Tensor) -> Tensor:
-    """Interleave rows [2, I, n] of gates and ups to [2 I, n], as gated kernels take them; a copy."""
+    """Interleave rows [..., 2, I, n] of gates and ups to [..., 2 I, n], as gated kernels take them; a copy."""
     return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)

@@ -159,11 +159,10 @@ class Weights:
         layer, halves = self.layer, (2, self.layer.inner)
         ups = TiledWeights.allocate_gated_experts(DISTINCT, layer.inner, layer.width, device)
         downs = TiledWeights.allocate_experts(DISTINCT, layer.width, layer.inner, device)
-        ones = torch.ones(2, device=device)
-        for i in range(DISTINCT):
-            scales = self.gate_up.block_scale[i].view(torch.uint8).unflatten(0, halves).view(torch.float8_e4m3fn)
-            ups.put_gated_expert(i, self.gate_up.packed[i].unflatten(0, halves), scales, ones)
-            downs.put_expert(i, self.down.packed[i], self.down.block_scale[i], ones[:1])
+        scales = self.gate_up.block_scale.view(torch.uint8).unflatten(1, halves).view(torch.float8_e4m3fn)
+        codes, ones = self.gate_up.packed.unflatten(1, halves), torch.ones(DISTINCT, 2, device=device)
+        ups.put_gated_experts(0, codes, scales, ones)
+        downs.put_experts(0, self.down.packed, self.down.block_scale, ones[:, 0])
         both = self.alphas[:, None].expand(-1, 2).contiguous()
         return (
             TiledWeights(ups.tiles[self.picks], both, ups.features, ups.k),

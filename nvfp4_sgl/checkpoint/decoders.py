@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Matrix: TypeAlias = "NvFp4Tensor | Tensor"
 """[..., N, K]: NVFP4, or a plain tensor, BF16 or F32."""
 
+MatrixRange: TypeAlias = "tuple[str, slice | None, slice | None]"
+"""Stem of a matrix, and the rows and columns of it."""
+
 
 class Writer(enum.Enum):
     """Whose words in ``quantization_config`` can mean a storage."""

@@ -22,9 +22,10 @@ from nvfp4_sgl.checkpoint.claimed import claimed_storages
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.random_words import key_of, normal_numbers, random_bytes, words
-from nvfp4_sgl.checkpoint.reader import DTYPES, CheckpointReader, bounds
+from nvfp4_sgl.checkpoint.reader import CheckpointReader, bounds
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.stored_files import DTYPES
 from nvfp4_sgl.checkpoint.tiny_weights import fp32_values, gain
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats import ue8m0
@@ -90,16 +91,27 @@ class DummyReader(CheckpointReader):
         inventory: of :func:`dummy_inventory`, verified.
         device: where tensors are made.
         seed: of all tensors.
+        say: as of the base.
     """
 
-    def __init__(self, inventory: Inventory, device: torch.device | str = "cpu", seed: int = SEED):
-        super().__init__(inventory)
+    def __init__(
+        self,
+        inventory: Inventory,
+        device: torch.device | str = "cpu",
+        seed: int = SEED,
+        say: Callable[[str], None] | None = None,
+    ):
+        super().__init__(inventory, say=say)
         self._device, self._seed = torch.device(device), seed
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """Tensor ``name``, or the part of it, in the dtype of its entry. Nothing waits for the device."""
+        part = self._drawn_part(name, rows, cols)
+        self._count(name, part)
+        return part
+
+    def _drawn_part(self, name: str, rows: slice | None, cols: slice | None) -> Tensor:
         entry = self._entry(name)
-        self._read.add(name)
         if not entry.shape:
             return torch.tensor(self._global_scale(name), dtype=torch.float32, device=self._device)
         row = range(*bounds(entry, name, 0, rows or slice(None)))

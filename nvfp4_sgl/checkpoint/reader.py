@@ -1,42 +1,39 @@
 """Hand out a verified checkpoint's tensors bit for bit, and check their values on the way.
 
-Files are mapped into memory; a whole tensor or a range of rows is a view of the mapping, a range of columns a copy.
-The mapping is private: writing to a tensor never reaches the file.
+Where the bytes come from is the files' business: :mod:`.stored_files` maps them for the CPU, :mod:`.staged_files` reads
+them to a GPU. Checks and decoders run where the tensors are. On the CPU a check raises at once; on a GPU it leaves a
+flag (:mod:`.late_checks`), and :meth:`CheckpointReader.finish` does not return before all of them were looked at.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, Part
+from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, MatrixRange, Part
 from nvfp4_sgl.checkpoint.inventory import SHOWN, Inventory
+from nvfp4_sgl.checkpoint.late_checks import Checked, LateChecks
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX
+from nvfp4_sgl.checkpoint.progress import ByteProgress
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.checkpoint.stored_files import MappedFiles, StoredFiles
+from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.formats import mxfp8, nvfp4
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-"""The dtypes that verified tensors can have."""
+CHECKED_BYTES = 64 << 20
+"""Tables are checked in pieces of this size on a GPU: intermediate results of a vocabulary's would take gigabytes."""
 
 
 class CheckpointReader:
@@ -44,15 +41,24 @@ class CheckpointReader:
 
     Args:
         inventory: verified (:meth:`Inventory.verify`).
+        files: where the bytes come from; mapped, on the CPU, unless given.
+        say: takes lines that say how far reading is, in bytes of the tensors of which this rank has taken its part.
+
+    Attributes:
+        nbytes: handed out so far.
     """
 
-    def __init__(self, inventory: Inventory):
+    def __init__(
+        self, inventory: Inventory, files: StoredFiles | None = None, say: Callable[[str], None] | None = None
+    ):
         if inventory.config is None:
             raise CheckpointError(f"{inventory.directory}: not verified; call Inventory.verify before reading")
         self._inventory, self._config = inventory, inventory.config
-        self._files: dict[Path, Tensor] = {}
-        self._read: set[str] = set()
+        self._files: StoredFiles = MappedFiles() if files is None else files
+        self._late = LateChecks(self._explain)
+        self._say = say
         self._decoded: dict[str, Storage] = {}
+        self.nbytes = 0
 
     def storage(self, stem: str) -> Storage:
         """Format that the matrix ``stem`` is stored in."""
@@ -68,22 +74,24 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is no such tensor, the range does not fit, or the part that is read holds a value
                 that no checkpoint may hold: NaN or infinity; a NaN or negative block scale; a scalar scale that is
-                not finite and positive; an expert id out of range.
+                not finite and positive; an expert id out of range. On a GPU such a value is told later, by another
+                read or by :meth:`check_read`.
         """
         part = self.read_unchecked(name, rows, cols)
-        self.check_values(name, part, rows, cols)
-        self._read.add(name)
+        if self._files.is_asynchronous:
+            self._check_later(name, part, rows, cols)
+        else:
+            self.check_values(name, part, rows, cols)
+        self._count(name, part)
         return part
 
     def read_unchecked(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """Like :meth:`read`, whatever the values are; :meth:`check_values` tells. Does not count as read."""
         entry = self._entry(name)
-        part = self._map(entry)
-        for dim, extent in ((0, rows), (1, cols)):
-            if extent is not None:
-                start, stop = bounds(entry, name, dim, extent)
-                part = part.narrow(dim, start, stop - start)
-        return part.contiguous() if cols is not None else part
+        part = self._files.read(entry, slice(*bounds(entry, name, 0, rows)) if rows is not None else None)
+        if cols is None:
+            return part
+        return part[:, slice(*bounds(entry, name, 1, cols))].contiguous()
 
     def check_values(self, name: str, part: Tensor, rows: slice | None = None, cols: slice | None = None) -> None:
         """CheckpointError if ``part``, the given ranges of tensor ``name``, holds what no checkpoint may hold."""
@@ -120,11 +128,27 @@ class CheckpointReader:
         """
         decoder = self.storage(stem).decoder
         pieces, row, col = self._pieces(stem, rows, cols, nvfp4.BLOCK if decoder.is_packed else 1)
-        if decoder.problem(pieces) is not None:
-            raise self._not_exact()
-        matrix = decoder.decode(pieces)
+        try:
+            if decoder.problem(pieces) is not None:
+                raise self._not_exact()
+            matrix = decoder.decode(pieces)
+        except Nvfp4SglError:
+            self.check_read()  # a damaged value is a better reason, and names its tensor
+            raise
         self._decoded[stem] = self.storage(stem)
         return _cut(matrix, row, col)
+
+    def expect(self, matrices: Sequence[MatrixRange]) -> None:
+        """These matrices are read next, in this order: their files may be read ahead, two calls' worth at most."""
+        places: list[tuple[Entry, slice | None]] = []
+        for stem, rows, cols in matrices:
+            decoder = self.storage(stem).decoder
+            pieces, _, _ = self._pieces(stem, rows, cols, nvfp4.BLOCK if decoder.is_packed else 1)
+            for part in decoder.parts:
+                if not part.optional:
+                    extent = None if part.unit is None else _in_units(pieces.rows, part.unit[0])
+                    places.append((self._entry(self._inventory.part_name(stem, part)), extent))
+        self._files.expect(places)
 
     def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor:
         """The matrix ``stem``, or a part of it, in MXFP8 with every value as it is.
@@ -140,6 +164,7 @@ class CheckpointReader:
             raise CheckpointError(f"tensor '{stem}.weight': expected FP8 with UE8M0 scales, found {storage.value}")
         pieces, row, col = self._pieces(stem, rows, cols, mxfp8.BLOCK)
         matrix = storage.decoder.mxfp8(pieces)
+        self.check_read()  # so that GEMMs which refuse codes and scales, and wait for that, are given sound ones
         blocks = slice(col.start // mxfp8.BLOCK, -(-col.stop // mxfp8.BLOCK))
         return MxFp8Tensor(matrix.codes[row, col].contiguous(), matrix.scale[row, blocks].contiguous())
 
@@ -191,8 +216,8 @@ class CheckpointReader:
         return decoder.values(_Pieces(self, stem, decoder, rows, slice(0, self.matrix_shape(stem)[1])))
 
     def release(self) -> None:
-        """Let go of the files; they are mapped again when something is read."""
-        self._files.clear()
+        """Let go of the files; they are opened again when something is read."""
+        self._files.release()
 
     def part(self, stem: str, part: Part, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """A stored tensor of the matrix ``stem``, or the share of it that a range of the matrix has."""
@@ -201,17 +226,26 @@ class CheckpointReader:
             return self.read(name)
         return self.read(name, _in_units(rows, part.unit[0]), _in_units(cols, part.unit[1]))
 
+    def check_read(self) -> None:
+        """Raise if anything that was read so far holds a value that no checkpoint may hold; waits for the device.
+
+        Raises:
+            CheckpointError: as :meth:`read`, of the first tensor that does.
+        """
+        self._late.look()
+
     def finish(self) -> None:
-        """Demand that every tensor of the decoder was read, in whole or in part; release the files; log conversions.
+        """Demand that every tensor of the decoder was read, in whole or in part, and holds what it may; release the
+        files; log conversions. Nothing must be served before this has returned.
 
         Optional parts (``input_scale``) need not be read: the dynamic recipe does without these constants.
+
+        Raises:
+            CheckpointError: as :meth:`check_read`; or tensors were never read, which are named.
         """
-        unread = [
-            f"{called(name, entry)} in {entry.file.name}"
-            for name, entry in self._inventory.entries.items()
-            if name not in self._read and not name.startswith(MTP_PREFIX) and not self._is_optional(name)
-        ]
-        if unread:
+        self.check_read()
+        if self._unread:
+            unread = [f"{called(name, entry)} in {entry.file.name}" for name, entry in self._unread.items()]
             more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
             raise CheckpointError(
                 f"{self._inventory.directory}: {len(unread)} tensors were never read:"
@@ -222,24 +256,64 @@ class CheckpointReader:
                 logger.info("%d %s matrices are NVFP4 now, every value as it was", count, storage.value)
         self.release()
 
+    @cached_property
+    def _unread(self) -> dict[str, Entry]:
+        """What must be read before :meth:`finish`, and was not yet."""
+        return {
+            name: entry
+            for name, entry in self._inventory.entries.items()
+            if not name.startswith(MTP_PREFIX) and not self._is_optional(name)
+        }
+
+    @cached_property
+    def _left(self) -> Counter[Path]:
+        """How many tensors of each file must still be read."""
+        return Counter(entry.file for entry in self._unread.values())
+
+    @cached_property
+    def _progress(self) -> ByteProgress | None:
+        if self._say is None:
+            return None
+        return ByteProgress(sum(entry.nbytes for entry in self._unread.values()), self._say)
+
+    def _count(self, name: str, part: Tensor) -> None:
+        """``part`` of a tensor is handed out; a file of which no tensor is left is let go of."""
+        left, progress = self._left, self._progress  # of all that must be read, the first time
+        self.nbytes += part.nbytes
+        entry = self._unread.pop(name, None)
+        if entry is None:
+            return
+        left[entry.file] -= 1
+        if not left[entry.file]:
+            self._files.let_go(entry.file)
+        if progress is not None:
+            progress.add(entry.nbytes)
+
+    def _check_later(self, name: str, part: Tensor, rows: slice | None, cols: slice | None) -> None:
+        """Flag ``part``, where it is, if it holds what no checkpoint may hold; nothing waits for the device."""
+        entry, pieces = self._entry(name), [part]
+        if self._part_of(name) is None and part.nbytes > CHECKED_BYTES:
+            pieces = list(part.split(max(CHECKED_BYTES * len(part) // part.nbytes, 1)))
+        masks = (self._invalid(entry, name, piece)[0] for piece in pieces)
+        flags = [mask.any() for mask in masks if mask is not None]
+        if flags:
+            self._late.add(Checked(name, rows, cols), flags[0] if len(flags) == 1 else torch.stack(flags).any())
+
+    def _explain(self, checked: Checked) -> None:
+        """Raise for a part that holds what it must not on the device: as the CPU does, from the file."""
+        entry = self._entry(checked.name)
+        part = CheckpointReader(self._inventory).read(*checked)
+        _, expected = self._invalid(entry, checked.name, part)
+        raise CheckpointError(
+            f"tensor {called(checked.name, entry)} in {entry.file}: expected {expected} where it was copied to, found"
+            " others there and none in the file: the file is being written to, or memory is faulty"
+        )
+
     def _entry(self, name: str) -> Entry:
         entry = self._inventory.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self._inventory.directory}: tensor '{name}' is missing")
         return entry
-
-    def _map(self, entry: Entry) -> Tensor:
-        mapped = self._files.get(entry.file)
-        if mapped is None:
-            size = entry.file.stat().st_size
-            mapped = torch.from_file(str(entry.file), shared=False, size=size, dtype=torch.uint8)
-            self._files[entry.file] = mapped
-        if entry.offset + entry.nbytes > mapped.numel():
-            raise CheckpointError(f"{entry.file}: became shorter while it was read")
-        raw, dtype = mapped[entry.offset : entry.offset + entry.nbytes], DTYPES[entry.dtype]
-        if entry.offset % dtype.itemsize:
-            raw = raw.clone()  # the format does not promise alignment
-        return raw.view(dtype).view(entry.shape)
 
     def _storages(self) -> dict[str, Storage]:
         assert self._inventory.summary is not None  # verified, as __init__ demands

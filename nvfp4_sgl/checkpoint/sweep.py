@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO, TypeVar
 
 import torch
 
+from nvfp4_sgl.checkpoint.progress import ByteProgress
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 
 RELEASE_BYTES = 64 * 2**20
 """Files are unmapped after this many bytes, so that the pages read do not count as this process's memory."""
-QUIET_SECONDS, PERIOD_SECONDS = 5.0, 5.0
-"""Progress is printed when a sweep has taken this long, and then this often."""
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -34,25 +31,25 @@ class Sweep:
     """
 
     def __init__(self, readers: Sequence[CheckpointReader], total: int, what: str, stream: TextIO | None = None):
-        self._readers, self._total, self._what, self._stream = readers, total, what, stream
-        self._lock = threading.Lock()
-        self._held = self.nbytes = 0
-        self._started = time.monotonic()
-        self._next_line = self._started + QUIET_SECONDS
+        self._readers, self._lock, self._held = readers, threading.Lock(), 0
+        self._progress = ByteProgress(
+            total, lambda line: print(f"{what}: {line}", file=stream or sys.stderr, flush=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read so far."""
+        return self._progress.done
 
     def add(self, nbytes: int) -> None:
         """Another ``nbytes`` were read and are no longer needed."""
         with self._lock:
-            self.nbytes += nbytes
             self._held += nbytes
             if self._held >= RELEASE_BYTES:
                 self._held = 0
                 for reader in self._readers:
                     reader.release()
-            now = time.monotonic()
-            if now >= self._next_line:
-                self._next_line = now + PERIOD_SECONDS
-                print(self._line(now - self._started), file=self._stream or sys.stderr, flush=True)
+        self._progress.add(nbytes)
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
         """``work`` of each item, in order; ``threads`` at once, each with torch on one core."""
@@ -64,25 +61,10 @@ class Sweep:
         finally:
             torch.set_num_threads(before)
 
-    def _line(self, seconds: float) -> str:
-        rate = self.nbytes / seconds
-        left = (self._total - self.nbytes) / rate
-        return (
-            f"{self._what}: {self.nbytes / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s,"
-            f" about {duration(left)} left"
-        )
-
 
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def duration(seconds: float) -> str:
-    """``seconds`` in words."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def row_ranges(rows: int, row_bytes: int, chunk_bytes: int, multiple: int = 1) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,22 @@ class Verified:
     summary: CheckpointSummary
     is_dummy: bool = False
 
-    def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
-        """What hands the tensors out; random ones are made on ``device``, others lie on the CPU."""
+    def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
+        """What hands the tensors out on ``device``, or on the CPU if that is no GPU; random ones are made there.
+
+        Args:
+            say: takes lines that say how far reading is.
+        """
+        import torch
+
         from nvfp4_sgl.checkpoint.dummy import DummyReader
         from nvfp4_sgl.checkpoint.reader import CheckpointReader
+        from nvfp4_sgl.checkpoint.staged_files import StagedFiles
 
-        return DummyReader(self.inventory, device) if self.is_dummy else CheckpointReader(self.inventory)
+        if self.is_dummy:
+            return DummyReader(self.inventory, device, say=say)
+        device = torch.device(device)
+        return CheckpointReader(self.inventory, StagedFiles(device) if device.type == "cuda" else None, say)
 
     def describe(self) -> str:
         """Where the weights come from, in words."""

@@ -8,6 +8,7 @@ its values (docs/convert.md, "Time and memory"). The arithmetic is done where th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +43,11 @@ class ConvertedAtLoad(Verified):
     plan: Plan
     options: Options
 
-    def reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
+    def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
         """What hands the tensors out, on the CPU; the arithmetic is done on ``device``, a GPU or the CPU."""
         if torch.device(device).type == "meta":
             return DummyReader(self.inventory, device)
-        return ConvertingReader(self, torch.device(device))
+        return ConvertingReader(self, torch.device(device), say)
 
     def describe(self) -> str:
         """Where the weights come from, in words."""
@@ -106,8 +107,8 @@ class ConvertingReader(CheckpointReader):
     The parts of a matrix are asked for one after another: the last matrix is kept, and converted once for them.
     """
 
-    def __init__(self, verified: ConvertedAtLoad, device: torch.device):
-        super().__init__(verified.inventory)
+    def __init__(self, verified: ConvertedAtLoad, device: torch.device, say: Callable[[str], None] | None = None):
+        super().__init__(verified.inventory, say=say)
         self._source = CheckpointReader(verified.source.inventory)
         self._converter = MatrixConverter(self._source, device, verified.options)
         self._steps: dict[str, tuple[Step, int]] = {

@@ -26,7 +26,7 @@ COMPARED = (bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype, to
 
 WORKSPACE_FACTOR = 2
 """Bound on what building a layer needs, as a multiple of its tensors: itself, and merged matrices before they are laid
-out. Experts, most of a layer, are read one at a time."""
+out. Experts, most of a layer, are read a few at a time."""
 
 
 def replace_weights(decoder: Decoder, context: Context) -> None:

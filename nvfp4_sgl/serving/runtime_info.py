@@ -33,6 +33,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
         "target": model.choice.target.value,
+        "rank_sums": model.rank_sums.words if model.rank_sums else None,
         "note": model.choice.note,
         "boundaries": model.choice.boundaries.names(),
     }
@@ -46,6 +47,8 @@ def log(scheduler: Any) -> None:
     private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
     words.append(f"routing {info['routing']}")
+    if private.tp_size() > 1:
+        words.append(f"sums over ranks {info['rank_sums']}")
     if info["note"]:
         words.append(f"NOTE: {info['note']}")
     stages.say("boundaries", *(f"{name} {where}" for name, where in info["boundaries"].items()))

@@ -6,11 +6,12 @@ intermediate dimension are split over ranks (:mod:`.parallel`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.weights.parallel import TensorParallel
-from nvfp4_sgl.weights.source import Shard
+from nvfp4_sgl.weights.source import Shard, WeightSource
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,28 @@ def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -
         return ExpertMatrices(gate_up, Shard(f"{name}.w2", cols=share))
 
     return [expert(name) for name in names]
+
+
+EXPERTS_AT_ONCE = 8
+"""Experts that are read and packed together: 113 MB of Flash's. Kernels are launched for all of them at once, 60 an
+expert instead of 148."""
+
+
+def expert_batches(
+    source: WeightSource, matrices: Sequence[ExpertMatrices]
+) -> Iterator[tuple[int, Sequence[ExpertMatrices]]]:
+    """Experts in order, a few at a time, each time with the index of the first; the next are read ahead meanwhile."""
+    batches = [matrices[first : first + EXPERTS_AT_ONCE] for first in range(0, len(matrices), EXPERTS_AT_ONCE)]
+
+    def expect(batch: Sequence[ExpertMatrices]) -> None:
+        shards = (shard for expert in batch for shard in (*expert.gate_up, expert.down))
+        source.expect([(shard.stem, shard.rows, shard.cols) for shard in shards])
+
+    first = 0
+    for number, batch in enumerate(batches):
+        if number == 0:
+            expect(batch)
+        if number + 1 < len(batches):
+            expect(batches[number + 1])
+        yield first, batch
+        first += len(batch)

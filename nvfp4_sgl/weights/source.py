@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from nvfp4_sgl.checkpoint.decoders import Matrix
+from nvfp4_sgl.checkpoint.decoders import Matrix, MatrixRange
 from nvfp4_sgl.checkpoint.storage import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
-
-
-class WeightSource(Protocol):
-    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
-
-    def storage(self, stem: str) -> Storage: ...
-
-    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
-
-    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix: ...
-
-    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +22,20 @@ class Shard:
     stem: str
     rows: slice | None = None
     cols: slice | None = None
+
+
+class WeightSource(Protocol):
+    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
+
+    def storage(self, stem: str) -> Storage: ...
+
+    def expect(self, matrices: Sequence[MatrixRange]) -> None: ...
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor: ...
+
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix: ...
+
+    def read_mxfp8(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> MxFp8Tensor: ...
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

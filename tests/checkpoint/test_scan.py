@@ -390,8 +390,8 @@ def test_what_cannot_be_opened_is_json_too(small: dict[str, Path], tmp_path: Pat
 
 
 def test_progress_tells_what_is_left(small: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("nvfp4_sgl.checkpoint.sweep.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("nvfp4_sgl.checkpoint.sweep.PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr("nvfp4_sgl.checkpoint.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("nvfp4_sgl.checkpoint.progress.PERIOD_SECONDS", 0.0)
     inspect_status = cli.main(["inspect", str(small["bf16"]), "--values"])
     lines = capsys.readouterr().err.splitlines()
     assert inspect_status == 0 and lines and lines[-1].startswith("reading: 0.0 of 0.0 GB, ")

@@ -19,11 +19,14 @@ from nvfp4_sgl.ops.swiglu import clamped_swiglu
 from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.hopper_results import assert_close, tokens
+from tests.support.sanitized import one_of_each_sanitized
 
 pytestmark = pytest.mark.gpu
 
 LIMIT = 10.0
 SHAPES = [shape for shape in product_shapes(2112, TOKEN_TILES[-1], "bf16") if shape.stages >= MIN_STAGES]
+SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (256, 1)}
+"""Token tile and split of K of the shapes that run under compute-sanitizer, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +48,7 @@ def tiled(plain: NvFp4Tensor) -> TiledWeights:
     return TiledWeights.grouped(plain.packed, plain.block_scale, plain.global_scale)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", one_of_each_sanitized(SHAPES, SANITIZED), ids=str)
 def test_every_shape(shape: KernelShape) -> None:
     """Ragged features and tokens, several tiles of each, groups; launched in a row, each on another's heels."""
     rows = shape.token_tile + 5
@@ -100,6 +103,8 @@ EXPERT_SHAPES = [
     if shape.stages >= MIN_STAGES
 ]
 """Token tile, split of K, CTAs an SM."""
+SANITIZED_EXPERTS = {(8, 8, 2), (32, 4, 1), (64, 1, 2)}
+"""Those that run under compute-sanitizer, too."""
 
 
 @pytest.mark.parametrize(("tile", "split", "ctas"), EXPERT_SHAPES)
@@ -110,8 +115,7 @@ def test_fp32_sums_of_experts(tile: int, split: int, ctas: int) -> None:
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     plain = weights(len(counts), 1152, 2048)
     packed = TiledWeights.allocate_experts(len(counts), 1152, 2048, torch.device("cuda"))
-    for i in range(len(counts)):
-        packed.put_expert(i, plain.packed[i], plain.block_scale[i], torch.ones(1, device="cuda"))
+    packed.put_experts(0, plain.packed, plain.block_scale, torch.ones(len(counts), device="cuda"))
     x = tokens(sum(sizes), 2048)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
     out = torch.full((len(x), 1152), float("nan"), device="cuda")
@@ -123,7 +127,10 @@ def test_fp32_sums_of_experts(tile: int, split: int, ctas: int) -> None:
         assert_close(out[rows], x[rows], plain.unscaled()[i])
 
 
-@pytest.mark.parametrize(("tile", "split", "ctas"), EXPERT_SHAPES)
+@pytest.mark.parametrize(
+    ("tile", "split", "ctas"),
+    [pytest.param(*shape, marks=[pytest.mark.sanitized] * (shape in SANITIZED_EXPERTS)) for shape in EXPERT_SHAPES],
+)
 def test_experts(tile: int, split: int, ctas: int) -> None:
     """Empty, ragged and full experts, gate and up with SwiGLU, then down."""
     counts = [0, 1, tile, tile + 1, 0, 3 * tile - 2, 0]
@@ -136,11 +143,9 @@ def test_experts(tile: int, split: int, ctas: int) -> None:
     ups, downs = weights(experts, 2 * inner, width), weights(experts, width, inner)
     gates = torch.rand(experts, 2, device="cuda") * 0.001
     scales = torch.rand(experts, device="cuda")
-    for i in range(experts):
-        halves = (part[i].unflatten(0, (2, inner)) for part in (ups.packed, ups.block_scale.view(torch.uint8)))
-        codes, blocks = halves
-        w13.put_gated_expert(i, codes, blocks.view(torch.float8_e4m3fn), gates[i])
-        w2.put_expert(i, downs.packed[i], downs.block_scale[i], scales[i])
+    codes, blocks = (part.unflatten(1, (2, inner)) for part in (ups.packed, ups.block_scale.view(torch.uint8)))
+    w13.put_gated_experts(0, codes, blocks.view(torch.float8_e4m3fn), gates)
+    w2.put_experts(0, downs.packed, downs.block_scale, scales)
     x = tokens(sum(sizes), width)
     first_rows, counted = (torch.tensor(part, dtype=torch.int32, device="cuda") for part in (offsets, counts))
     chosen = [KernelShape(tile, split, gated=gated, grouped=True, max_ctas=ctas) for gated in (True, False)]

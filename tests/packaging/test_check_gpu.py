@@ -196,6 +196,10 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     for tool in hopper_parts.SANITIZERS:
         assert len([name for name in found if name.startswith(tool)]) > 10
         assert f"{tool}-test_rope" in found and f"{tool}-test_resources" not in found
+        assert [name for name in found if name.startswith(tool) and name.endswith("gemms")] == [
+            f"{tool}-test_w4a16_gemms",
+            f"{tool}-test_w8a16_gemms",
+        ]
     monkeypatch.delenv("PYTEST_ARGUMENTS")
     assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_topk"] == ["-k", "rope"]
     assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py") == {"racecheck-test_rope": []}
@@ -206,11 +210,12 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    tests = ["pair-test_exchanging_ranks", "pair-test_pair", "pair-test_pair_crowd"]
+    pair = [*tests, "pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[2:4]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[3:5]
 
 
 def test_commands_of_programs():
@@ -226,8 +231,24 @@ def test_commands_of_parts():
     checked = Part("memcheck", "tests/triton/test_rope.py").command(report)
     assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
+    gemms = Part("racecheck", hopper_parts.SANITIZED_GEMMS[0]).command(report)
+    assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
     assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-11:] == [*6 * [1], *5 * [2]]
+
+
+def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():
+    """Shapes are chosen by name: those that the sources no longer have must not leave a sanitizer without any."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "sanitized", *hopper_parts.SANITIZED_GEMMS]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # without a GPU: collected test by test
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert done.returncode == 0 and 10 <= len(names) <= 20, done.stdout + done.stderr
+    for kind in ("token_tile=8, split_k=8", "token_tile=16", "token_tile=32, split_k=4", "token_tile=64, split_k=2"):
+        assert len([name for name in names if name.startswith("test_every_shape") and kind in name]) == 2
+    assert any("token_tile=256" in name for name in names)
+    assert len([name for name in names if name.startswith("test_experts[")]) == 3
 
 
 @pytest.fixture
@@ -320,7 +341,16 @@ def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch)
     before = hopper_parts.fingerprint("a GPU")
     assert before == hopper_parts.fingerprint("a GPU") != hopper_parts.fingerprint("another")
     (results / "tests" / "more.py").write_text("1\n")
-    assert hopper_parts.fingerprint("a GPU") != before
+    with_source = hopper_parts.fingerprint("a GPU")
+    (results / "constraints.txt").write_text("torch==1\n")
+    with_pins = hopper_parts.fingerprint("a GPU")
+    monkeypatch.setattr(hopper_parts, "installed", lambda name: f"another {name}")
+    assert len({before, with_source, with_pins, hopper_parts.fingerprint("a GPU")}) == 4
+
+
+def test_versions_of_what_is_installed():
+    assert hopper_parts.installed("torch").split(".")[0].isdigit()
+    assert hopper_parts.installed("no-such-distribution") == "absent"
 
 
 def test_a_part_that_does_not_end_is_ended(results: Path):

@@ -77,8 +77,8 @@ def test_experts(runner: EmulatedLauncher) -> None:
     ups = [matrix(2, inner, width, seed=10 + i) for i in range(len(counts))]
     downs = [matrix(width, inner, seed=20 + i) for i in range(len(counts))]
     for i, (gate_up, down) in enumerate(zip(ups, downs, strict=True)):
-        w13.put_gated_expert(i, gate_up.packed, gate_up.block_scale, gate_up.global_scale.reshape(2))
-        w2.put_expert(i, down.packed, down.block_scale, down.global_scale)
+        w13.put_gated_experts(i, gate_up.packed[None], gate_up.block_scale[None], gate_up.global_scale.reshape(1, 2))
+        w2.put_experts(i, down.packed[None], down.block_scale[None], down.global_scale.reshape(1))
     offsets = [sum(-(-count // tile) * tile for count in counts[:i]) for i in range(len(counts))]
     tokens = random_tokens(40, width, seed=5) * 0.05
     groups = (tile, torch.tensor(offsets, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))

@@ -164,7 +164,10 @@ class TestWeights:
         with pytest.raises(OperandValueError, match="K to be a positive multiple of 64"):
             TiledWeights.allocate_experts(E, F, 96, torch.device("cpu"))
         stack = TiledWeights.allocate_experts(E, F, K, torch.device("cpu"))
-        with pytest.raises(OperandValueError, match=r"codes: expected shape \(64, 64\)"):
-            stack.put_expert(0, torch.zeros(F, K, dtype=torch.uint8), self.scales(F, K // 16), torch.ones(()))
-        with pytest.raises(OperandValueError, match="alpha: expected 1 values"):
-            stack.put_expert(0, torch.zeros(F, K // 2, dtype=torch.uint8), self.scales(F, K // 16), torch.ones(2))
+        codes, scales = torch.zeros(1, F, K // 2, dtype=torch.uint8), self.scales(1, F, K // 16)
+        with pytest.raises(OperandValueError, match=r"codes: expected shape \(1, 64, 64\)"):
+            stack.put_experts(0, torch.zeros(1, F, K, dtype=torch.uint8), scales, torch.ones(1))
+        with pytest.raises(OperandValueError, match=r"alpha: expected shape \(1,\)"):
+            stack.put_experts(0, codes, scales, torch.ones(2))
+        with pytest.raises(OperandValueError, match="tiles: expected shape .*room for the experts"):
+            stack.put_experts(E, codes, scales, torch.ones(1))

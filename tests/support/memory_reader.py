@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from nvfp4_sgl.checkpoint.decoders import MatrixRange
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 
@@ -58,6 +60,9 @@ class MemoryReader:
 
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors
+
+    def expect(self, matrices: Sequence[MatrixRange]) -> None:
+        """Nothing: there are no files."""
 
     def storage(self, stem: str) -> Storage:
         assert f"{stem}.weight" in self._tensors, stem

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.checkpoint.decoders import MatrixRange
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
@@ -36,6 +37,9 @@ class RandomSource:
     def storage(self, stem: str) -> Storage:
         spec = self._specs.get(stem)
         return Storage.NVFP4 if spec is not None and spec.role.is_matrix else Storage.PLAIN
+
+    def expect(self, matrices: Sequence[MatrixRange]) -> None:
+        """Nothing: there are no files."""
 
     def is_present(self, stem: str) -> bool:
         """Whether a matrix has contents."""

@@ -24,7 +24,7 @@ from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.quantize.scatter import quantize_scattered
-from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -115,14 +115,15 @@ class NvFp4Experts(nn.Module):
         w13: Weights | None = None
         w2: Weights | None = None
         # One expert at a time, so that the host never holds a whole layer.
-        for index, expert in enumerate(matrices):
-            gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
-            if w13 is None or w2 is None:
-                _, features, k = gate_up.shape
-                w13 = Weights.allocate_gated_experts(len(matrices), features, k, context.device)
-                w2 = Weights.allocate_experts(len(matrices), k, features, context.device)
-            w13.put_gated_expert(index, gate_up.packed, gate_up.block_scale, gate_up.global_scale[:, 0])
-            w2.put_expert(index, down.packed, down.block_scale, down.global_scale)
+        for first, batch in expert_batches(context.source, matrices):
+            for index, expert in enumerate(batch, first):
+                gate_up, down = _load(context, *expert.gate_up, groups=2), _load(context, expert.down)
+                if w13 is None or w2 is None:
+                    _, features, k = gate_up.shape
+                    w13 = Weights.allocate_gated_experts(len(matrices), features, k, context.device)
+                    w2 = Weights.allocate_experts(len(matrices), k, features, context.device)
+                w13.put_gated_expert(index, gate_up.packed, gate_up.block_scale, gate_up.global_scale[:, 0])
+                w2.put_expert(index, down.packed, down.block_scale, down.global_scale)
         assert w13 is not None and w2 is not None
         self.w13, self.w2 = NvFp4Weights(w13), NvFp4Weights(w2)
         limit = context.config.swiglu_limit

@@ -38,7 +38,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_token
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
-from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -53,6 +53,25 @@ def load_nvfp4(context: Context, *shards: Shard, groups: int | None = None) -> N
     matrix = load_matrix(context.source, shards, groups=groups)
     assert isinstance(matrix, NvFp4Tensor), shards
     return matrix.to(context.device)
+
+
+def load_experts(context: Context, experts: Sequence[ExpertMatrices]) -> tuple[NvFp4Tensor, NvFp4Tensor]:
+    """Gate and up [n, 2, I, K], and down [n, F, I], of NVFP4 experts, each with its global scale; on the source's
+    device."""
+    gate_up = load_matrix(
+        context.source, [shard for expert in experts for shard in expert.gate_up], groups=2 * len(experts)
+    )
+    down = load_matrix(context.source, [expert.down for expert in experts], groups=len(experts))
+    assert isinstance(gate_up, NvFp4Tensor) and isinstance(down, NvFp4Tensor), experts
+    halves = (len(experts), 2)
+    return (
+        NvFp4Tensor(
+            gate_up.packed.unflatten(0, halves),
+            gate_up.block_scale.unflatten(0, halves),
+            gate_up.global_scale[:, 0].unflatten(0, halves),
+        ),
+        NvFp4Tensor(down.packed, down.block_scale, down.global_scale[:, 0]),
+    )
 
 
 class W4A16Weights(nn.Module):
@@ -84,7 +103,9 @@ class W4A16Projection(nn.Module):
         parts = [load_nvfp4(context, shard) for shard in shards]
         self.sizes = [part.shape[0] for part in parts]
         merged = merge(parts)
-        self.weights = W4A16Weights(TiledWeights.dense(merged.packed, merged.block_scale, merged.global_scale))
+        self.weights = W4A16Weights(
+            TiledWeights.dense(merged.packed, merged.block_scale, merged.global_scale, checked=True)
+        )
 
     def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The columns of each shard, slices [T, rows] in ``dtype``."""
@@ -125,7 +146,9 @@ class W4A16GroupedProjection(nn.Module):
     def __init__(self, context: Context, shard: Shard, groups: int):
         super().__init__()
         matrix = load_nvfp4(context, shard, groups=groups)
-        self.weights = W4A16Weights(TiledWeights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale))
+        self.weights = W4A16Weights(
+            TiledWeights.grouped(matrix.packed, matrix.block_scale, matrix.global_scale, checked=True)
+        )
 
     def forward(self, x: Operand, form: Form) -> Operand:
         """The result [T, G * N] in ``form``."""
@@ -181,15 +204,15 @@ class W4A16Experts(nn.Module):
         self.shared, self.has_shared_group = shared, shared is None
         w13: TiledWeights | None = None
         w2: TiledWeights | None = None
-        # One expert at a time, so that the host never holds a whole layer.
-        for index, expert in enumerate(matrices):
-            gate_up, down = load_nvfp4(context, *expert.gate_up, groups=2), load_nvfp4(context, expert.down)
+        # A few experts at a time, so that the host never holds a whole layer.
+        for first, batch in expert_batches(context.source, matrices):
+            gate_up, down = load_experts(context, batch)
             if w13 is None or w2 is None:
-                _, features, k = gate_up.shape
+                _, _, features, k = gate_up.shape
                 w13 = TiledWeights.allocate_gated_experts(len(matrices), features, k, context.device)
                 w2 = TiledWeights.allocate_experts(len(matrices), k, features, context.device)
-            w13.put_gated_expert(index, gate_up.packed, gate_up.block_scale, gate_up.global_scale[:, 0])
-            w2.put_expert(index, down.packed, down.block_scale, down.global_scale)
+            w13.put_gated_experts(first, gate_up.packed, gate_up.block_scale, gate_up.global_scale, checked=True)
+            w2.put_experts(first, down.packed, down.block_scale, down.global_scale, checked=True)
         assert w13 is not None and w2 is not None
         self.w13, self.w2 = W4A16Weights(w13), W4A16Weights(w2)
 

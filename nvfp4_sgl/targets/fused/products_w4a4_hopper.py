@@ -41,7 +41,7 @@ from nvfp4_sgl.targets.fused.products_w4a16 import (
     W4A16Planner,
     W4A16Projection,
     W4A16Weights,
-    load_nvfp4,
+    load_experts,
 )
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.storages import sm100_operands
@@ -50,7 +50,7 @@ from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.quantize.rounded import round_to_mxfp8, round_to_nvfp4, scale_rows
-from nvfp4_sgl.weights.layout import ExpertMatrices
+from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.source import Shard, frozen
 
 
@@ -112,17 +112,17 @@ class W4A4Experts(nn.Module):
         alpha = torch.empty(len(matrices), 2, dtype=torch.float32, device=context.device)
         w13: TiledWeights | None = None
         w2: TiledWeights | None = None
-        # One expert at a time, so that the host never holds a whole layer.
-        for index, expert in enumerate(matrices):
-            gate_up, down = load_nvfp4(context, *expert.gate_up, groups=2), load_nvfp4(context, expert.down)
+        # A few experts at a time, so that the host never holds a whole layer.
+        for first, batch in expert_batches(context.source, matrices):
+            gate_up, down = load_experts(context, batch)
             if w13 is None or w2 is None:
-                _, features, k = gate_up.shape
+                _, _, features, k = gate_up.shape
                 w13 = TiledWeights.allocate_experts(len(matrices), 2 * features, k, context.device)
                 w2 = TiledWeights.allocate_experts(len(matrices), k, features, context.device)
-            one = torch.ones_like(alpha[0, :1])
-            w13.put_expert(index, gate_up.packed.flatten(0, 1), gate_up.block_scale.flatten(0, 1), one)
-            alpha[index].copy_(gate_up.global_scale[:, 0])
-            w2.put_expert(index, down.packed, down.block_scale, down.global_scale * self._hidden_scale)
+            codes, block_scales = gate_up.packed.flatten(1, 2), gate_up.block_scale.flatten(1, 2)
+            w13.put_experts(first, codes, block_scales, alpha.new_ones(len(batch)), checked=True)
+            alpha[first : first + len(batch)].copy_(gate_up.global_scale)
+            w2.put_experts(first, down.packed, down.block_scale, down.global_scale * self._hidden_scale, checked=True)
         assert w13 is not None and w2 is not None
         self.w13, self.w2, self.alpha = W4A16Weights(w13), W4A16Weights(w2), frozen(alpha)
 

@@ -1,0 +1,286 @@
+"""Stored tensors on a GPU: read by threads into pinned buffers, and copied from there while the next are read.
+
+A tensor is handed out when its copy is enqueued, not when it has arrived: whoever asks goes on to enqueue what becomes
+of it, and asks for the next. What will be asked for is told, two batches of experts at a time (:meth:`StagedFiles.
+expect`), and lies in memory by then; the rest, a fiftieth of Flash's bytes, is read when it is asked for. So nothing
+waits for anything but bytes: a buffer is filled again when its copies have been made, and the pieces that were expected
+into it were asked for or are dropped. Copies go to the stream that is current: what uses them comes behind them there,
+and they take a tenth of the time that reading takes, so that a stream of their own would gain nothing.
+
+Files are read, not mapped. Reading copies out of the page cache as fast as a copy of a mapping does, threads do it
+while Python goes on, and no page ever counts as this process's. In a matrix that ranks split by columns, each page
+holds columns of every rank: whole rows are read, and cut on the GPU.
+
+Beside that, the system is told which bytes come behind, so that a disk reads ahead. Nothing is dropped from the page
+cache: another rank may be about to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.checkpoint.safetensors_header import Entry
+from nvfp4_sgl.checkpoint.stored_files import DTYPES, became_shorter
+from nvfp4_sgl.errors import CheckpointError
+
+EXPECTED_BYTES = 128 << 20
+"""Of each of the two buffers for what is expected: eight experts of Flash."""
+BUFFER_BYTES = 32 << 20
+"""Of each of the two buffers for all else. 320 MiB of staging memory a rank in all."""
+ALIGNMENT = 64
+"""Of what lies in a buffer, in bytes: a cache line."""
+THREADS = 4
+"""That read."""
+PART_BYTES = 1 << 20
+"""What nobody expected is shared among threads above this size: that takes as long as copying about 0.3 MB."""
+AHEAD_BYTES = 256 << 20
+"""What the system is told to get from the disk behind the bytes that are read."""
+ADVISED_BYTES = 32 << 20
+"""In pieces of this size; each is told once."""
+
+
+_Place: TypeAlias = "tuple[str, tuple[int, int] | None]"
+"""Name of a tensor, and a range of its rows."""
+
+
+class Mark(Protocol):
+    """A place in the work that a device has been given."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come there."""
+        ...
+
+
+@dataclass
+class Took:
+    """What reading took.
+
+    Attributes:
+        nbytes: read from files: of a range of columns, the whole rows.
+        reading: seconds in which bytes were waited for.
+    """
+
+    nbytes: int = 0
+    reading: float = 0.0
+
+
+@dataclass(eq=False)
+class _Buffer:
+    data: Tensor
+    used: int = 0
+    copied: Mark | None = None
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """The next ``nbytes``; ``None`` if there is no room."""
+        start, end = self.used, self.used + nbytes
+        if end > len(self.data):
+            return None
+        self.used = -(-end // ALIGNMENT) * ALIGNMENT
+        return self.data[start:end]
+
+
+@dataclass
+class _Expected:
+    buffer: _Buffer
+    staged: Tensor
+    filled: Future[None]
+
+
+class _File:
+    """An open file, and the pieces of it of which the system was told."""
+
+    def __init__(self, file: Path):
+        try:
+            self.descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+        self.file, self._advised = file, set[int]()
+
+    def fill(self, staged: Tensor, offset: int) -> None:
+        """Read as many bytes as ``staged`` has."""
+        left: memoryview = staged.numpy().data
+        while left:
+            try:
+                count = os.preadv(self.descriptor, [left], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.file}: cannot be read ({error.strerror})") from error
+            if not count:
+                raise became_shorter(self.file)
+            left, offset = left[count:], offset + count
+
+    def unadvised(self, begin: int, end: int) -> Sequence[int]:
+        """Pieces from byte ``begin`` to ``end`` of which the system was not told; from now on it was."""
+        pieces = [n for n in range(begin // ADVISED_BYTES, -(-end // ADVISED_BYTES)) if n not in self._advised]
+        self._advised.update(pieces)
+        return pieces
+
+    def advise(self, piece: int) -> None:
+        """Tell the system. It is a hint: where it is not taken, reading is slower and nothing else."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.descriptor, piece * ADVISED_BYTES, ADVISED_BYTES, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        # Not earlier: a thread that advises may still hold it.
+        with contextlib.suppress(AttributeError):
+            os.close(self.descriptor)
+
+
+class StagedFiles:
+    """Reads to ``device``; docstrings of :class:`.stored_files.StoredFiles` apply.
+
+    Args:
+        device: a CUDA device; or the CPU, where copies are made at once.
+
+    Attributes:
+        took: so far.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device):
+        self._device, self.took = device, Took()
+        self._open: dict[Path, _File] = {}
+        self._expected: dict[_Place, _Expected] = {}
+        self._for_expected: list[_Buffer] = []
+        self._for_others: list[_Buffer] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read(self, entry: Entry, rows: slice | None) -> Tensor:
+        offset, nbytes = _span(entry, rows)
+        out = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        expected = self._expected.pop(_place(entry, rows), None)
+        begun = time.perf_counter()
+        if expected is not None:
+            expected.filled.result()  # raises what the thread has raised
+            self._copy(out, expected.staged)
+        else:
+            file = self._opened(entry.file)
+            for start in range(0, nbytes, BUFFER_BYTES):
+                target = out[start : start + BUFFER_BYTES]
+                staged = self._room(target.numel())
+                self._fill(file, staged, offset + start)
+                self._copy(target, staged)
+        self.took.reading += time.perf_counter() - begun
+        self.took.nbytes += nbytes
+        shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
+        return out.view(DTYPES[entry.dtype]).view(shape)
+
+    def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
+        """As the base; as much as a buffer holds is read ahead."""
+        buffers = self._for_expected = self._for_expected or self._allocate(EXPECTED_BYTES)
+        buffers.append(buffer := buffers.pop(0))
+        for place, piece in list(self._expected.items()):
+            if piece.buffer is buffer:  # nobody has asked for it
+                del self._expected[place]
+                if not piece.filled.cancel():
+                    piece.filled.exception()  # waits
+        # What was read into it the time before has been asked for by now: its copies are enqueued.
+        buffer.copied, buffer.used = self._mark(), 0
+        for entry, rows in places:
+            offset, nbytes = _span(entry, rows)
+            staged = buffer.take(nbytes)
+            if staged is None:
+                return
+            file = self._opened(entry.file)
+            self._advise(file, offset, nbytes)
+            filled = self._threads().submit(_fill_behind, buffer.copied, file, staged, offset)
+            self._expected[_place(entry, rows)] = _Expected(buffer, staged, filled)
+
+    def let_go(self, file: Path) -> None:
+        self._open.pop(file, None)
+
+    def release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
+        self._expected.clear()
+        self._open.clear()
+        self._for_expected, self._for_others = [], []  # torch keeps pinned memory until copies out of it are done
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(THREADS, "read")
+        return self._pool
+
+    def _opened(self, path: Path) -> _File:
+        file = self._open.get(path)
+        if file is None:
+            file = self._open[path] = _File(path)
+        return file
+
+    def _allocate(self, nbytes: int) -> list[_Buffer]:
+        is_pinned = self._device.type == "cuda"
+        memory = (torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for _ in range(2))
+        return [_Buffer(data) for data in memory]
+
+    def _room(self, nbytes: int) -> Tensor:
+        """``nbytes`` of a buffer, that nothing is copied from any more. The buffer in use is the first."""
+        buffers = self._for_others = self._for_others or self._allocate(BUFFER_BYTES)
+        staged = buffers[0].take(nbytes)
+        if staged is None:
+            buffers[0].copied = self._mark()
+            buffers.append(buffers.pop(0))
+            if buffers[0].copied is not None:
+                buffers[0].copied.synchronize()
+            buffers[0].used = 0
+            staged = buffers[0].take(nbytes)
+            assert staged is not None, nbytes
+        return staged
+
+    def _fill(self, file: _File, staged: Tensor, offset: int) -> None:
+        """Read bytes of ``file`` from ``offset`` on."""
+        nbytes = staged.numel()
+        self._advise(file, offset, nbytes)
+        if nbytes <= PART_BYTES:
+            file.fill(staged, offset)
+            return
+        step = -(-nbytes // THREADS)
+        parts = [
+            self._threads().submit(file.fill, staged[start : start + step], offset + start)
+            for start in range(0, nbytes, step)
+        ]
+        wait(parts)
+        for part in parts:
+            part.result()
+
+    def _advise(self, file: _File, offset: int, nbytes: int) -> None:
+        for piece in file.unadvised(offset, offset + nbytes + AHEAD_BYTES):
+            self._threads().submit(file.advise, piece)
+
+    def _copy(self, target: Tensor, staged: Tensor) -> None:
+        target.copy_(staged, non_blocking=True)
+
+    def _mark(self) -> Mark | None:
+        """The place behind all copies so far; ``None`` where they are made at once."""
+        if self._device.type == "cuda":
+            return torch.cuda.current_stream(self._device).record_event()
+        return None
+
+
+def _fill_behind(copied: Mark | None, file: _File, staged: Tensor, offset: int) -> None:
+    """Fill a part of a buffer once the copies out of it have been made."""
+    if copied is not None:
+        copied.synchronize()
+    file.fill(staged, offset)
+
+
+def _place(entry: Entry, rows: slice | None) -> _Place:
+    return entry.name, None if rows is None else (rows.start, rows.stop)
+
+
+def _span(entry: Entry, rows: slice | None) -> tuple[int, int]:
+    """Offset and number of the bytes of a tensor or of a range of its rows."""
+    if rows is None:
+        return entry.offset, entry.nbytes
+    row_bytes = entry.nbytes // entry.shape[0]
+    return entry.offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
