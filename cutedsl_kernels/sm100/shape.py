@@ -38,6 +38,8 @@ SCALE_ATOM_ROWS, SCALE_ATOM_BYTES, SCALE_ATOM_BLOCKS = 128, 512, 4
 TENSOR_COLUMN_MULTIPLE = 16
 """Accumulators begin at multiples of this; the epilogue's reads assume 8."""
 TENSOR_COLUMNS = 512
+COPY_BYTES = 128
+"""A tensor copy begins at a multiple of so many bytes of shared memory."""
 MAX_CLUSTER = 8
 """CTAs of a cluster on any GPU (the portable size)."""
 STREAM_K_TILE = 256
@@ -97,6 +99,12 @@ class KernelShape(GemmShape):
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
         if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):
             raise ValueError("MXFP8 operands are for plain and gated kernels with bf16 or fp32 output")
+        loaded = self.token_scale_bytes // (2 * self.shared_tokens)
+        if self.pair and loaded % COPY_BYTES:
+            raise ValueError(
+                f"token_tile {self.token_tile}, shared_tokens {self.shared_tokens}: each CTA would load {loaded} bytes"
+                f" of the tokens' block scales; expected a multiple of {COPY_BYTES}"
+            )
 
     @classmethod
     def outputs(cls) -> tuple[Output, ...]:

@@ -143,6 +143,7 @@ def test_impossible_shapes_are_refused() -> None:
         {"token_tile": 128, "pair": True, "shared_tokens": 4, "shared_weights": 2},
         {"token_tile": 8, "grouped": True, "operands": "mxfp8"},
         {"token_tile": 8, "gated": True, "output": "nvfp4", "operands": "mxfp8"},
+        {"token_tile": 128, "pair": True, "shared_tokens": 4, "operands": "mxfp8"},
         {"token_tile": 256, "stream_k": True},
         {"token_tile": 128, "pair": True, "stream_k": True},
         {"token_tile": 256, "pair": True, "shared_tokens": 2, "stream_k": True},

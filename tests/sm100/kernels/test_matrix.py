@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -19,12 +19,15 @@ MODES = [
 
 
 def shapes() -> list[KernelShape]:
-    """All valid ones up to clusters of four pairs."""
+    """All valid ones."""
     found = []
     outputs: tuple[Output, ...] = ("bf16", "fp32", "nvfp4")
-    kinds = list(product((False, True), (False, True), (1, 2, 4, 8)))
-    pairs = ((False, 1, 1), (True, 1, 1), (True, 2, 1), (True, 1, 2), (True, 2, 2))
-    for tile, output, (gated, grouped, split), (pair, tokens, weights) in product(TOKEN_TILES, outputs, kinds, pairs):
+    operands: tuple[Operands, ...] = ("nvfp4", "mxfp8")
+    kinds = list(product(operands, (False, True), (False, True), (False, True), (1, 2, 4, 8)))
+    pairs = [(False, 1, 1), *product((True,), (1, 2, 4), (1, 2, 4))]
+    for tile, output, (operand, gated, grouped, stream_k, split), (pair, tokens, weights) in product(
+        TOKEN_TILES, outputs, kinds, pairs
+    ):
         try:
             found.append(
                 KernelShape(
@@ -36,6 +39,8 @@ def shapes() -> list[KernelShape]:
                     grouped=grouped,
                     shared_tokens=tokens,
                     shared_weights=weights,
+                    stream_k=stream_k,
+                    operands=operand,
                 )
             )
         except ValueError:
@@ -46,7 +51,8 @@ def shapes() -> list[KernelShape]:
 def name(value: KernelShape | Options) -> str:
     if isinstance(value, Options):
         return f"{value.mode} {value.starve or ''}".strip()
-    kinds = "grouped " * value.grouped + "gated " * value.gated
+    kinds = "MXFP8 " * (value.operands == "mxfp8") + "stream-K " * value.stream_k
+    kinds += "grouped " * value.grouped + "gated " * value.gated
     kinds += f"{value.shared_tokens}x{value.shared_weights} pairs " * value.pair + f"split {value.split_k} "
     return f"{kinds}{value.token_tile} {value.output}"
 
@@ -60,4 +66,6 @@ def test_every_shape_in_every_mode(shape: KernelShape, mode: Options) -> None:
         counts = (3, 0, tile + 1) if shape.grouped else (tile + 1,)
         ExpertCase(shape, counts, features=192, k=k, seed=5).check(mode)
     else:
-        ProductCase(shape, tile + 1, features=200, k=k, seed=5).check(mode)
+        # Six tiles for four pairs: two are shared by two pairs each, and each pair has a whole one.
+        features, clusters = (520, 4) if shape.stream_k else (200, 1)
+        ProductCase(shape, tile + 1, features=features, k=k, seed=5).check(mode, clusters)
