@@ -60,6 +60,11 @@ class CheckpointReader:
         self._decoded: dict[str, Storage] = {}
         self.nbytes = 0
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which files were waited for; 0 of mapped ones, which are read as they are touched."""
+        return self._files.waited
+
     def storage(self, stem: str) -> Storage:
         """Format that the matrix ``stem`` is stored in."""
         return self._inventory.storage(stem)

@@ -36,7 +36,9 @@ from nvfp4_sgl.errors import CheckpointError
 EXPECTED_BYTES = 128 << 20
 """Of each of the two buffers for what is expected: eight experts of Flash."""
 BUFFER_BYTES = 32 << 20
-"""Of each of the two buffers for all else. 320 MiB of staging memory a rank in all."""
+"""Of each of the two buffers for all else."""
+STAGING_BYTES = 2 * (EXPECTED_BYTES + BUFFER_BYTES)
+"""Pinned memory of a rank, 320 MiB, whatever is read."""
 ALIGNMENT = 64
 """Of what lies in a buffer, in bytes: a cache line."""
 THREADS = 4
@@ -59,19 +61,6 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has come there."""
         ...
-
-
-@dataclass
-class Took:
-    """What reading took.
-
-    Attributes:
-        nbytes: read from files: of a range of columns, the whole rows.
-        reading: seconds in which bytes were waited for.
-    """
-
-    nbytes: int = 0
-    reading: float = 0.0
 
 
 @dataclass(eq=False)
@@ -140,15 +129,12 @@ class StagedFiles:
 
     Args:
         device: a CUDA device; or the CPU, where copies are made at once.
-
-    Attributes:
-        took: so far.
     """
 
     is_asynchronous = True
 
     def __init__(self, device: torch.device):
-        self._device, self.took = device, Took()
+        self._device, self.waited = device, 0.0
         self._open: dict[Path, _File] = {}
         self._expected: dict[_Place, _Expected] = {}
         self._for_expected: list[_Buffer] = []
@@ -170,8 +156,7 @@ class StagedFiles:
                 staged = self._room(target.numel())
                 self._fill(file, staged, offset + start)
                 self._copy(target, staged)
-        self.took.reading += time.perf_counter() - begun
-        self.took.nbytes += nbytes
+        self.waited += time.perf_counter() - begun
         shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
         return out.view(DTYPES[entry.dtype]).view(shape)
 

@@ -211,7 +211,7 @@ def test_staging_memory_is_bounded(tiny: dict[str, Path], monkeypatch: pytest.Mo
     for name in required(verified):
         reader.read(name)
     reader.finish()
-    assert sum(taken) == 2 * (128 + 32) << 20
+    assert sum(taken) == staged_files.STAGING_BYTES == 320 << 20
 
 
 @pytest.mark.parametrize("name", VALUES)
