@@ -188,9 +188,11 @@ class StagedFiles:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
+        if (mark := self._mark()) is not None:
+            mark.synchronize()  # what was read is on the device, also for whoever uses it on another stream
         self._expected.clear()
         self._open.clear()
-        self._for_expected, self._for_others = [], []  # torch keeps pinned memory until copies out of it are done
+        self._for_expected, self._for_others = [], []
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:

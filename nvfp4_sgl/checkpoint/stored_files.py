@@ -62,7 +62,7 @@ class StoredFiles(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of all files and buffers."""
+        """Let go of all files and buffers, once all that was read has arrived."""
         ...
 
 
