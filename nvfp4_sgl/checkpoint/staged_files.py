@@ -1,15 +1,15 @@
 """Stored tensors on a GPU: read by threads into pinned buffers, and copied from there while the next are read.
 
 A tensor is handed out when its copy is enqueued, not when it has arrived: whoever asks goes on to enqueue what becomes
-of it, and asks for the next. What will be asked for is told, two batches of experts at a time (:meth:`StagedFiles.
-expect`), and lies in memory by then; the rest, a fiftieth of Flash's bytes, is read when it is asked for. So nothing
-waits for anything but bytes: a buffer is filled again when its copies have been made, and the pieces that were expected
-into it were asked for or are dropped. Copies go to the stream that is current: what uses them comes behind them there,
-and they take a tenth of the time that reading takes, so that a stream of their own would gain nothing.
+of it, and asks for the next. Experts, all but a few percent of Flash's bytes, are told before they are asked for, two
+batches at a time (:meth:`StagedFiles.expect`), and lie in memory by then; the rest is read when it is asked for. So
+nothing waits for anything but bytes: a buffer is filled again when its copies have been made, and what was expected
+into it was asked for or is dropped. Copies go to the stream that is current: what uses them comes behind them there.
+On a stream of their own they would run beside it, but both together take less time than reading.
 
-Files are read, not mapped. Reading copies out of the page cache as fast as a copy of a mapping does, threads do it
-while Python goes on, and no page ever counts as this process's. In a matrix that ranks split by columns, each page
-holds columns of every rank: whole rows are read, and cut on the GPU.
+Files are read, not mapped: threads do it while Python goes on, and no page ever counts as this process's. On an EPYC
+with nested paging both copy 4 to 5 GB a CPU second out of the page cache. In a matrix that ranks split by columns, each
+page holds columns of every rank: whole rows are read, and cut on the GPU.
 
 Beside that, the system is told which bytes come behind, so that a disk reads ahead. Nothing is dropped from the page
 cache: another rank may be about to read it.
@@ -44,7 +44,7 @@ ALIGNMENT = 64
 THREADS = 4
 """That read."""
 PART_BYTES = 1 << 20
-"""What nobody expected is shared among threads above this size: that takes as long as copying about 0.3 MB."""
+"""What nobody expected is shared among threads above this size; to hand over less would take longer than to read it."""
 AHEAD_BYTES = 256 << 20
 """What the system is told to get from the disk behind the bytes that are read."""
 ADVISED_BYTES = 32 << 20
