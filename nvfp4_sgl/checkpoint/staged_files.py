@@ -65,9 +65,17 @@ class Mark(Protocol):
 
 @dataclass(eq=False)
 class _Buffer:
+    """Pinned memory that is filled from its beginning, and again once all copies out of it have been made.
+
+    Attributes:
+        copied: the place behind the last copy out of it.
+        expected: pieces in it that were not asked for yet.
+    """
+
     data: Tensor
     used: int = 0
     copied: Mark | None = None
+    expected: int = 0
 
     def take(self, nbytes: int) -> Tensor | None:
         """The next ``nbytes``; ``None`` if there is no room."""
@@ -76,6 +84,13 @@ class _Buffer:
             return None
         self.used = -(-end // ALIGNMENT) * ALIGNMENT
         return self.data[start:end]
+
+    def empty(self) -> None:
+        """Wait for the copies, and begin again."""
+        # Here, and not in a thread that fills it: CUDA would make a context on that thread's device, the first GPU.
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.used, self.copied, self.expected = 0, None, 0
 
 
 @dataclass
@@ -149,6 +164,9 @@ class StagedFiles:
         if expected is not None:
             expected.filled.result()  # raises what the thread has raised
             self._copy(out, expected.staged)
+            expected.buffer.expected -= 1
+            if not expected.buffer.expected:
+                expected.buffer.copied = self._mark()
         else:
             file = self._opened(entry.file)
             for start in range(0, nbytes, BUFFER_BYTES):
@@ -169,8 +187,9 @@ class StagedFiles:
                 del self._expected[place]
                 if not piece.filled.cancel():
                     piece.filled.exception()  # waits
-        # What was read into it the time before has been asked for by now: its copies are enqueued.
-        buffer.copied, buffer.used = self._mark(), 0
+        if buffer.expected:
+            buffer.copied = self._mark()
+        buffer.empty()
         for entry, rows in places:
             offset, nbytes = _span(entry, rows)
             staged = buffer.take(nbytes)
@@ -178,8 +197,9 @@ class StagedFiles:
                 return
             file = self._opened(entry.file)
             self._advise(file, offset, nbytes)
-            filled = self._threads().submit(_fill_behind, buffer.copied, file, staged, offset)
+            filled = self._threads().submit(file.fill, staged, offset)
             self._expected[_place(entry, rows)] = _Expected(buffer, staged, filled)
+            buffer.expected += 1
 
     def let_go(self, file: Path) -> None:
         self._open.pop(file, None)
@@ -217,9 +237,7 @@ class StagedFiles:
         if staged is None:
             buffers[0].copied = self._mark()
             buffers.append(buffers.pop(0))
-            if buffers[0].copied is not None:
-                buffers[0].copied.synchronize()
-            buffers[0].used = 0
+            buffers[0].empty()
             staged = buffers[0].take(nbytes)
             assert staged is not None, nbytes
         return staged
@@ -252,13 +270,6 @@ class StagedFiles:
         if self._device.type == "cuda":
             return torch.cuda.current_stream(self._device).record_event()
         return None
-
-
-def _fill_behind(copied: Mark | None, file: _File, staged: Tensor, offset: int) -> None:
-    """Fill a part of a buffer once the copies out of it have been made."""
-    if copied is not None:
-        copied.synchronize()
-    file.fill(staged, offset)
 
 
 def _place(entry: Entry, rows: slice | None) -> _Place:
