@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,21 +28,25 @@ PART_SECONDS = 480
 """A part that takes longer is ended. What it compiled stays in the caches: the next run gets further."""
 CORES_A_PART = 3
 """Cores for each part that runs at a time: most of the time goes to compiling."""
-SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml")
+SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml", "constraints.txt")
+STACK = ("torch", "triton", "nvidia-cutlass-dsl", "sglang")
+"""Distributions that compile or run what is tested; an environment may have others than constraints.txt pins."""
 SERVER_TESTS = (
     *("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py"),
     "tests/gpu/test_crowd.py",
 )
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, and with more requests than a pool holds.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
-"""Servers of two ranks on two GPUs."""
+PAIR_TESTS = ("tests/gpu/test_exchanging_ranks.py", "tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
+"""Two ranks on two GPUs."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
 GPU = "{gpu}"
 """In a program's arguments, the name of the GPU that it has."""
 LEFT_OUT = "not fit and not spill and not resources and not refus"
-"""Tests that launch nothing, for a sanitizer."""
+"""Tests of ``tests/triton`` that launch nothing, for a sanitizer."""
+SANITIZED_GEMMS = ("tests/gpu/test_w4a16_gemms.py", "tests/gpu/test_w8a16_gemms.py")
+"""Files of which a sanitizer runs what is marked ``sanitized``."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Part:
         # Triton asks for more shared memory by a call that older drivers refuse, and then by another.
         options = ["--report-api-errors", "no"] if self.step == "memcheck" else []
         sanitizer = ["compute-sanitizer", "--tool", self.step, *options, "--error-exitcode", "9"]
-        return [*sanitizer, *test, "-m", "not gpu", "-k", LEFT_OUT, self.file]
+        chosen = ["-m", "sanitized"] if self.file in SANITIZED_GEMMS else ["-m", "not gpu", "-k", LEFT_OUT]
+        return [*sanitizer, *test, *chosen, self.file]
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def parts(steps: Iterable[str] = STEPS) -> list[Part]:
         "decoder": [file for file in gpu if file not in (*SERVER_TESTS, *PAIR_TESTS)],
         "server": list(SERVER_TESTS),
         "pair": list(PAIR_TESTS),
-        **dict.fromkeys(SANITIZERS, launching),
+        **{tool: [*launching, *SANITIZED_GEMMS] for tool in SANITIZERS},
     }
     return [
         part
@@ -137,13 +143,23 @@ def parts(steps: Iterable[str] = STEPS) -> list[Part]:
 
 
 def fingerprint(how: str) -> str:
-    """Hash of all that is tested and of ``how``, the GPU's name for instance."""
+    """Hash of all that is tested, of what compiles and runs it, and of ``how``, the GPU's name for instance."""
     digest = hashlib.sha256(how.encode())
+    for name in STACK:
+        digest.update(f"\0{name} {installed(name)}".encode())
     for name in SOURCES:
         top = ROOT / name
         for path in sorted(top.rglob("*.py")) if top.is_dir() else [top] if top.exists() else []:
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def installed(distribution: str) -> str:
+    """Version of a distribution; "absent" if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def last(part: Part) -> Result | None:

@@ -28,6 +28,7 @@ from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.targets.choose import Target, choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.targets.fused.peer_sums import standing_in
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -137,7 +138,7 @@ def needed(
             META,
             torch.bfloat16,
             choice.mode,
-            TensorParallel(0, setting.ranks),
+            TensorParallel(0, setting.ranks, standing_in(setting.ranks, config.hidden_size)),
             setting.uniform_experts,
         )
         decoder = Decoder(context)

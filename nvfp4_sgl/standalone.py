@@ -39,7 +39,8 @@ class Standalone:
     Args:
         model: checkpoint directory, or a model that was verified already, as random weights are.
         target: whose boundaries run.
-        device: a CUDA device for a GPU target, or the CPU under Triton's interpreter; the CPU for the CPU target.
+        device: a CUDA device for a GPU target, or the CPU under Triton's interpreter; for the CPU target the one that
+            torch makes tensors on, which is the CPU unless each pass is inside ``with torch.device(...)``.
         mode: what enters GEMMs with quantised weights; the target's default unless given.
         packed: keep rows in SGLang's 8-bit entries instead of ``dtype``; GPU targets always do.
         dtype: model dtype; GPU targets take bf16.

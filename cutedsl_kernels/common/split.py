@@ -113,6 +113,7 @@ class ClusterReduction(Fixed):
     def wait_empty(self, phase: Any) -> None:
         """Until the other CTAs have added up the last tile's sums."""
         cute.arch.mbarrier_wait(self.empty + self.quarter, phase)
+        # The wait's own scope is the CTA: by it alone nothing orders their reads before what is written there next.
         cute.arch.fence_acq_rel_cluster()
 
     def add(self, values: cute.Tensor, chunk: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from benchmarks.sm100.cases import MODELS, Case, cases
+from benchmarks.sm100.cases import CHECKPOINTS, MODELS, Case, cases, released
 from benchmarks.sm100.measure import Workload
 
 from first_light.journal import Journal
@@ -22,7 +22,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.model.products import layer_products, stored_products
 from tests.sm100.support.launcher import EmulatedLauncher
 
 RANKS = [1, 8]
@@ -30,6 +30,8 @@ TOKENS = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024, 4096, 
 """Both sides of every threshold between kernels, and up to the largest prefill."""
 EMULATED_TOKENS = 9
 """More than a token tile of 8, so that the second is ragged."""
+EMULATED_IN_MXFP8 = ("wo_a", "shared_experts.w1 + w3")
+"""A grouped product, and one with SwiGLU."""
 
 
 class KeptKernels:
@@ -64,10 +66,11 @@ class JournalledLauncher:
 
 
 def of_the_models() -> list[Case]:
-    """One case for every kernel of Flash and Pro, the simplest kernels first."""
+    """One case for every kernel of Flash and Pro, all in NVFP4 and as released, the simplest kernels first."""
     found: dict[KernelKey, Case] = {}
-    for case in cases(list(MODELS), RANKS, TOKENS):
-        found.setdefault(case.key, case)
+    for checkpoint in CHECKPOINTS:
+        for case in cases(list(MODELS), RANKS, TOKENS, checkpoint):
+            found.setdefault(case.key, case)
 
     def complexity(case: Case) -> tuple[bool, int, bool, bool, int, int]:
         shape = case.shape
@@ -77,9 +80,10 @@ def of_the_models() -> list[Case]:
 
 
 def of_a_tiny_model() -> list[Case]:
-    """The GEMMs of a model that a CPU can emulate in seconds, one of each kind."""
+    """The GEMMs of a model that a CPU can emulate in seconds, one of each kind, and some of it as released."""
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
-    products = layer_products(config, 1)
+    of_release = stored_products(config, 1, released)
+    products = [*layer_products(config, 1), *(one for one in of_release if one.name in EMULATED_IN_MXFP8)]
     return [Case("tiny", 1, product, EMULATED_TOKENS, config.swiglu_limit) for product in products]
 
 
@@ -90,7 +94,8 @@ def check(found: list[Case], device: torch.device, journal: Journal) -> None:
         Departure: of the first whose output is further from fp64 than rounding explains.
     """
     for case in found:
-        name = f"{case.model}, TP {case.ranks}, {case.product.name}, {case.tokens} tokens"
+        product = case.product.name if case.operands == "nvfp4" else f"{case.product.name} in MXFP8"
+        name = f"{case.model}, TP {case.ranks}, {product}, {case.tokens} tokens"
         print(name, flush=True)
         with journal.item(name):
             Workload.make(case, device).check()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 PYTEST = ("-m", "pytest", "-v", "-x", "-p", "first_light.pytest_plugin")
 """Stops at the first failure; the plugin names it."""
+BENCH = "benchmarks.sm100.bench"
+"""What ``launch/bench_sm100`` runs."""
 WAITING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """A kernel that fails is then found at its own launch."""
 
@@ -44,7 +46,7 @@ FIRST_LIGHT = (
     ),
     Step(
         "gemms",
-        "every GEMM that Flash and Pro ask for, on one GPU and on one of eight, against fp64",
+        "every GEMM that Flash and Pro ask for, in NVFP4 and as released, on one GPU and on one of eight, against fp64",
         ("-m", "first_light.gemms"),
         3600,
         WAITING,
@@ -71,8 +73,14 @@ FIRST_LIGHT = (
     ),
     Step(
         "timings",
-        "every GEMM beside cuBLAS and FlashInfer",
-        ("-m", "benchmarks.sm100.bench", "--no-facts"),
+        "every GEMM of checkpoints all in NVFP4, beside cuBLAS and FlashInfer",
+        ("-m", BENCH, "--no-facts"),
+        5400,
+    ),
+    Step(
+        "timings_released",
+        "every GEMM of released checkpoints: MXFP8, and NVFP4 of the routed experts",
+        ("-m", BENCH, "--no-facts", "--checkpoint", "released"),
         5400,
     ),
 )
@@ -80,7 +88,7 @@ EMULATED = (
     Step("instructions", FIRST_LIGHT[0].about, ("-m", "first_light.instructions", "--emulated"), 600),
     Step(
         "gemms",
-        "the GEMMs of a tiny model at one number of tokens, against fp64",
+        "the GEMMs of a tiny model in NVFP4, and two in MXFP8, at one number of tokens, against fp64",
         ("-m", "first_light.gemms", "--emulated"),
         600,
     ),

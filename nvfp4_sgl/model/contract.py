@@ -36,7 +36,7 @@ from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import PartialSum, TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
 CPU = torch.device("cpu")
@@ -163,8 +163,11 @@ class Site(Protocol):
     def enter(self, streams: Tensor, step: Any) -> tuple[Operand, Any]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Any, step: Any) -> tuple[Operand, Tensor, Any]:
-        """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
+    def advance(self, output: Tensor | PartialSum, streams: Tensor, mix: Any, step: Any) -> tuple[Operand, Tensor, Any]:
+        """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix).
+
+        A target whose sites sum over ranks takes parts of the output, too.
+        """
 
     def leave(self, output: Tensor, streams: Tensor, mix: Any) -> Tensor:
         """The streams after the last sublayer of a range of layers that does not end with the final collapse."""

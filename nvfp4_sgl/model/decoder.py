@@ -96,6 +96,7 @@ class Decoder(nn.Module):
             x, streams, mix = block.hc_ffn.advance(output, streams, mix, step)
             output = all_reduce(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
             if after is None:
+                assert isinstance(output, Tensor), "no site behind these layers sums over the ranks"
                 return block.hc_ffn.leave(output, streams, mix)
             x, streams, mix = after.advance(output, streams, mix, step)
         return x.require_values()

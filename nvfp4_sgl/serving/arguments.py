@@ -361,7 +361,9 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
     options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
     check_options(given, options, f" on {target.value}")
     TensorParallel(size=given["tp_size"]).check(config)
-    requirements.check_target(target, config, given["tp_size"], inventory.storage, choice.mode)
+    requirements.check_target(
+        target, config, given["tp_size"], inventory.storage, choice.mode, given["context_length"] or None
+    )
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> str:

@@ -26,6 +26,7 @@ from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.compiler import start_compiling
 from nvfp4_sgl.serving.memory import forecast_here
+from nvfp4_sgl.serving.rank_sums import RankSums, with_sites
 from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
@@ -67,6 +68,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
         self.decoder: Decoder | None = None
         self.recorder: Recorder | None = None
+        self.rank_sums: RankSums | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -111,6 +113,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def _read_weights(self) -> None:
         device = self.embed.weight.device
+        self.rank_sums = with_sites(all_reduce, self.model_config.hidden_size, device)
         reader = self.verified.reader(device, progress)
         self._read_vocabulary(reader)
         context = Context(
@@ -120,7 +123,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             device,
             self.embed.weight.dtype,
             self.activation_mode,
-            TensorParallel(private.tp_rank(), private.tp_size(), all_reduce),
+            TensorParallel(private.tp_rank(), private.tp_size(), self.rank_sums.all_reduce),
             self.uniform_experts,
         )
         self.decoder = Decoder(context)

@@ -1,6 +1,6 @@
 """What is running: model class, backend, activation mode, cache rows, the implementation of every boundary.
 
-Logged in one line when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
+Logged in two lines when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
         "target": model.choice.target.value,
+        "rank_sums": model.rank_sums.words if model.rank_sums else None,
         "note": model.choice.note,
         "boundaries": model.choice.boundaries.names(),
     }
 
 
 def log(scheduler: Any) -> None:
-    """Log the last line of the start, with what :func:`describe_runtime` has of modes; nothing for other models."""
+    """Log the last lines of the start: each boundary's implementation, then the modes; nothing for other models."""
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is None:
         return
     private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
     words.append(f"routing {info['routing']}")
+    if private.tp_size() > 1:
+        words.append(f"sums over ranks {info['rank_sums']}")
     if info["note"]:
         words.append(f"NOTE: {info['note']}")
+    stages.say("boundaries", *(f"{name} {where}" for name, where in info["boundaries"].items()))
     stages.ready(*words)
 
 

@@ -92,7 +92,7 @@ FUNCTIONS = {
     "cuda_graph_fully_disabled": Private(
         "sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", "records need passes without graphs"
     ),
-    "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size"),
+    "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank, size and groups"),
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
     ),
@@ -475,6 +475,17 @@ def tp_rank() -> int:
 def tp_size() -> int:
     """How many tensor-parallel ranks there are."""
     return int(__getattr__("get_parallel")().tp_size)
+
+
+def tp_cpu_group() -> Any:
+    """The tensor-parallel ranks' process group for tensors on the CPU."""
+    return __getattr__("get_parallel")().tp_group.cpu_group
+
+
+def has_peer_all_reduce() -> bool:
+    """Whether SGLang's all-reduce of small tensors reads and writes the memory of other GPUs."""
+    communicator = __getattr__("get_parallel")().tp_group.ca_comm
+    return communicator is not None and not communicator.disabled
 
 
 def tp_all_reduce(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The stages of a server's start, a line each in the log, with the seconds that they took.
 
-``config``, ``memory``, ``weights``, ``warm-up`` and ``ready``, in this order, each on the first rank alone. What
-SGLang says between them that does not hold for our model is left out (:func:`leave_out_false_warnings`).
+``config``, ``memory``, ``weights``, ``warm-up``, ``boundaries`` (what implements each) and ``ready``, in this order,
+each on the first rank alone. What SGLang says between them that does not hold for our model is left out
+(:func:`leave_out_false_warnings`).
 """
 
 from __future__ import annotations

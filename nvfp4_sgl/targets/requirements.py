@@ -1,4 +1,4 @@
-"""What a target's GEMMs do not take, refused by name before any weight is read."""
+"""What a target's kernels do not take, refused by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.model.products import LayerProduct, hopper_products, stored_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, multiplies_as_sm100
+from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
 from nvfp4_sgl.targets.storages import Arrival, hopper_operands, how, sm100_operands
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -32,6 +33,7 @@ def check_target(
     ranks: int,
     storage: Callable[[str], Storage],
     mode: ActivationMode | None = None,
+    longest: int | None = None,
 ) -> None:
     """Refuse a model that ``target`` cannot run on one of ``ranks`` ranks.
 
@@ -39,6 +41,7 @@ def check_target(
         storage: of a matrix, by its name without suffix.
         mode: what enters GEMMs with quantised weights; the target's default unless given. In ``w4a4`` Hopper takes what
             SM100 takes.
+        longest: tokens of the longest sequence that may come; ``max_position_embeddings`` unless given.
 
     Raises:
         UnsupportedError: matrices are stored in a format that the target's GEMMs do not read; they are named.
@@ -76,6 +79,7 @@ def check_target(
                     f"{where}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
                     f" of {multiple}; use a smaller --tp-size, or another model"
                 )
+    check_kernel_sizes(where, config, config.max_position_embeddings if longest is None else longest)
 
 
 def _products(

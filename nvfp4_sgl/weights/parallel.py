@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
@@ -21,7 +21,20 @@ class Collective(enum.Enum):
     EXPERT_OUTPUT = "expert output"
 
 
-def _alone(collective: Collective, part: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class PartialSum:
+    """A rank's part of a sum that the mHC site which reads it forms by itself.
+
+    Attributes:
+        part: [T, d]. slot: where the ranks' parts meet; the target's own.
+    """
+
+    part: Tensor
+    slot: Any
+
+
+def unsummed(collective: Collective, part: Tensor) -> Tensor:
+    """The sum of one rank, and of ranks that only find out which kernels they need."""
     return part
 
 
@@ -33,12 +46,13 @@ class TensorParallel:
     wkv, compressors, indexer, router) is replicated, and so is the cache.
 
     Attributes:
-        all_reduce: sums a rank's partial result over the ranks, at the named place.
+        all_reduce: sums a rank's partial result over the ranks, at the named place, or leaves that to the site behind
+            it. Places take turns: attention, experts, attention, ...
     """
 
     rank: int = 0
     size: int = 1
-    all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
+    all_reduce: Callable[[Collective, Tensor], Tensor | PartialSum] = unsummed
 
     def share(self, total: int) -> slice:
         """This rank's contiguous part of ``total`` rows or columns."""

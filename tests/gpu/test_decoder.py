@@ -20,7 +20,7 @@ import torch
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from tests.support import native
+from tests.support import native, rounding_noise
 from tests.support.interpreted import ON_GPU
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -103,13 +103,6 @@ References = tuple[list[torch.Tensor], dict[int, torch.Tensor]]
 """Distances to fp32 activations in each rounded run; the log-probabilities of fp32 activations."""
 
 
-def nudged(weight: torch.Tensor, seed: int) -> torch.Tensor:
-    """One in a hundred bf16 numbers moved to a neighbour: roundings behind it fall differently, the error stays."""
-    chance = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
-    factor = torch.where(chance < 0.005, 1 + 2.0**-8, torch.where(chance > 0.995, 1 - 2.0**-8, 1.0))
-    return (weight.float() * factor).to(weight.dtype)
-
-
 @pytest.fixture(scope="module")
 def references(mode: ActivationMode, checkpoint: Path) -> References:
     """The CPU reference on packed rows."""
@@ -117,7 +110,7 @@ def references(mode: ActivationMode, checkpoint: Path) -> References:
     def reference(mode: ActivationMode, dtype: torch.dtype, rounding: int = 0) -> dict[int, torch.Tensor]:
         model = Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=len(LENGTHS), capacity=1024)
         if rounding:
-            model.table = nudged(model.table, rounding)
+            model.table = rounding_noise.nudged(model.table, rounding)
         return run(model)
 
     exact = reference(ActivationMode.W4A16, torch.float32)
@@ -125,8 +118,8 @@ def references(mode: ActivationMode, checkpoint: Path) -> References:
 
 
 def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Root mean square distance of the log-probabilities of each position."""
-    return torch.cat([(found[r] - expected[r]).square().mean(-1).sqrt() for r in expected])
+    """Of each position of all requests, one after the other."""
+    return torch.cat([rounding_noise.distances(found[r], expected[r]) for r in expected])
 
 
 def require_as_good_as_the_reference(
@@ -134,15 +127,12 @@ def require_as_good_as_the_reference(
 ) -> None:
     rounded, exact = references
     ours = distances(found, exact)
-    assert bool(torch.isfinite(ours).all())
-    quantiles = torch.tensor([0.5, 0.9])
-    theirs = torch.stack([each.quantile(quantiles) for each in rounded])
-    print("distance to fp32 activations, median and 90 %:", ours.quantile(quantiles), "the reference's:", theirs)
-    assert ours.quantile(0.5) <= MEDIAN[mode] * theirs[:, 0].median()
+    median, ninetieth = rounding_noise.excess(ours, rounded)
+    assert median <= MEDIAN[mode]
     if len(ours) > 100:
         # GEMM results, and weights of attention, are bf16 here and fp32 in the reference: choices flip more often.
         # Found on an H200, 2026-11-22: 0.34 here, 0.24 there.
-        assert ours.quantile(0.9) <= 1.7 * theirs[:, 1].max()
+        assert ninetieth <= 1.7
 
 
 def test_prefill_and_decode(mode: ActivationMode, model: Standalone, references):

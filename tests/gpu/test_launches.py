@@ -150,6 +150,40 @@ def test_a_pass_fills_nothing(model: Standalone):
         assert not fills.names
 
 
+EAGER_BYTES = 512 * 1024
+"""More than a token of this model's decode pass allocates: rows of experts, padded, are most of it."""
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of memory without contents, which is what the package's own code allocates in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()  # by operator
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "empty" in function.__name__:
+            self.bytes[function.__name__] += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("requests", [1, 16])
+def test_an_eager_decode_pass_allocates_by_its_tokens_alone(requests: int, model: Standalone):
+    """As much behind many cached tokens as behind few, and little for each; a first pass leaves workspaces behind."""
+    found = []
+    for cached in (20, 20, 2500):
+        model.reset()
+        with dry_launches():
+            for request in range(requests):
+                model.extend({request: [7] * cached})
+            with Allocations() as allocations:
+                model.forward(model.begin({request: [7] for request in range(requests)}))
+        found.append(allocations.bytes)
+    assert found[1] == found[2]
+    assert 0 < found[2].total() <= requests * EAGER_BYTES, found[2]
+
+
 @pytest.mark.parametrize("run", native.runs(on_gpu=False), ids=str)
 def test_nothing_compiles_after_the_warm_up(run: native.Run, tmp_path: Path) -> None:
     """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not."""

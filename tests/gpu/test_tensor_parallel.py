@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused.operands import in_form
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.targets.fused.peer_sums import PeerSums
+from nvfp4_sgl.triton_kernels.hyper_connection.exchange import EMPTY, empty_inbox
+from nvfp4_sgl.weights.parallel import Collective, PartialSum, TensorParallel, unsummed
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.ranks import RANKS, Exchange
@@ -126,6 +129,39 @@ def test_log_probabilities(
     distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
     print("median distance of two ranks from one, of rounded activations from fp32:", distance, yardstick)
     assert distance <= 2 * yardstick
+
+
+def test_sites_sum_as_an_all_reduce_does(
+    run: native.Run, ranks: list[Standalone], exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+):
+    """The same bits. The other rank's part is in the inbox before a site waits for it: one rank at a time runs here."""
+    if run != native.runs()[0]:
+        pytest.skip("the sites are those of the first")
+    expected = exchange.run(lambda rank: log_probabilities(ranks[rank]))
+    width = ranks[0].config.hidden_size
+    inboxes = [empty_inbox(len(RANKS), 8, width, DEVICE) for _ in RANKS]
+
+    def left_to_sites(rank: int) -> Callable[[Collective, Tensor], Tensor | PartialSum]:
+        summed, sums = exchange.all_reduce(rank), PeerSums.of(rank, inboxes, unsummed)
+
+        def reduce(collective: Collective, part: Tensor) -> Tensor | PartialSum:
+            summed(collective, part)
+            left = sums(collective, part)
+            assert isinstance(left, PartialSum)
+            theirs = exchange.given[1 - rank][len(exchange.given[rank]) - 1].view(torch.int16)
+            left.slot.inbox[1 - rank, : len(part)] = torch.where(theirs == EMPTY.value, 0, theirs)
+            return left
+
+        return reduce
+
+    for rank, model in enumerate(ranks):
+        context = model.decoder.context
+        parallel = replace(context.parallel, all_reduce=left_to_sites(rank))
+        monkeypatch.setattr(model.decoder, "context", replace(context, parallel=parallel))
+    found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    own = [inboxes[rank][:, rank] for rank in RANKS]
+    assert all(bool((inbox == EMPTY.value).all()) for inbox in own)
 
 
 def test_a_model_that_cannot_be_split_is_refused(run: native.Run, checkpoint: Path):

@@ -19,11 +19,14 @@ from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.hopper_results import assert_close, tokens
+from tests.support.sanitized import one_of_each_sanitized
 
 pytestmark = pytest.mark.gpu
 
 TILES = PRODUCT_TOKEN_TILES["fp8"]
 SHAPES = [shape for shape in product_shapes(2112, TILES[-1], "bf16", "fp8") if shape.stages >= MIN_STAGES]
+SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (128, 1)}
+"""Token tile and split of K of the shapes that run under compute-sanitizer, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,7 @@ def weights(groups: int, features: int, k: int, exponents: tuple[int, int] = (-1
     return MxFp8Tensor(codes.view(torch.float8_e4m3fn), scale.repeat_interleave(2, dim=-1))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", one_of_each_sanitized(SHAPES, SANITIZED), ids=str)
 def test_every_shape(shape: KernelShape) -> None:
     """Ragged features and tokens, several tiles of each, groups; launched in a row, each on another's heels."""
     rows = shape.token_tile + 5

@@ -19,7 +19,8 @@ sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare n
 
 import check_gpu
 import hopper_parts
-from first_light import steps
+from benchmarks.sm100 import bench
+from first_light import gemms, steps
 from first_light.journal import Account, Journal
 from first_light.outcome import Outcome, run_step
 from first_light.steps import PYTEST, Step
@@ -195,6 +196,10 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     for tool in hopper_parts.SANITIZERS:
         assert len([name for name in found if name.startswith(tool)]) > 10
         assert f"{tool}-test_rope" in found and f"{tool}-test_resources" not in found
+        assert [name for name in found if name.startswith(tool) and name.endswith("gemms")] == [
+            f"{tool}-test_w4a16_gemms",
+            f"{tool}-test_w8a16_gemms",
+        ]
     monkeypatch.delenv("PYTEST_ARGUMENTS")
     assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_topk"] == ["-k", "rope"]
     assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py") == {"racecheck-test_rope": []}
@@ -205,11 +210,12 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    tests = ["pair-test_exchanging_ranks", "pair-test_pair", "pair-test_pair_crowd"]
+    pair = [*tests, "pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[2:4]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[3:5]
 
 
 def test_commands_of_programs():
@@ -225,8 +231,24 @@ def test_commands_of_parts():
     checked = Part("memcheck", "tests/triton/test_rope.py").command(report)
     assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
+    gemms = Part("racecheck", hopper_parts.SANITIZED_GEMMS[0]).command(report)
+    assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
     assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-11:] == [*6 * [1], *5 * [2]]
+
+
+def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():
+    """Shapes are chosen by name: those that the sources no longer have must not leave a sanitizer without any."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "sanitized", *hopper_parts.SANITIZED_GEMMS]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # without a GPU: collected test by test
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert done.returncode == 0 and 10 <= len(names) <= 20, done.stdout + done.stderr
+    for kind in ("token_tile=8, split_k=8", "token_tile=16", "token_tile=32, split_k=4", "token_tile=64, split_k=2"):
+        assert len([name for name in names if name.startswith("test_every_shape") and kind in name]) == 2
+    assert any("token_tile=256" in name for name in names)
+    assert len([name for name in names if name.startswith("test_experts[")]) == 3
 
 
 @pytest.fixture
@@ -319,7 +341,16 @@ def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch)
     before = hopper_parts.fingerprint("a GPU")
     assert before == hopper_parts.fingerprint("a GPU") != hopper_parts.fingerprint("another")
     (results / "tests" / "more.py").write_text("1\n")
-    assert hopper_parts.fingerprint("a GPU") != before
+    with_source = hopper_parts.fingerprint("a GPU")
+    (results / "constraints.txt").write_text("torch==1\n")
+    with_pins = hopper_parts.fingerprint("a GPU")
+    monkeypatch.setattr(hopper_parts, "installed", lambda name: f"another {name}")
+    assert len({before, with_source, with_pins, hopper_parts.fingerprint("a GPU")}) == 4
+
+
+def test_versions_of_what_is_installed():
+    assert hopper_parts.installed("torch").split(".")[0].isdigit()
+    assert hopper_parts.installed("no-such-distribution") == "absent"
 
 
 def test_a_part_that_does_not_end_is_ended(results: Path):
@@ -336,9 +367,32 @@ def test_a_part_that_does_not_end_is_ended(results: Path):
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     found = steps_of(monkeypatch, capability)
-    assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings"]
+    assert list(found) == ["instructions", "gemms", "triton", "layer", "model", "server", "timings", "timings_released"]
     assert steps_of(monkeypatch, capability, "layer", "-k", "experts") == {"layer": ["-k", "experts"]}
     assert {name.partition("-")[0] for name in steps_of(monkeypatch, capability, "memcheck")} == {"memcheck"}
+
+
+def test_gemms_are_checked_in_nvfp4_and_in_mxfp8():
+    found = gemms.of_the_models()
+    assert len({case.key for case in found}) == len(found)
+    of_kind = {kind: [case for case in found if case.operands == kind] for kind in ("nvfp4", "mxfp8")}
+    for kind, same in of_kind.items():
+        assert len(same) > 30, kind
+        assert {case.shape.gated for case in same} == {False, True}, kind
+    assert {case.operands for case in gemms.of_a_tiny_model()} == set(of_kind)
+
+
+def test_every_gemm_is_timed_in_nvfp4_and_as_released(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """The commands' options are the benchmark's; nothing is compiled or emulated beside what is timed."""
+    monkeypatch.setattr(bench, "b200", lambda: None)
+    timed = [step for step in steps.FIRST_LIGHT if step.name.startswith("timings")]
+    said = []
+    for step in timed:
+        assert step.command[:2] == ("-m", "benchmarks.sm100.bench")
+        assert bench.main([*step.command[2:], "--models", "flash", "--ranks", "8", "--tokens", "1"]) == 0
+        said.append(capsys.readouterr())
+    assert ["mxfp8" in one.out for one in said] == [False, True]
+    assert not any(one.err for one in said)
 
 
 def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -18,7 +18,7 @@ from nvfp4_sgl.targets.choose import MODES, Target, choose
 from nvfp4_sgl.targets.requirements import check_target
 from tests.support.released import FLASH, PRO, config_json
 
-GIVEN = {"device": None, "dtype": "auto", "kv_cache_dtype": "auto", "tp_size": 1}
+GIVEN = {"context_length": None, "device": None, "dtype": "auto", "kv_cache_dtype": "auto", "tp_size": 1}
 
 
 class Stored:
@@ -149,17 +149,13 @@ def test_a_shared_expert_of_several_kinds_is_refused(matrix: str):
 
 
 def test_rows_of_a_matrix_that_is_merged_with_none_count_alone():
-    """Heads of 516 and index heads of 129: rows of all matrices that read x are 8 * 515, but a latent's are 516."""
-    flash = ModelConfig.from_dict(config_json(FLASH))
-    layers = (LayerKind.CSA,) * flash.num_hidden_layers
-    config = replace(flash, layer_kinds=layers, num_attention_heads=128, head_dim=516, index_head_dim=129)
-    for target in (Target.SM90, Target.SM100):
-        check_target(target, config, 1, ALL_NVFP4.storage)
+    """On SM100; on Hopper a library multiplies what is not all of one kind."""
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), q_lora_rank=1028)
 
     def storage(stem: str) -> Storage:
-        return Storage.NVFP4 if ".ffn.experts." in stem or stem.endswith(".attn.wkv") else Storage.PLAIN
+        return Storage.NVFP4 if ".ffn.experts." in stem or stem.endswith(".attn.wq_a") else Storage.PLAIN
 
-    with pytest.raises(ConfigError, match="wkv: features is 516, expected a multiple of 8"):
+    with pytest.raises(ConfigError, match="wq_a: features is 1028, expected a multiple of 8"):
         check_target(Target.SM100, config, 1, storage)
     check_target(Target.SM90, config, 1, storage)  # a library's GEMM
 
@@ -180,6 +176,18 @@ def test_sizes_that_hoppers_fp8_gemms_do_not_take_are_named():
         ({"moe_intermediate_size": 256}, 8, "--tp-size 8: .*experts.*: features is 32, expected a multiple of 64"),
         ({"hidden_size": 4096 + 16}, 1, "wq_a.*: K is 4112, expected a multiple of 64"),
         ({"q_lora_rank": 1024 + 32}, 1, "wq_b.*: K is 1056, expected a multiple of 64"),
+        ({"hidden_size": 32768}, 1, "hidden_size is 32768, expected at most 16384"),
+        ({"hc_mult": 2}, 8, "hc_mult is 2, expected 4"),
+        ({"q_lora_rank": 32768}, 1, "q_lora_rank is 32768, expected at most 16384"),
+        ({"head_dim": 256}, 1, "head_dim is 256, expected 512"),
+        ({"qk_rope_head_dim": 32}, 1, "qk_rope_head_dim is 32, expected 64"),
+        ({"sliding_window": 192}, 1, "sliding_window is 192, expected a power of two"),
+        ({"swiglu_limit": 2.0**-11}, 1, "swiglu_limit is 0.00048828125, expected 0.000976562 to 1.15292e.18"),
+        ({"rms_norm_eps": 1.5}, 1, "rms_norm_eps is 1.5, expected at most 1"),
+        ({"index_head_dim": 64}, 1, "index_head_dim is 64, expected 128"),
+        ({"index_n_heads": 128}, 8, "index_n_heads is 128, expected at most 64"),
+        ({"index_topk": 4096}, 1, "index_topk is 4096, expected at most 2048"),
+        ({"index_topk": 1040}, 1, "index_topk is 1040, expected at most 1024 for sequences of 1048576 tokens"),
     ],
 )
 @pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
@@ -187,3 +195,28 @@ def test_sizes_that_no_kernel_takes_are_named(change: Any, ranks: int, message: 
     config = replace(ModelConfig.from_dict(config_json(FLASH)), **change)
     with pytest.raises(ConfigError, match=f"target {target.value}.*{message}"):
         check_target(target, config, ranks, ALL_NVFP4.storage)
+
+
+def test_routing_limits_experts_that_are_not_nvfp4_too():
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), n_routed_experts=513)
+    with pytest.raises(ConfigError, match="n_routed_experts is 513, expected at most 512: no kernel takes another"):
+        check_target(Target.SM90, config, 1, Stored(Storage.PLAIN).storage)
+
+
+def test_a_shorter_context_lets_a_query_select_more():
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), index_topk=2048)
+    with pytest.raises(ConfigError, match="at most 1820 for .* 524296 .*--context-length of at most 524288"):
+        check_target(Target.SM90, config, 1, ALL_NVFP4.storage, longest=524288 + 8)
+    check_target(Target.SM90, config, 1, ALL_NVFP4.storage, longest=524288)
+
+
+def test_without_a_layer_that_has_one_the_indexer_limits_nothing():
+    flash = ModelConfig.from_dict(config_json(FLASH))
+    kinds = (LayerKind.HCA,) * flash.num_hidden_layers
+    config = replace(flash, layer_kinds=kinds, index_head_dim=64, index_n_heads=128, index_topk=4096)
+    check_target(Target.SM100, config, 1, ALL_NVFP4.storage)
+
+
+def test_a_cpu_takes_what_no_kernel_takes():
+    config = replace(ModelConfig.from_dict(config_json(FLASH)), hc_mult=2, index_topk=4096)
+    check_target(Target.CPU, config, 1, ALL_NVFP4.storage)

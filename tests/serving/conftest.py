@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from tests.support.launch_forks import LaunchForks
 from tests.support.server import Server, ServerPool
+from tests.support.start_ups import StartUps
 
 FAULTS = Path(__file__).resolve().parents[1] / "support" / "planted_faults"
 
@@ -68,8 +68,6 @@ def watched(serve: ServerPool, watched_arguments: tuple[Path, tuple[str, ...], d
 
 
 @pytest.fixture(scope="session")
-def start_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchForks]:
+def start_up(tmp_path_factory: pytest.TempPathFactory) -> StartUps:
     """``start_up(model, *arguments)``: exit code and output of a start-up that fails in the launcher."""
-    forks = LaunchForks(tmp_path_factory.mktemp("forks"))
-    yield forks
-    forks.close()
+    return StartUps(tmp_path_factory.mktemp("start-ups"))

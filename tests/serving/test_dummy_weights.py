@@ -17,8 +17,8 @@ from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.serving import arguments, trace
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.tracing.diff import differences
-from tests.support.launch_forks import LaunchForks
 from tests.support.server import Server
+from tests.support.start_ups import StartUps
 
 pytestmark = [pytest.mark.server]
 
@@ -112,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, model: Path, start_up: LaunchForks) -> None:
+def test_refused(case: str, model: Path, start_up: StartUps) -> None:
     flags, expected = REFUSED[case]
     code, output = start_up(model, *DUMMY, *flags)
     assert code not in (0, None) and "Traceback" not in output, output
@@ -122,18 +122,18 @@ def test_refused(case: str, model: Path, start_up: LaunchForks) -> None:
 
 
 def test_without_dummy_weights_sizes_are_the_checkpoint_s(
-    tiny_checkpoints: Callable[[str], Path], start_up: LaunchForks
+    tiny_checkpoints: Callable[[str], Path], start_up: StartUps
 ) -> None:
     flags = ("--json-model-override-args", LAYERS)
     code, output = start_up(tiny_checkpoints("nvfp4-full"), *flags)
     assert code not in (0, None) and "num_hidden_layers" in output and "--load-format dummy" in output
 
 
-def test_config_alone_is_no_checkpoint(model: Path, start_up: LaunchForks) -> None:
+def test_config_alone_is_no_checkpoint(model: Path, start_up: StartUps) -> None:
     code, output = start_up(model)
     assert code not in (0, None) and "no *.safetensors file" in output and "--load-format dummy" in output
 
 
-def test_round_robin_routing_is_refused(model: Path, start_up: LaunchForks) -> None:
+def test_round_robin_routing_is_refused(model: Path, start_up: StartUps) -> None:
     code, output = start_up(model, *DUMMY, environment={arguments.ROUND_ROBIN: "1"})
     assert code not in (0, None) and f"{arguments.ROUND_ROBIN}: not implemented" in output

@@ -103,8 +103,10 @@ def references(mode: ActivationMode, checkpoint: Path) -> Iterator[References]:
 
 
 @pytest.fixture
-def server(serve: ServerPool, target: Target, mode: ActivationMode, checkpoint: Path) -> Server:
-    """Ready, so the backend has run its warm-up on SGLang's pools."""
+def server(
+    serve: ServerPool, case: tuple[native.Run, str], target: Target, mode: ActivationMode, checkpoint: Path
+) -> Server:
+    """Ready, so the backend has run its warm-up on SGLang's pools. The first of them is started as users start it."""
     asked = () if mode is native.MODES[target] else (f'{{"activation_mode": "{mode.value}"}}',)
     environment = {
         "PYTHONPATH": str(PATCHES),
@@ -114,7 +116,7 @@ def server(serve: ServerPool, target: Target, mode: ActivationMode, checkpoint: 
         "OMP_NUM_THREADS": "1",
     }
     flags = [part for value in asked for part in ("--json-model-override-args", value)]
-    return serve(checkpoint, *FLAGS, *flags, environment=environment)
+    return serve(checkpoint, *FLAGS, *flags, environment=environment, fresh=case == CASES[0])
 
 
 def test_what_is_running(server: Server, target: Target, mode: ActivationMode, checkpoint: Path):

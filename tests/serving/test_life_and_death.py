@@ -9,14 +9,16 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.serving.test_startup_errors import assert_one_error
 from tests.support.golden import Golden
-from tests.support.launch_forks import LaunchForks
 from tests.support.server import Server, wait_for_none
 from tests.support.server_processes import process
+from tests.support.start_ups import StartUps
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -32,18 +34,48 @@ def checkpoint(tiny_checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Two servers that started at once, without an administrative key."""
+    """Two servers that started at once, as users start them, without an administrative key."""
     folder = tmp_path_factory.mktemp("pair")
     with (
-        Server.launch(checkpoint, *FLAGS, log=folder / "first.log", admin=False) as first,
-        Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False) as second,
+        Server.launch(checkpoint, *FLAGS, log=folder / "first.log", admin=False, fresh=True) as first,
+        Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False, fresh=True) as second,
     ):
         yield first.wait_ready(), second.wait_ready()
 
 
-def test_two_servers_answer_alike(pair) -> None:
-    first, second = pair
-    Golden.ask(first).assert_same(Golden.ask(second))
+@pytest.fixture(scope="module")
+def forked(checkpoint, tmp_path_factory) -> Iterator[Server]:
+    """A server as most tests have it (:mod:`tests.support.forks`)."""
+    with Server.launch(checkpoint, *FLAGS, log=tmp_path_factory.mktemp("forked") / "log", admin=False) as server:
+        yield server.wait_ready()
+
+
+def test_servers_answer_alike(pair, forked: Server) -> None:
+    answer, *others = map(Golden.ask, (*pair, forked))
+    for other in others:
+        answer.assert_same(other)
+
+
+def inherited(server: Server) -> list[tuple[Any, ...]]:
+    """What each process of a server has from the one that started it."""
+    launcher = psutil.Process(server.process.pid)
+    children = [process(server, f"sglang::{name}") for name in ("scheduler", "detokenizer")]
+    return [
+        (
+            found.ppid() == launcher.pid,
+            (os.getsid(found.pid), os.getpgid(found.pid)) == (launcher.pid, launcher.pid),
+            Path(found.cwd()) == server.log.parent,
+            [Path(f"/proc/{found.pid}/fd/{number}").readlink() == server.log for number in (1, 2)],
+            [found.rlimit(limit) for limit in (psutil.RLIMIT_NOFILE, psutil.RLIMIT_STACK, psutil.RLIMIT_CORE)],
+        )
+        for found in (launcher, *children)
+    ]
+
+
+def test_processes_of_a_forked_server_stand_where_others_do(pair, forked: Server) -> None:
+    assert inherited(forked) == inherited(pair[0])
+    forked.stop()
+    assert forked.process.poll() == 0 and not wait_for_none(forked.process.pid, 10)
 
 
 def test_administration_is_off_without_its_key(pair) -> None:
@@ -69,7 +101,7 @@ def test_the_longest_request_is_served_and_a_longer_one_refused(pair) -> None:
         assert server.status("/generate", {"input_ids": [30] * prompt, "sampling_params": {"max_new_tokens": 1}}) == 400
 
 
-def test_port_in_use_is_said_before_anything_is_loaded(pair, checkpoint, start_up: LaunchForks) -> None:
+def test_port_in_use_is_said_before_anything_is_loaded(pair, checkpoint, start_up: StartUps) -> None:
     port = str(pair[0].port)
     assert_one_error(*start_up(checkpoint, "--port", port), (f"--port {port}", "in use"))
 

@@ -33,15 +33,17 @@ def test_what_is_running(server: Server) -> None:
     assert info["boundaries"] == choose(Target.CPU).boundaries.names()
 
 
-def test_the_start_is_five_lines_with_times(server: Server) -> None:
+def test_the_start_is_six_lines(server: Server) -> None:
     lines = re.findall(r"nvfp4_sgl: ([\w-]+): (.*)", server.text())
-    assert [name for name, _ in lines] == ["config", "memory", "weights", "warm-up", "ready"]
+    assert [name for name, _ in lines] == ["config", "memory", "weights", "warm-up", "boundaries", "ready"]
     said = dict(lines)
-    assert all(re.search(r"\d+\.\d s", said[name]) for name in said if name != "memory")
+    assert all(re.search(r"\d+\.\d s", said[name]) for name in said if name not in ("memory", "boundaries"))
     assert (
         "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
     )
     assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["ready"]
+    names = choose(Target.CPU).boundaries.names()
+    assert said["boundaries"] == ", ".join(f"{name} {where}" for name, where in names.items())
 
 
 def test_defaults(server: Server) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.launch_forks import LaunchForks
 from tests.support.oracle import hf_model
+from tests.support.start_ups import StartUps
 
 MATRIX = "layers.1.ffn.experts.3.w1"
 
@@ -145,7 +145,7 @@ def assert_one_error(code: int | None, output: str, expected: tuple[str, ...]) -
 
 @pytest.mark.server
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint(damage: str, damaged: Path, start_up: LaunchForks) -> None:
+def test_damaged_checkpoint(damage: str, damaged: Path, start_up: StartUps) -> None:
     change, expected = DAMAGES[damage]
     change(damaged)
     assert_one_error(*start_up(damaged), expected)
@@ -154,7 +154,7 @@ def test_damaged_checkpoint(damage: str, damaged: Path, start_up: LaunchForks) -
 @pytest.mark.server
 @pytest.mark.parametrize("flag", FLAGS)
 def test_contradicting_or_unsupported_flag(
-    flag: str, tiny_checkpoints: Callable[[str], Path], start_up: LaunchForks
+    flag: str, tiny_checkpoints: Callable[[str], Path], start_up: StartUps
 ) -> None:
     arguments, expected = FLAGS[flag]
     assert_one_error(*start_up(tiny_checkpoints("nvfp4-full"), *arguments), expected)
@@ -162,11 +162,11 @@ def test_contradicting_or_unsupported_flag(
 
 @pytest.mark.server
 def test_unsupported_sglang_version(
-    tiny_checkpoints: Callable[[str], Path], start_up: LaunchForks, tmp_path: Path
+    tiny_checkpoints: Callable[[str], Path], start_up: StartUps, tmp_path: Path
 ) -> None:
     """Another version's metadata, found before the installed one's."""
     shutil.rmtree(tmp_path / "sglang-0.5.24.dist-info", ignore_errors=True)
     (tmp_path / "sglang-0.5.24.dist-info").mkdir()
     (tmp_path / "sglang-0.5.24.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.24\n")
-    code, output = start_up(tiny_checkpoints("nvfp4-full"), path=tmp_path)
+    code, output = start_up(tiny_checkpoints("nvfp4-full"), directory=tmp_path)
     assert_one_error(code, output, ("0.5.23", "0.5.24", "pip install"))

@@ -2,6 +2,8 @@
 
 A server runs in its own session with its output in a log file. Stopping ends every process of that session by its id,
 and checks that none was left behind.
+
+Most are forked from a process that has imported everything (:mod:`tests.support.forks`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+
+from tests.support.forks import Fork, launch
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))  # its scripts import each other by bare name
 from local_server import free_port
@@ -60,7 +65,7 @@ def wait_for_none(session: int, seconds: float) -> list[psutil.Process]:
 class Server:
     """One ``python -m sglang.launch_server``; a context manager that stops it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     port: int
     log: Path
     arguments: tuple[str, ...] = field(default=())
@@ -75,6 +80,7 @@ class Server:
         directory: Path | None = None,
         port: int | None = None,
         admin: bool = True,
+        fresh: bool = False,
     ) -> Server:
         """Start a server and return at once.
 
@@ -84,20 +90,12 @@ class Server:
             environment: added to this process's; its PYTHONPATH is put in front of this process's, on which the
                 packages may be.
             directory: where it runs; the log's folder unless given, so that no checkout is on its path.
+            fresh: start it as its users do, each process in an interpreter of its own, and fork nothing.
         """
         port = port or free_port()
         arguments = (*(("--admin-api-key", ADMIN_KEY) if admin else ()), *arguments)
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=directory or log.parent,
-                env=_with(environment or {}),
-                start_new_session=True,
-            )
+        given = ["--model-path", str(model), "--port", str(port), *arguments]
+        process = launch(given, log, directory or log.parent, variables(environment or {}), fresh=fresh)
         return cls(process, port, log, arguments)
 
     @property
@@ -143,10 +141,15 @@ class Server:
         assert not orphans, f"left behind: {orphans}"
         return code
 
+    def ask_to_end(self) -> None:
+        """Tell the launcher to end the server."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the server: ask its launcher, then kill by id what is left of its session."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.ask_to_end()
             deadline = time.monotonic() + STOP_SECONDS
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -204,9 +207,10 @@ class Server:
         return info
 
 
-def _with(environment: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with ``environment`` added."""
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with ``environment`` added, without the name of the running test."""
     merged = {**os.environ, **environment}
+    merged.pop("PYTEST_CURRENT_TEST", None)
     paths = [environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     if any(paths):
         merged["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -221,17 +225,27 @@ class ServerPool:
         self._running: Server | None = None
         self._key: object = None
 
-    def __call__(self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Server:
-        """A ready server for ``model``; one with another model, arguments or environment is stopped first."""
-        key = (str(model), arguments, tuple(sorted((environment or {}).items())))
+    def __call__(
+        self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None, fresh: bool = False
+    ) -> Server:
+        """A ready server for ``model``; one with another model, arguments or environment is stopped."""
+        key = (str(model), arguments, tuple(sorted((environment or {}).items())), fresh)
         if self._running is not None and key == self._key and self._running.process.poll() is None:
             return self._running
-        self.close()
+        previous, self._running = self._running, None
+        if previous is not None and torch.cuda.is_available():
+            previous.stop()  # the next one counts what memory is free
+        elif previous is not None:
+            previous.ask_to_end()  # takes 5 s, most of them asleep
         self._count += 1
         log = self._folder / f"server{self._count}.log"
-        self._running = Server.launch(model, *arguments, log=log, environment=environment)
+        self._running = Server.launch(model, *arguments, log=log, environment=environment, fresh=fresh)
         self._key = key
-        return self._running.wait_ready()
+        try:
+            return self._running.wait_ready()
+        finally:
+            if previous is not None:
+                previous.stop()
 
     def close(self) -> None:
         if self._running is not None:

@@ -67,6 +67,9 @@ from .kernel import attend
 from .parts import LOG2_E
 from .tiling import Tiling, choose_splits, choose_tiling, fuses_quantization, most_splits
 
+MAX_QUERY_EPS = 1.0
+"""Most that is added to the mean square of a raw query."""
+
 
 class Entries(NamedTuple):
     """A pool of keys, read in place.
@@ -265,7 +268,7 @@ def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: f
         require_dtype("cos_sin", cos_sin, torch.float32)
         require_contiguous("cos_sin", cos_sin)
     if query_eps is not None:
-        require_range("query_eps", query_eps, 0.0, 1.0)
+        require_range("query_eps", query_eps, 0.0, MAX_QUERY_EPS)
         if cos_sin is None:
             raise OperandTypeError(
                 "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"

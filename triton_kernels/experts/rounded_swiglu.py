@@ -28,7 +28,7 @@ from ..quantize.nvfp4 import block_maxima, load_halves, quantize_blocks, store_h
 from ..quantize.rounded import decoded_halves
 from ..quantize.rows import K_MULTIPLE
 from .permutation import Routes
-from .swiglu import clamped_swiglu
+from .swiglu import MAX_LIMIT, MIN_LIMIT, clamped_swiglu
 
 PROGRAM_BLOCKS = 64
 """Blocks of a row that a program computes at most: the row scale is constant, so none needs the whole row."""
@@ -101,7 +101,7 @@ def swiglu_to_nvfp4(
     checks.require_shape(f"{op}: routes.source_row", routes.source_row, (rows,), "[R]")
     checks.require_same_device("out", out, **{f"{op}: routes.destination": routes.destination})
     routes.check(op)
-    checks.require_range(f"{op}: limit", limit, 2.0**-10, 2.0**60)
+    checks.require_range(f"{op}: limit", limit, MIN_LIMIT, MAX_LIMIT)
     checks.require_range(f"{op}: scale", scale, SCALE_MIN, SCALE_MAX)
     pairs = routes.tokens * routes.topk
     if pairs:

@@ -30,6 +30,9 @@ from nvfp4_sgl.formats.checks import (
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED, round_for
 
+MIN_LIMIT, MAX_LIMIT = 2.0**-10, 2.0**60
+"""What ``swiglu_limit`` may be."""
+
 
 @triton.jit
 def clamped_swiglu(gate, up, limit):
@@ -80,7 +83,7 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
     for name, tensor in {"gate_up": gate_up, "out": out}.items():
         require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
         require_rows(f"{op}: {name}", tensor)
-    require_range(f"{op}: limit", limit, 2.0**-10, 2.0**60)
+    require_range(f"{op}: limit", limit, MIN_LIMIT, MAX_LIMIT)
     require_same_device("gate_up", gate_up, out=out)
     if rows and width:
         block = min(triton.next_power_of_2(width), 1024)

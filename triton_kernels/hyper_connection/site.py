@@ -40,6 +40,7 @@ from ..common import chip
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
 from ..quantize.rows import check_rows, rows_arguments
+from .exchange import Slot
 from .site_kernel import COLUMNS, as_fp32, mixed, site_kernel
 from .tiling import choose_tiling, semaphores_size, workspace_size
 
@@ -163,10 +164,17 @@ class SiteState:
         return replace(self, x=self.x[:tokens], post=self.post[:tokens], comb=self.comb[:tokens], quantized=quantized)
 
 
-def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
+def _launch_site(
+    op: str,
+    site: Site,
+    streams: Tensor,
+    state: SiteState,
+    after: tuple[Tensor, Tensor] | None,
+    slot: Slot | None = None,
+) -> None:
     """Check and launch *pre* of a site, preceded by *post* of the site before if ``after`` is given.
 
-    after: the output of the sublayer before, and where the next streams go.
+    after: the output of the sublayer before, and where the next streams go. slot: where ranks' parts of it meet.
     """
     _check_streams(op, streams)
     tokens, _, d = streams.shape
@@ -180,7 +188,8 @@ def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: 
     parts = state.workspace
     output, next_streams = after or (None, streams)
     site_kernel[(tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),)](
-        streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
+        streams, output, () if slot is None else slot.arguments(), 0 if slot is None else slot.inbox.shape[1],
+        state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
         () if state.quantized is None else rows_arguments(state.quantized), parts,
         parts[splits * tokens * COLUMNS.value :], state.semaphores, tokens, d, d_per_split, splits,
         tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
@@ -215,13 +224,21 @@ def hyper_connection_pre(site: Site, streams: Tensor, state: SiteState) -> None:
 
 
 def hyper_connection_next(
-    site: Site, output: Tensor, streams: Tensor, state: SiteState, *, out: Tensor | None = None
+    site: Site,
+    output: Tensor,
+    streams: Tensor,
+    state: SiteState,
+    *,
+    out: Tensor | None = None,
+    slot: Slot | None = None,
 ) -> Tensor:
     """Do :func:`hyper_connection_post` of a sublayer and :func:`hyper_connection_pre` of the next one in one launch.
 
     Args:
         site: the next sublayer's, or the final collapse.
         output: bf16 or fp32 [T, d], contiguous: the sublayer's output, summed over all ranks.
+        slot: where the ranks' parts of that output meet, if ``output`` is only this rank's part, in bf16. All ranks
+            then call this together, and calls that follow one another use the two slots by turns.
         streams: bf16 [T, 4, d], contiguous, as they were before the sublayer.
         state: ``post`` and ``comb`` of the sublayer are read, then everything is overwritten with the next one's.
         out: bf16 [T, 4, d], contiguous: the streams after the sublayer; ``streams`` itself unless given.
@@ -229,7 +246,8 @@ def hyper_connection_next(
     Returns:
         ``out``, bit-equal to that of :func:`hyper_connection_post`.
 
-    Rounding: as in :func:`hyper_connection_post` and :func:`hyper_connection_pre`.
+    Rounding: as in :func:`hyper_connection_post` and :func:`hyper_connection_pre`; a sum of ranks' parts is that in
+    fp32, rounded to bf16.
 
     Raises:
         OperandTypeError, OperandValueError: as :func:`hyper_connection_pre`, and where ``output`` or ``out`` does not
@@ -240,7 +258,9 @@ def hyper_connection_next(
     op = "hyper_connection_next"
     out = streams if out is None else out
     _check_output(op, output, streams, out)
-    _launch_site(op, site, streams, state, (output, out))
+    if slot is not None:
+        slot.check(op, output)
+    _launch_site(op, site, streams, state, (output, out), slot)
     return out
 
 

@@ -3,7 +3,8 @@
 A program has one of three tasks, for one block of tokens (specification §2):
 
 * A *mixer* takes one split of d. It writes the next streams, multiplies them with ``fn`` while they are in registers,
-  stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore.
+  stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore. Where ranks
+  hold parts of the sublayer's output it sums them first (:mod:`.exchange`).
 * A *collapser* waits until all mixers of the block have raised the semaphore. It adds the partial sums in a fixed order
   and collapses, normalises and, if wanted, quantises one row or several. It reads the streams from L2.
 * A *balancer* waits in the same way and computes *post* and *comb* for the next site. It is a task of its own because
@@ -16,11 +17,12 @@ late enough that they hardly ever wait, early enough that L2 still holds the blo
 Supports four bf16 streams of any d that a program's registers hold as a row. The kernel does not split rows among
 collapsers.
 
-Waiting cannot block the device. Only followers wait, only for mixers, and mixers wait for nobody. With TICKETS a
-program gets its task by a ticket that it takes when it begins, and a block's mixers have lower tickets than its
-followers: a program that waits does so for programs that have begun. A ticket costs a round trip to L2. So if there are
-few followers tasks follow from the program's number: fewer programs wait than the chip has multiprocessors, and mixers
-find a place.
+Waiting cannot block the device. Followers wait for mixers alone. Mixers wait for the same mixer of other ranks, which
+sends before it waits; programs begin in their order, so of all tasks that have not ended on any rank the first finds
+what it waits for. With TICKETS a program gets its task by a ticket that it takes when it begins, and a block's mixers
+have lower tickets than its followers: a program that waits does so for programs that have begun. A ticket costs a round
+trip to L2. So if there are few followers tasks follow from the program's number: fewer programs wait than the chip has
+multiprocessors, and mixers find a place.
 
 Semaphores are int32: first the ticket counter, then one semaphore a block. A block's semaphore counts the mixers that
 have stored their part, and from there on the followers that wait no longer. The program that takes the last ticket, and
@@ -37,6 +39,7 @@ from ..common.overlap import after_previous, prefetch_constants
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
 from ..quantize.nvfp4 import load_halves, store_halves
 from ..quantize.rows import store_quantized_row
+from .exchange import receive, send
 from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
@@ -46,18 +49,25 @@ LINE_VALUES = tl.constexpr(32)
 
 
 @triton.jit
-def _gemm(x, at, mask, size):
-    """``x @ weight^T`` of bf16 x [T, K] and an fp32 weight [N, K] stored as three bf16 parts ``size`` elements apart.
+def _load_fn(at, mask, size):
+    """Load an fp32 weight [N, K] that is stored as three bf16 parts ``size`` elements apart."""
+    return (
+        tl.load(at, mask=mask, other=0.0),
+        tl.load(at + size, mask=mask, other=0.0),
+        tl.load(at + 2 * size, mask=mask, other=0.0),
+    )
 
-    Products are exact, sums fp32.
-    """
+
+@triton.jit
+def _gemm(x, weights):
+    """``x @ weight^T`` of bf16 x [T, K] and a weight [N, K] in three bf16 parts; products are exact, sums fp32."""
     if not INTERPRETED and not (x.shape[0] >= 64 and target_info.cuda_capability_geq(10, 0)):
         # Keeps the compiler from computing x a second time in the layout that the tensor core needs, which takes more
         # registers than there are. tcgen05, which is used from 64 rows on, reads x from shared memory.
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     total = tl.zeros((x.shape[0], 32), tl.float32)
     for part in tl.static_range(3):
-        weight = tl.load(at + part * size, mask=mask, other=0.0)
+        weight = weights[part]
         if INTERPRETED:
             total = tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), total, input_precision="ieee")
         else:
@@ -129,7 +139,7 @@ def _leave(semaphore, programs):
 
 @triton.jit
 def _mix(
-    streams, output, post, comb, fn, next_streams, parts, block, split, tokens, d, d_per_split,
+    streams, output, exchange, exchanged, post, comb, fn, next_streams, parts, block, split, tokens, d, d_per_split,
     POST: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +153,18 @@ def _mix(
     row = tl.arange(0, COLUMNS)
     total = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
+    SUMS: tl.constexpr = len(exchange) > 0
+    begin = split * d_per_split
+    end = min(begin + d_per_split, d)
+    if SUMS:
+        # All columns are sent before any is waited for.
+        for start in range(begin, end, BLOCK_D):
+            column = start + tl.arange(0, BLOCK_D)
+            at = (first + token)[:, None] * d + column[None, :]
+            send(output, exchange, at, here[:, None] & ((column < d) | EVEN)[None, :])
     if POST:
-        output += first * d
+        if not SUMS:
+            output += first * d
         post += first * 4
         comb += first * 16
         p0 = tl.load(post + token * 4, mask=here, other=0.0)[:, None]
@@ -168,18 +188,29 @@ def _mix(
         c31 = tl.load(c + 13, mask=here, other=0.0)[:, None]
         c32 = tl.load(c + 14, mask=here, other=0.0)[:, None]
         c33 = tl.load(c + 15, mask=here, other=0.0)[:, None]
-    for start in tl.range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK_D, num_stages=STAGES):
         # The tensor core takes the columns of all four streams at once, because each of its GEMMs waits for the last.
         k = tl.arange(0, 4 * BLOCK_D)
         if POST:
             column = start + tl.arange(0, BLOCK_D)
             mask = here[:, None] & ((column < d) | EVEN)[None, :]
             at = token[:, None] * (4 * d) + column[None, :]
+            # BLOCK_D columns of each stream, one stream after another.
+            within = start + k % BLOCK_D
+            inside = (within < d) | EVEN
+            w_at = fn + row[:, None] * (4 * d) + (k // BLOCK_D * d + within)[None, :]
+            w_mask = (row < ROWS)[:, None] & inside[None, :]
+            if SUMS:
+                # Nothing after the wait for other ranks begins before it has ended.
+                weights = _load_fn(w_at, w_mask, ROWS * 4 * d)
             x0 = widen(tl.load(streams + at, mask=mask, other=0.0))
             x1 = widen(tl.load(streams + at + d, mask=mask, other=0.0))
             x2 = widen(tl.load(streams + at + 2 * d, mask=mask, other=0.0))
             x3 = widen(tl.load(streams + at + 3 * d, mask=mask, other=0.0))
-            h = as_fp32(tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0))
+            if SUMS:
+                h = receive(exchange, exchanged, d, (first + token)[:, None] * d + column[None, :], mask)
+            else:
+                h = as_fp32(tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0))
             y0 = round_for(mixed(h, x0, x1, x2, x3, p0, c00, c10, c20, c30), next_streams)
             y1 = round_for(mixed(h, x0, x1, x2, x3, p1, c01, c11, c21, c31), next_streams)
             y2 = round_for(mixed(h, x0, x1, x2, x3, p2, c02, c12, c22, c32), next_streams)
@@ -189,21 +220,19 @@ def _mix(
             tl.store(next_streams + at + 2 * d, y2, mask=mask)
             tl.store(next_streams + at + 3 * d, y3, mask=mask)
             x = _concatenated(y0, y1, y2, y3)
-            # BLOCK_D columns of each stream, one stream after another.
-            within = start + k % BLOCK_D
-            column = k // BLOCK_D * d + within
-            inside = (within < d) | EVEN
         else:
             # Nothing is mixed, so a token's four streams are one row, and any 4 * BLOCK_D columns of it will do.
             column = 4 * start + k
             inside = (column < 4 * d) | EVEN
             at = token[:, None] * (4 * d) + column[None, :]
             x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
-        at = row[:, None] * (4 * d) + column[None, :]
-        w_mask = (row < ROWS)[:, None] & inside[None, :]
+            w_at = fn + row[:, None] * (4 * d) + column[None, :]
+            w_mask = (row < ROWS)[:, None] & inside[None, :]
+        if not SUMS:
+            weights = _load_fn(w_at, w_mask, ROWS * 4 * d)
         # The tensor core truncates sums where fp32 would round them. Over thousands of additions that is a drift, so
         # the long sum is left to ordinary fp32 additions.
-        total += _gemm(x, fn + at, w_mask, ROWS * 4 * d)
+        total += _gemm(x, weights)
         values = widen(x)
         squares += tl.sum(values * values, axis=1)
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
@@ -329,14 +358,15 @@ def _balance(
 
 @triton.jit(do_not_specialize=["tokens", "splits", "lag"])
 def site_kernel(
-    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums, semaphores, tokens, d,
-    d_per_split, splits, lag, hc_eps, norm_eps,
+    streams, output, exchange, exchanged, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums,
+    semaphores, tokens, d, d_per_split, splits, lag, hc_eps, norm_eps,
     POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, TICKETS: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr,
     BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One mHC site. Grid: for each block of BLOCK_T tokens, ``splits`` mixers and ``Tiling.followers`` followers.
 
+    exchange: ``exchange.Slot.arguments`` of ``exchanged`` tokens, or an empty tuple: then ``output`` is the whole sum.
     rows: ``quantize.rows.RowsArguments``, or an empty tuple. POST: whether ``output`` is mixed into the streams first;
     else ``next_streams`` is ``streams``, and nothing is stored there. ROWS: rows of ``fn``; 4 for the final collapse.
     EVEN: whether BLOCK_D divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: a
@@ -361,8 +391,8 @@ def site_kernel(
     semaphore = semaphores + 1 + block
     if task < splits:
         _mix(
-            streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, ROWS,
-            EVEN, BLOCK_T, BLOCK_D, STAGES,
+            streams, output, exchange, exchanged, post, comb, fn, next_streams, parts, block, task, tokens, d,
+            d_per_split, POST, ROWS, EVEN, BLOCK_T, BLOCK_D, STAGES,
         )  # fmt: skip
         # All stores of the program must be in memory before it raises the semaphore.
         tl.debug_barrier()

@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=FULL,
         help="all matrices in NVFP4, or FP8 where DeepSeek's and NVIDIA's releases have it (default: %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="one token of Flash on 8 ranks; kernels are not emulated")
+    parser.add_argument("--quick", action="store_true", help="one token of Flash on 8 ranks; implies --no-facts")
+    parser.add_argument("--no-facts", action="store_true", help="kernels are neither compiled here nor emulated")
     parser.add_argument("--modelled", action="store_true", help="the cost model alone: seconds, and no kernel is made")
     parser.add_argument("--record", type=Path, help="also write each pass's sum here, to compare later designs with")
     parser.add_argument("--json", type=Path, help="also write everything here")
@@ -96,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = None if args.modelled else b200()
     print(f"SM100 kernels on {torch.cuda.get_device_name(device)}" if device else UNMEASURED)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n")
-    facts = {} if args.quick or args.modelled else describe(list(dict.fromkeys(case.key for case in chosen)))
+    without_facts = args.quick or args.modelled or args.no_facts
+    facts = {} if without_facts else describe(list(dict.fromkeys(case.key for case in chosen)))
     rows = [row(case, measure(case, device, CudaTimer()) if device else None) for case in chosen]
     print(LEGEND + "\n")
     if facts:

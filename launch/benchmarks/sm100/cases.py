@@ -92,7 +92,7 @@ def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: st
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))
         for size in ranks:
-            of_step = step_products(config, size) if checkpoint == FULL else stored_products(config, size, _released)
+            of_step = step_products(config, size) if checkpoint == FULL else stored_products(config, size, released)
             for product, layers in of_step.items():
                 if product.operands == "bf16":
                     continue
@@ -100,7 +100,7 @@ def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: st
     return found
 
 
-def _released(stem: str) -> LayerOperands:
+def released(stem: str) -> LayerOperands:
     """What a matrix of a released checkpoint multiplies, by its name without suffix."""
     if ".ffn.experts." in stem:
         return "nvfp4"

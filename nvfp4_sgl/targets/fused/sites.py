@@ -22,6 +22,7 @@ from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     split_fn,
 )
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import embed_streams, expand_streams
+from nvfp4_sgl.weights.parallel import PartialSum
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -73,10 +74,13 @@ class FusedSite(nn.Module):
         hyper_connection_pre(self.site, streams, mix.state)
         return self._input(mix), mix
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Step) -> tuple[Operand, Tensor, Mix]:
+    def advance(
+        self, output: Tensor | PartialSum, streams: Tensor, mix: Mix, step: Step
+    ) -> tuple[Operand, Tensor, Mix]:
         """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
         mix = self._ready(mix)
-        return self._input(mix), hyper_connection_next(self.site, output, streams, mix.state), mix
+        part, slot = (output.part, output.slot) if isinstance(output, PartialSum) else (output, None)
+        return self._input(mix), hyper_connection_next(self.site, part, streams, mix.state, slot=slot), mix
 
     def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
         return hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)

@@ -39,7 +39,7 @@ class ReferenceAttentionInputs(nn.Module):
         super().__init__()
         stem = f"layers.{layer}.attn"
         self._eps, self._ratio, self._dtype = context.config.rms_norm_eps, kind.value, context.dtype
-        self._frequencies = frequencies(context.config, table)
+        self._frequencies = frequencies(context.config, table).to(context.device)
         self.q_norm, self.kv_norm = (frozen(context.read(f"{stem}.{name}.weight")) for name in ("q_norm", "kv_norm"))
         self.compressor = CompressorParameters(context, f"{stem}.compressor") if self._ratio else None
         self.index_compressor = None
@@ -86,7 +86,7 @@ class ReferenceSelection(nn.Module):
     def __init__(self, context: Context, table: RopeTable):
         super().__init__()
         self._config, self._dtype = context.config, context.dtype
-        self._frequencies = frequencies(context.config, table)
+        self._frequencies = frequencies(context.config, table).to(context.device)
 
     def forward(self, index_q: Tensor, weights: Tensor, step: BatchPlan, cache: LayerCache) -> Tensor:
         config, keys = self._config, _require(cache.index)
@@ -106,7 +106,7 @@ class ReferenceAttentionCore(nn.Module):
         super().__init__()
         config, parallel = context.config, context.parallel
         self._config, self._kind, self._dtype = config, kind, context.dtype
-        self._frequencies = frequencies(config, table)
+        self._frequencies = frequencies(config, table).to(context.device)
         self._heads = config.num_attention_heads // parallel.size
         self._groups = config.o_groups // parallel.size
         heads = parallel.share(config.num_attention_heads)

@@ -15,6 +15,7 @@ from nvfp4_sgl.ops.hyper_connection import (
     hyper_connection_pre,
 )
 from nvfp4_sgl.ops.norm import rms_norm
+from nvfp4_sgl.weights.parallel import PartialSum
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -63,7 +64,8 @@ class ReferenceSite(nn.Module):
             collapsed = hyper_connection_head(streams, self.fn, self.base, self.scale, **eps)
         return Operand(rms_norm(collapsed, self.norm, config.rms_norm_eps)), mix
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Any) -> tuple[Operand, Tensor, Mix]:
+    def advance(self, output: Tensor | PartialSum, streams: Tensor, mix: Mix, step: Any) -> tuple[Operand, Tensor, Mix]:
+        assert isinstance(output, Tensor), "the reference's sites do not sum over ranks"
         streams = self.leave(output, streams, mix)
         x, mix = self.enter(streams, step)
         return x, streams, mix

@@ -45,8 +45,8 @@ Modelled
       in any order, and no fence stands between the initialisation of an mbarrier and a commit to it;
     * scopes: between CTAs of a cluster a release and an acquire count if they or a fence have its scope
       (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
-      memory, since kernels proven on hardware rely on it. Atomics and other strong accesses, to global memory, too,
-      need scopes that include one another's CTAs (``global_scopes``);
+      memory, since kernels proven on hardware rely on it (not with ``Options.strict_scopes``). Atomics and other
+      strong accesses, to global memory, too, need scopes that include one another's CTAs (``global_scopes``);
     * lanes: those of a warp must synchronise before one hands on or touches what others wrote (``lane_order``);
     * stores to global memory: a cluster may load or overwrite those of another only if releases and acquires order them
       (``global_order``);
@@ -75,9 +75,9 @@ Not modelled, not noticed
     Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware
-    What SM100 shares with sm_90a gives the bytes that an H200 gave (``tests/sm100/hardware``); its approximate
-    functions are within the ulp stated there. Nothing of tcgen05, of TMA for CTA pairs and of FP4 was compared, and
-    nothing of wgmma yet.
+    What SM100 shares with sm_90a, and wgmma, give the bytes that an H200 gave (``tests/sm100/hardware``); approximate
+    functions and rounded sums of wgmma are within the ulp stated there. Nothing of tcgen05, of TMA for CTA pairs and of
+    FP4 was compared.
 """
 
 from tests.sm100.emulator.engines import ENGINES, Options

@@ -225,8 +225,9 @@ class WarpActor(Actor):
         Args:
             relaxed: hand on what a fence covers, no more.
             reaching: whether the scope is said to go beyond the CTA. Without that another CTA learns what a wide fence
-                covers. It learns more nevertheless: kernels proven on hardware leave the scope of arrivals out where
-                they have read, copied or multiplied, though not where they have written to that CTA's memory.
+                covers. It learns more nevertheless, unless ``Options.strict_scopes`` is set: kernels proven on hardware
+                leave the scope of arrivals out where they have read, copied or multiplied, though not where they have
+                written to that CTA's memory.
         """
         known = self.told()
         self._tick()
@@ -238,7 +239,7 @@ class WarpActor(Actor):
             return Message(self.rank, near, known.cut(limits[WIDE]))
         if reaching:
             return Message(self.rank, near, known)
-        return Message(self.rank, near, known.cut(np.where(self.agents.remote, limits[WIDE], limits[ORDER])))
+        return Message(self.rank, near, known.cut(np.where(self.agents.scoped, limits[WIDE], limits[ORDER])))
 
     def acquire(self, found: Mailbox, relaxed: bool = False, reaching: bool = True) -> None:
         """Learn from a completed wait or a load; ``reaching`` as for release."""
@@ -253,7 +254,7 @@ class WarpActor(Actor):
             self.clock.join_relaxed(told)
         if relaxed:
             return
-        self.learn(told if reaching else told.cut(np.where(self.agents.remote, NOTHING, told.limits[ORDER])))
+        self.learn(told if reaching else told.cut(np.where(self.agents.scoped, NOTHING, told.limits[ORDER])))
 
     def learn(self, known: Clock) -> None:
         """Learn all that synchronisation carries."""

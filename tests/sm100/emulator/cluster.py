@@ -118,7 +118,9 @@ class Cluster:
         self.engines = Engines(launch.options, launch.random)
         width, height, depth = self.size
         count, options = width * height * depth, launch.options
-        self.agents = Agents(launch.kernel.instructions, count, options.strict_tensor_waits, options.init_fence)
+        self.agents = Agents(
+            launch.kernel.instructions, count, options.strict_tensor_waits, options.init_fence, options.strict_scopes
+        )
         self.ctas: list[Cta] = []
         for rank in range(count):
             x, y, z = rank % width, rank // width % height, rank // (width * height)

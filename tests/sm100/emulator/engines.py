@@ -46,6 +46,9 @@ class Options:
             only synchronise.
         strict_moves: demand ``wgmma.fence`` after a move to a register that wgmma uses, too, as the PTX ISA does.
             NVIDIA's GEMM for Hopper in CuTeDSL has moves between fence and wgmma, which ptxas places as it must.
+        strict_scopes: demand the cluster's scope, on both sides, of synchronisation that orders what a warp has read
+            before another CTA's write to it, as the PTX ISA does of all that CTAs order. Kernels proven on hardware
+            leave it out there.
         strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
             hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
             Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
@@ -65,6 +68,7 @@ class Options:
     equal_writes: bool = False
     strict_tensor_waits: bool = False
     strict_moves: bool = False
+    strict_scopes: bool = False
     strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None

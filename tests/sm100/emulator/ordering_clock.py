@@ -59,13 +59,15 @@ class Agents:
     """The agents of a cluster, by number. Their instructions name the sites of accesses.
 
     ``ctas`` is the number of CTAs of the cluster. ``strict`` demands fences and waits that tcgen05 can do without,
-    ``init_fence`` one after the initialisation of an mbarrier; see ``Options``.
+    ``init_fence`` one after the initialisation of an mbarrier, ``strict_scopes`` wide scopes between CTAs; see
+    ``Options``.
     """
 
     instructions: list[Instruction]
     ctas: int = 1
     strict: bool = False
     init_fence: bool = True
+    strict_scopes: bool = False
     names: list[str] = field(default_factory=list)
     generic: np.ndarray = field(default_factory=lambda: np.ones(64, bool))
     """By agent: whether it accesses memory through the generic proxy."""
@@ -88,6 +90,11 @@ class Agents:
             )
         self.generic[number], self.remote[number], self.ranks[number] = generic, remote, rank
         return number
+
+    @property
+    def scoped(self) -> np.ndarray:
+        """By agent: whether another CTA learns of its accesses by the cluster's scope alone."""
+        return self.remote | self.strict_scopes
 
     @property
     def capacity(self) -> int:

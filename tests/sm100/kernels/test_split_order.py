@@ -12,6 +12,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Compiled, HazardError, Options
+from tests.sm100.emulator.engines import Mode
 from tests.sm100.support.mutants import compile_changed, without_each
 from tests.sm100.support.products import ProductCase, compile_call, run
 from tests.sm100.support.sliced_products import added, sliced_product
@@ -76,6 +77,25 @@ def test_the_exchange_needs(what: str, mode: Options) -> None:
         with pytest.raises(HazardError, match="read of shared memory .* without being ordered after its write"):
             SMALL.check(mode, compiled=mutant)
             pytest.fail(f"not noticed: {left_out}")
+
+
+LATER = ProductCase(KernelShape(16, split_k=2), tokens=32, features=128, k=512)
+"""Two tiles of one cluster: sums of the second overwrite those of the first."""
+
+
+@pytest.mark.parametrize("mode", ["immediate", "random"])
+def test_every_fence_of_the_exchange_is_needed(mode: Mode) -> None:
+    """By the PTX memory model, to the letter: those that order reads before another CTA's overwriting, too."""
+    call, epilogue = LATER.build()
+    compiled, options = compile_call(call, epilogue), Options(mode, 1, strict_scopes=True)
+    LATER.check(options, compiled=compiled)
+    found = []
+    for left_out, mutant in without_each(compiled, r"fence\.acq_rel\.cluster"):
+        with pytest.raises(HazardError) as error:
+            LATER.check(options, compiled=mutant)
+            pytest.fail(f"not noticed: {left_out}")
+        found.append("after its read" if "ordered after its read" in str(error.value) else "after its write")
+    assert found == ["after its read", "after its write", "after its write", "after its read"]
 
 
 @pytest.mark.parametrize("what", ["fence.acq_rel.cta", "fence.acq_rel.gpu"])

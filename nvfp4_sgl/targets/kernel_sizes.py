@@ -1,0 +1,72 @@
+"""What the Triton kernels take of a model's sizes, asked before any weight is read.
+
+The numbers are the kernels' own. They stand here, too, because headers are inspected without torch, which every kernel
+imports; ``tests/packaging/test_kernel_sizes.py`` holds each to the kernel that it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.errors import ConfigError
+
+STREAMS, MAX_HIDDEN_SIZE = 4, 16384
+"""Residual streams of an mHC site, and the most values of each."""
+MAX_Q_LORA_RANK = 16384
+"""Most values of a row that is normalised."""
+HEAD_DIM, ROPE_DIM = 512, 64
+"""Values of a cache entry, and those of them that are rotated."""
+INDEX_HEAD_DIM, MAX_INDEX_HEADS = 128, 64
+"""Values of an index key, and the most heads of an index query."""
+MAX_INDEX_TOPK, CHUNK_SCORES, MAX_CANDIDATES = 2048, 16384, 16384
+"""Most entries that a query selects; scores of a chunk; most candidates that the chunks of a query nominate."""
+MAX_EXPERTS = 512
+"""Most experts that a token is routed among."""
+MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT = 2.0**-10, 2.0**60
+MAX_QUERY_EPS = 1.0
+"""Most that is added to the mean square of a query."""
+
+
+def check_kernel_sizes(where: str, config: ModelConfig, longest: int) -> None:
+    """Refuse sizes that a Triton kernel does not take.
+
+    Args:
+        where: the target, which errors begin with.
+        longest: tokens of the longest sequence that may come.
+
+    Raises:
+        ConfigError: names the field of config.json, what is expected and what was found.
+    """
+    for field, fits, expected in _limits(config):
+        if not fits:
+            raise ConfigError(
+                f"{where}: {field} is {getattr(config, field)}, expected {expected}: no kernel takes another; serve"
+                " another model, or this one on a CPU"
+            )
+    chunks = -(-(longest // LayerKind.CSA.value) // CHUNK_SCORES)
+    if LayerKind.CSA in config.layer_kinds and chunks > 1 and config.index_topk * chunks > MAX_CANDIDATES:
+        tokens = MAX_CANDIDATES // config.index_topk * CHUNK_SCORES * LayerKind.CSA.value
+        raise ConfigError(
+            f"{where}: index_topk is {config.index_topk}, expected at most {MAX_CANDIDATES // chunks} for sequences of"
+            f" {longest} tokens; use a --context-length of at most {tokens}, or another model"
+        )
+
+
+def _limits(config: ModelConfig) -> Iterator[tuple[str, bool, str]]:
+    """Fields of ``config`` that kernels limit: (field, whether its value is taken, what is expected)."""
+    window = config.sliding_window
+    yield "hidden_size", config.hidden_size <= MAX_HIDDEN_SIZE, f"at most {MAX_HIDDEN_SIZE}"
+    yield "hc_mult", config.hc_mult == STREAMS, str(STREAMS)
+    yield "q_lora_rank", config.q_lora_rank <= MAX_Q_LORA_RANK, f"at most {MAX_Q_LORA_RANK}"
+    yield "head_dim", config.head_dim == HEAD_DIM, str(HEAD_DIM)
+    yield "qk_rope_head_dim", config.qk_rope_head_dim == ROPE_DIM, str(ROPE_DIM)
+    yield "sliding_window", window & (window - 1) == 0, "a power of two"
+    yield "n_routed_experts", config.n_routed_experts <= MAX_EXPERTS, f"at most {MAX_EXPERTS}"
+    limited = MIN_SWIGLU_LIMIT <= config.swiglu_limit <= MAX_SWIGLU_LIMIT
+    yield "swiglu_limit", limited, f"{MIN_SWIGLU_LIMIT:g} to {MAX_SWIGLU_LIMIT:g}"
+    yield "rms_norm_eps", config.rms_norm_eps <= MAX_QUERY_EPS, f"at most {MAX_QUERY_EPS:g}"
+    if LayerKind.CSA in config.layer_kinds:  # other layers have no indexer
+        yield "index_head_dim", config.index_head_dim == INDEX_HEAD_DIM, str(INDEX_HEAD_DIM)
+        yield "index_n_heads", config.index_n_heads <= MAX_INDEX_HEADS, f"at most {MAX_INDEX_HEADS}"
+        yield "index_topk", config.index_topk <= MAX_INDEX_TOPK, f"at most {MAX_INDEX_TOPK}"
