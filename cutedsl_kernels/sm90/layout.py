@@ -122,7 +122,7 @@ def _code_bytes(tiles: Tensor) -> Tensor:
     registers = permuted(split, lead, _TO_FRAGMENT).flatten(-3).unbind(-1)
     words: Tensor | None = None
     for register, table in zip(registers, _word_tables(tiles.device), strict=True):
-        bits = table[register.int()]
+        bits = table[register.long()]
         words = bits if words is None else words.bitwise_or_(bits)
     assert words is not None
     return words.view(torch.uint8).flatten(lead)
@@ -149,14 +149,14 @@ def _scale_bytes(tiles: Tensor) -> Tensor:
     lead = tiles.dim() - 2
     split = tiles.unflatten(-1, (4, 2)).unflatten(lead, ROW_SHAPE)
     ordered = permuted(split, lead, (0, 2, 3, 4, 1)).flatten(lead)
-    return _table(_encode_scales(), tiles.device)[ordered.int()]
+    return _table(_encode_scales(), tiles.device)[ordered.long()]
 
 
 def _plain_scales(packed: Tensor) -> Tensor:
     lead = packed.dim() - 1
     split = permuted(packed.unflatten(-1, (WARPS, 8, 4, 2, 2)), lead, (0, 4, 1, 2, 3))
     bytes_ = split.reshape(*packed.shape[:-1], TILE_ROWS, TILE_K // BLOCK)
-    return _table(_decode_scales(), packed.device)[bytes_.int()]
+    return _table(_decode_scales(), packed.device)[bytes_.long()]
 
 
 def permuted(tensor: Tensor, lead: int, order: tuple[int, ...]) -> Tensor:

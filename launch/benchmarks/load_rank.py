@@ -1,5 +1,6 @@
 """Load one tensor-parallel rank's share of a checkpoint into Hopper's layout and say, in JSON, how large it is and what
-it took: seconds, and what the process had allocated of the host's memory before."""
+it took: seconds, how many of them files were waited for, and the host's memory: what was allocated before, and what of
+it is pinned."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.process_memory import status
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.staged_files import STAGING_BYTES
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -39,9 +42,18 @@ def main() -> None:
     if arguments.device != "cpu":
         torch.cuda.synchronize()
     seconds = time.monotonic() - started
-    held = [*model.decoder.parameters(), *model.decoder.buffers(), model.table, model.head]
-    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-    print(json.dumps({"weights": weights, "seconds": round(seconds, 2), "allocated before": before}))
+    reader = model.decoder.context.source
+    assert isinstance(reader, CheckpointReader)
+    is_gpu = torch.device(arguments.device).type == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name() if is_gpu else "CPU",
+        "bytes": reader.nbytes,
+        "seconds": round(seconds, 2),
+        "waited for files": round(reader.waited, 2),
+        "allocated before": before,
+        "pinned": STAGING_BYTES if is_gpu else 0,
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

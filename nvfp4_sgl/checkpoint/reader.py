@@ -60,6 +60,11 @@ class CheckpointReader:
         self._decoded: dict[str, Storage] = {}
         self.nbytes = 0
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which files were waited for; 0 of mapped ones, which are read as they are touched."""
+        return self._files.waited
+
     def storage(self, stem: str) -> Storage:
         """Format that the matrix ``stem`` is stored in."""
         return self._inventory.storage(stem)
@@ -91,7 +96,9 @@ class CheckpointReader:
         part = self._files.read(entry, slice(*bounds(entry, name, 0, rows)) if rows is not None else None)
         if cols is None:
             return part
-        return part[:, slice(*bounds(entry, name, 1, cols))].contiguous()
+        # As bytes: torch does not copy every dtype with a stride on every device.
+        start, stop = (column * part.itemsize for column in bounds(entry, name, 1, cols))
+        return part.view(torch.uint8)[:, start:stop].contiguous().view(part.dtype)
 
     def check_values(self, name: str, part: Tensor, rows: slice | None = None, cols: slice | None = None) -> None:
         """CheckpointError if ``part``, the given ranges of tensor ``name``, holds what no checkpoint may hold."""

@@ -1,15 +1,15 @@
 """Stored tensors on a GPU: read by threads into pinned buffers, and copied from there while the next are read.
 
 A tensor is handed out when its copy is enqueued, not when it has arrived: whoever asks goes on to enqueue what becomes
-of it, and asks for the next. What will be asked for is told, two batches of experts at a time (:meth:`StagedFiles.
-expect`), and lies in memory by then; the rest, a fiftieth of Flash's bytes, is read when it is asked for. So nothing
-waits for anything but bytes: a buffer is filled again when its copies have been made, and the pieces that were expected
-into it were asked for or are dropped. Copies go to the stream that is current: what uses them comes behind them there,
-and they take a tenth of the time that reading takes, so that a stream of their own would gain nothing.
+of it, and asks for the next. Experts, all but a few percent of Flash's bytes, are told before they are asked for, two
+batches at a time (:meth:`StagedFiles.expect`), and lie in memory by then; the rest is read when it is asked for. So
+nothing waits for anything but bytes: a buffer is filled again when its copies have been made, and what was expected
+into it was asked for or is dropped. Copies go to the stream that is current: what uses them comes behind them there.
+On a stream of their own they would run beside it, but both together take less time than reading.
 
-Files are read, not mapped. Reading copies out of the page cache as fast as a copy of a mapping does, threads do it
-while Python goes on, and no page ever counts as this process's. In a matrix that ranks split by columns, each page
-holds columns of every rank: whole rows are read, and cut on the GPU.
+Files are read, not mapped: threads do it while Python goes on, and no page ever counts as this process's. On an EPYC
+with nested paging both copy 4 to 5 GB a CPU second out of the page cache. In a matrix that ranks split by columns, each
+page holds columns of every rank: whole rows are read, and cut on the GPU.
 
 Beside that, the system is told which bytes come behind, so that a disk reads ahead. Nothing is dropped from the page
 cache: another rank may be about to read it.
@@ -36,13 +36,15 @@ from nvfp4_sgl.errors import CheckpointError
 EXPECTED_BYTES = 128 << 20
 """Of each of the two buffers for what is expected: eight experts of Flash."""
 BUFFER_BYTES = 32 << 20
-"""Of each of the two buffers for all else. 320 MiB of staging memory a rank in all."""
+"""Of each of the two buffers for all else."""
+STAGING_BYTES = 2 * (EXPECTED_BYTES + BUFFER_BYTES)
+"""Pinned memory of a rank, 320 MiB, whatever is read."""
 ALIGNMENT = 64
 """Of what lies in a buffer, in bytes: a cache line."""
 THREADS = 4
 """That read."""
 PART_BYTES = 1 << 20
-"""What nobody expected is shared among threads above this size: that takes as long as copying about 0.3 MB."""
+"""What nobody expected is shared among threads above this size; to hand over less would take longer than to read it."""
 AHEAD_BYTES = 256 << 20
 """What the system is told to get from the disk behind the bytes that are read."""
 ADVISED_BYTES = 32 << 20
@@ -61,24 +63,19 @@ class Mark(Protocol):
         ...
 
 
-@dataclass
-class Took:
-    """What reading took.
-
-    Attributes:
-        nbytes: read from files: of a range of columns, the whole rows.
-        reading: seconds in which bytes were waited for.
-    """
-
-    nbytes: int = 0
-    reading: float = 0.0
-
-
 @dataclass(eq=False)
 class _Buffer:
+    """Pinned memory that is filled from its beginning, and again once all copies out of it have been made.
+
+    Attributes:
+        copied: the place behind the last copy out of it.
+        expected: pieces in it that were not asked for yet.
+    """
+
     data: Tensor
     used: int = 0
     copied: Mark | None = None
+    expected: int = 0
 
     def take(self, nbytes: int) -> Tensor | None:
         """The next ``nbytes``; ``None`` if there is no room."""
@@ -87,6 +84,13 @@ class _Buffer:
             return None
         self.used = -(-end // ALIGNMENT) * ALIGNMENT
         return self.data[start:end]
+
+    def empty(self) -> None:
+        """Wait for the copies, and begin again."""
+        # Here, and not in a thread that fills it: CUDA would make a context on that thread's device, the first GPU.
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.used, self.copied, self.expected = 0, None, 0
 
 
 @dataclass
@@ -140,15 +144,12 @@ class StagedFiles:
 
     Args:
         device: a CUDA device; or the CPU, where copies are made at once.
-
-    Attributes:
-        took: so far.
     """
 
     is_asynchronous = True
 
     def __init__(self, device: torch.device):
-        self._device, self.took = device, Took()
+        self._device, self.waited = device, 0.0
         self._open: dict[Path, _File] = {}
         self._expected: dict[_Place, _Expected] = {}
         self._for_expected: list[_Buffer] = []
@@ -163,6 +164,9 @@ class StagedFiles:
         if expected is not None:
             expected.filled.result()  # raises what the thread has raised
             self._copy(out, expected.staged)
+            expected.buffer.expected -= 1
+            if not expected.buffer.expected:
+                expected.buffer.copied = self._mark()
         else:
             file = self._opened(entry.file)
             for start in range(0, nbytes, BUFFER_BYTES):
@@ -170,8 +174,7 @@ class StagedFiles:
                 staged = self._room(target.numel())
                 self._fill(file, staged, offset + start)
                 self._copy(target, staged)
-        self.took.reading += time.perf_counter() - begun
-        self.took.nbytes += nbytes
+        self.waited += time.perf_counter() - begun
         shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
         return out.view(DTYPES[entry.dtype]).view(shape)
 
@@ -184,8 +187,9 @@ class StagedFiles:
                 del self._expected[place]
                 if not piece.filled.cancel():
                     piece.filled.exception()  # waits
-        # What was read into it the time before has been asked for by now: its copies are enqueued.
-        buffer.copied, buffer.used = self._mark(), 0
+        if buffer.expected:
+            buffer.copied = self._mark()
+        buffer.empty()
         for entry, rows in places:
             offset, nbytes = _span(entry, rows)
             staged = buffer.take(nbytes)
@@ -193,8 +197,9 @@ class StagedFiles:
                 return
             file = self._opened(entry.file)
             self._advise(file, offset, nbytes)
-            filled = self._threads().submit(_fill_behind, buffer.copied, file, staged, offset)
+            filled = self._threads().submit(file.fill, staged, offset)
             self._expected[_place(entry, rows)] = _Expected(buffer, staged, filled)
+            buffer.expected += 1
 
     def let_go(self, file: Path) -> None:
         self._open.pop(file, None)
@@ -203,9 +208,11 @@ class StagedFiles:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
+        if (mark := self._mark()) is not None:
+            mark.synchronize()  # what was read is on the device, also for whoever uses it on another stream
         self._expected.clear()
         self._open.clear()
-        self._for_expected, self._for_others = [], []  # torch keeps pinned memory until copies out of it are done
+        self._for_expected, self._for_others = [], []
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -230,9 +237,7 @@ class StagedFiles:
         if staged is None:
             buffers[0].copied = self._mark()
             buffers.append(buffers.pop(0))
-            if buffers[0].copied is not None:
-                buffers[0].copied.synchronize()
-            buffers[0].used = 0
+            buffers[0].empty()
             staged = buffers[0].take(nbytes)
             assert staged is not None, nbytes
         return staged
@@ -265,13 +270,6 @@ class StagedFiles:
         if self._device.type == "cuda":
             return torch.cuda.current_stream(self._device).record_event()
         return None
-
-
-def _fill_behind(copied: Mark | None, file: _File, staged: Tensor, offset: int) -> None:
-    """Fill a part of a buffer once the copies out of it have been made."""
-    if copied is not None:
-        copied.synchronize()
-    file.fill(staged, offset)
 
 
 def _place(entry: Entry, rows: slice | None) -> _Place:

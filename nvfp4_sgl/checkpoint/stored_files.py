@@ -36,9 +36,11 @@ class StoredFiles(Protocol):
 
     Attributes:
         is_asynchronous: tensors may arrive later than they are handed out, so that looking at their values waits.
+        waited: seconds in which bytes were waited for, as far as is known: not where a mapping's pages are touched.
     """
 
     is_asynchronous: bool
+    waited: float
 
     def read(self, entry: Entry, rows: slice | None) -> Tensor:
         """A tensor, or a range of its rows: shape and dtype of the file, bit-identical, contiguous.
@@ -60,14 +62,14 @@ class StoredFiles(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of all files and buffers."""
+        """Let go of all files and buffers, once all that was read has arrived."""
         ...
 
 
 class MappedFiles:
     """Files mapped into memory. Their pages are the system's, and this process's as long as a tensor is used."""
 
-    is_asynchronous = False
+    is_asynchronous, waited = False, 0.0
 
     def __init__(self) -> None:
         self._mapped: dict[Path, Tensor] = {}

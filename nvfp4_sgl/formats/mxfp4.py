@@ -134,8 +134,10 @@ def to_nvfp4(tensor: MxFp4Tensor, exponent: Tensor | None = None) -> NvFp4Tensor
             f" 2^{low}..2^{high}; the exponents spread too wide for an exact conversion: requantise from the source"
         )
     block_scale = ue8m0.decode((k + ue8m0.BIAS).to(torch.uint8)).to(torch.float8_e4m3fn)
+    # As bytes: torch does not repeat e4m3 everywhere.
+    halves = block_scale.view(torch.uint8).repeat_interleave(2, dim=-1).view(torch.float8_e4m3fn)
     global_scale = ue8m0.decode((m + ue8m0.BIAS).to(torch.uint8))
-    return NvFp4Tensor(tensor.packed, block_scale.repeat_interleave(2, dim=-1), global_scale)
+    return NvFp4Tensor(tensor.packed, halves, global_scale)
 
 
 def _is_zero_block(tensor: MxFp4Tensor) -> Tensor:

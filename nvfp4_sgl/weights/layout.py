@@ -78,7 +78,7 @@ def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -
 
 
 EXPERTS_AT_ONCE = 8
-"""Experts that are read and packed together: 113 MB of Flash's. Kernels are launched for all of them at once, 60 an
+"""Experts that are read and packed together: 113 MB of Flash's. Kernels are launched for all of them at once, 53 an
 expert instead of 148."""
 
 

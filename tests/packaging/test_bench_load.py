@@ -52,19 +52,50 @@ def test_what_is_written(format: TinyFormat, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_verdict_is_of_the_worst_rank() -> None:
-    from benchmarks.load import verdict
+    from benchmarks.load import Run, table, verdict
     from benchmarks.process_memory import Peak
 
-    def judged(seconds: float, own: float) -> tuple[bool, str]:
+    def run(seconds: float, own: float, resident: float = 0) -> Run:
         said: list[dict[str, Any]] = [
-            {"weights": 12_000_000_000, "seconds": taken, "allocated before": 500_000_000} for taken in (4.0, seconds)
+            {
+                "device": "GPU",
+                "bytes": 12_000_000_000,
+                "seconds": taken,
+                "waited for files": 1.0,
+                "allocated before": 500_000_000,
+                "pinned": 500_000_000,
+            }
+            for taken in (4.0, seconds)
         ]
-        return verdict(2, [5 * 10**9, 4 * 10**9, 15 * 10**9], said, [Peak(9, int(1e9), 0), Peak(9, int(own), 0)])
+        peaks = [Peak(9, int(1e9), 0), Peak(9, int(own), int(resident))]
+        return Run([5 * 10**9, 4 * 10**9, 15 * 10**9], 1, said, peaks)
 
-    good, words = judged(5.0, 17e9)
-    assert good and words.startswith("pass: 24.0 GB, 2 rank(s): 2.40 GB/s a rank (goal 2), 17.00 GB allocated, 0.50")
-    assert not judged(6.1, 17e9)[0] and not judged(5.0, 18.1e9)[0]
-    assert judged(5.0, 18.1e9)[1].startswith("FAIL")
+    good, words = verdict(run(5.0, 17e9))
+    assert good and words.startswith("pass: 24.0 GB, 2 rank(s): 2.40 GB/s a rank (goal 2), 17.50 GB allocated, 0.50")
+    assert not verdict(run(6.1, 17e9))[0] and not verdict(run(5.0, 17.6e9))[0]
+    assert verdict(run(5.0, 17.6e9))[1].startswith("FAIL")
+    assert not verdict(run(5.0, 0, 17.6e9))[0], "no zero where the system does not say what is allocated"
+    assert table([run(5.0, 17e9)])[-1] == "| GPU | 2 | 1 | 1 | 12.00 | 5.00 | 1.00 | 2.40 | 17.50 |"
+
+
+def test_from_writing_to_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU, a rank and then two; every rank takes its share, and what was written is removed."""
+    from benchmarks import load, random_checkpoint
+
+    monkeypatch.setattr(random_checkpoint, "write_flash", write_small)
+    monkeypatch.setattr(load, "LEAST_RATE", 1.0)
+    monkeypatch.setattr(load, "MOST_ALLOCATED", 1e6)
+    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path), "--ranks", "1", "2", "--device", "cpu"])
+    assert load.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    ranks = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [(found["ranks"], found["rank"]) for found in ranks] == [(1, 0), (2, 0), (2, 1)]
+    whole, *halves = (found["bytes"] for found in ranks)
+    assert halves[0] == halves[1] and whole / 2 < halves[0] < whole
+    assert lines[-2].startswith("pass: ") and lines[-1].startswith("pass: ") and "2 rank(s)" in lines[-1]
+    assert not (tmp_path / "source").exists()
 
 
 def test_memory_of_commands(tmp_path: Path) -> None:
