@@ -214,7 +214,7 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[3:5]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[2:4]
 
 
 def test_commands_of_programs():
