@@ -32,6 +32,8 @@ def main() -> int:
     kernels = arguments.folder / "kernels"
     if arguments.cache == "empty":
         shutil.rmtree(kernels, ignore_errors=True)
+    elif not any(kernels.glob("*")):
+        sys.exit(f"{kernels}: expected compiled kernels, found none; run `empty` first")
     found = started(arguments, kernels)
     (arguments.folder / f"{arguments.cache}.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

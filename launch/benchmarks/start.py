@@ -24,9 +24,12 @@ def stages(log: str) -> dict[str, float | None]:
 
 
 def after_weights(log: str, ready: float) -> float | None:
-    """Seconds from the line of the weights, which the log dates to the second, to ``ready`` (``time.time()``)."""
+    """Seconds from the line that ends the weights, which the log dates to the second, to ``ready`` (``time.time()``).
+
+    Lines of their progress come before it, and have no seconds at their end.
+    """
     for match in STAGE.finditer(log):
-        if match["name"] == "weights":
+        if match["name"] == "weights" and SECONDS.search(match["words"]):
             return round(ready - datetime.fromisoformat(match["at"]).timestamp(), 1)
     return None
 

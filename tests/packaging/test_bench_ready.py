@@ -16,6 +16,7 @@ LOG = """\
 [2026-11-23 10:01:10 TP0] nvfp4_sgl: config: DIR verified, 134,762 tensors, 2.1 s
 [2026-11-23 10:01:11 TP0] nvfp4_sgl: memory: 81.3 GB of weights and 4,900,000 tokens fit
 [2026-11-23 10:01:12 TP0] compiling 33 GEMMs and 242 Triton kernels with 32 processes
+[2026-11-23 10:01:17 TP0] nvfp4_sgl: weights: 31.8 of 161.7 GB, 6.35 GB/s, about 20 s left
 [2026-11-23 10:02:04 TP0] nvfp4_sgl: weights: RANDOM (full NVFP4), 161.70 GB stored, 53.0 s
 [2026-11-23 10:03:00 TP0] compiled in 108.1 s, with 900 s of processor time
 [2026-11-23 10:03:02 TP0] nvfp4_sgl: warm-up: 12.5 s
@@ -80,3 +81,11 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
         assert ready.main() == 0
         assert (tmp_path / f"{cache}.json").exists() and not (kernels / "old").exists()
     assert told == 2 * [("ours", str(kernels), str(kernels / "triton"), [])]
+
+
+def test_a_filled_cache_holds_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import ready
+
+    monkeypatch.setattr(sys, "argv", ["ready", "filled", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"{tmp_path}/kernels: expected .* found none; run `empty` first"):
+        ready.main()
