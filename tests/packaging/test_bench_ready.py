@@ -69,6 +69,8 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
 
     def measure(engine: str, arguments: Any) -> Any:
         told.append((engine, os.environ["XDG_CACHE_HOME"], os.environ["TRITON_CACHE_DIR"], arguments.concurrency))
+        kernels.mkdir(exist_ok=True)
+        (kernels / "compiled").touch()
         yield "ready after", 100.0
         yield "start", {"ready after weights": 24.0}
 
