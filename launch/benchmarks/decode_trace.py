@@ -1,4 +1,9 @@
-"""One decode step of a served model, launch by launch, from a trace of SGLang's profiler (Chrome's format)."""
+"""One decode step of a served model, launch by launch, from a trace of SGLang's profiler (Chrome's format).
+
+A launch adds to a step the microseconds from the end of everything before it to its own end; with overlapping launches
+this is what it costs, its own time is not. Its gap is the part of that in which nothing ran. The floor of a GEMM is its
+weights, read at a copy's bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,22 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.profile_report import DEVICE_CATEGORIES, NAME_LENGTH
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.model.products import LayerProduct, launched_products
+
+GEMM = "W4A16Gemm"
+"""In the name of every GEMM of ours on Hopper."""
+WEIGHT_BYTES = 0.5 + 1 / 16
+"""Of a weight: a code, and its part of a block scale."""
+COPY_BYTES_PER_US = 4.25e6
+"""Bytes that a copy reads and writes on an H200, measured in several runs."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +69,13 @@ def graphs(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A kernel of a step: launches, and per launch the median of its time and of what it adds to the step.
-
-    adds: microseconds from the end of everything before to this one's end; with overlapping launches this is what a
-    launch costs, its own time is not.
-    """
+    """A kernel of a step: its launches, and the means of their times, what they add to the step, and their gaps."""
 
     name: str
     count: int
     us: float
     adds: float
+    gap: float
 
 
 def short(name: str) -> str:
@@ -73,25 +84,65 @@ def short(name: str) -> str:
     return name[:NAME_LENGTH]
 
 
-def lines(steps: Sequence[Sequence[Kernel]]) -> list[Line]:
-    """What the steps' kernels cost, the dearest first."""
-    times: dict[str, list[float]] = defaultdict(list)
-    added: dict[str, list[float]] = defaultdict(list)
+def lines(steps: Sequence[Sequence[Kernel]], named: Callable[[Sequence[Kernel]], Sequence[str | None]]) -> list[Line]:
+    """What the steps' launches cost, the dearest first; ``named`` names those of a step, ``None`` for what to leave
+    out."""
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for step in steps:
         end = step[0].begin
-        for kernel in step:
-            times[short(kernel.name)].append(kernel.us)
-            added[short(kernel.name)].append(max(0.0, kernel.end - end))
+        for kernel, name in zip(step, named(step), strict=True):
+            if name is not None:
+                found[name].append((kernel.us, max(0.0, kernel.end - end), max(0.0, kernel.begin - end)))
             end = max(end, kernel.end)
-    found = [
-        Line(name, len(times[name]) // len(steps), statistics.mean(times[name]), statistics.mean(added[name]))
-        for name in times
+    summed = [
+        Line(name, len(launches) // len(steps), *map(statistics.mean, zip(*launches, strict=True)))
+        for name, launches in found.items()
     ]
-    return sorted(found, key=lambda line: -line.adds * line.count)
+    return sorted(summed, key=lambda line: -line.adds * line.count)
 
 
-def text(path: Path) -> str:
-    """The table of a trace's decode steps."""
+def by_kernel(step: Sequence[Kernel]) -> list[str | None]:
+    return [short(kernel.name) for kernel in step]
+
+
+@dataclass(frozen=True)
+class Gemms:
+    """The GEMMs that a step launches, in their order: the name of each, and the weights that it reads, in bytes."""
+
+    names: Sequence[str]
+    weights: Mapping[str, float]
+
+    @classmethod
+    def of(cls, config: ModelConfig, ranks: int, requests: int) -> Gemms:
+        """Those of a step of so many requests, with the mean of the experts that random ones visit."""
+        products = launched_products(config, ranks)
+        return cls([product.name for product in products], {each.name: weights(each, requests) for each in products})
+
+    def __call__(self, step: Sequence[Kernel]) -> list[str | None]:
+        """The GEMM of each launch, ``None`` for others.
+
+        Raises:
+            ValueError: a step does not launch as many.
+        """
+        count = sum(GEMM in kernel.name for kernel in step)
+        if count != len(self.names):
+            raise ValueError(f"a step launches {count} kernels named {GEMM}, expected {len(self.names)}")
+        names = iter(self.names)
+        return [next(names) if GEMM in kernel.name else None for kernel in step]
+
+
+def weights(product: LayerProduct, tokens: int) -> float:
+    """Bytes of codes and block scales that ``tokens`` read of a product."""
+    read: float = product.groups
+    if product.experts_per_token:
+        # The shared expert is always read.
+        routed, visits = product.groups - product.shared, product.experts_per_token - product.shared
+        read = product.shared + routed * (1 - (1 - visits / routed) ** tokens)
+    return read * product.features * product.k * (2 if product.gated else 1) * WEIGHT_BYTES
+
+
+def text(path: Path, gemms: Gemms | None = None) -> str:
+    """The tables of a trace's decode steps: of all kernels, and of ``gemms`` beside their floors."""
     steps = graphs(read(path))
     spans = [step[-1].end - step[0].begin for step in steps]
     begins = [step[0].begin for step in steps]
@@ -99,8 +150,15 @@ def text(path: Path) -> str:
     head = f"{len(steps)} graphs of {len(steps[0])} launches, {statistics.median(spans):.0f} us from begin to end" + (
         f", {statistics.median(apart):.0f} us from one to the next" if apart else ""
     )
-    rows = [
-        f"{line.count * line.adds:9.1f} {line.count:6} {line.adds:8.2f} {line.us:8.2f}  {line.name}"
-        for line in lines(steps)
-    ]
-    return "\n".join([head, f"{'step, us':>9} {'count':>6} {'adds':>8} {'takes':>8}  kernel", *rows])
+    heads = f"{'step, us':>9} {'count':>6} {'adds':>8} {'gap':>6} {'takes':>8}"
+    table = [head, f"{heads}  kernel", *(f"{_row(line)}  {line.name}" for line in lines(steps, by_kernel))]
+    if gemms is not None:
+        table += ["", f"{heads} {'floor':>7} {'of adds':>7}  GEMM"]
+        for line in lines(steps, gemms):
+            floor = gemms.weights[line.name] / COPY_BYTES_PER_US
+            table.append(f"{_row(line)} {floor:7.2f} {floor / line.adds:7.0%}  {line.name}")
+    return "\n".join(table)
+
+
+def _row(line: Line) -> str:
+    return f"{line.count * line.adds:9.1f} {line.count:6} {line.adds:8.2f} {line.gap:6.2f} {line.us:8.2f}"

@@ -25,8 +25,10 @@ from local_server import server
 
 from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
+from benchmarks.decode_trace import Gemms
 from benchmarks.flash import LAYERS, write_flash
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"
@@ -90,7 +92,7 @@ def recorded(
     report = arguments.folder / "report.json"
     found: Found = json.loads(report.read_text()) if report.exists() else {}
     for measured in arguments.servers:
-        found[measured] = {}
+        found.setdefault(measured, {})  # what is measured again replaces what was found
         for name, value in measure(measured, arguments):
             found[measured][name] = value
             print(f"{measured}, {name}: {json.dumps(value)}", flush=True)
@@ -132,13 +134,15 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
             yield "start", start.described(log, ready)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
             yield "plugin", plugin(json.load(answer), engine)
-        for count in arguments.concurrency:
-            yield f"at {count}", served(client, url, model, count, arguments.prompt, arguments.tokens)
-            yield f"steady at {count}", steady(log, count)
+        for count in dict.fromkeys([*arguments.concurrency, *arguments.trace]):
+            if count in arguments.concurrency:
+                yield f"at {count}", served(client, url, model, count, arguments.prompt, arguments.tokens)
+                yield f"steady at {count}", steady(log, count)
+            if count in arguments.trace:
+                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if engine == "ours" else None
+                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)
         if arguments.long:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, 4)
-        for count in arguments.trace:
-            yield f"trace at {count}", trace(url, folder, count, arguments.prompt)
 
 
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -171,8 +175,8 @@ def steady(log: Path, count: int) -> float | None:
     return round(1000 * count / statistics.median(rates), 3) if rates else None
 
 
-def trace(url: str, folder: Path, count: int, prompt: int) -> str:
-    """Trace some decode steps of ``count`` requests; the table is the answer, the traces stay in ``folder``."""
+def trace(url: str, folder: Path, count: int, prompt: int, gemms: Gemms | None) -> str:
+    """Trace some decode steps of ``count`` requests; its head is the answer, tables and traces stay in ``folder``."""
     where = folder / f"trace.{count}"
     body = json.dumps(
         {
@@ -192,7 +196,7 @@ def trace(url: str, folder: Path, count: int, prompt: int) -> str:
     if not files:
         raise RuntimeError(f"{where}: SGLang's profiler wrote no trace of rank 0")
     time.sleep(1)  # a file appears before it is whole
-    table = decode_trace.text(files[0])
+    table = decode_trace.text(files[0], gemms)
     (folder / f"trace.{count}.txt").write_text(table + "\n")
     return table.splitlines()[0]
 

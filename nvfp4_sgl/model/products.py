@@ -60,14 +60,19 @@ def step_products(config: ModelConfig, ranks: int = 1) -> Counter[LayerProduct]:
     Raises:
         ConfigError: the model cannot be split so.
     """
+    return Counter(launched_products(config, ranks))
+
+
+def launched_products(config: ModelConfig, ranks: int = 1) -> list[LayerProduct]:
+    """The products that a pass launches on one of ``ranks``, in their order, all of it in NVFP4.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
     TensorParallel(size=ranks).check(config)
-    found: Counter[LayerProduct] = Counter()
-    for kind in LayerKind:
-        layers = config.layer_kinds.count(kind)
-        if layers:
-            found.update(dict.fromkeys(_attention(config, kind, ranks), layers))
-    found.update(dict.fromkeys(_experts(config, ranks, shared=True), len(config.layer_kinds)))
-    return found
+    attention = {kind: _attention(config, kind, ranks) for kind in set(config.layer_kinds)}
+    experts = _experts(config, ranks, shared=True)
+    return [product for kind in config.layer_kinds for product in (*attention[kind], *experts)]
 
 
 def stored_products(config: ModelConfig, ranks: int, operands: Callable[[str], Operands]) -> Counter[LayerProduct]:

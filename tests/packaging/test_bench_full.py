@@ -12,7 +12,8 @@ import pytest
 
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify_dummy
-from tests.support.released import FLASH
+from nvfp4_sgl.config import ModelConfig
+from tests.support.released import FLASH, config_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +47,48 @@ def test_what_a_launch_adds_to_a_step(tmp_path: Path) -> None:
     found = decode_trace.graphs(kernels)
     # Neither the first step nor the last, which the profiler may have cut off, nor what is no whole graph.
     assert [step[0].begin for step in found] == [100, 200, 300]
-    lines = {line.name: (line.count, line.us, line.adds) for line in decode_trace.lines(found)}
-    assert lines == {"a": (1, 10, 10), "b": (1, 12, 4), "c": (1, 5, 11)}
+    lines = {line.name: (line.count, line.us, line.adds, line.gap) for line in by_kernel(found)}
+    assert lines == {"a": (1, 10, 10, 0), "b": (1, 12, 4, 0), "c": (1, 5, 11, 6)}
     text = decode_trace.text(path).splitlines()
     assert text[0] == "3 graphs of 3 launches, 25 us from begin to end, 100 us from one to the next"
     assert [line.split()[-1] for line in text[2:]] == ["c", "a", "b"]
+
+
+def by_kernel(steps: Any) -> Any:
+    from benchmarks import decode_trace
+
+    return decode_trace.lines(steps, decode_trace.by_kernel)
+
+
+def test_gemms_beside_their_floors(tmp_path: Path) -> None:
+    """The launches of a step are told apart by their order; those of no GEMM count as time before the next."""
+    from benchmarks import decode_trace
+    from benchmarks.decode_trace import COPY_BYTES_PER_US, GEMM, Gemms
+
+    config = ModelConfig.from_dict(config_json(FLASH, num_hidden_layers=2, compress_ratios=[0, 4, 0]))
+    gemms = Gemms.of(config, 2, 1)
+    assert len(gemms.names) == 12 and gemms.names[1] == "wq_b" and gemms.names[7] == "wq_b + indexer.wq_b"
+    events = []
+    for step in range(4):
+        at = 1000.0 * step
+        for _ in gemms.names:
+            events += [event(f"kernel_{GEMM}_0", at, 10, step), event("between", at + 9, 2, step)]
+            at += 20
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    table = decode_trace.text(path, gemms).partition("  GEMM\n")[2].splitlines()
+    columns = {line.split(maxsplit=7)[7]: line.replace("%", "").split()[:7] for line in table}
+    rows = {name: list(map(float, found)) for name, found in columns.items()}
+    # A gap of 9 us but at the begin of a step.
+    assert rows["wq_b"][1:5] == [1, 19, 9, 10] and rows["wo_a"][:2] == [38, 2]
+    floor = 16384 * 1024 * 0.5625 / COPY_BYTES_PER_US
+    assert rows["wq_b"][5:] == [round(floor, 2), round(100 * floor / 19)]
+    seven = 7 * 2 * 1024 * 4096 * 0.5625 / COPY_BYTES_PER_US
+    assert rows["experts.w1 + w3"][5] == round(seven, 2)
+    visited = 1 + 256 * (1 - (1 - 6 / 256) ** 64)
+    assert Gemms.of(config, 2, 64).weights["experts.w2"] == pytest.approx(visited * 1024 * 4096 * 0.5625)
+    with pytest.raises(ValueError, match=f"launches 12 kernels named {GEMM}, expected 11"):
+        decode_trace.text(path, Gemms(gemms.names[1:], gemms.weights))
 
 
 def test_steady_steps_are_those_of_full_batches(tmp_path: Path) -> None:
