@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import hopper_experts
+from benchmarks.hopper_goals import Timed, verdict
 from benchmarks.hopper_runs import ROTATED_BYTES, Parts, compile_all, rotating
 from benchmarks.kernel_report import Chip
 from benchmarks.kernels import measured_chip
@@ -238,6 +239,24 @@ def text(row: Row, bandwidth: float) -> str:
     )
 
 
+def timed(chip: Chip, row: Row) -> Timed:
+    """A row as goals take it."""
+    gemm = row.gemm
+    what = f"{gemm.model}, {gemm.ranks}: {gemm.name} at {row.tokens}"
+    of_marlin = row.marlin_us / row.us if row.marlin_us else None
+    megabytes = row.weight_rate * row.us / 1e12
+    rates = row.weight_rate / chip.bandwidth, row.rate / chip.rate
+    return Timed(what, row.tokens, row.tokens, megabytes, of_marlin, *rates)
+
+
+def timed_experts(chip: Chip, row: hopper_experts.Row) -> Timed:
+    """The same of experts: Marlin's whole mixture beside ours."""
+    what = f"{row.layer.model}, {row.layer.ranks}: experts at {row.tokens}"
+    of_marlin = row.marlin_us / row.mixture_us if row.marlin_us else None
+    rates = row.weight_rate / chip.bandwidth, row.rate / chip.rate
+    return Timed(what, row.tokens, row.pairs / row.visited, row.weight_bytes / 1e6, of_marlin, *rates, is_experts=True)
+
+
 def compile_ahead(args: argparse.Namespace) -> None:
     """Compile our kernels in parallel; whatever this misses is compiled at its first launch."""
     started, shapes, layers = time.monotonic(), [], experts_of(args)
@@ -331,16 +350,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{chip.name}: copy {chip.bandwidth / 1e12:.2f} TB/s, bf16 products {chip.rate / 1e12:.0f} TFLOP/s")
     rows: list[Row] = []
     expert_rows: list[hopper_experts.Row] = []
-    try:
-        if not args.experts:
-            for row in run_dense(args, chip, Peers(marlin, humming), parts):
-                rows.append(row)
-        for expert_row in run_experts(args, chip, marlin, parts):
-            expert_rows.append(expert_row)
-    finally:
+
+    def keep() -> None:
+        """Whatever comes to an end early leaves what it has found."""
         if args.json:
             found = {"rows": [asdict(row) for row in rows], "experts": [asdict(row) for row in expert_rows]}
             args.json.write_text(json.dumps({"chip": asdict(chip), **found}, indent=1))
+
+    if not args.experts:
+        for row in run_dense(args, chip, Peers(marlin, humming), parts):
+            rows.append(row)
+            keep()
+    for expert_row in run_experts(args, chip, marlin, parts):
+        expert_rows.append(expert_row)
+        keep()
+    if not args.shapes:
+        rated = [timed(chip, row) for row in rows] + [timed_experts(chip, row) for row in expert_rows]
+        print("\nGoals:", *verdict(rated), sep="\n", flush=True)
     for failed in parts.failed:
         print(f"failed: {failed}", flush=True)
     return 1 if parts.failed else 0

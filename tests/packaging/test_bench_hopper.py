@@ -24,7 +24,9 @@ from tests.support.reference_gemms import reference_gemms
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
 from benchmarks import hopper, hopper_experts
+from benchmarks.hopper_goals import verdict
 from benchmarks.hopper_runs import Parts
+from benchmarks.kernel_report import Chip
 from benchmarks.peers import humming, marlin
 
 LAYER = hopper_experts.Layer("tiny", 1, experts=9, visits=4, width=128, inner=128, limit=10.0)
@@ -83,6 +85,35 @@ def test_rows_have_the_columns_of_their_header() -> None:
     assert {columns(text) for text in texts} == {columns(line) for line in hopper_experts.HEADER.splitlines()}
     assert "48.0 | 3.00 |" in texts[1]
     json.dumps([asdict(row), asdict(expert)])
+
+
+CHIP = Chip("a chip", 4e12, 700e12, 1.0)
+
+
+def test_goals() -> None:
+    """Of 9.4 MB, 64 MB and 1.2 MB of weights, and of experts."""
+    gemm = next(hopper.gemms(["flash"], [2]))
+
+    def row(tokens: int, us: float, megabytes: float, marlin: float | None, rate: float = 1e12) -> hopper.Row:
+        return hopper.Row(gemm, tokens, 16, 4, 3, us, megabytes * 1e12 / us, rate, 8.0, marlin, None)
+
+    rows = [
+        *(row(1, 5.0, 9.4, 6.6), row(64, 5.0, 9.4, 6.4), row(128, 5.0, 9.4, 5.1), row(1, 5.0, 1.2, 4.9)),
+        *(row(16, 20.0, 64.1, None), row(16, 10.0, 20.0, None), row(16, 7.0, 20.0, None)),
+        *(row(4096, 100.0, 9.4, None, 430e12), row(4095, 100.0, 9.4, None, 1e12)),
+    ]
+    expert = hopper_experts.Row(LAYER, 600, 2400, 8.0, 64, 9.0, 6.0, 1e6, 1e12, 419e12, 16.0, 24.0)
+    lines = verdict([*(hopper.timed(CHIP, each) for each in rows), hopper.timed_experts(CHIP, expert)])
+    name = f"flash, 2: {gemm.name} at"
+    assert lines == [
+        f"1.3 times Marlin up to 64 tokens from 8 MB: 1 of 2 rows; missed by {name} 64 (1.28)",
+        f"no slower than Marlin elsewhere: 2 of 3 rows; missed by {name} 1 (0.98)",
+        "80% of a copy from 64 MB: 1 of 1 rows",
+        f"60% of a copy from 16 MB: 1 of 2 rows; missed by {name} 16 (0.50)",
+        "60 % of bf16 products from 4096 rows (experts: 256 each): 1 of 2 rows; missed by"
+        f" {LAYER.model}, {LAYER.ranks}: experts at 600 (0.60)",
+    ]
+    assert not verdict([])
 
 
 def test_options() -> None:
