@@ -380,9 +380,12 @@ def bind_threads(tp_size: int) -> None:
 
 
 def use_bound_cpus(rank: int) -> None:
-    """Restrict this process to its group of :data:`CPU_BINDING`; SGLang itself binds only with its CPU kernels."""
+    """Restrict this process to its group of :data:`CPU_BINDING`; SGLang itself binds only with its CPU kernels.
+
+    A rank with a GPU is never restricted, whatever the environment says of CPU kernels.
+    """
     groups = os.environ.get(CPU_BINDING, "").split("|")
-    if groups == [""]:
+    if groups == [""] or detect_target() is not Target.CPU:
         return
     import torch
 
