@@ -19,7 +19,8 @@ def restricted(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: found.append(cpus))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 8})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.delenv(CPU_BINDING, raising=False)
+    monkeypatch.setenv(CPU_BINDING, "")  # so that what the code sets is taken away afterwards
+    monkeypatch.delenv(CPU_BINDING)
     return found
 
 
@@ -49,3 +50,7 @@ def test_ranks_on_gpus_are_left_alone(
     monkeypatch.setenv(CPU_BINDING, "0,1|2,3")
     arguments.use_bound_cpus(1)
     assert not restricted
+
+
+def test_nothing_is_left_in_the_environment() -> None:
+    assert CPU_BINDING not in os.environ
