@@ -52,15 +52,13 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
         raise ConfigError(f"vocab_size: expected at least {special + len(alphabet)}, found {vocab_size}")
     merges = learn_merges(CORPUS, vocab_size - special - len(alphabet))
     tokens = [*CONTROL_TOKENS, *MARKUP_TOKENS, *alphabet, *(left + right for left, right in merges)]
-    placeholders = [f"<｜place▁holder▁no▁{n}｜>" for n in range(vocab_size - len(tokens))]
-    tokens += placeholders
+    # Not added tokens: those of Flash's vocabulary, 128 thousand, would take a server half a minute to load, three times.
+    tokens += [f"<｜place▁holder▁no▁{n}｜>" for n in range(vocab_size - len(tokens))]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=False) for token in (*MARKUP_TOKENS, *placeholders)]
-    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(f"tokenizer: expected {vocab_size} ids, made {tokenizer.get_vocab_size()}")
     return tokenizer

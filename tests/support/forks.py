@@ -163,10 +163,12 @@ def launch(
         late: added to it; for variables that no module reads when it is imported.
         modules: that a fork has already; for what only a launcher is asked, which would import them after its plugins.
         fresh: start it as its users do, each process in an interpreter of its own. So it is on a machine with a GPU,
-            whose driver does not survive a fork.
+            whose driver does not survive a fork, and where OMP_NUM_THREADS lets libraries start threads when they are
+            imported, which do not either; ``launch/test`` sets it to 1.
     """
+    has_one_thread = environment.get("OMP_NUM_THREADS") == "1"
     with log.open("wb") as output:
-        if not fresh and not torch.cuda.is_available():
+        if has_one_thread and not fresh and not torch.cuda.is_available():
             return TEMPLATES.fork(arguments, log, directory, environment, late or {}, modules)
         return subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *arguments],
