@@ -52,7 +52,8 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
         raise ConfigError(f"vocab_size: expected at least {special + len(alphabet)}, found {vocab_size}")
     merges = learn_merges(CORPUS, vocab_size - special - len(alphabet))
     tokens = [*CONTROL_TOKENS, *MARKUP_TOKENS, *alphabet, *(left + right for left, right in merges)]
-    # Not added tokens: those of Flash's vocabulary, 128 thousand, would take a server half a minute to load, three times.
+    # Not added tokens: Flash's vocabulary has 128 thousand, which take half a minute to load, and a server loads them
+    # three times.
     tokens += [f"<｜place▁holder▁no▁{n}｜>" for n in range(vocab_size - len(tokens))]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -99,8 +99,8 @@ def test_w4a16_is_something_else(name: str, checkpoints: dict[str, Path], on_sm1
 
 MISTAKES = {
     "row scales of other rows": ("round_to_nvfp4(values, out, scale), scale", "{old}.roll(1, 0)"),
-    "alphas forgotten": ("alpha[index].copy_(gate_up.global_scale[:, 0])", "alpha[index].fill_(1)"),
-    "alphas of gate and up exchanged": ("gate_up.global_scale[:, 0]", "{old}.flip(0)"),
+    "alphas forgotten": (".copy_(gate_up.global_scale)", ".fill_(1)"),
+    "alphas of gate and up exchanged": ("gate_up.global_scale)", "gate_up.global_scale.flip(1))"),
     "no constant row scale behind SwiGLU": ("down.global_scale * self._hidden_scale", "down.global_scale"),
     "no row scale after the GEMM": ("scale_rows(sums, scale,", "scale_rows(sums, torch.ones_like(scale),"),
     "row scales of other groups": ("in_form(scaled(sums, scale,", "in_form(scaled(sums, scale.roll(1, 1),"),

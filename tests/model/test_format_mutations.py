@@ -77,8 +77,8 @@ MISTAKES = {
     "MXFP4's scales laid out for halves of a row": (
         "deepseek, original",
         MXFP4,
-        "block_scale.repeat_interleave(2, dim=-1)",
-        "torch.cat([block_scale, block_scale], -1)",
+        "block_scale.view(torch.uint8).repeat_interleave(2, dim=-1)",
+        "torch.cat([block_scale.view(torch.uint8)] * 2, -1)",
     ),
     "FP8's scales by rows and columns in turn": (
         "deepseek-base, original",

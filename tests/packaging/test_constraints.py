@@ -76,12 +76,13 @@ ALSO_PROVIDED_BY = {
     "cuda": ["nvidia-cutlass-dsl"],
     "compressed_tensors": ["sglang"],
     "prometheus_client": ["sglang"],
+    "setproctitle": ["sglang"],
     "starlette": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
 into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
-``compressed_tensors``, ``prometheus_client`` and ``starlette`` with SGLang, which reads checkpoints, publishes metrics
-and serves HTTP through them."""
+``compressed_tensors``, ``prometheus_client``, ``setproctitle`` and ``starlette`` with SGLang, which reads checkpoints,
+publishes metrics, names its processes and serves HTTP through them."""
 
 
 @pytest.mark.parametrize(
