@@ -23,11 +23,11 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.products import LayerProduct, launched_products
 
 GEMM = "W4A16Gemm"
-"""In the name of every GEMM of ours on Hopper."""
-WEIGHT_BYTES = 0.5 + 1 / 16
-"""Of a weight: a code, and its part of a block scale."""
+"""What the name of each of our GEMMs on Hopper contains."""
+BYTES_PER_WEIGHT = 0.5 + 1 / 16
+"""A code of NVFP4, and its share of a block scale."""
 COPY_BYTES_PER_US = 4.25e6
-"""Bytes that a copy reads and writes on an H200, measured in several runs."""
+"""Bytes that a copy on an H200 reads and writes in a microsecond, as measured in several runs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def weights(product: LayerProduct, tokens: int) -> float:
         # The shared expert is always read.
         routed, visits = product.groups - product.shared, product.experts_per_token - product.shared
         read = product.shared + routed * (1 - (1 - visits / routed) ** tokens)
-    return read * product.features * product.k * (2 if product.gated else 1) * WEIGHT_BYTES
+    return read * product.features * product.k * (2 if product.gated else 1) * BYTES_PER_WEIGHT
 
 
 def text(path: Path, gemms: Gemms | None = None) -> str:
@@ -153,7 +153,7 @@ def text(path: Path, gemms: Gemms | None = None) -> str:
     heads = f"{'step, us':>9} {'count':>6} {'adds':>8} {'gap':>6} {'takes':>8}"
     table = [head, f"{heads}  kernel", *(f"{_row(line)}  {line.name}" for line in lines(steps, by_kernel))]
     if gemms is not None:
-        table += ["", f"{heads} {'floor':>7} {'of adds':>7}  GEMM"]
+        table += ["", f"{heads} {'floor':>7} {'of adds':>7}  GEMM, floor at {COPY_BYTES_PER_US / 1e6:.2f} TB/s"]
         for line in lines(steps, gemms):
             floor = gemms.weights[line.name] / COPY_BYTES_PER_US
             table.append(f"{_row(line)} {floor:7.2f} {floor / line.adds:7.0%}  {line.name}")

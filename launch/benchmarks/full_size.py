@@ -92,7 +92,7 @@ def recorded(
     report = arguments.folder / "report.json"
     found: Found = json.loads(report.read_text()) if report.exists() else {}
     for measured in arguments.servers:
-        found.setdefault(measured, {})  # what is measured again replaces what was found
+        found[measured] = {}  # figures of an earlier run never stand beside those of this one
         for name, value in measure(measured, arguments):
             found[measured][name] = value
             print(f"{measured}, {name}: {json.dumps(value)}", flush=True)

@@ -33,7 +33,7 @@ MOST_ALLOCATED = 1.2
 """Times the largest file."""
 BYTES = 1e9
 PIECE_BYTES = 64 << 20
-"""That a thread reads to warm the cache."""
+"""A thread reads this much at a time to warm the page cache."""
 
 
 def main() -> int:
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def allocated(self) -> list[int]:
-        """Of the host's memory, by each rank. All that is resident where the system does not tell it apart."""
+        """Bytes of host memory that each rank allocates, or what is resident where the system does not tell them apart."""
         return [
             (peak.own or peak.resident) + found["pinned"] for peak, found in zip(self.peaks, self.said, strict=True)
         ]

@@ -34,21 +34,22 @@ from nvfp4_sgl.checkpoint.stored_files import DTYPES, became_shorter
 from nvfp4_sgl.errors import CheckpointError
 
 EXPECTED_BYTES = 128 << 20
-"""Of each of the two buffers for what is expected: eight experts of Flash."""
+"""Size of each of the two buffers for expected tensors. Eight experts of Flash fit in one."""
 BUFFER_BYTES = 32 << 20
-"""Of each of the two buffers for all else."""
+"""Size of each of the two buffers for all other tensors."""
 STAGING_BYTES = 2 * (EXPECTED_BYTES + BUFFER_BYTES)
 """Pinned memory of a rank, 320 MiB, whatever is read."""
 ALIGNMENT = 64
-"""Of what lies in a buffer, in bytes: a cache line."""
+"""Tensors in a buffer begin at multiples of this, a cache line, in bytes."""
 THREADS = 4
-"""That read."""
+"""Threads that read files."""
 PART_BYTES = 1 << 20
-"""What nobody expected is shared among threads above this size; to hand over less would take longer than to read it."""
+"""A tensor that nobody expected is read by several threads if it is larger than this. To hand less over to a thread
+would take longer than to read it."""
 AHEAD_BYTES = 256 << 20
-"""What the system is told to get from the disk behind the bytes that are read."""
+"""So far behind the bytes that are read, the system is told to read ahead from the disk."""
 ADVISED_BYTES = 32 << 20
-"""In pieces of this size; each is told once."""
+"""The system is told in pieces of this size, once for each piece."""
 
 
 _Place: TypeAlias = "tuple[str, tuple[int, int] | None]"
@@ -179,7 +180,7 @@ class StagedFiles:
         return out.view(DTYPES[entry.dtype]).view(shape)
 
     def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
-        """As the base; as much as a buffer holds is read ahead."""
+        """Read these ahead, as many as one buffer holds."""
         buffers = self._for_expected = self._for_expected or self._allocate(EXPECTED_BYTES)
         buffers.append(buffer := buffers.pop(0))
         for place, piece in list(self._expected.items()):

@@ -25,7 +25,7 @@ MAX_EXPERTS = 512
 """Most experts that a token is routed among."""
 MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT = 2.0**-10, 2.0**60
 MAX_QUERY_EPS = 1.0
-"""Most that is added to the mean square of a query."""
+"""Largest epsilon that is added to the mean square of a query."""
 
 
 def check_kernel_sizes(where: str, config: ModelConfig, longest: int) -> None:

@@ -118,7 +118,7 @@ def references(mode: ActivationMode, checkpoint: Path) -> References:
 
 
 def distances(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Of each position of all requests, one after the other."""
+    """Distances of each position of all requests, one request after the other."""
     return torch.cat([rounding_noise.distances(found[r], expected[r]) for r in expected])
 
 

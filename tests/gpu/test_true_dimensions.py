@@ -66,7 +66,10 @@ def tokens() -> list[list[int]]:
 
 @torch.no_grad()
 def log_probabilities(model: Standalone) -> Tensor:
-    """Of every position, fp32 [T, vocabulary], request after request: a ragged prefill, then decode steps of all."""
+    """Log-probabilities fp32 [T, vocabulary] of every position, request after request.
+
+    A ragged prefill comes first, then decode steps of all requests.
+    """
     model.reset()
     ids = tokens()
     passes = [{request: row[:-DECODED] for request, row in enumerate(ids)}]

@@ -76,7 +76,7 @@ def test_gemms_beside_their_floors(tmp_path: Path) -> None:
             at += 20
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    table = decode_trace.text(path, gemms).partition("  GEMM\n")[2].splitlines()
+    table = decode_trace.text(path, gemms).partition("  GEMM, floor at 4.25 TB/s\n")[2].splitlines()
     columns = {line.split(maxsplit=7)[7]: line.replace("%", "").split()[:7] for line in table}
     rows = {name: list(map(float, found)) for name, found in columns.items()}
     # A gap of 9 us but at the begin of a step.

@@ -91,7 +91,7 @@ CHIP = Chip("a chip", 4e12, 700e12, 1.0)
 
 
 def test_goals() -> None:
-    """Of 9.4 MB, 64 MB and 1.2 MB of weights, and of experts."""
+    """Each goal has rows that meet it, rows that miss it, and rows of sizes to which it does not apply."""
     gemm = next(hopper.gemms(["flash"], [2]))
 
     def row(tokens: int, us: float, megabytes: float, marlin: float | None, rate: float = 1e12) -> hopper.Row:

@@ -141,7 +141,7 @@ class Templates:
 
 
 TEMPLATES = Templates()
-"""Of this process: pytest's, or that of a pytest-xdist worker."""
+"""Templates of this process, which is pytest's or a pytest-xdist worker."""
 
 
 def launch(

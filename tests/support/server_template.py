@@ -54,7 +54,7 @@ SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36
 """Options of ``prctl``."""
 LARGEST_MESSAGE = 1 << 18
 MOST_FILES = 253
-"""Of one message, by Linux."""
+"""Most files that Linux passes on in one message."""
 FIRST_FREE_FILE = 1000
 """Above the numbers of files that a launcher passes on."""
 
