@@ -83,7 +83,7 @@ class Run:
 
     @property
     def allocated(self) -> list[int]:
-        """Bytes of host memory that each rank allocates; all resident ones where the system does not tell which are own."""
+        """Bytes of host memory that each rank allocates; all that is resident where the system names no own ones."""
         return [
             (peak.own or peak.resident) + found["pinned"] for peak, found in zip(self.peaks, self.said, strict=True)
         ]
