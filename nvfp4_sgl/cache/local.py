@@ -16,8 +16,11 @@ from nvfp4_sgl.formats import index_entry, kv_entry
 class LocalCaches:
     """Every layer's caches for a fixed number of sequences, and the plans over them.
 
-    Pages are dealt in a random order, SWA pages in another than full pages, and all buffers start poisoned, so that
-    a wrong slot shows.
+    Page 0 is left for padding, as the server leaves it. The others are dealt in a random order, SWA pages in another
+    than full pages, and all buffers start poisoned, so that a wrong slot shows.
+
+    Attributes:
+        padding_request: the request slot of padding, one more than the sequences have; the server's is 0.
 
     Args:
         requests: sequences; capacity: tokens of each, rounded up to whole pages.
@@ -41,13 +44,15 @@ class LocalCaches:
         generator = torch.Generator().manual_seed(0)
 
         def deal() -> torch.Tensor:
-            order = torch.randperm(pages, generator=generator)
+            order = 1 + torch.randperm(pages, generator=generator)
             return (order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
 
-        self._full_slots = deal().view(requests, self.capacity)
-        self._full_to_swa = deal()
+        self.padding_request = requests
+        padding = torch.zeros(1, self.capacity, dtype=torch.int64)
+        self._full_slots = torch.cat([deal().view(requests, self.capacity), padding])
+        self._full_to_swa = torch.cat([torch.arange(PAGE_TOKENS), deal()])
         self.lengths = [0] * requests
-        self.layers = [self._layer(layer, pages) for layer in range(config.num_hidden_layers)]
+        self.layers = [self._layer(layer, 1 + pages) for layer in range(config.num_hidden_layers)]
 
     def _rows(self, pages: int, page_size: int, dim: int, *, index: bool = False) -> RowStore:
         if not self._packed:
@@ -62,7 +67,7 @@ class LocalCaches:
         swa = self._rows(pages, PAGE_TOKENS, config.head_dim)
         if not ratio:
             return LayerCache(swa)
-        rows = (pages if ratio == 4 else self._requests) * STATE_RING[ratio]
+        rows = (pages if ratio == 4 else self._requests + 1) * STATE_RING[ratio]
         compressed = self._rows(pages, PAGE_TOKENS // ratio, config.head_dim)
 
         def state(width: int) -> torch.Tensor:
@@ -75,7 +80,7 @@ class LocalCaches:
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64 [requests, capacity], the full slot of every position."""
+        """int64 [requests + 1, capacity], the full slot of every position; those of the padding are 0."""
         return self._full_slots
 
     @property

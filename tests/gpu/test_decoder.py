@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from tests.support import native, rounding_noise
 from tests.support.interpreted import ON_GPU
 
@@ -76,7 +80,9 @@ def sequences() -> dict[int, list[int]]:
 def model(target: Target, mode: ActivationMode, checkpoint: Path) -> Iterator[Standalone]:
     device, capacity = ("cuda", 1024) if ON_GPU else ("cpu", 256)
     with native.gemms(target):
-        yield Standalone(checkpoint, target=target, mode=mode, device=device, requests=len(LENGTHS), capacity=capacity)
+        yield Standalone(
+            checkpoint, target=target, mode=mode, device=device, requests=max(len(LENGTHS), 2), capacity=capacity
+        )
 
 
 def run(model: Standalone, chunk: int | None = None) -> dict[int, torch.Tensor]:
@@ -137,6 +143,39 @@ def require_as_good_as_the_reference(
 
 def test_prefill_and_decode(mode: ActivationMode, model: Standalone, references):
     require_as_good_as_the_reference(mode, run(model), references)
+
+
+def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyPatch):
+    """A decode pass padded as a captured graph is: the request's bits are those beside other requests."""
+    if not ON_GPU and model.decoder.context.mode is ActivationMode.W4A4:
+        pytest.skip("routing is the same in both modes")
+    routes: list[Routes] = []
+
+    def forward(router: FusedRouter, *operands: Any) -> Routes:
+        routes.append(route(router, *operands))
+        return routes[-1]
+
+    route = FusedRouter.forward
+    monkeypatch.setattr(FusedRouter, "forward", forward)
+
+    def decode(padding: int) -> torch.Tensor:
+        model.reset()
+        routes.clear()
+        work = model.begin({r: [7 + r] for r in range(2 - padding)})
+        request = PassRequest(
+            F.pad(work.request.positions, (0, padding)),
+            F.pad(work.request.requests, (0, padding), value=model.caches.padding_request),
+            F.pad(work.request.ends, (0, padding), value=1),
+        )
+        with torch.no_grad():
+            return model.forward(Pass(F.pad(work.ids, (0, padding)), request, model.planner.plan(request)))
+
+    full, padded = decode(0), decode(1)
+    for of_layer in routes:
+        assert bool((of_layer.experts[0] >= 0).all()) and bool((of_layer.experts[1] == -1).all())
+        assert of_layer.counts.sum().item() == of_layer.topk
+    assert routes and bool(padded.isfinite().all())
+    assert torch.equal(padded[0], full[0])
 
 
 @pytest.mark.gpu

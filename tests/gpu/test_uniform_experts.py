@@ -37,7 +37,11 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
     )
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids = torch.zeros(tokens, dtype=torch.int64)
-    step = SimpleNamespace(route_semaphore=torch.zeros(1, dtype=torch.int32, device=device))
+    window_write = torch.full((tokens,), 256, dtype=torch.int32, device=device)
+    step = SimpleNamespace(
+        route_semaphore=torch.zeros(1, dtype=torch.int32, device=device),
+        plan=SimpleNamespace(window_write=window_write),
+    )
     routes = FusedRouter(context, TOP_K_LAYER, experts).forward(x.to(device), ids.to(device), step)  # type: ignore[arg-type]
     expected = ReferenceRouter(on_cpu, TOP_K_LAYER, None).forward(x, ids, None)  # type: ignore[arg-type]
     assert torch.equal(routes.experts[:, :-1].cpu().long(), expected.experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -164,6 +165,26 @@ def test_an_unknown_token_is_not_routed(device: str) -> None:
     assert out.weights.tolist() == [[0, 0], [SCALING, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("tokens", [1, 19, SINGLE_PROGRAM_MAX_TOKENS + 40])
+@pytest.mark.parametrize("shared", [False, True])
+def test_padding_visits_no_group(tokens: int, shared: bool, device: str) -> None:
+    """Tokens that write page 0: neither by scores nor by table, the shared expert included; the others as ever."""
+    torch.manual_seed(tokens)
+    logits, bias = (torch.randn(tokens, 12) * 3).to(device), torch.randn(12).to(device)
+    table = torch.stack([torch.randperm(12)[:3] for _ in range(50)]).int().to(device)
+    ids, slots = torch.randint(50, (tokens,)).to(device), torch.randint(256, 9999, (tokens,)).int()
+    slots[torch.rand(tokens) < 0.4], slots[0], slots[-1:] = 255, 256, 0
+    is_padding = (slots < 256).to(device)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=device)
+    for route in (partial(route_topk, logits, bias), partial(route_hash, logits, table, ids)):
+        found, expected = (poisoned(tokens, 3 + shared, 12 + shared, 8, device) for _ in range(2))
+        route(SCALING, found, semaphore, shared_expert=shared, window_write=slots.to(device))
+        route(SCALING, expected, semaphore, shared_expert=shared)
+        check_rows(found)
+        assert torch.equal(found.experts, expected.experts.masked_fill(is_padding[:, None], -1))
+        assert torch.equal(found.weights, expected.weights.masked_fill(is_padding[:, None], 0))
+
+
 def some_experts(tokens: int, topk: int, count: int) -> Tensor:
     """Distinct for each token; low numbers far more often."""
     popularity = torch.logspace(0, -2, count).expand(tokens, count)
@@ -299,6 +320,8 @@ OUT, ARRIVALS = Routes.allocate(2, 2, 8, 8, "cpu"), torch.zeros(1, dtype=torch.i
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, counts=OUT.counts[1:]), ARRIVALS), "counts: expected"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, weights=OUT.experts), ARRIVALS), "weights: expected dtype"),
         (lambda: route_topk(LOGITS, BIAS, 1.0, replace(OUT, starts=OUT.counts), ARRIVALS), "starts: expected shape"),
+        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, ARRIVALS, window_write=IDS.long()), "window_write: expected dtype"),
+        (lambda: route_topk(LOGITS, BIAS, 1.0, OUT, ARRIVALS, window_write=IDS[1:]), "window_write: expected shape"),
         (lambda: route_hash(LOGITS, TABLE, IDS[1:], 1.0, OUT, ARRIVALS), "token_ids: expected shape"),
         (lambda: route_hash(LOGITS, TABLE.float(), IDS, 1.0, OUT, ARRIVALS), "table: expected dtype"),
         (lambda: route_hash(LOGITS, TABLE[:, :1], IDS, 1.0, OUT, ARRIVALS), "table: expected shape"),
@@ -316,9 +339,10 @@ def launches() -> None:
     for tokens in (1, 64, 256, 512):
         logits = torch.empty(tokens, count, device="meta")
         out = Routes.allocate(tokens, topk + 1, count + 2, 1 if tokens < 256 else 128, "meta")
-        route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
+        slots = torch.empty(tokens, dtype=torch.int32, device="meta")
+        route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True, window_write=slots)
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-        route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True)
+        route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True, window_write=slots)
 
 
 def test_nothing_spills() -> None:

@@ -2,8 +2,9 @@
 
 Scores are ``sqrt(softplus(logits))`` in fp32. :func:`route_topk` takes the experts of the best biased scores,
 :func:`route_hash` those of a table indexed by token id; both weigh them by their unbiased scores. With
-``shared_expert=True`` the shared expert is one more group, which every token visits with weight 1. The permutation
-(:mod:`.permutation`) is part of the same launch if one program can sort all pairs, and takes two more otherwise.
+``shared_expert=True`` the shared expert is one more group, which every token visits with weight 1. Padding of a
+captured graph visits no group. The permutation (:mod:`.permutation`) is part of the same launch if one program can sort
+all pairs, and takes two more otherwise.
 
 Supports bf16 and fp32 logits of up to :data:`MAX_EXPERTS` experts. Experts are not grouped for the choice, and the
 logits are a GEMM of the caller's.
@@ -31,6 +32,7 @@ from nvfp4_sgl.formats.checks import (
 )
 
 from ..common.overlap import OVERLAPPED, after_previous
+from ..plan.batch import PAGE_TOKENS
 from .permutation import (
     COUNTED_BLOCK_TOKENS,
     MAX_GROUPS,
@@ -49,6 +51,8 @@ COUNTED_BLOCK_TOKENS_AT_ONCE = 4
 """If blocks of pairs are counted: tokens that a program chooses experts for at once, one a warp."""
 EXCLUDED_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """The key of an expert that is chosen already, and of the padding: below every key of an expert."""
+PADDING_SLOTS = tl.constexpr(PAGE_TOKENS)
+"""Window slots below this are page 0, which only padding writes."""
 
 
 @triton.jit
@@ -64,6 +68,14 @@ def _score(logit):
 
 
 @triton.jit
+def _is_routed(window_write, token, here, PADDED: tl.constexpr):
+    """Whether a token exists and, if PADDED, is none of a graph's padding."""
+    if PADDED:
+        here = here & (tl.load(window_write + token, mask=here, other=0) >= PADDING_SLOTS)
+    return here
+
+
+@triton.jit
 def _store_choice(
     logits,
     out,
@@ -71,6 +83,7 @@ def _store_choice(
     known,
     token,
     here,
+    routed,
     logits_stride,
     scaling,
     num_experts,
@@ -81,6 +94,7 @@ def _store_choice(
     """Compute the weights of the chosen experts and store both; expert −1 and weight 0 where ``known`` is false.
 
     chosen: int32 [tokens, BLOCK_K]. known: whether an entry of ``chosen`` is an expert. here: whether a token exists.
+    routed: whether it visits the shared expert.
     """
     place = tl.arange(0, BLOCK_K)[None, :]
     logit = tl.load(logits + token[:, None] * logits_stride + chosen, mask=known, other=0.0).to(tl.float32)
@@ -88,8 +102,9 @@ def _store_choice(
     chosen = tl.where(known, chosen, -1)
     weight = scores / (tl.sum(scores, axis=1) + 1e-20)[:, None] * scaling
     if SHARED:
-        chosen = tl.where(place == TOPK, num_experts, chosen)
-        weight = tl.where(place == TOPK, 1.0, weight)
+        visits = (place == TOPK) & routed[:, None]
+        chosen = tl.where(visits, num_experts, chosen)
+        weight = tl.where(visits, 1.0, weight)
     at = token[:, None] * (TOPK + SHARED) + place
     mask = here[:, None] & (place < TOPK + SHARED)
     tl.store(out.experts + at, chosen, mask=mask)
@@ -126,12 +141,14 @@ def _route_topk(
     bias,
     out,
     semaphore,
+    window_write,
     tokens,
     logits_stride,
     scaling,
     num_experts,
     TOPK: tl.constexpr,
     SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TOKENS_AT_ONCE: tl.constexpr,
     LINES: tl.constexpr,
@@ -162,9 +179,10 @@ def _route_topk(
             key = tl.where(key == best[None, :, None], EXCLUDED_KEY, key)
             best_expert = (LINES * 128 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
             chosen = tl.where(place == k, best_expert[:, None], chosen)
-        known = here[:, None] & (place < TOPK)
+        routed = _is_routed(window_write, token, here, PADDED)
+        known = routed[:, None] & (place < TOPK)
         _store_choice(
-            logits, out, chosen, known, token, here, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
+            logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
         )
     _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
@@ -176,6 +194,7 @@ def _route_hash(
     token_ids,
     out,
     semaphore,
+    window_write,
     tokens,
     logits_stride,
     scaling,
@@ -183,6 +202,7 @@ def _route_hash(
     vocabulary,
     TOPK: tl.constexpr,
     SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SORTED: tl.constexpr,
@@ -193,15 +213,25 @@ def _route_hash(
     here = token < tokens
     place = tl.arange(0, BLOCK_K)[None, :]
     token_id = tl.load(token_ids + token, mask=here, other=0).to(tl.int64)
-    known = (here & (token_id >= 0) & (token_id < vocabulary))[:, None] & (place < TOPK)
+    routed = _is_routed(window_write, token, here, PADDED)
+    known = (routed & (token_id >= 0) & (token_id < vocabulary))[:, None] & (place < TOPK)
     chosen = tl.load(table + token_id[:, None] * TOPK + place, mask=known, other=-1).to(tl.int32)
     known = known & (chosen >= 0) & (chosen < num_experts)
-    _store_choice(logits, out, chosen, known, token, here, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K)
+    _store_choice(
+        logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
+    )
     _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
 
 
 def route_topk(
-    logits: Tensor, bias: Tensor, scaling: float, out: Routes, semaphore: Tensor, *, shared_expert: bool = False
+    logits: Tensor,
+    bias: Tensor,
+    scaling: float,
+    out: Routes,
+    semaphore: Tensor,
+    *,
+    shared_expert: bool = False,
+    window_write: Tensor | None = None,
 ) -> None:
     """Choose each token's experts by ``sqrt(softplus(logit)) + bias``, compute their weights, and permute the pairs.
 
@@ -217,6 +247,9 @@ def route_topk(
         semaphore: int32 [1], counts the programs that have routed their tokens; zero between launches, which leave it
             so.
         shared_expert: the last of a token's pairs is expert E with weight 1.
+        window_write: int32 [T], contiguous, the window slot that each token writes, as in :class:`..plan.resolve.Plan`.
+            A token of page 0 (slots 0 to 255) is padding and is not routed, to the shared expert neither: expert −1,
+            weight 0, no row. Without it all tokens are routed.
 
     Rounding: everything is fp32. Scores are within 2e-6 of exact ones, relatively, down to 1e-18 (softplus itself
     leaves fp32's normal numbers there); experts whose biased scores differ by less may change places with the
@@ -229,7 +262,7 @@ def route_topk(
     Source: specification §6.1.
     """
     op = "route_topk"
-    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)
+    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
     require_shape(f"{op}: bias", bias, (num_experts,), "[experts]")
     require_dtype(f"{op}: bias", bias, torch.float32)
     require_contiguous(f"{op}: bias", bias)
@@ -240,13 +273,14 @@ def route_topk(
         bias,
         out.arguments(),
         semaphore,
+        window_write,
         tokens,
         logits.stride(0),
         scaling,
         num_experts,
         TOKENS_AT_ONCE=_tiling(out)[0] if out.is_sorted else COUNTED_BLOCK_TOKENS_AT_ONCE,
         LINES=triton.next_power_of_2(triton.cdiv(num_experts, 128)),
-        **_options(out, shared_expert),
+        **_options(out, shared_expert, window_write),
     )
     if not out.is_sorted:
         place_counted(out)
@@ -261,6 +295,7 @@ def route_hash(
     semaphore: Tensor,
     *,
     shared_expert: bool = False,
+    window_write: Tensor | None = None,
 ) -> None:
     """Look each token's experts up by its id; compute weights and permute the pairs as :func:`route_topk` does.
 
@@ -269,7 +304,7 @@ def route_hash(
         table: int32 or int64 [vocabulary, topk], contiguous: the experts of each token id.
         token_ids: int32 or int64 [T], contiguous. Ids outside the table and experts outside 0 to E - 1 are not routed:
             expert −1, weight 0, no row.
-        scaling, out, semaphore, shared_expert: as in :func:`route_topk`.
+        scaling, out, semaphore, shared_expert, window_write: as in :func:`route_topk`.
 
     Rounding: as in :func:`route_topk`.
 
@@ -280,7 +315,7 @@ def route_hash(
     Source: specification §6.1.
     """
     op = "route_hash"
-    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert)
+    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
     require_shape(f"{op}: table", table, (table.shape[0], out.topk - shared_expert), "[vocabulary, topk]")
     require_shape(f"{op}: token_ids", token_ids, (tokens,), "[tokens]")
     for name, tensor in {f"{op}: table": table, f"{op}: token_ids": token_ids}.items():
@@ -293,12 +328,13 @@ def route_hash(
         token_ids,
         out.arguments(),
         semaphore,
+        window_write,
         tokens,
         logits.stride(0),
         scaling,
         num_experts,
         table.shape[0],
-        **_options(out, shared_expert),
+        **_options(out, shared_expert, window_write),
     )
     if not out.is_sorted:
         place_counted(out)
@@ -321,12 +357,13 @@ def _grid(out: Routes) -> tuple[int]:
     return (max(triton.cdiv(out.tokens, _tiling(out)[0]), 1),)
 
 
-def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
+def _options(out: Routes, shared_expert: bool, window_write: Tensor | None) -> dict[str, Any]:
     """Compile-time constants and launch options that both kernels share."""
     block, warps, length = _tiling(out)
     return {
         "TOPK": out.topk - shared_expert,
         "SHARED": shared_expert,
+        "PADDED": window_write is not None,
         "BLOCK_T": block,
         "BLOCK_K": triton.next_power_of_2(out.topk),
         "SORTED": out.is_sorted,
@@ -336,7 +373,9 @@ def _options(out: Routes, shared_expert: bool) -> dict[str, Any]:
     }
 
 
-def _check(op: str, logits: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool) -> tuple[int, int]:
+def _check(
+    op: str, logits: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool, window_write: Tensor | None
+) -> tuple[int, int]:
     """Check what both operations take; returns the numbers of tokens and of experts."""
     require_dimensions(f"{op}: logits", logits, 2, "[tokens, experts]")
     require_dtype(f"{op}: logits", logits, torch.bfloat16, torch.float32)
@@ -350,4 +389,9 @@ def _check(op: str, logits: Tensor, out: Routes, semaphore: Tensor, shared_exper
     require_shape(f"{op}: semaphore", semaphore, (1,), "[1]")
     require_dtype(f"{op}: semaphore", semaphore, torch.int32)
     require_same_device("logits", logits, **{f"{op}: experts": out.experts, f"{op}: semaphore": semaphore})
+    if window_write is not None:
+        require_shape(f"{op}: window_write", window_write, (tokens,), "[tokens]")
+        require_dtype(f"{op}: window_write", window_write, torch.int32)
+        require_contiguous(f"{op}: window_write", window_write)
+        require_same_device("logits", logits, **{f"{op}: window_write": window_write})
     return tokens, num_experts

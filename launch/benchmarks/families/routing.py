@@ -32,10 +32,11 @@ def cases() -> Iterator[Case]:
             bias = torch.randn(count, device="cuda")
             semaphore = torch.zeros(1, dtype=torch.int32, device="cuda")
             out = Routes.allocate(tokens, TOPK + 1, count + 1, 8 if tokens <= 64 else 128, "cuda")
-            route = partial(route_topk, logits, bias, SCALE, out, semaphore, shared_expert=True)
+            slots = torch.full((tokens,), 256, device="cuda", dtype=torch.int32)
+            route = partial(route_topk, logits, bias, SCALE, out, semaphore, shared_expert=True, window_write=slots)
             route()
             written = sum(tensor.nbytes for tensor in vars(out).values() if isinstance(tensor, torch.Tensor))
-            written -= out.starts.nbytes
+            written += slots.nbytes - out.starts.nbytes
             align = _align(out)
             yield Case(
                 f"route_topk/{shape}",
@@ -51,7 +52,9 @@ def cases() -> Iterator[Case]:
             hashed = Routes.allocate(tokens, TOPK + 1, count + 1, out.tile, "cuda")
             yield Case(
                 f"route_hash/{shape}",
-                partial(route_hash, logits, table, ids, SCALE, hashed, semaphore, shared_expert=True),
+                partial(
+                    route_hash, logits, table, ids, SCALE, hashed, semaphore, shared_expert=True, window_write=slots
+                ),
                 bytes=tokens * TOPK * 8 + ids.nbytes + written,
                 peers=one_after_the_other(_hash(logits, ids, table, hashed.weights), _align(hashed)),
             )

@@ -1,6 +1,7 @@
 """Routing on a GPU (specification §6.1).
 
-The shared expert is a group, which every token visits with weight 1, unless it runs apart.
+The shared expert is a group, which every token visits with weight 1, unless it runs apart. Padding of a captured graph
+visits no group, so it costs no expert's weights.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class FusedRouter(nn.Module):
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)
-        shared = experts.has_shared_group
+        shared, window_write = experts.has_shared_group, step.plan.window_write
         if self._is_hash:
-            route_hash(logits, self.tid2eid, token_ids, *arguments, shared_expert=shared)
+            route_hash(logits, self.tid2eid, token_ids, *arguments, shared_expert=shared, window_write=window_write)
         elif self._uniform is not None:
-            route_hash(*self._uniform.operands(len(x)), *arguments, shared_expert=shared)
+            route_hash(*self._uniform.operands(len(x)), *arguments, shared_expert=shared, window_write=window_write)
         else:
-            route_topk(logits, self.bias, *arguments, shared_expert=shared)
+            route_topk(logits, self.bias, *arguments, shared_expert=shared, window_write=window_write)
         return routes

@@ -31,7 +31,8 @@ def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -
     logits = (torch.randn(tokens, experts, generator=generator) * 3).bfloat16()
     bias, semaphore = torch.randn(experts, generator=generator), torch.zeros(1, dtype=torch.int32)
     out = poisoned(tokens, topk + 1, groups or experts + 1, tile, "cpu")
-    route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True)
+    slots = torch.arange(255, 255 + tokens, dtype=torch.int32)  # the first token is padding
+    route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True, window_write=slots)
     return routes_of(out, semaphore)
 
 
@@ -59,7 +60,8 @@ def tokens_routed_by_table() -> Outputs:
     table = torch.stack([torch.randperm(12, generator=generator)[:3] for _ in range(50)]).int()
     out = poisoned(4, 4, 13, 8, "cpu")
     ids = torch.tensor([49, 0, 50, 7])  # 50 is unknown
-    route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True)
+    slots = torch.tensor([256, 511, 9999, 0], dtype=torch.int32)  # the last token is padding
+    route_hash(logits, table, ids, SCALING, out, semaphore, shared_expert=True, window_write=slots)
     return routes_of(out, semaphore)
 
 
