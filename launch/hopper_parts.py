@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +26,8 @@ from first_light.outcome import ROOT, end
 RESULTS = ROOT / "build" / "check_gpu"
 PART_SECONDS = 480
 """A part that takes longer is ended. What it compiled stays in the caches: the next run gets further."""
-CORES_A_PART = 3
-"""Cores for each part that runs at a time: most of the time goes to compiling."""
+CORES_A_PART = 2
+"""Cores for each part that runs at a time: a test compiles and computes its reference on one."""
 SOURCES = ("nvfp4_sgl", "triton_kernels", "cutedsl_kernels", "tests", "launch", "pyproject.toml", "constraints.txt")
 STACK = ("torch", "triton", "nvidia-cutlass-dsl", "sglang")
 """Distributions that compile or run what is tested; an environment may have others than constraints.txt pins."""
@@ -204,7 +204,9 @@ def run_part(
     RESULTS.mkdir(parents=True, exist_ok=True)
     report, log = RESULTS / f"{part.name}.xml", RESULTS / f"{part.name}.txt"
     report.unlink(missing_ok=True)
-    environment = dict(os.environ)
+    # One thread a process, as in launch/test: with one a core, parts that ran beside each other took an H200's 32 cores
+    # 480 s and more for references of 5 s.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if part.is_program:
@@ -258,8 +260,8 @@ def run(
 ) -> int:
     """Run what has not passed yet and sum up; 1 if anything has not passed at the end.
 
-    Parts that share a GPU run first, on the first one; then those that need one for themselves, on all; then those that
-    need two.
+    Parts that share a GPU run on the first one, meanwhile tests that need one for themselves on the others. Then come
+    what is left of those, on all; the programs, whose rates others would disturb; and parts that need two.
 
     Args:
         gpu: its name. gpus: those that there are, by their names in ``CUDA_VISIBLE_DEVICES``.
@@ -270,12 +272,8 @@ def run(
     done = {} if again else {part: result for part in chosen if (result := kept(part, code))}
     left = [part for part in chosen if part not in done]
     print(f"{gpu}: {len(chosen)} parts, {len(done)} of which have passed before; logs: {RESULTS}", flush=True)
-    together = [part for part in left if not part.gpus]
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES_A_PART)) as pool:
-        done |= dict(zip(together, pool.map(lambda part: run_part(part, code, more), together), strict=True))
-    alone = [part for part in left if part.gpus == 1]
     free: queue.Queue[str] = queue.Queue()
-    for name in gpus:
+    for name in gpus[1:]:
         free.put(name)
 
     def on_a_free_one(part: Part) -> Result:
@@ -285,8 +283,15 @@ def run(
         finally:
             free.put(name)
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        done |= dict(zip(alone, pool.map(on_a_free_one, alone), strict=True))
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_A_PART)
+    with ThreadPoolExecutor(at_once) as shared, ThreadPoolExecutor(len(gpus)) as own:
+        together = {part: shared.submit(run_part, part, code, more) for part in left if not part.gpus}
+        alone = {part: own.submit(on_a_free_one, part) for part in left if part.gpus == 1 and not part.is_program}
+        wait(together.values())
+        free.put(gpus[0])
+        done |= {part: future.result() for part, future in (together | alone).items()}
+        programs = [part for part in left if part.gpus == 1 and part.is_program]
+        done |= dict(zip(programs, own.map(on_a_free_one, programs), strict=True))
     for part in left:
         if part.gpus > 1:
             done[part] = run_part(part, code, more)

@@ -81,8 +81,8 @@ MISTAKES = {
     ),
     "shared expert left out": Mistake(
         "targets.fused.experts",
-        "shared_expert=shared)\n        elif",
-        "shared_expert=False)\n        elif",
+        "shared_expert=shared, window_write=window_write)\n        elif",
+        "shared_expert=False, window_write=window_write)\n        elif",
         SWA,
         "experts",
     ),

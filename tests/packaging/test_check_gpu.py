@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,33 @@ def test_programs_get_gpus_of_their_own_and_say_what_they_found(
     assert said[2].startswith("pair-some_program-4,7: failed") and said[2].endswith("the last line 4,7 0")
     assert hopper_parts.run(chosen[1:], "a GPU", ["4", "7"]) == 0
     assert "2 of which have passed before" in capsys.readouterr().out
+
+
+WAITS = """
+import os, pathlib, time
+def test_a():
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == {gpu!r}
+    here = pathlib.Path({here!r})
+    (here / {name!r}).touch()
+    deadline = time.monotonic() + 30
+    while len(list(here.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+"""
+
+
+def test_tests_that_need_a_gpu_run_beside_those_that_share_another(results: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each waits for the other."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    seen = results / "seen"
+    seen.mkdir()
+    own, shared = (
+        part_of(results, name, WAITS.format(gpu=gpu, here=str(seen), name=name))
+        for name, gpu in (("own", "7"), ("shared", "4,7"))
+    )
+    assert hopper_parts.run([shared, replace(own, step="server")], "two GPUs", ["4", "7"]) == 0
 
 
 def test_a_report_merges_what_ran_at_different_times(results: Path, capsys: Any):
