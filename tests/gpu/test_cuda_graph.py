@@ -89,7 +89,7 @@ PRODUCTS = {
     Target.SM90: LIBRARY_PRODUCTS | {"nvfp4_sgl.w4a16_product.default"},
     Target.SM100: LIBRARY_PRODUCTS | {"nvfp4_sgl.product.default", "nvfp4_sgl.grouped_product.default"},
 }
-"""Beside those of the experts. Router, LM head and, of many tokens, index weights are the library's."""
+"""Beside those of the experts. The LM head and, of many tokens, router and index weights are the library's."""
 
 
 @pytest.mark.parametrize("decode", [True, False])

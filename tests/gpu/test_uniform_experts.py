@@ -16,11 +16,12 @@ from nvfp4_sgl.targets import reference
 from nvfp4_sgl.targets.fused.experts import FusedRouter
 from nvfp4_sgl.targets.reference.experts import ReferenceRouter
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.router_logits import semaphores_size
 
 TOP_K_LAYER = 3
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 200])
+@pytest.mark.parametrize("tokens", [1, 7, 20, 200])
 def test_fused_router(tokens: int, tmp_path: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(TinyFormat.NVFP4_FULL, {})))
@@ -39,6 +40,7 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
     ids = torch.zeros(tokens, dtype=torch.int64)
     window_write = torch.full((tokens,), 256, dtype=torch.int32, device=device)
     step = SimpleNamespace(
+        router_semaphores=torch.zeros(semaphores_size(config.n_routed_experts), dtype=torch.int32, device=device),
         route_semaphore=torch.zeros(1, dtype=torch.int32, device=device),
         plan=SimpleNamespace(window_write=window_write),
     )

@@ -1,13 +1,22 @@
-"""The router's logits of up to 8 tokens: a small bf16 GEMM in one launch (specification §6.1).
+"""The router's logits of up to 64 tokens: a small bf16 GEMM in one launch (specification §6.1).
 
 ``logits[t, e] = sum_k x[t, k] · weight[e, k]``, fp32. The matrix is never quantised. For so few tokens what counts is
-the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own; here
-a program holds whole rows of the matrix, which it has loaded before the previous kernel ends.
+the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own. Here
+it is one launch, whose programs have loaded their part of the matrix before the previous kernel ends. There are two
+kernels:
 
-Supports up to ``MAX_TOKENS`` tokens, any number of experts and any width. Floor: the matrix read once, 2·E·d bytes.
+* Up to :data:`WHOLE_ROWS_MAX_TOKENS` tokens a program holds whole rows of the matrix and reads all tokens.
+* For more tokens that is too much for each program to read. There a program takes a block of experts and a part of K,
+  reads that part of the tokens, multiplies by tensor cores (``mma.sync``) and stores its sums. Of the programs of a
+  block, the one that comes last adds the sums of all parts, in their order.
+
+Supports up to :data:`MAX_TOKENS` tokens, any number of experts and any width. Floor: the matrix read once, 2·E·d bytes.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,11 +26,49 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 
 from ..common.overlap import OVERLAPPED, after_previous
+from ..common.rounding import INTERPRETED
 
-MAX_TOKENS = 8
-"""Most tokens: a program reads all of them. For more, a library's GEMM is used."""
+MAX_TOKENS = 64
+"""Most tokens. For more, a library's GEMM is used."""
+WHOLE_ROWS_MAX_TOKENS = 8
+"""Most tokens of the kernel whose programs hold whole rows and read all tokens."""
 BLOCK_ROWS = 2
-"""Rows of the matrix, that is experts, of one program: 128 programs for 256 experts, a program a multiprocessor."""
+"""Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
+SPLIT_BLOCK_ROWS = 16
+"""Experts of a program that takes a part of K: the rows of an ``mma.sync``."""
+PARTS_AT_ONCE = tl.constexpr(8)
+"""Parts whose sums are asked for before the first is added."""
+
+
+class _Tiling(NamedTuple):
+    """How the kernel that splits K does so. A part of K has ``slices * steps * step`` columns.
+
+    Attributes:
+        rows: experts of a program.
+        slices: slices of a part of K, each of adjacent columns, one a warp; the program adds their sums.
+        steps: steps in which a warp multiplies its slice. A step's tokens are asked for before the one before is
+            multiplied.
+        step: columns of a step.
+    """
+
+    rows: int
+    slices: int
+    steps: int
+    step: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a part of K."""
+        return self.slices * self.steps * self.step
+
+
+_TILINGS = {
+    16: _Tiling(SPLIT_BLOCK_ROWS, 4, 1, 128),
+    32: _Tiling(SPLIT_BLOCK_ROWS, 4, 1, 128),
+    64: _Tiling(SPLIT_BLOCK_ROWS, 4, 4, 32),
+}
+"""By the tokens that the kernel is compiled for. All have parts of 512 columns in slices of 128, for the same order of
+sums. These are 128 programs for 256 experts of 4096 columns, 336 for 384 of 7168; an H200 holds all of them at once."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -47,21 +94,121 @@ def _router_logits(
     tl.store(out + token[:, None] * rows + row[None, :], logits, mask=mask)
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+@triton.jit
+def _load_tokens(x, x_row, token, tokens, column, width):
+    """Load columns [SLICES, STEP] of the tokens [PADDED]: [SLICES, STEP, PADDED], 0 outside."""
+    mask = (token < tokens)[None, None, :] & (column < width)[:, :, None]
+    return tl.load(x + token[None, None, :] * x_row + column[:, :, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _not_before_here(values):
+    """Return bf16 ``values``, unchanged. The compiler moves nothing that uses the result before this point.
+
+    Else it copies the matrix to shared memory where it is loaded: a program would wait for it first, and for the
+    previous kernel and the tokens only then.
+    """
+    if INTERPRETED:
+        return values
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@triton.jit
+def _dot(a, b, total):
+    """Compute ``total + a @ b`` of bf16 ``a``, ``b``: products exact, sums fp32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def _sum_slices(sums):
+    """Add [SLICES, M, N] over the slices, the second half to the first and so on: [M, N].
+
+    Warps exchange their sums once, with two barriers; by ``tl.sum`` they would with 34 (64 tokens, Triton 3.8.0).
+    """
+    SLICES: tl.constexpr = sums.shape[0]
+    if SLICES == 1:
+        return tl.reshape(sums, (sums.shape[1], sums.shape[2]))
+    else:
+        halves = tl.reshape(sums, (2, SLICES // 2, sums.shape[1], sums.shape[2]))
+        first, last = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+        return _sum_slices(first + last)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _router_logits_split(
+    x, weight, sums, out, semaphores, tokens, rows, width, x_row,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of ROWS rows, parts of K). PADDED: 16, 32 or 64, at least ``tokens``. The rest: see ``_Tiling``.
+
+    sums: fp32 [blocks, parts, tokens, ROWS], workspace. semaphores: int32 [blocks], see :func:`router_logits`.
+    """
+    block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = (part * SLICES + tl.arange(0, SLICES)[:, None]) * (STEPS * STEP) + tl.arange(0, STEP)[None, :]
+    # The matrix is a constant: it may be read before the previous kernel has ended.
+    loaded = ()  # type: tuple[tl.tensor, ...]
+    for step in tl.static_range(STEPS):
+        at = column + step * STEP
+        mask = (row < rows)[None, :, None] & (at < width)[:, None, :]
+        loaded += (tl.load(weight + row[None, :, None] * width + at[:, None, :], mask=mask, other=0.0),)
+    after_previous()
+    token = tl.arange(0, PADDED)
+    following = _load_tokens(x, x_row, token, tokens, column, width)
+    w = ()  # type: tuple[tl.tensor, ...]
+    for step in tl.static_range(STEPS):
+        w += (_not_before_here(loaded[step]),)
+    total = tl.zeros((SLICES, ROWS, PADDED), tl.float32)
+    for step in tl.static_range(STEPS):
+        values = following
+        if step + 1 < STEPS:
+            following = _load_tokens(x, x_row, token, tokens, column + (step + 1) * STEP, width)
+        total = _dot(w[step], values, total)
+    size = tokens * ROWS
+    place = sums + block * parts * size + token[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    here = (token < tokens)[None, :]
+    tl.store(place + part * size, _sum_slices(total), mask=here)
+    # All stores of the program's warps must be in memory before the semaphore is raised.
+    tl.debug_barrier()
+    if tl.atomic_add(semaphores + block, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.store(semaphores + block, 0)
+        logits = tl.zeros((ROWS, PADDED), tl.float32)
+        for first in range(0, parts, PARTS_AT_ONCE):
+            for i in tl.static_range(PARTS_AT_ONCE):
+                # Past L1, because other programs have stored the sums.
+                stored = here & (first + i < parts)
+                logits += tl.load(place + (first + i) * size, mask=stored, other=0.0, cache_modifier=".cg")
+        tl.store(out + token[None, :] * rows + row[:, None], logits, mask=here & (row < rows)[:, None])
+
+
+def semaphores_size(experts: int) -> int:
+    """Semaphores that :func:`router_logits` needs for so many experts."""
+    return triton.cdiv(experts, SPLIT_BLOCK_ROWS)
+
+
+def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     """Compute ``x @ weight^T`` in fp32.
 
     Args:
         x: bf16 [T, d], the last dimension contiguous, T from 1 to ``MAX_TOKENS``.
         weight: bf16 [E, d], contiguous; nothing before this launch in its stream may still be writing it.
+        semaphores: int32 [:func:`semaphores_size` of E, or more], contiguous; each counts the programs of a block of
+            experts that have stored their sums. Zero between launches, which leave them so.
 
     Returns:
         fp32 [T, E].
 
-    Rounding: products are exact, sums are fp32 in an order that does not depend on T.
+    Rounding: products are exact, sums are fp32. Their order is one for up to ``WHOLE_ROWS_MAX_TOKENS`` tokens, another
+    for more, and depends on T in no other way, nor on the order of programs. For more tokens the tensor core cuts off
+    what the sum of a slice of 128 columns, added 16 at a time, has beyond fp32; it does not round.
 
     Raises:
         OperandTypeError: a dtype is not one of those above.
-        OperandValueError: a shape, stride or device does not fit, or there are too many tokens.
+        OperandValueError: a shape, stride or device does not fit, there are too many tokens or too few semaphores.
 
     Source: specification §6.1.
     """
@@ -76,8 +223,15 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         checks.require_dtype(f"{op}: {name}", tensor, torch.bfloat16)
     checks.require_rows(f"{op}: x", x)
     checks.require_contiguous(f"{op}: weight", weight)
-    checks.require_same_device("x", x, weight=weight)
+    checks.require_dtype(f"{op}: semaphores", semaphores, torch.int32)
+    checks.require_contiguous(f"{op}: semaphores", semaphores)
+    checks.require_range(f"{op}: number of semaphores", semaphores.numel(), semaphores_size(rows), math.inf)
+    checks.require_same_device("x", x, weight=weight, semaphores=semaphores)
     out = x.new_empty(tokens, rows, dtype=torch.float32)
+    if tokens > WHOLE_ROWS_MAX_TOKENS:
+        padded = max(triton.next_power_of_2(tokens), 16)
+        _split(x, weight, semaphores, out, padded, _TILINGS[padded])
+        return out
     _router_logits[(triton.cdiv(rows, BLOCK_ROWS),)](
         x,
         weight,
@@ -93,3 +247,25 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         **OVERLAPPED,
     )
     return out
+
+
+def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor, padded: int, tiling: _Tiling) -> None:
+    """Launch the kernel that splits K, compiled for ``padded`` tokens; ``tiling.rows`` rows share a semaphore."""
+    tokens, width = x.shape
+    rows = weight.shape[0]
+    blocks, parts = triton.cdiv(rows, tiling.rows), triton.cdiv(width, tiling.columns)
+    _router_logits_split[(blocks, parts)](
+        x,
+        weight,
+        out.new_empty(blocks * parts * tokens * tiling.rows),
+        out,
+        semaphores,
+        tokens,
+        rows,
+        width,
+        x.stride(0),
+        padded,
+        *tiling,
+        num_warps=tiling.slices,
+        **OVERLAPPED,
+    )

@@ -51,8 +51,10 @@ class FusedRouter(nn.Module):
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
-        is_small = len(x) <= MAX_TOKENS
-        logits = router_logits(x, self.weight) if is_small else multiply(x, self.weight, torch.float32)
+        if len(x) <= MAX_TOKENS:
+            logits = router_logits(x, self.weight, step.router_semaphores)
+        else:
+            logits = multiply(x, self.weight, torch.float32)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)

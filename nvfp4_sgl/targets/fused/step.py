@@ -13,6 +13,8 @@ from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
+from nvfp4_sgl.triton_kernels.experts.router_logits import semaphores_size
+from nvfp4_sgl.triton_kernels.experts.routing import MAX_EXPERTS
 from nvfp4_sgl.triton_kernels.hyper_connection.site import new_site_semaphores
 from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
@@ -38,11 +40,13 @@ class Scratch:
 
     Attributes:
         route_semaphore: int32 [1], counts the routing programs that are done; zero between launches.
+        router_semaphores: int32, those of ``router_logits``, for the most experts that can be routed; zero as well.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self.route_semaphore = torch.zeros(1, dtype=torch.int32, device=device)
+        self.router_semaphores = torch.zeros(semaphores_size(MAX_EXPERTS), dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._attention_semaphores: list[Tensor] = []
         self._site_semaphores: list[tuple[int, Tensor]] = []
@@ -88,8 +92,8 @@ class Step:
         cos_sin: fp32 [T, rope_dim] by table, cos and sin of each position.
         scores: fp32 [rows, ratio-4 entries], room for the index scores of ``rows`` queries at once.
         workspace: workspace of the ratio-128 compressors.
-        attention_semaphores, site_semaphores, route_semaphore: int32, zero between launches: the semaphores of sparse
-            attention, hyper-connections and routing.
+        attention_semaphores, site_semaphores, router_semaphores, route_semaphore: int32, zero between launches: the
+            semaphores of sparse attention, hyper-connections, the router's logits and routing.
         candidates: workspace of the selection of ratio-4 entries.
     """
 
@@ -99,6 +103,7 @@ class Step:
     workspace: Workspace
     attention_semaphores: Tensor
     site_semaphores: Tensor
+    router_semaphores: Tensor
     route_semaphore: Tensor
     candidates: Candidates
 
@@ -146,6 +151,7 @@ class Step:
             workspace,
             semaphores,
             scratch.site_semaphores(tokens),
+            scratch.router_semaphores,
             scratch.route_semaphore,
             candidates,
         )

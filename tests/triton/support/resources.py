@@ -27,7 +27,7 @@ from typing import Any
 ARCHITECTURES = (90, 100)
 SHARED_LIMIT = 227 * 1024
 """Bytes a block may have, on both."""
-READ_CONSTANTS_EARLY = {"_router_logits"}
+READ_CONSTANTS_EARLY = {"_router_logits", "_router_logits_split"}
 """Kernels that read before they have waited for the previous kernel: nothing but weights, which none writes."""
 
 
@@ -42,6 +42,7 @@ class Resources:
             could not run them together, and they take cos_sin with their latency.
         fused_shuffles: sums of another lane's number with a product that was not rounded. Two lanes that exchange their
             numbers so have different sums of the same two.
+        early_loads: machine instructions that load before the kernel has waited for the previous one.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class Resources:
     ptx: dict[str, int]
     group_waits: int
     fused_shuffles: int
+    early_loads: int
 
     def count(self, prefix: str) -> int:
         """PTX instructions whose name begins with ``prefix``."""
@@ -205,6 +207,7 @@ def _resources(kernel: Any, architecture: int) -> Resources:
         ptx=dict(Counter(re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.[\w:]+)*)\s", kernel.asm["ptx"], re.M))),
         group_waits=text.count("WARPGROUP.DEPBAR"),
         fused_shuffles=_fused_shuffles(text),
+        early_loads=len(re.findall(r"\bLDG\.", text.partition("ACQBULK")[0])),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
-from nvfp4_sgl.triton_kernels.experts.router_logits import router_logits
+from nvfp4_sgl.triton_kernels.experts.router_logits import router_logits, semaphores_size
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan
@@ -36,10 +36,27 @@ def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -
     return routes_of(out, semaphore)
 
 
+def logits(tokens: int, experts: int, width: int) -> Outputs:
+    torch.manual_seed(8)
+    x, weight = torch.randn(tokens, width).bfloat16(), (torch.randn(experts, width) / 8).bfloat16()
+    semaphores = torch.zeros(semaphores_size(experts), dtype=torch.int32)
+    return {"logits": router_logits(x, weight, semaphores), "semaphores": semaphores}
+
+
 @case("_router_logits", bounds={"logits": close(0.0, 2.0**-15)})
 def logits_of_experts() -> Outputs:
-    torch.manual_seed(8)
-    return {"logits": router_logits(torch.randn(3, 600).bfloat16(), (torch.randn(7, 600) / 8).bfloat16())}
+    return logits(3, 7, 600)
+
+
+@case("_router_logits_split", bounds={"logits": close(0.0, 2.0**-15)})
+def logits_of_parts_of_k() -> Outputs:
+    return logits(9, 20, 1100)
+
+
+@case("_router_logits_split", bounds={"logits": close(0.0, 2.0**-15)})
+def logits_of_many_tokens() -> Outputs:
+    """Multiplied in steps."""
+    return logits(35, 7, 600)
 
 
 @case("_route_topk", bounds={"weights": ROUTED})
