@@ -132,7 +132,7 @@ class Planner(Protocol):
         """Allocate what the captured graphs of up to ``requests`` requests share."""
 
     def capture(self, request: PassRequest) -> Any:
-        """The step of a graph about to be captured, not filled yet."""
+        """The step of a graph about to be captured, not filled yet; its memory stays as long as the planner."""
 
     def fill(self, step: Any, request: PassRequest) -> None:
         """Inside the capture: fill ``step`` from the request's tensors; kernels only."""

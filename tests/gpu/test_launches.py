@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.model.contract import RopeTable, Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
@@ -152,6 +154,20 @@ def test_a_pass_fills_nothing(model: Standalone):
 
 EAGER_BYTES = 512 * 1024
 """More than a token of this model's decode pass allocates: rows of experts, padded, are most of it."""
+
+
+def test_what_a_graph_writes_stays_allocated(model: Standalone):
+    """Whoever captures may forget the step: the backend does, and a graph keeps nothing that was made before it."""
+    model.planner.reserve(REQUESTS)
+    kept = []
+    for requests in (1, 3):
+        request = model.begin({number: [7] for number in range(requests)}).request
+        step = model.planner.capture(request)
+        kept += [weakref.ref(step.plan.window_slots), weakref.ref(step.cos_sin[RopeTable.WINDOW])]
+        del step
+    model.planner.plan(request)
+    gc.collect()
+    assert all(reference() is not None for reference in kept)
 
 
 class Allocations(TorchDispatchMode):

@@ -30,6 +30,7 @@ class FusedPlanner:
         self._frequencies = device_frequencies(context.config, context.device)
         self._scores: Tensor | None = None
         self._added: dict[tuple[int, int], Tensor] = {}
+        self._captured: list[Step] = []
 
     def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
         """Room for a pass, not filled; ``scores`` as in :meth:`Step.allocate`."""
@@ -59,9 +60,14 @@ class FusedPlanner:
         self._scores = Step.new_scores(self.context.config, requests, self.slots.longest, self.context.device)
 
     def capture(self, request: PassRequest) -> Step:
-        """Room for a pass that is about to be captured; :meth:`fill` is part of the graph."""
+        """Room for a pass that is about to be captured; :meth:`fill` is part of the graph.
+
+        It stays allocated as long as this planner: the graph holds its addresses, and nothing else need hold the step.
+        Freed, it would be others' memory, or after ``torch.cuda.empty_cache`` nobody's, when the graph is replayed.
+        """
         assert self._scores is not None, "reserve has not run"
         step = self.allocate(request, scores=self._scores)
+        self._captured.append(step)
         self._tokens_added(request)
         return step
 
