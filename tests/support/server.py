@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,10 @@ from local_server import free_port
 START_SECONDS = 600
 STOP_SECONDS = 20
 TAIL_CHARACTERS = 4000
+FATAL = re.compile(
+    r"^Fatal Python error|illegal memory access|terminate called|Scheduler hit an exception", re.MULTILINE
+)
+"""What a process's own report of its end begins with; pages of modules' names follow it."""
 
 ADMIN_KEY = "administrative-key-of-the-tests"
 
@@ -106,6 +111,13 @@ class Server:
         """The log so far."""
         return self.log.read_text(errors="replace")
 
+    def excerpt(self) -> str:
+        """What of the log tells most: from the first report of a process's end on, or else its last lines."""
+        text = self.text()
+        fatal = FATAL.search(text)
+        start = max(fatal.start() - TAIL_CHARACTERS // 4, 0) if fatal else max(len(text) - TAIL_CHARACTERS, 0)
+        return text[start : start + TAIL_CHARACTERS]
+
     def is_ready(self) -> bool:
         """Whether ``/health`` answers 200: the warm-up request has been served."""
         try:
@@ -119,12 +131,12 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerExited(f"exit code {self.process.returncode}:\n{self.text()[-TAIL_CHARACTERS:]}")
+                raise ServerExited(f"exit code {self.process.returncode}:\n{self.excerpt()}")
             if self.is_ready():
                 return self
             time.sleep(0.25)
         self.stop()
-        raise ServerExited(f"not ready after {seconds} s:\n{self.text()[-TAIL_CHARACTERS:]}")
+        raise ServerExited(f"not ready after {seconds} s:\n{self.excerpt()}")
 
     def wait_exit(self, seconds: float = START_SECONDS) -> int:
         """Exit code of a server that is expected to end by itself and to leave no process behind."""
@@ -137,7 +149,7 @@ class Server:
         code = self.process.poll()
         orphans = wait_for_none(self.process.pid, STOP_SECONDS)
         self.stop()
-        assert code is not None, f"still running after {seconds} s:\n{self.text()[-TAIL_CHARACTERS:]}"
+        assert code is not None, f"still running after {seconds} s:\n{self.excerpt()}"
         assert not orphans, f"left behind: {orphans}"
         return code
 
@@ -176,8 +188,12 @@ class Server:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                return json.load(answer)
+        except ConnectionError as error:
+            error.add_note(f"the server's log:\n{self.excerpt()}")
+            raise
 
     def command(self, path: str, body: Mapping[str, Any]) -> None:
         """A ``POST`` to an administrative path that answers 200, with or without JSON."""
