@@ -42,6 +42,7 @@ TOGETHER = [
     "site_of_large_blocks",
     "routed_tokens",
     "compression_by_128",
+    "logits_of_parts_of_k",
 ]
 """Kernels whose programs wait for one another, or whose last program finishes the work."""
 
@@ -58,6 +59,7 @@ COUNTED = [
     ("few_heads_split_and_quantised", "attend", "atom.global.gpu.acq_rel.add"),
     ("compression_by_128", "_attention_inputs", "atom.global.gpu.acq_rel.add"),
     ("routed_tokens", "_route_topk", "atom.global.gpu.acq_rel.add"),
+    ("logits_of_parts_of_k", "_router_logits_split", "atom.global.gpu.acq_rel.add"),
     ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),
     ("next_site_quantised", "site_kernel", "ld.global.gpu.acquire"),
 ]
