@@ -204,8 +204,8 @@ def run_part(
     RESULTS.mkdir(parents=True, exist_ok=True)
     report, log = RESULTS / f"{part.name}.xml", RESULTS / f"{part.name}.txt"
     report.unlink(missing_ok=True)
-    # One thread a process, as in launch/test: with one a core, parts that ran beside each other took an H200's 32 cores
-    # 480 s and more for references of 5 s.
+    # One thread a process, as in launch/test: with 32 in each of some twenty parts, CPU references that take one thread
+    # a few seconds had not ended after 470 s (32 cores, 2026-11-25).
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu

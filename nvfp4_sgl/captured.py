@@ -25,10 +25,9 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 class CapturedDecode:
-    """One token of each of up to ``count`` requests of a :class:`Standalone`, captured; the buffers are this object's.
+    """One token of each of ``count`` requests of a :class:`Standalone`, captured; its buffers are this object's.
 
-    Fewer requests are padded as SGLang pads them: token 0 at position 0 of a request slot that is kept for that. The
-    capture runs request 0 at position 0, so what stands there is lost.
+    The capture runs request 0 at position 0, so what stands there is lost.
 
     Attributes:
         graph: replays the pass on the buffers as they are.
@@ -51,16 +50,11 @@ class CapturedDecode:
         self.logits = self._model.forward(Pass(self._ids, self._request, self._step))
 
     def __call__(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """fp32 logits [1, vocabulary] by request, of one more token each; of no more requests than were captured."""
-        caches = self._model.caches
-        starts, ends = caches.advance(dict.fromkeys(tokens, 1))
-        padding = len(self._ids) - len(tokens)
-        for buffer, values, filler in (
-            (self._ids, [ids[0] for ids in tokens.values()], 0),
-            (self._request.positions, starts, 0),
-            (self._request.requests, list(tokens), caches.padding_request),
-            (self._request.ends, ends, 1),
-        ):
-            buffer.copy_(torch.tensor(values + [filler] * padding))
+        """fp32 logits [1, vocabulary] by request, of one more token each, for as many requests as were captured."""
+        starts, ends = self._model.caches.advance(dict.fromkeys(tokens, 1))
+        self._ids.copy_(torch.tensor([ids[0] for ids in tokens.values()]))
+        for buffer, values in ((self._request.positions, starts), (self._request.ends, ends)):
+            buffer.copy_(torch.tensor(values))
+        self._request.requests.copy_(torch.tensor(list(tokens)))
         self.graph.replay()
-        return dict(zip(tokens, self.logits[: len(tokens)].clone().split(1), strict=True))
+        return dict(zip(tokens, self.logits.clone().split(1), strict=True))

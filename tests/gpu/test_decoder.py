@@ -148,7 +148,7 @@ def test_prefill_and_decode(mode: ActivationMode, model: Standalone, references)
 def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyPatch):
     """A decode pass padded as a captured graph is: the request's bits are those beside other requests."""
     if not ON_GPU and model.decoder.context.mode is ActivationMode.W4A4:
-        pytest.skip("routing is the same in both modes")
+        pytest.skip("interpreted in w4a16 alone: all targets and modes share the router, and each run takes 12 s")
     routes: list[Routes] = []
 
     def forward(router: FusedRouter, *operands: Any) -> Routes:

@@ -106,7 +106,7 @@ def test_nan_stays_with_its_token(tokens: int, device: str) -> None:
 
 
 def test_semaphores_serve_launch_after_launch(device: str) -> None:
-    """Of other sizes, too, and more of them than are needed: none is left behind, those beyond are not touched."""
+    """Launches of several sizes share semaphores: each leaves those that it uses zero and does not touch the others."""
     semaphores = torch.zeros(semaphores_size(100), dtype=torch.int32, device=device)
     beyond = semaphores[semaphores_size(50) :].fill_(7)
     for tokens, rows, width in ((9, 33, 600), (40, 50, 1100), (2, 50, 600), (40, 50, 1100), (16, 7, 600)):
