@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+from tests.support import interpreter_speed
 from tests.support.interpreted import INTERPRETED
+from tests.triton.support.many_operations import results
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="for the interpreter")
 
@@ -57,3 +64,14 @@ def test_a_launch_leaves_the_language_as_it_was() -> None:
     with pytest.raises(InterpreterError):
         run([1] * 4, [2] * 4, 3, torch.int32)
     assert before == (tl.load, tl.tensor.__add__, tl.range) and not hasattr(tl.tensor, "__index__")
+
+
+def test_the_plain_interpreter_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so few recordings kept that they are dropped midway, while calls are recorded, and by recordings alone."""
+    command = [sys.executable, "-m", "tests.triton.support.many_operations", str(tmp_path / "plain.pt")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
+    plain = torch.load(tmp_path / "plain.pt")
+    for most in (10, interpreter_speed.MOST_RECORDINGS, interpreter_speed.MOST_RECORDINGS):
+        monkeypatch.setattr(interpreter_speed, "MOST_RECORDINGS", most)
+        assert torch.equal(results(), plain)
