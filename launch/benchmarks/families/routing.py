@@ -1,7 +1,7 @@
-"""Routing with the permutation, and the final sum of experts, at the shapes of Flash and Pro.
+"""The router's logits, routing with the permutation, and the final sum of experts, at the shapes of Flash and Pro.
 
-Peers: what SGLang's fused experts call: ``moe_fused_gate`` and ``moe_fused_mul_sum`` (Triton), ``hash_topk`` (compiled
-by nvcc at its first call) and ``moe_align_block_size`` (AOT) after either.
+Peers: cuBLAS for the logits; for the rest what SGLang's experts call: ``moe_fused_gate`` and ``moe_fused_mul_sum``
+(Triton), ``hash_topk`` (compiled by nvcc at its first call) and ``moe_align_block_size`` (AOT) after either.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from functools import partial
 import torch
 
 from benchmarks.peers import compared, foreign, installed
+from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.router_logits import MAX_TOKENS, router_logits, semaphores_size
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 
 from . import Case, Peer, one_after_the_other, relative_error
 
 MODELS = {"flash": (4096, 256), "pro": (7168, 384)}
 TOKENS = (1, 8, 64, 256, 8192)
+LOGITS_TOKENS = (1, 4, 8, 9, 16, 32, 64)
 TOPK, SCALE = 6, 2.5
 
 
 def cases() -> Iterator[Case]:
     """With the shared expert as a group of its own, and its column in the permutation."""
     for model, (d, count) in MODELS.items():
+        yield from _logits(model, d, count)
         for tokens in TOKENS:
             shape = f"{model}/{tokens}x{count}"
             logits = torch.randn(tokens, count, device="cuda")
@@ -66,6 +70,22 @@ def cases() -> Iterator[Case]:
                 bytes=summed.nbytes * (TOPK + 2),
                 peers=_weighted_sum(rows, out.destination, out.weights, summed),
             )
+
+
+def _logits(model: str, d: int, count: int) -> Iterator[Case]:
+    """For as many tokens as one launch of ours takes; cuBLAS takes two, the second to add the parts of K."""
+    weight = torch.randn(count, d, device="cuda", dtype=torch.bfloat16)
+    semaphores = torch.zeros(semaphores_size(count), dtype=torch.int32, device="cuda")
+    for tokens in (tokens for tokens in LOGITS_TOKENS if tokens <= MAX_TOKENS):
+        x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+        yield Case(
+            f"router_logits/{model}/{tokens}x{count}x{d}",
+            partial(router_logits, x, weight, semaphores),
+            bytes=x.nbytes + weight.nbytes + 4 * tokens * count,
+            peers={
+                "cuBLAS": compared(partial(multiply, x, weight, torch.float32), router_logits(x, weight, semaphores))
+            },
+        )
 
 
 def _gate(logits: torch.Tensor, bias: torch.Tensor, weights: torch.Tensor) -> dict[str, Peer]:
