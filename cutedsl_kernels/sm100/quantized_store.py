@@ -93,10 +93,10 @@ class QuantizedStore(Fixed):
                 place = (self.codes.iterator + offset).align(own // 2)
                 target = cute.make_tensor(cute.recast_ptr(place, dtype=codes.element_type), codes.layout)
                 cute.autovec_copy(codes, target)
-            # A row of atoms is whole, beyond the last feature, too.
-            if (part == 0) & (column // 4 * (4 * BLOCK // 2) < width):
-                atom_rows = min(shape.token_tile, SCALE_ATOM_ROWS)
-                atom, in_atom = row // atom_rows, row % atom_rows
+            atom_rows = min(shape.token_tile, SCALE_ATOM_ROWS)
+            atom, in_atom = row // atom_rows, row % atom_rows
+            # An atom is whole, beyond the last row and feature, too. A tile may have atoms that are nobody's.
+            if (part == 0) & (atom * atom_rows < rows) & (column // 4 * (4 * BLOCK // 2) < width):
                 offset = column // 4 * SCALE_ATOM_BYTES + in_atom % 32 * 16 + in_atom // 32 * 4 + column % 4
                 (self.scales + (atom * self.atom_row + offset)).store(scale.to(Uint8))
 

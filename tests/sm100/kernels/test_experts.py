@@ -10,6 +10,7 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import EmulatorError, Options
+from tests.sm100.emulator.errors import MemoryFaultError
 from tests.sm100.support.mutants import compile_changed
 from tests.sm100.support.products import ExpertCase
 
@@ -86,6 +87,22 @@ def test_a_shared_expert_is_one_group(grouped: bool) -> None:
     ExpertCase(replace(gate_up(8), grouped=grouped), (6,), features=128, k=256).check(STRICT)
     ExpertCase(replace(gate_up(128, pair=True), grouped=grouped), (131,), features=128, k=64).check(STRICT)
     ExpertCase(replace(gate_up(16, split_k=4), grouped=grouped), (18,), features=96, k=1088).check(STRICT)
+
+
+# The last tile has rows of block scales that are nobody's; so have tiles beside it that a cluster takes on.
+ALONE = [
+    ExpertCase(replace(gate_up(256, pair=True), grouped=False), (257,), features=64, k=64),
+    ExpertCase(replace(gate_up(128, pair=True), grouped=False, shared_weights=4), (129,), features=64, k=64),
+]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=name)
+def test_a_tile_ends_beyond_the_last_scales(case: ExpertCase, tmp_path: Path) -> None:
+    case.check(STRICT)
+    change = {" & (atom * atom_rows < rows)": ""}
+    mutant = compile_changed(tmp_path, "sm100/quantized_store.py", change, case.shape, case.epilogue("nvfp4"))
+    with pytest.raises(MemoryFaultError):
+        case.check(STRICT, compiled=mutant)
 
 
 def test_only_experts_with_tokens_are_read() -> None:
