@@ -24,6 +24,7 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_body,
     refuse_path,
 )
+from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def first_error(chunk: bytes) -> Refusal | None:
 def name_the_dead(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around the end of a server of which a process has failed: say which, whoever noticed it."""
     if serves_our_model():
-        for name, code in private.dead_processes(handler):
+        for name, code in failed(private.watched_processes(handler)):
             rank = name.removeprefix("scheduler_")
             what = f"{name} (tensor-parallel rank {rank})" if rank.isdigit() else name
             how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"

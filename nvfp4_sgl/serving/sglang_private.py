@@ -390,8 +390,8 @@ def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
     app.build_middleware_stack = stack
 
 
-def dead_processes(handler: Any) -> list[tuple[str, int]]:
-    """Name and exit code of the server's processes that have failed; names are ``scheduler_RANK`` and ``detokenizer``.
+def watched_processes(handler: Any) -> list[tuple[str, Any]]:
+    """Name and ``multiprocessing`` process of a server's processes; names are ``scheduler_RANK`` and ``detokenizer``.
 
     Args:
         handler: SGLang's ``SignalHandler``.
@@ -399,8 +399,7 @@ def dead_processes(handler: Any) -> list[tuple[str, int]]:
     watchdog = handler.tokenizer_manager._subprocess_watchdog
     if watchdog is None:
         return []
-    found = zip(watchdog._names, watchdog._processes, strict=True)
-    return [(name, process.exitcode) for name, process in found if process.exitcode]
+    return list(zip(watchdog._names, watchdog._processes, strict=True))
 
 
 def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:

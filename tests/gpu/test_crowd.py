@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470)]
 def test_a_crowd(tmp_path: Path):
     (target,) = native.targets()
     checkpoint = native.write_checkpoint(target, tmp_path / "tiny", seed=3, **SHAPES)
-    with Server.launch(checkpoint, *FLAGS, *crowd.FLAGS, log=tmp_path / "log") as server:
+    flags = (*FLAGS, *crowd.FLAGS)
+    with Server.launch(checkpoint, *flags, log=tmp_path / "log", environment=crowd.RETRACTING) as server:
         crowd.check(server.wait_ready(), crowd.ON_GPU)
         assert "cuda graph: True" in server.text()

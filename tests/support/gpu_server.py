@@ -15,13 +15,17 @@ FLAGS = (
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 
 
+def alone(server: Server) -> list[Any]:
+    """Tokens and log-probabilities of greedy answers, one after the other."""
+    return [generate(server, prompt(n, seed=7), 40)["meta_info"]["output_token_logprobs"] for n in (5, 129, 700)]
+
+
 def outputs(server: Server) -> list[Any]:
     """Tokens and log-probabilities of greedy answers, alone and in a batch of a size that graphs are captured for.
 
     So the products have the same shapes in every server, with graphs or without, and the bits must be the same.
     """
-    alone = [generate(server, prompt(n, seed=7), 40)["meta_info"]["output_token_logprobs"] for n in (5, 129, 700)]
     batch = [prompt(140, seed=20 + n) for n in range(4)]
     sampling = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
     together = server.post("/generate", {"input_ids": batch, "return_logprob": True, "sampling_params": sampling})
-    return [*alone, *(answer["meta_info"]["output_token_logprobs"] for answer in together)]
+    return [*alone(server), *(answer["meta_info"]["output_token_logprobs"] for answer in together)]

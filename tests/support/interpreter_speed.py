@@ -30,8 +30,8 @@ CONSTANT = frozenset(
 """Operations of the builder, beside all named ``get_``, that give the same for the same constants at any time."""
 
 MOST_RECORDINGS = 100_000
-"""How many recordings are kept, about 1 kB each, before all are dropped: constants such as a loop's index are part of
-what a recording is found by."""
+"""How many recordings are kept before all are dropped: constants such as a loop's index are part of what a recording is
+found by, so that there is no end to them."""
 
 
 def install() -> None:

@@ -29,9 +29,15 @@ from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
 
 MAX_TOKENS = 64
-"""Most tokens. For more, a library's GEMM is used."""
-WHOLE_ROWS_MAX_TOKENS = 8
-"""Most tokens of the kernel whose programs hold whole rows and read all tokens."""
+"""Most tokens."""
+LARGE_VALUES, LARGE_MAX_TOKENS = 2**21, 32
+"""A matrix of more values, and up to how many tokens a library's GEMM is slower for such a one; for smaller ones it is
+up to ``MAX_TOKENS``. On an H100, µs a launch in a graph of launches (2026-11-25), ours and cuBLAS's: Flash's [256, 4096]
+2.9 and 6.3 for 9 and 16 tokens, 3.4 and 6.4 for 32, 5.3 and 6.4 for 64; Pro's [384, 7168] 4.5 and 6.7 for 9 and 16,
+6.0 and 6.8 for 32, 12.1 and 7.1 for 64. Between the two nothing was measured."""
+WHOLE_ROWS_MAX_TOKENS = 2
+"""Most tokens of the kernel whose programs hold whole rows and read all tokens. There, for 1, 4 and 8 tokens, it took
+2.3, 3.8 and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro: from 3 on, the other kernel is faster."""
 BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16
@@ -69,7 +75,7 @@ _TILINGS = {
 }
 """By the tokens that the kernel is compiled for. All have parts of 512 columns in slices of 128, for the same order of
 sums. These are 128 programs for 256 experts of 4096 columns, 336 for 384 of 7168; by their registers and
-shared memory an H200 holds all of them at once. Not chosen by time: none has been measured on an idle GPU."""
+shared memory an H200 holds all of them at once. Not chosen by time: no other has been measured."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -184,6 +190,11 @@ def _router_logits_split(
                 stored = here & (first + i < parts)
                 logits += tl.load(place + (first + i) * size, mask=stored, other=0.0, cache_modifier=".cg")
         tl.store(out + token[None, :] * rows + row[:, None], logits, mask=here & (row < rows)[:, None])
+
+
+def max_tokens(experts: int, width: int) -> int:
+    """Up to how many tokens :func:`router_logits` is faster than a library's GEMM, for a matrix of that shape."""
+    return MAX_TOKENS if experts * width <= LARGE_VALUES else LARGE_MAX_TOKENS
 
 
 def semaphores_size(experts: int) -> int:

@@ -45,7 +45,7 @@ def logits(tokens: int, experts: int, width: int) -> Outputs:
 
 @case("_router_logits", bounds={"logits": close(0.0, 2.0**-15)})
 def logits_of_experts() -> Outputs:
-    return logits(3, 7, 600)
+    return logits(2, 7, 600)
 
 
 @case("_router_logits_split", bounds={"logits": close(0.0, 2.0**-15)})
