@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nvfp4_sgl.cache.layer import LayerCache  # noqa: E402
+from nvfp4_sgl.cache.layout import PAGE_TOKENS  # noqa: E402
 from nvfp4_sgl.cache.local import LocalCaches  # noqa: E402
 from nvfp4_sgl.cache.rows import RowStore  # noqa: E402
 from nvfp4_sgl.config import ModelConfig  # noqa: E402
@@ -95,10 +96,11 @@ def caches_of(config: ModelConfig, cached: int) -> LocalCaches:
     """Packed caches full of valid entries and states."""
     caches = LocalCaches(config, requests=1, capacity=CAPACITY, packed=True, dtype=torch.bfloat16)
     layer: LayerCache = caches.layers[LAYER]
-    fill(layer.swa, config.head_dim, CAPACITY, 1)
+    slots = CAPACITY + PAGE_TOKENS  # the first page is that of padding
+    fill(layer.swa, config.head_dim, slots, 1)
     for store, dim, seed in ((layer.compressed, config.head_dim, 2), (layer.index, config.index_head_dim, 3)):
         assert store is not None
-        fill(store, dim, CAPACITY // 4, seed)
+        fill(store, dim, slots // 4, seed)
     for state, seed in ((layer.state, 4), (layer.index_state, 5)):
         assert state is not None
         state.copy_(torch.randn(state.shape, generator=torch.Generator().manual_seed(seed)))

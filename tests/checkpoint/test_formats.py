@@ -26,7 +26,6 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import (
     change_json,
     change_tensor,
@@ -119,7 +118,7 @@ def test_two_ranks_say_what_one_says(checkpoints: dict[tuple[TinyFormat, TinyNam
     exchange = Exchange()
 
     def of_rank(rank: int) -> Tensor:
-        parallel = TensorParallel(rank, 2, exchange.all_reduce(rank))
+        parallel = exchange.ranks[rank]
         return Standalone(directory, capacity=256, parallel=parallel).extend({1: ids})[1].log_softmax(-1)
 
     alone = Standalone(directory, capacity=256).extend({1: ids})[1].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks of the GPU decoder against one, on a single device (``tests.support.ranks``)."""
+"""Two and four tensor-parallel ranks of the GPU decoder against one, on a single device (``tests.support.ranks``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
 from tests.support.interpreted import ON_GPU
-from tests.support.ranks import RANKS, Exchange
+from tests.support.ranks import Exchange
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS = range(3)
@@ -34,15 +34,27 @@ EXPERTS = 0.01
 """The same of the experts, whose input is whole on each rank, and what lies between quantised by a constant."""
 
 
-@pytest.fixture(scope="module", params=native.runs(), ids=str)
-def run(request: pytest.FixtureRequest) -> Iterator[native.Run]:
-    with native.gemms(request.param.target):
-        yield request.param
+CASES = (*((run, 2) for run in native.runs()), (native.runs()[0], 4))
+"""What runs, and how many ranks."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request: pytest.FixtureRequest) -> tuple[native.Run, int]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def checkpoint(run: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(case: tuple[native.Run, int]) -> Iterator[native.Run]:
+    with native.gemms(case[0].target):
+        yield case[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case: tuple[native.Run, int], run: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a group of two heads for each rank, and as many columns of an expert as kernels take at least."""
+    _, size = case
     shapes = {"num_hidden_layers": len(LAYERS), "n_routed_experts": 6}
+    shapes |= {"num_attention_heads": 2 * size, "o_groups": size, "moe_intermediate_size": 64 * size}
     return native.write_checkpoint(run.target, tmp_path_factory.mktemp("tiny"), seed=11, mode=run.mode, **shapes)
 
 
@@ -52,8 +64,8 @@ def load(run: native.Run, checkpoint: Path, parallel: TensorParallel) -> Standal
 
 
 @pytest.fixture(scope="module")
-def exchange(run: native.Run) -> Exchange:
-    return Exchange()
+def exchange(case: tuple[native.Run, int]) -> Exchange:
+    return Exchange(case[1])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +75,7 @@ def whole(run: native.Run, checkpoint: Path) -> Standalone:
 
 @pytest.fixture(scope="module")
 def ranks(run: native.Run, checkpoint: Path, exchange: Exchange) -> list[Standalone]:
-    return [load(run, checkpoint, TensorParallel(rank, len(RANKS), exchange.all_reduce(rank))) for rank in RANKS]
+    return [load(run, checkpoint, parallel) for parallel in exchange.ranks]
 
 
 @pytest.fixture(autouse=True)
@@ -120,14 +132,15 @@ def test_log_probabilities(
         for mode, dtype in ((run.mode, torch.bfloat16), (ActivationMode.W4A16, torch.float32))
     )
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
-    assert torch.equal(*found)
+    assert all(torch.equal(one, found[0]) for one in found)
     collectives = 2 * len(LAYERS) * len(PASSES)
-    assert [len(given) for given in exchange.given] == [collectives] * len(RANKS)
+    assert [len(given) for given in exchange.given] == [collectives] * len(ranks)
     distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
-    print("median distance of two ranks from one, of rounded activations from fp32:", distance, yardstick)
+    print("median distance of several ranks from one, of rounded activations from fp32:", distance, yardstick)
     assert distance <= 2 * yardstick
 
 
-def test_a_model_that_cannot_be_split_is_refused(run: native.Run, checkpoint: Path):
-    with pytest.raises(ConfigError, match="o_groups is 2, expected a multiple of 4"):
-        load(run, checkpoint, TensorParallel(0, 4))
+def test_a_model_that_cannot_be_split_is_refused(case: tuple[native.Run, int], run: native.Run, checkpoint: Path):
+    _, size = case
+    with pytest.raises(ConfigError, match=f"o_groups is {size}, expected a multiple of {2 * size}"):
+        load(run, checkpoint, TensorParallel(0, 2 * size))

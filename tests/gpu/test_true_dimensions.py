@@ -22,12 +22,11 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
 from tests.support.device_reference import DeviceReference
 from tests.support.interpreted import ON_GPU
 from tests.support.loaded_faults import FAULTS
-from tests.support.ranks import RANKS, Exchange
+from tests.support.ranks import Exchange
 from tests.support.released import FLASH, config_json
 from tests.support.rounding_noise import distances, excess, nudged
 
@@ -158,10 +157,10 @@ def test_two_ranks(verified: Verified, model: Standalone, exact: Tensor, rounded
             verified,
             target=TARGET,
             mode=MODE,
-            parallel=TensorParallel(rank, len(RANKS), exchange.all_reduce(rank)),
+            parallel=parallel,
             **SIZES,
         )
-        for rank in RANKS
+        for parallel in exchange.ranks
     ]
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert torch.equal(*found)

@@ -1,7 +1,7 @@
 """Tensor-parallel ranks as threads of which one at a time runs.
 
-Triton's interpreter is not made for threads, so the ranks hand over to each other, and do so only where they would
-exchange anything, in ``all_reduce``. That adds two bf16 tensors as a collective does: one sum, rounded once to bf16.
+Triton's interpreter is not made for threads, so the ranks hand over to each other in turn, and do so only where they
+would exchange anything, in ``all_reduce``. That adds as a collective does: in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 
+import torch
 from torch import Tensor
 
-from nvfp4_sgl.weights.parallel import Collective
-
-RANKS = (0, 1)
+from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
 
 class Exchange:
-    """Sums of what both ranks give; only the rank whose turn it is runs."""
+    """Sums of what all ranks give; only the rank whose turn it is runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
         self._turn = 0
         self._changed = Condition()
-        self.given: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.given: tuple[list[Tensor], ...] = tuple([] for _ in range(size))
+
+    @property
+    def ranks(self) -> list[TensorParallel]:
+        return [TensorParallel(rank, len(self.given), self.all_reduce(rank)) for rank in range(len(self.given))]
 
     def all_reduce(self, rank: int) -> Callable[[Collective, Tensor], Tensor]:
         def reduce(collective: Collective, part: Tensor) -> Tensor:
@@ -31,7 +34,7 @@ class Exchange:
             place = len(self.given[rank]) - 1
             self.hand_over(rank)
             self.wait(rank)
-            return self.given[0][place] + self.given[1][place]
+            return torch.stack([given[place].float() for given in self.given]).sum(0).to(part.dtype)
 
         return reduce
 
@@ -41,11 +44,11 @@ class Exchange:
 
     def hand_over(self, rank: int) -> None:
         with self._changed:
-            self._turn = 1 - rank
+            self._turn = (rank + 1) % len(self.given)
             self._changed.notify_all()
 
     def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
-        """``work(rank)`` of both, in two threads."""
+        """``work(rank)`` of all, in a thread each."""
 
         def of_rank(rank: int) -> Tensor:
             self.wait(rank)
@@ -54,5 +57,5 @@ class Exchange:
             finally:
                 self.hand_over(rank)
 
-        with ThreadPoolExecutor(len(RANKS)) as threads:
-            return list(threads.map(of_rank, RANKS))
+        with ThreadPoolExecutor(len(self.given)) as threads:
+            return list(threads.map(of_rank, range(len(self.given))))

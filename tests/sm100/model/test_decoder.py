@@ -23,10 +23,9 @@ from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
-from tests.support.ranks import RANKS, Exchange
+from tests.support.ranks import Exchange
 from tests.support.reference_gemms import reference_gemms
 
 SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 512}
@@ -105,9 +104,9 @@ def test_two_ranks(checkpoint: Path):
                     target=Target.SM100,
                     requests=1,
                     capacity=256,
-                    parallel=TensorParallel(rank, len(RANKS), exchange.all_reduce(rank)),
+                    parallel=parallel,
                 )
-                for rank in RANKS
+                for parallel in exchange.ranks
             ]
             first, second = exchange.run(lambda rank: log_probabilities(models[rank], passes))
         assert torch.equal(first, second)
