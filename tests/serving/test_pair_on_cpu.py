@@ -65,5 +65,8 @@ def test_an_idle_rank_killed_ends_the_server(servers: Servers, place: Place) -> 
     pair.check_death(servers.eager, 0, place.death_seconds, running=False)
 
 
-def test_a_crowd(serve: Callable[..., Server], checkpoint: Path) -> None:
-    crowd.check(serve(checkpoint, *crowd.FLAGS), crowd.ON_CPU, tolerance=1e-4)
+@pytest.mark.parametrize("environment", [{}, crowd.RETRACTING], ids=["by itself", "as on GPUs"])
+def test_a_crowd(serve: Callable[..., Server], checkpoint: Path, environment: dict[str, str]) -> None:
+    """Requests are retracted because the pool is full, or because that is asked for."""
+    server = serve(checkpoint, *crowd.FLAGS, environment=environment)
+    crowd.check(server, crowd.ON_CPU, tolerance=1e-4)
