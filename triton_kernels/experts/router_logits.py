@@ -32,9 +32,9 @@ MAX_TOKENS = 64
 """Most tokens."""
 LARGE_VALUES, LARGE_MAX_TOKENS = 2**21, 32
 """A matrix of more values, and up to how many tokens a library's GEMM is slower for such a one; for smaller ones it is
-up to ``MAX_TOKENS``. On an H100, µs a launch in a graph of launches (2026-11-25), ours and cuBLAS's: Flash's [256, 4096]
-2.9 and 6.3 for 9 and 16 tokens, 3.4 and 6.4 for 32, 5.3 and 6.4 for 64; Pro's [384, 7168] 4.5 and 6.7 for 9 and 16,
-6.0 and 6.8 for 32, 12.1 and 7.1 for 64. Between the two nothing was measured."""
+up to ``MAX_TOKENS``. On an H100, µs a launch in a graph of launches (2026-11-25), ours and cuBLAS's: Flash's
+[256, 4096] 2.9 and 6.3 for 9 and 16 tokens, 3.4 and 6.4 for 32, 5.3 and 6.4 for 64; Pro's [384, 7168] 4.5 and 6.7 for 9
+and 16, 6.0 and 6.8 for 32, 12.1 and 7.1 for 64. Between the two nothing was measured."""
 WHOLE_ROWS_MAX_TOKENS = 2
 """Most tokens of the kernel whose programs hold whole rows and read all tokens. There, for 1, 4 and 8 tokens, it took
 2.3, 3.8 and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro: from 3 on, the other kernel is faster."""
