@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 ENDING_SECONDS = 10.0
-"""How long to wait for processes that are ending. A rank that is killed closes its sockets at once, so that other ranks
-notice, but gives its GPU back for a second and more (two H100s, 2026-11-25) before anyone can ask how it has ended."""
+"""Seconds to wait at most for processes that are ending. On two H100s (2026-11-25) the connection to a killed rank was
+closed, and the other rank had failed of it, before the killed one had an exit code."""
 POLL_SECONDS = 0.05
 EXITING = 0x4
 """``PF_EXITING``, in the flags of ``/proc/PID/stat``."""

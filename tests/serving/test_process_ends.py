@@ -5,61 +5,75 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from nvfp4_sgl.serving.process_ends import failed, is_ending
 
-LINGER_SECONDS = 0.5
-EXIT = 60
+FORK = multiprocessing.get_context("fork")  # a fresh interpreter would import this package first
+EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]
 """The system call that ends a thread."""
 
 
-def lingering() -> None:
-    """End the main thread, and the process later: nobody can ask how it has ended before its last thread has."""
+def linger(end: Any) -> None:
+    """End the main thread, and the process when told: nobody can ask how it has ended before its last thread has."""
 
-    def end() -> None:
-        time.sleep(LINGER_SECONDS)
+    def kill() -> None:
+        end.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=end).start()
+    threading.Thread(target=kill).start()
     ctypes.CDLL(None).syscall(EXIT, 0)
 
 
-def started(target: Callable[..., None], *arguments: object) -> multiprocessing.Process:
-    # Forked: a fresh interpreter would import this package first.
-    process = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
+def started(target: Callable[..., None], *arguments: object) -> Any:
+    process = FORK.Process(target=target, args=arguments, daemon=True)
     process.start()
-    return process  # type: ignore[return-value]
+    return process
 
 
-def test_a_process_that_is_ending_is_waited_for() -> None:
-    ending, running = started(lingering), started(time.sleep, 60)
+@pytest.fixture
+def end() -> Any:
+    return FORK.Event()
+
+
+@pytest.fixture
+def ending(end: Any) -> Iterator[Any]:
+    """A process that is ending, and does not before ``end`` is set."""
+    process = started(linger, end)
+    deadline = time.monotonic() + 60
+    while not is_ending(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    yield process
+    end.set()
+    process.join(60)
+
+
+def test_a_process_that_is_ending_is_waited_for(end: Any, ending: Any) -> None:
+    running = started(time.sleep, 600)
     try:
-        begun = time.monotonic()
-        while not is_ending(ending):
-            assert time.monotonic() < begun + 10
-            time.sleep(0.005)
         assert ending.exitcode is None and not is_ending(running)
-        assert failed([("scheduler_0", running), ("scheduler_1", ending)]) == [("scheduler_1", -signal.SIGKILL)]
+        threading.Timer(0.3, end.set).start()
+        found = failed([("scheduler_0", running), ("scheduler_1", ending)], seconds=60)
+        assert found == [("scheduler_1", -signal.SIGKILL)]
         assert not is_ending(ending)
     finally:
         running.kill()
 
 
-def test_no_longer_than_it_may_take() -> None:
-    ending = started(lingering)
-    while not is_ending(ending):
-        time.sleep(0.005)
-    assert failed([("scheduler_0", ending)], seconds=0.0) == []
-    ending.join(10)
-    assert failed([("scheduler_0", ending)], seconds=0.0) == [("scheduler_0", -signal.SIGKILL)]
+def test_no_longer_than_it_may_take(ending: Any) -> None:
+    assert failed([("scheduler_0", ending)], seconds=0.1) == []
 
 
 def test_one_that_runs_or_has_ended_well_is_not_named() -> None:
-    running, well = started(time.sleep, 60), started(time.sleep, 0)
-    well.join(10)
+    running, well = started(time.sleep, 600), started(time.sleep, 0)
+    well.join(60)
     assert failed([("scheduler_0", running), ("detokenizer", well)]) == []
     running.kill()

@@ -38,8 +38,7 @@ ON_GPU, ON_CPU = Pace(600, 1.5), Pace(160, 4.0)
 
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 """Environment of servers on GPUs: SGLang retracts a request every 20 steps. By themselves they retracted none, with 600
-tokens (two H200s) or 1600 (H100s): the scheduler takes no request before its whole answer would fit, and answers end
-as fast as the pool fills."""
+tokens (two H200s) or 1600 (an H100); why not is not known."""
 
 
 def draw(number: int, rng: random.Random, pace: Pace) -> Plan:

@@ -29,7 +29,7 @@ CONSTANT = frozenset(
 )
 """Operations of the builder, beside all named ``get_``, that give the same for the same constants at any time."""
 
-MOST_RECORDINGS = 100_000
+MAX_RECORDINGS = 100_000
 """How many recordings are kept before all are dropped: constants such as a loop's index are part of what a recording is
 found by, so that there is no end to them."""
 
@@ -283,7 +283,7 @@ def _record_calls(interpreter: Any) -> None:
             result = member(*args, _semantic=semantic, **kwargs)
         finally:
             semantic.builder = builder
-        if len(recordings) >= MOST_RECORDINGS:
+        if len(recordings) >= MAX_RECORDINGS:
             recordings.clear()
         recordings[key] = recording.function(result, core.tensor, core.tuple)
         return result
@@ -312,7 +312,7 @@ def _record_calls(interpreter: Any) -> None:
         return call
 
     members: dict[int, list[tuple[str, Any]]] = {}
-    """Of each module or class of the language, kept for good: its builtins, as launches replace them."""
+    """What launches put in place of builtins, by the identity of the module or class that has them."""
 
     def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
         if id(module) not in members:

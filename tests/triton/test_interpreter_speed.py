@@ -72,6 +72,6 @@ def test_the_plain_interpreter_gives_the_same_bytes(tmp_path: Path, monkeypatch:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
     plain = torch.load(tmp_path / "plain.pt")
-    for most in (10, interpreter_speed.MOST_RECORDINGS, interpreter_speed.MOST_RECORDINGS):
-        monkeypatch.setattr(interpreter_speed, "MOST_RECORDINGS", most)
+    for most in (10, interpreter_speed.MAX_RECORDINGS, interpreter_speed.MAX_RECORDINGS):
+        monkeypatch.setattr(interpreter_speed, "MAX_RECORDINGS", most)
         assert torch.equal(results(), plain)

@@ -37,7 +37,8 @@ up to ``MAX_TOKENS``. On an H100, µs a launch in a graph of launches (2026-11-2
 and 16, 6.0 and 6.8 for 32, 12.1 and 7.1 for 64. Between the two nothing was measured."""
 WHOLE_ROWS_MAX_TOKENS = 2
 """Most tokens of the kernel whose programs hold whole rows and read all tokens. There, for 1, 4 and 8 tokens, it took
-2.3, 3.8 and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro: from 3 on, the other kernel is faster."""
+2.3, 3.8 and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro, the other one 2.9 and 4.5 for 9. The limit is interpolated
+from these: the other kernel has not been timed for fewer than 9."""
 BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16

@@ -15,7 +15,7 @@ from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.targets.fused.products_bf16 import multiply
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
-from nvfp4_sgl.triton_kernels.experts.router_logits import MAX_TOKENS, router_logits, semaphores_size
+from nvfp4_sgl.triton_kernels.experts.router_logits import router_logits, semaphores_size
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 
 from . import Case, Peer, one_after_the_other, relative_error
@@ -76,7 +76,7 @@ def _logits(model: str, d: int, count: int) -> Iterator[Case]:
     """For as many tokens as one launch of ours takes; cuBLAS takes two, the second to add the parts of K."""
     weight = torch.randn(count, d, device="cuda", dtype=torch.bfloat16)
     semaphores = torch.zeros(semaphores_size(count), dtype=torch.int32, device="cuda")
-    for tokens in (tokens for tokens in LOGITS_TOKENS if tokens <= MAX_TOKENS):
+    for tokens in LOGITS_TOKENS:
         x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
         yield Case(
             f"router_logits/{model}/{tokens}x{count}x{d}",
