@@ -45,6 +45,13 @@ GPU = "{gpu}"
 """In a program's arguments, the name of the GPU that it has."""
 LEFT_OUT = "not fit and not spill and not resources and not refus"
 """Tests of ``tests/triton`` that launch nothing, for a sanitizer."""
+PIECES = {
+    **dict.fromkeys(("quantized_attention", "attention", "hyper_connection", "routing", "topk"), 4),
+    **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
+}
+"""Of tests/triton, the files that run in so many pieces, each a part. Compiled one after the other, the tests of
+``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25); the rest is for the
+sanitizers, under which a test takes several times as long."""
 SANITIZED_GEMMS = ("tests/gpu/test_w4a16_gemms.py", "tests/gpu/test_w8a16_gemms.py")
 """Files of which a sanitizer runs what is marked ``sanitized``."""
 
@@ -55,16 +62,19 @@ class Part:
 
     Attributes:
         arguments: of a program. label: in its name.
+        piece: which piece of a file's tests, and how many there are.
     """
 
     step: str
     file: str
     arguments: tuple[str, ...] = ()
     label: str = ""
+    piece: tuple[int, int] = (1, 1)
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.step, Path(self.file).stem, self.label)))
+        piece = "{}of{}".format(*self.piece) if self.piece[1] > 1 else ""
+        return "-".join(filter(None, (self.step, Path(self.file).stem, self.label, piece)))
 
     @property
     def is_program(self) -> bool:
@@ -80,7 +90,8 @@ class Part:
         if self.is_program:
             module = ".".join(Path(self.file).relative_to("launch").with_suffix("").parts)
             return [sys.executable, "-m", module, *(word.replace(GPU, gpu) for word in self.arguments)]
-        test = [sys.executable, "-m", "pytest", "-v", f"--junitxml={report}", *more]
+        piece = ["--piece", "{}/{}".format(*self.piece)] if self.piece[1] > 1 else []
+        test = [sys.executable, "-m", "pytest", "-v", f"--junitxml={report}", *piece, *more]
         if self.step not in SANITIZERS:
             return [*test, self.file]
         # Triton asks for more shared memory by a call that older drivers refuse, and then by another.
@@ -138,8 +149,17 @@ def parts(steps: Iterable[str] = STEPS) -> list[Part]:
         part
         for step in STEPS
         if step in steps
-        for part in [*(Part(step, file) for file in files[step]), *(one for one in PROGRAMS if one.step == step)]
+        for part in [
+            *(piece for file in files[step] for piece in pieces(step, file)),
+            *(one for one in PROGRAMS if one.step == step),
+        ]
     ]
+
+
+def pieces(step: str, file: str) -> list[Part]:
+    """A test file's parts."""
+    count = PIECES.get(Path(file).stem.removeprefix("test_"), 1)
+    return [Part(step, file, piece=(number, count)) for number in range(1, count + 1)]
 
 
 def fingerprint(how: str) -> str:

@@ -29,15 +29,31 @@ INDEPENDENT = "tests/triton/"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the exhaustive matrices, too (hours)")
+    parser.addoption("--piece", type=_piece, metavar="I/N", help="of the chosen tests, cut into N pieces, the I-th alone")
 
 
+def _piece(text: str) -> tuple[int, int]:
+    """``I/N`` as numbers; ValueError, which argparse reports, unless 1 ≤ I ≤ N."""
+    number, pieces = (int(part) for part in text.split("/"))
+    if not 1 <= number <= pieces:
+        raise ValueError(text)
+    return number, pieces
+
+
+@pytest.hookimpl(trylast=True)  # what -k and -m leave is cut into pieces
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked ``full`` out unless asked for."""
-    if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    """Leave tests marked ``full`` out unless asked for, and those of other pieces.
+
+    A piece is a run of adjacent tests: those of one function mostly share what is compiled.
+    """
+    kept = [item for item in items if config.getoption("--full") or not item.get_closest_marker("full")]
+    if (piece := config.getoption("--piece")) is not None:
+        number, pieces = piece
+        kept = kept[len(kept) * (number - 1) // pieces : len(kept) * number // pieces]
+    if len(kept) < len(items):
+        held = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in held])
+        items[:] = kept
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -202,10 +202,36 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
             f"{tool}-test_w8a16_gemms",
         ]
     monkeypatch.delenv("PYTEST_ARGUMENTS")
-    assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_topk"] == ["-k", "rope"]
+    assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_swiglu"] == ["-k", "rope"]
     assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/triton/test_rope.py") == {"racecheck-test_rope": []}
     assert steps_of(monkeypatch, (9, 0), "racecheck", "tests/gpu/test_server.py") == 2
     assert steps_of(monkeypatch, (9, 0), "instructions") == 2
+
+
+def test_long_files_run_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    """Every test is in one of them."""
+    found = list(steps_of(monkeypatch, (9, 0), "memcheck", "tests/triton/test_topk.py"))
+    assert found == [f"memcheck-test_topk-{number}of4" for number in (1, 2, 3, 4)]
+    assert {f"test_{name}.py" for name in hopper_parts.PIECES} < {
+        file.name for file in (ROOT / "tests" / "triton").glob("test_*.py")
+    }
+    second = hopper_parts.pieces("kernels", "tests/triton/test_topk.py")[1]
+    assert second.command(Path("report.xml"))[-3:] == ["--piece", "2/4", "tests/triton/test_topk.py"]
+
+
+def collected(*arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/numerics/test_e4m3.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 4, 5), done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line] if done.returncode != 4 else [done.stderr]
+
+
+def test_pieces_hold_every_test_once():
+    whole, some = collected(), collected("-k", "ue8m0")
+    assert len(whole) > len(some) > 1
+    assert [name for number in (1, 2, 3) for name in collected("--piece", f"{number}/3")] == whole
+    assert [name for number in (1, 2) for name in collected("-k", "ue8m0", "--piece", f"{number}/2")] == some
+    assert "--piece" in collected("--piece", "3/2")[0]
 
 
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
