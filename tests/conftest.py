@@ -29,7 +29,9 @@ INDEPENDENT = "tests/triton/"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the exhaustive matrices, too (hours)")
-    parser.addoption("--piece", type=_piece, metavar="I/N", help="of the chosen tests, cut into N pieces, the I-th alone")
+    parser.addoption(
+        "--piece", type=_piece, metavar="I/N", help="of the chosen tests, cut into N pieces, the I-th alone"
+    )
 
 
 def _piece(text: str) -> tuple[int, int]:

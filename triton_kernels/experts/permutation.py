@@ -5,8 +5,9 @@ expert, and each group begins at a multiple of the GEMMs' token tile. The row of
 number of rows does not (:func:`padded_rows`), so nothing waits for the device. Within a group rows are in the order of
 tokens: equal input gives equal rows.
 
-There are two ways, chosen by sizes alone:
+There are three ways, chosen by sizes alone:
 
+* The program that routes a single token compares its pairs with each other.
 * Up to :data:`SINGLE_PROGRAM_MAX_TOKENS` tokens and :data:`SINGLE_PROGRAM_MAX_PAIRS` pairs, one program sorts all
   pairs: the last of the routing programs to finish.
 * Above either, each routing program counts the visits of its block of tokens to each group. Two more launches turn the
@@ -209,9 +210,8 @@ def _counted_blocks(tokens: int, topk: int) -> int:
 
 
 @triton.jit
-def fill_padding(out):
-    """Mark this program's share of all rows as padding (−1); routed pairs overwrite it later."""
-    BLOCK: tl.constexpr = 1024
+def fill_padding(out, BLOCK: tl.constexpr):
+    """Mark this program's share of all rows as padding (−1), BLOCK at a time; routed pairs overwrite it later."""
     share = tl.cdiv(out.rows, tl.num_programs(0))
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, out.rows)
@@ -264,6 +264,41 @@ def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
         row += tl.gather(added, tl.where(routed, expert, 0), axis=0)
     tl.store(out.destination + pair, tl.where(routed, row, -1), mask=pair < pairs)
     tl.store(out.source_row + row, pair // TOPK, mask=routed)
+
+
+@triton.jit
+def permute_one(out, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Store the rows of one token's pairs over padding.
+
+    Each thread compares all pairs with its own groups: no sort, no histogram, no prefix sum, for which warps would wait
+    for each other. BLOCK_K: a power of two, at least TOPK.
+    """
+    # Past L1, because other threads have just stored them.
+    experts = ()  # type: tuple[tl.tensor, ...]
+    for k in tl.static_range(TOPK):
+        experts += (tl.load(out.experts + k, cache_modifier=".cg"),)
+    place = tl.arange(0, BLOCK_K)
+    expert = tl.load(out.experts + place, mask=place < TOPK, other=-1, cache_modifier=".cg")
+    routed = (expert >= 0) & (expert < out.groups)
+    group = tl.arange(0, out.BINS)
+    counts, begin = tl.zeros((out.BINS,), tl.int32), tl.zeros((out.BINS,), tl.int32)
+    row = tl.zeros((BLOCK_K,), tl.int32)
+    for k in tl.static_range(TOPK):
+        # All rows of a group, with their padding, belong to the first of its pairs.
+        visits, before = 0, 0
+        for other in tl.static_range(TOPK):
+            visits += (experts[other] == experts[k]).to(tl.int32)
+            if other < k:
+                before += (experts[other] == experts[k]).to(tl.int32)
+        is_first = (before == 0) & (experts[k] >= 0)
+        rows = tl.where(is_first, (visits + (out.TILE - 1)) // out.TILE * out.TILE, 0)
+        counts += (group == experts[k]).to(tl.int32)
+        begin += tl.where(group > experts[k], rows, 0)
+        row += tl.where(expert > experts[k], rows, 0) + ((expert == experts[k]) & (place > k)).to(tl.int32)
+    tl.store(out.counts + group, counts, mask=group < out.groups)
+    tl.store(out.offsets + group, begin, mask=group < out.groups)
+    tl.store(out.destination + place, tl.where(routed, row, -1), mask=place < TOPK)
+    tl.store(out.source_row + row, tl.zeros((BLOCK_K,), tl.int32), mask=routed)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 Scores are ``sqrt(softplus(logits))`` in fp32. :func:`route_topk` takes the experts of the best biased scores,
 :func:`route_hash` those of a table indexed by token id; both weigh them by their unbiased scores. With
 ``shared_expert=True`` the shared expert is one more group, which every token visits with weight 1. Padding of a
-captured graph visits no group. The permutation (:mod:`.permutation`) is part of the same launch if one program can sort
-all pairs, and takes two more otherwise.
+captured graph visits no group. The permutation (:mod:`.permutation`) is part of the same launch if one program can
+place all pairs, and takes two more otherwise.
 
 Supports bf16 and fp32 logits of up to :data:`MAX_EXPERTS` experts. Experts are not grouped for the choice, and the
 logits are a GEMM of the caller's.
@@ -39,18 +39,21 @@ from .permutation import (
     Routes,
     count_visits,
     fill_padding,
+    permute_one,
     permute_sorted,
     place_counted,
 )
 
 MAX_EXPERTS = 512
 """Most columns of logits: a warp holds all of a token's."""
+SINGLE_MAX_PAIRS = 8
+"""Most pairs of a token that is routed alone and whose pairs are compared with each other."""
 SINGLE_PROGRAM_TILINGS = {16: (4, 4), 64: (4, 4), 256: (8, 8)}
 """If one program sorts all pairs: by the max_tokens tokens of a launch, (tokens, warps) of a program."""
 COUNTED_BLOCK_TOKENS_AT_ONCE = 4
 """If blocks of pairs are counted: tokens that a program chooses experts for at once, one a warp."""
-EXCLUDED_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-"""The key of an expert that is chosen already, and of the padding: below every key of an expert."""
+EXCLUDED = tl.constexpr(-0x80000000)
+"""Stands for the score of an expert that is chosen already, and of the padding: below that of every expert."""
 PADDING_SLOTS = tl.constexpr(PAGE_TOKENS)
 """Window slots below this are page 0, which only padding writes."""
 
@@ -113,17 +116,29 @@ def _store_choice(
 
 @triton.jit
 def _finish(
-    out, semaphore, tokens, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, SORTED: tl.constexpr, LENGTH: tl.constexpr
+    out,
+    semaphore,
+    tokens,
+    TOPK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SINGLE: tl.constexpr,
+    SORTED: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """Permute, or do this program's part of it, once the choices of its BLOCK_T tokens are stored.
 
-    If SORTED, the program that finds ``semaphore`` at the number of the others sorts all pairs and leaves it zero;
-    else each program counts the visits of its own tokens. TOPK: pairs of a token, the shared expert included.
+    If SINGLE, there is one token. Else, if SORTED, the program that finds ``semaphore`` at the number of the others
+    sorts all pairs and leaves it zero; else each program counts the visits of its own tokens. TOPK: pairs of a token,
+    the shared expert included.
     """
-    fill_padding(out)
-    # All stores of the program's warps must be in memory before the semaphore is raised, or before they are read again.
+    fill_padding(out, 128 if SINGLE else 1024)
+    # All stores of the program's warps must be in memory before the semaphore is raised, or before they are read again
+    # or overwritten.
     tl.debug_barrier()
-    if SORTED:
+    if SINGLE:
+        permute_one(out, TOPK, BLOCK_K)
+    elif SORTED:
         programs = tl.num_programs(0)
         before = programs - 1
         if programs > 1:
@@ -153,6 +168,7 @@ def _route_topk(
     TOKENS_AT_ONCE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SINGLE: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
@@ -165,26 +181,27 @@ def _route_topk(
     for part in range(0, BLOCK_T, TOKENS_AT_ONCE):
         token = (tl.program_id(0) * BLOCK_T + part + tl.arange(0, TOKENS_AT_ONCE)).to(tl.int64)
         here = token < tokens
+        # Asked for with the logits, not after them.
+        routed = _is_routed(window_write, token, here, PADDED)
         mask = here[None, :, None] & is_expert
         logit = tl.load(logits + token[None, :, None] * logits_stride + expert, mask=mask, other=0.0).to(tl.float32)
-        # One int64 key orders by biased score, then by lowest expert: the bits of a float compare like integers once
-        # those of negative ones, but for the sign, are inverted.
+        # The bits of a float compare like integers once those of negative ones, but for the sign, are inverted. A warp
+        # finds the largest of its integers, and the lowest of its experts, in one instruction each.
         bits = (_score(logit) + biases).to(tl.int32, bitcast=True)
-        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        key = (ordered << 32) | (LINES * 128 - 1 - expert).to(tl.int64)
-        key = tl.where(is_expert, key, EXCLUDED_KEY)
+        ordered = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), EXCLUDED + 1)
+        ordered = tl.where(is_expert, ordered, EXCLUDED)
         chosen = tl.zeros((TOKENS_AT_ONCE, BLOCK_K), tl.int32)
         for k in tl.static_range(TOPK):
-            best = tl.max(tl.max(key, axis=0), axis=1)
-            key = tl.where(key == best[None, :, None], EXCLUDED_KEY, key)
-            best_expert = (LINES * 128 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+            best = tl.max(tl.max(ordered, axis=0), axis=1)
+            among = tl.where(ordered == best[None, :, None], expert, LINES * 128)
+            best_expert = tl.min(tl.min(among, axis=0), axis=1)
+            ordered = tl.where(expert == best_expert[None, :, None], EXCLUDED, ordered)
             chosen = tl.where(place == k, best_expert[:, None], chosen)
-        routed = _is_routed(window_write, token, here, PADDED)
         known = routed[:, None] & (place < TOPK)
         _store_choice(
             logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
         )
-    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH)
 
 
 @triton.jit
@@ -205,6 +222,7 @@ def _route_hash(
     PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SINGLE: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
@@ -220,7 +238,7 @@ def _route_hash(
     _store_choice(
         logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
     )
-    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH)
 
 
 def route_topk(
@@ -366,6 +384,7 @@ def _options(out: Routes, shared_expert: bool, window_write: Tensor | None) -> d
         "PADDED": window_write is not None,
         "BLOCK_T": block,
         "BLOCK_K": triton.next_power_of_2(out.topk),
+        "SINGLE": out.tokens == 1 and out.topk <= SINGLE_MAX_PAIRS,
         "SORTED": out.is_sorted,
         "LENGTH": length,
         "num_warps": warps,

@@ -41,6 +41,7 @@ TOGETHER = [
     "next_site_quantised",
     "site_of_large_blocks",
     "routed_tokens",
+    "a_routed_token",
     "compression_by_128",
     "logits_of_parts_of_k",
 ]

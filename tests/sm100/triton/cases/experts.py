@@ -26,12 +26,12 @@ def routes_of(out: Routes, semaphore: torch.Tensor) -> Outputs:
     return {**found, "counts": out.counts, "semaphore": semaphore}
 
 
-def route(tokens: int, experts: int, topk: int, tile: int, *, groups: int = 0) -> Outputs:
+def route(tokens: int, experts: int, topk: int, tile: int, *, first_slot: int = 255) -> Outputs:
     generator = torch.Generator().manual_seed(experts)
     logits = (torch.randn(tokens, experts, generator=generator) * 3).bfloat16()
     bias, semaphore = torch.randn(experts, generator=generator), torch.zeros(1, dtype=torch.int32)
-    out = poisoned(tokens, topk + 1, groups or experts + 1, tile, "cpu")
-    slots = torch.arange(255, 255 + tokens, dtype=torch.int32)  # the first token is padding
+    out = poisoned(tokens, topk + 1, experts + 1, tile, "cpu")
+    slots = torch.arange(first_slot, first_slot + tokens, dtype=torch.int32)  # below 256: padding
     route_topk(logits, bias, SCALING, out, semaphore, shared_expert=True, window_write=slots)
     return routes_of(out, semaphore)
 
@@ -62,6 +62,11 @@ def logits_of_many_tokens() -> Outputs:
 @case("_route_topk", bounds={"weights": ROUTED})
 def routed_tokens() -> Outputs:
     return route(5, 150, 6, 8)
+
+
+@case("_route_topk", bounds={"weights": ROUTED})
+def a_routed_token() -> Outputs:
+    return route(1, 150, 6, 8, first_slot=256)
 
 
 @case("_route_topk", "_scan", "_place", bounds={"weights": ROUTED})
