@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,17 @@ def test_commands_of_parts():
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
     assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-11:] == [*6 * [1], *5 * [2]]
+
+
+def test_every_part_of_a_sanitizer_has_tests():
+    """pytest that finds none fails."""
+    parts = [part for part in hopper_parts.parts(["memcheck"]) if part.file not in hopper_parts.SANITIZED_GEMMS]
+    chosen = ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT, *dict.fromkeys(part.file for part in parts)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *chosen]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # without a GPU: collected test by test
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    found = Counter(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line)
+    assert found and all(found[part.file] >= part.piece[1] for part in parts), done.stdout + done.stderr
 
 
 def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -25,9 +26,16 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_output_is_exact(kernel: str, options: Options) -> None:
     """Ragged edges in every dimension, several tiles."""
+    options = replace(options, strict_reads=kernel != "A in registers")
     right, statistics = KERNELS[kernel].run((200, 136, 200), options)
     assert right
     assert statistics.engine_operations["wgmma"]
+
+
+def test_lanes_that_read_a_stage_are_not_synchronised_before_one_releases_it() -> None:
+    """QuACK counts on a warp whose lanes read together."""
+    with pytest.raises(HazardError, match=f"write of shared memory .* {UNORDERED} read"):
+        KERNELS["A in registers"].run((200, 136, 200), Options())
 
 
 def test_output_of_nvidias_example_is_exact() -> None:

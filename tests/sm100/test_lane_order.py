@@ -5,6 +5,8 @@ Source: PTX ISA, ``bar.warp.sync``; CUDA programming guide, ``__syncwarp`` and i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,24 @@ ARRIVALS = {
 def test_a_lane_hands_on_what_the_others_have_synchronised(arrival: str, options: Options) -> None:
     give, error = ARRIVALS[arrival]
     check(give, f"{WAIT(512)} {LOAD}", options, error)
+
+
+READS = {
+    "synchronised": (f"{OTHER} {SYNC} {ARRIVE}", None),
+    "not synchronised": (f"{OTHER} {ARRIVE}", RACE),
+    "as a matrix": ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r6]; " + ARRIVE, RACE),
+    "as a matrix, synchronised": (f"ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r9}}, [%r6]; {SYNC} {ARRIVE}", None),
+    "its own": (f"@!%p0 {OTHER} {ARRIVE}", None),
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_a_lane_hands_on_that_the_others_have_read(reads: str, options: Options) -> None:
+    give, error = READS[reads]
+    give = f"{STORE} {SYNC} and.b32 %r6, %r2, 7; shl.b32 %r6, %r6, 4; add.s32 %r6, %r1, %r6; {give}"
+    overwrite = f"{WAIT(512)} add.s32 %r5, %r1, 4; @!%p0 st.shared.b32 [%r5], %r0;" if reads == "its own" else None
+    check(give, overwrite or f"{WAIT(512)} {STORE}", options, error)
+    check(give, overwrite or f"{WAIT(512)} {STORE}", replace(options, strict_reads=False), None)
 
 
 def test_a_lane_hands_on_what_half_of_the_warp_has_synchronised(options: Options) -> None:

@@ -1,7 +1,4 @@
-"""The Hopper kernel does not depend on when engines act, and a broken hand-over between its roles is noticed.
-
-One pass over the ring of stages: that loads wait for a free stage is not shown here.
-"""
+"""The Hopper kernel does not depend on when engines act, and a broken hand-over between its roles is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +22,13 @@ CASES = {
     "warps": ProductCase(KernelShape(8), tokens=8, features=16, k=192),
     "warpgroups": ProductCase(KernelShape(32), tokens=8, features=16, k=192),
 }
-"""By what multiplies: warps with mma.sync, or warpgroups with wgmma."""
+"""By what multiplies: warps with mma.sync, or warpgroups with wgmma. Their tile passes over the ring of stages once."""
+RINGS = {
+    "warps": ProductCase(KernelShape(8, output="fp32"), tokens=8, features=528, k=320),
+    "warps, K split": ProductCase(KernelShape(8, split_k=2, output="fp32"), tokens=8, features=784, k=576),
+    "warpgroups": ProductCase(KernelShape(32, output="fp32"), tokens=8, features=528, k=320),
+}
+"""Of several tiles, which have more stages in all than the ring."""
 
 
 @pytest.mark.parametrize("by", CASES)
@@ -65,11 +68,33 @@ def test_every_dropped_instruction_is_noticed(what: str) -> None:
     assert [where for where, mutant in mutants if survives(mutant, case)] == []
 
 
+def without_wait(compiled: Compiled, index: int) -> Compiled:
+    """The kernel without one of its waits for an mbarrier, in the order of its PTX."""
+    found = list(re.finditer(r"mbarrier\.try_wait\.parity[^;]* (\w+), \[[^;]*;", compiled.ptx))[index]
+    ptx = f"{compiled.ptx[: found.end()]} mov.pred {found.group(1)}, -1;{compiled.ptx[found.end() :]}"
+    return Compiled(compiled.function, ptx)
+
+
 @pytest.mark.parametrize("by", CASES)
 def test_a_dropped_wait_for_operands_is_noticed(by: str) -> None:
-    case = CASES[by]
-    compiled = compile_shape(case.shape)
-    found = re.search(r"(mbarrier\.try_wait\.parity[^;]* (\w+), \[[^;]*;)", compiled.ptx)
-    assert found is not None
-    ptx = f"{compiled.ptx[: found.end()]} mov.pred {found.group(2)}, -1;{compiled.ptx[found.end() :]}"
-    assert not survives(Compiled(compiled.function, ptx), case)
+    assert not survives(without_wait(compile_shape(CASES[by].shape), 0), CASES[by])
+
+
+@pytest.mark.parametrize("by", RINGS)
+def test_stages_are_filled_again(by: str) -> None:
+    for options in MODES.values():
+        RINGS[by].check(options)
+
+
+@pytest.mark.parametrize("by", RINGS)
+def test_a_dropped_wait_for_a_free_stage_is_noticed(by: str) -> None:
+    """The load warp's, which comes last."""
+    assert not survives(without_wait(compile_shape(RINGS[by].shape), -1), RINGS[by])
+
+
+@pytest.mark.parametrize("by", RINGS)
+@pytest.mark.parametrize("dropped", [r"bar\.warp\.sync", r"mbarrier\.arrive\.shared"])
+def test_a_stage_that_not_all_lanes_have_released_is_noticed(dropped: str, by: str) -> None:
+    """The first ones of a kernel: lanes meet, then one releases what all have read."""
+    mutant = next(without_each(compile_shape(RINGS[by].shape), dropped))[1]
+    assert not survives(mutant, RINGS[by])

@@ -47,7 +47,8 @@ Modelled
       (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
       memory, since kernels proven on hardware rely on it (not with ``Options.strict_scopes``). Atomics and other
       strong accesses, to global memory, too, need scopes that include one another's CTAs (``global_scopes``);
-    * lanes: those of a warp must synchronise before one hands on or touches what others wrote (``lane_order``);
+    * lanes: those of a warp must synchronise before one hands on or touches what others accessed (``lane_order``; of
+      reads, unless ``Options.strict_reads`` is off, since a kernel proven on hardware does not);
     * stores to global memory: a cluster may load or overwrite those of another only if releases and acquires order them
       (``global_order``);
     * programmatic dependent launch, on request: ``Options(overlap=True)`` lets launches run side by side and reports
@@ -69,9 +70,9 @@ Not modelled, refused
 Not modelled, not noticed
     Races on global memory within a launch other than loads and stores after another cluster's store
     (``global_order``): among the warps of a CTA, of TMA and bulk copies, stores after loads. Among the lanes of a warp:
-    reads but for the last lane's, and what one waited for and another uses. Register budgets, but for what setmaxnreg
-    itself says. Approximate functions (ex2, rcp, …) are given correctly rounded, and an MMA's sum is taken in fp64, so
-    last bits may differ from hardware.
+    reads of one cell but for the last lane's, where another overwrites it, and what one waited for and another uses.
+    Register budgets, but for what setmaxnreg itself says. Approximate functions (ex2, rcp, …) are given correctly
+    rounded, and an MMA's sum is taken in fp64, so last bits may differ from hardware.
     Lanes that issue the same bulk store together count as one store.
 
 Compared with hardware

@@ -184,9 +184,9 @@ class WarpActor(Actor):
         own &= np.isin(earlier & AGENT_MASK, self._own())
         return own & self.lanes.unordered(earlier, lanes) if own.any() else own
 
-    def wrote(self, lanes: np.ndarray) -> None:
-        """These lanes write now."""
-        self.lanes.write(lanes, int(self.clock.limits[ORDER, self.number]))
+    def accessed(self, lanes: np.ndarray) -> None:
+        """These lanes access shared memory now."""
+        self.lanes.access(lanes, int(self.clock.limits[ORDER, self.number]))
 
     def synchronise_lanes(self, members: np.ndarray) -> None:
         """What these lanes did is ordered before what any of them does from now on."""
@@ -194,7 +194,7 @@ class WarpActor(Actor):
         self._tick()
 
     def _behind(self, lane: int | None) -> int | None:
-        """Up to where a lane, or all lanes at work, know what others wrote, if that is not all of it."""
+        """Up to where a lane, or all lanes at work, know what others accessed, if that is not all of it."""
         members = self.executing
         if lane is not None:
             members = np.zeros(LANES, bool)
@@ -209,9 +209,9 @@ class WarpActor(Actor):
         return self.lanes.view(lane, self._own(), int(limits[ORDER]), int(limits[PROXY]))
 
     def told(self, lane: int | None = None) -> Clock:
-        """What a lane, or all lanes at work, may hand on: not what other lanes wrote since they last synchronised.
+        """What a lane, or all lanes at work, may hand on: not what other lanes accessed since they last synchronised.
 
-        Nor then what they wrote themselves since.
+        Nor then what they accessed themselves since.
         """
         known, limit = self.clock.copy(), self._behind(lane)
         if limit is not None:

@@ -35,7 +35,14 @@ class Cta:
         self.rank = rank
         self.index = index
         self.threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-        self.shared = SharedMemory(self.launch.shared_bytes, str(self), rank, self.launch.options.equal_writes)
+        options = self.launch.options
+        self.shared = SharedMemory(
+            self.launch.shared_bytes,
+            str(self),
+            rank,
+            equal_writes=options.equal_writes,
+            strict_reads=options.strict_reads,
+        )
         self.shared_start = rank << RANK_SHIFT | SHARED_BASE
         self.tensor_memory = TensorMemory(str(self))
         self.named_barriers = NamedBarriers()

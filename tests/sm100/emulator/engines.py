@@ -49,6 +49,8 @@ class Options:
         strict_scopes: demand the cluster's scope, on both sides, of synchronisation that orders what a warp has read
             before another CTA's write to it, as the PTX ISA does of all that CTAs order. Kernels proven on hardware
             leave it out there.
+        strict_reads: demand that lanes synchronise before one of them hands on that others have read shared memory, as
+            the PTX ISA does. QuACK's GEMM for Hopper with A in registers leaves it out.
         strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
             hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
             Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
@@ -69,6 +71,7 @@ class Options:
     strict_tensor_waits: bool = False
     strict_moves: bool = False
     strict_scopes: bool = False
+    strict_reads: bool = True
     strict_exit: bool = True
     overlap: bool = False
     timing: TimingModel | None = None

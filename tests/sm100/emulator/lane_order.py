@@ -46,18 +46,18 @@ class LaneOrder:
     def __init__(self) -> None:
         self._known = np.full((LANES, LANES), NOTHING, np.int64)
         """By lane: up to which limit the accesses of each lane are ordered before its next one."""
-        self._written = np.zeros(LANES, np.int64)
-        """By lane: the limit of its last write."""
+        self._accessed = np.zeros(LANES, np.int64)
+        """By lane: the limit of its last access."""
         self.floor = NOTHING
         """The limit that every lane knows of every other."""
 
-    def write(self, lanes: np.ndarray, limit: int) -> None:
-        """These lanes write."""
-        self._written[slice(None) if lanes[0] == WHOLE else lanes] = limit
+    def access(self, lanes: np.ndarray, limit: int) -> None:
+        """These lanes access shared memory."""
+        self._accessed[slice(None) if lanes[0] == WHOLE else lanes] = limit
 
     def leave(self, lanes: np.ndarray | slice) -> None:
-        """These lanes end: what they wrote counts as in order with the others'."""
-        self._written[lanes] = 0
+        """These lanes end: what they did counts as in order with the others'."""
+        self._accessed[lanes] = 0
 
     def synchronise(self, members: np.ndarray, limit: int) -> None:
         """What these lanes did up to now is ordered before what any of them does from now on."""
@@ -85,12 +85,12 @@ class LaneOrder:
         return known
 
     def limit(self, members: np.ndarray) -> int | None:
-        """Up to where these lanes know what the others wrote, if that is not all of it."""
-        behind = (self._written > self.floor) & ~members
+        """Up to where these lanes know what the others accessed, if that is not all of it."""
+        behind = (self._accessed > self.floor) & ~members
         if not behind.any():
             return None
         known = self._known[members].max(axis=0)
-        behind &= self._written > known
+        behind &= self._accessed > known
         return int(known[behind].min()) if behind.any() else None
 
     def view(self, lane: int, numbers: list[int], limit: int, proxy: int) -> LaneView:

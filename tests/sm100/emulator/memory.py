@@ -125,17 +125,20 @@ class SharedMemory:
     """One CTA's shared memory: bytes, which of them were ever written, and the accesses to them.
 
     Every access names its actor and raises HazardError if it is not ordered with earlier ones (``AccessHistory``); with
-    ``equal_writes`` those that write the same need not be.
+    ``equal_writes`` those that write the same need not be. Without ``strict_reads`` a lane may hand on that others of
+    its warp have read.
     ``offset`` counts from 0 as in addresses, so the first ``SHARED_BASE`` bytes are never valid. ``rank`` is the CTA's.
     """
 
-    def __init__(self, size: int, owner: str, rank: int = 0, equal_writes: bool = False) -> None:
+    def __init__(
+        self, size: int, owner: str, rank: int = 0, *, equal_writes: bool = False, strict_reads: bool = True
+    ) -> None:
         if size > SHARED_CAPACITY:
             raise MemoryFaultError(f"{size} B of shared memory: a block may have {SHARED_CAPACITY}")
         self.end, self.rank = SHARED_BASE + size, rank
         self.bytes = np.full(self.end, POISON, np.uint8)
         self.written = np.zeros(self.end, bool)
-        self.equal_writes = equal_writes
+        self.equal_writes, self.strict_reads = equal_writes, strict_reads
         self.hosts = np.zeros(0, np.int64)
         """Numbers of the warps whose CTA this memory is of, as actors."""
         self._visitors: set[int] = set()
@@ -193,6 +196,8 @@ class SharedMemory:
             first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
             raise HazardError(f"read of shared memory never written: byte {first}")
         self.history.read(offsets, by, strength, None if lanes is None else lanes[:, None])
+        if self.strict_reads and lanes is not None and isinstance(by, WarpActor):
+            by.accessed(lanes)
         return self.bytes[offsets]
 
     def scatter(
@@ -204,6 +209,6 @@ class SharedMemory:
         lane_of = None if lanes is None else lanes[:, None]
         self.history.write(offsets, by.author(self.rank), strength, lane_of, self._same(offsets, data))
         if lanes is not None and isinstance(by, WarpActor):
-            by.wrote(lanes)
+            by.accessed(lanes)
         self.bytes[offsets] = data
         self.written[offsets] = True
