@@ -16,8 +16,9 @@ def clamped_swiglu(gate: Any, up: Any, limit: float) -> Any:
 
     The sigmoid takes the hardware's ex2.approx and rcp.approx: relative error below 2^-21.
     """
-    gate = cute.arch.fmin(gate, limit)
-    up = cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
+    # Without ``nan`` a NaN would become the limit: the largest value that there is.
+    gate = cute.arch.fmin(gate, limit, nan=True)
+    up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
     sigmoid = cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(gate * Float32(-LOG2_E)))
     hidden = (gate * sigmoid) * up
     return cutlass.select_(hidden == hidden, hidden, Float32(0.0))

@@ -37,7 +37,8 @@ class UniformExperts(nn.Module):
         base, place = torch.arange(experts, device=device), torch.arange(topk, device=device)
         self.bases = frozen((drawn[0] % experts).int())
         self.table = frozen(((base[:, None] + place * (experts // topk)) % experts).int())
-        self.logits = frozen(torch.zeros(1, experts, device=device))
+        # The router's dtype, whatever the default is: SGLang loads dummy weights with the model's.
+        self.logits = frozen(torch.zeros(1, experts, dtype=torch.float32, device=device))
 
     def operands(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Logits fp32 [tokens, E], table, and ids int32 [tokens]; views.

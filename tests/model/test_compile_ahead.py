@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import jit
 
@@ -32,7 +33,7 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner
+from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner, products_bf16
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
@@ -40,6 +41,7 @@ from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.triton_kernels.attention import tiling
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.pool import last_row, last_slot
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from nvfp4_sgl.triton_kernels.indexer import scores
 from tests.sm100.emulator.host import runtime_library
@@ -350,6 +352,27 @@ def test_a_model_without_storage_needs_the_same_kernels(
     assert set(variants) == cpu.warm_up()
     with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
+
+
+def test_experts_by_torch_get_offsets_while_launches_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is routed then, but torch's GEMM runs, and on a GPU it asserts that its offsets lie within the rows."""
+    write_tiny(tmp_path, "bf16", seed=11)
+    cpu, calls = OnTheCpu(tmp_path, Target.SM90), list[Tensor]()
+    allocate = Routes.allocate
+
+    def poisoned(*given: Any) -> Routes:
+        routes = allocate(*given)
+        routes.offsets.fill_(1 << 30)
+        return routes
+
+    def grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        assert bool((offs.diff() >= 0).all()) and int(offs[0]) >= 0 and int(offs[-1]) <= len(rows)
+        calls.append(offs)
+        return rows.new_empty(len(rows), weight.shape[2])
+
+    monkeypatch.setattr(Routes, "allocate", poisoned)
+    monkeypatch.setattr(products_bf16.functional, "grouped_mm", grouped_mm)
+    assert cpu.warm_up() and calls
 
 
 def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.common.fixed import Fixed
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
-from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape
+from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape, run, swiglu
 from tests.sm100.emulator import EmulatorError, Options
 from tests.sm100.support.mutants import without_each
+from tests.sm100.support.products import poisoned
 
 
 def gate_up(token_tile: int, split_k: int = 1, output: Output = "bf16", grouped: bool = True) -> KernelShape:
@@ -136,6 +137,26 @@ SWIGLUS: dict[str, Callable[[Swiglu], Swiglu]] = {
     "gate and up swapped": lambda right: lambda gate, up, limit: right(up, gate, limit),
     "no limit": lambda right: lambda gate, up, limit: right(gate, up, 2.0**60),
 }
+
+
+@pytest.mark.parametrize("output", ["bf16", "fp32"])
+def test_a_token_of_nan_gives_zeros(output: Output) -> None:
+    """Not the limit, which a minimum without NaN would make of it; the other rows are as ever."""
+    case = ExpertCase(gate_up(8, output=output), (3, 9), features=72, k=192)
+    call, weights = case.build()
+    kept = call.tokens.clone()
+    call.tokens[1], call.tokens[18] = float("nan"), float("nan")
+    run(call)
+    for row in (1, 18):
+        assert not call.out[row].any()
+        expected = poisoned(call.rows, case.features, output=output)
+        call.out[row] = expected[row]
+    call.tokens.copy_(kept)
+    wrong = [
+        ~swiglu(*parts).allows(call.out[rows])
+        for rows, parts in zip(case.rows(), case.factored(call, weights), strict=True)
+    ]
+    assert [np.unique(np.argwhere(found)[:, 0]).tolist() for found in wrong] == [[1], [2]]
 
 
 @pytest.mark.parametrize("mistake", SWIGLUS)

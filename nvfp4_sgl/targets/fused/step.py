@@ -28,6 +28,15 @@ def index_entries(longest: int) -> int:
     return -(-max(longest // 4, 1) // 64) * 64
 
 
+def _scores_at_once(longest: int) -> int:
+    """Tokens whose index scores are held at once; where there are many, a multiple of 16.
+
+    Parts of a prompt then begin at aligned addresses: Triton compiles another variant for others.
+    """
+    tokens = max(1, MAX_SCORES_AT_ONCE // index_entries(longest))
+    return tokens // 16 * 16 or tokens
+
+
 def device_frequencies(config: ModelConfig, device: torch.device) -> dict[RopeTable, Tensor]:
     """RoPE frequencies of each table, fp32 [rope_dim / 2] on the device."""
     return {table: frequencies(config, table).to(device) for table in RopeTable}
@@ -138,7 +147,7 @@ class Step:
         # A multiple of 16, because Triton compiles another variant for other strides.
         columns = -(-max(longest // 128, 1) // 16) * 16
         plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
-        rows = tokens if decode else min(tokens, max(1, MAX_SCORES_AT_ONCE // index_entries(longest)))
+        rows = tokens if decode else min(tokens, _scores_at_once(longest))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)

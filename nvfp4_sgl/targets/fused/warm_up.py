@@ -9,6 +9,10 @@ import torch
 from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 
+MAX_SHORT_PROMPT = 256
+"""Tokens of the largest prompt that is run from its beginning, too: for more, attention's tiles are the same at any
+length."""
+
 Kind = Callable[[int], Hashable]
 """What a target's kernels are compiled for in a pass of so many tokens, apart from the rules of :func:`sizes`."""
 
@@ -57,8 +61,18 @@ def warm_up_passes(
         lengths = torch.full_like(new_tokens, end, dtype=torch.int64)
         return PassRequest(positions, torch.zeros_like(lengths), lengths, None if decode else new_tokens, longest=end)
 
-    for size in sizes(min(tokens, whole), kind):
-        yield request([size])
+    def shared(size: int, total: int) -> list[int]:
+        """New tokens of ``size`` requests, ``total`` in all: of the first as many as one can have, and so on."""
+        added, left = [1] * size, total - size
+        for place in range(size):
+            more = min(left, whole - 1)
+            added[place], left = added[place] + more, left - more
+        return added
+
+    for size in sizes(min(tokens, whole * slots.requests), kind):
+        yield request(shared(-(-size // whole), size))  # a pass may have more tokens than one request can
+    for size in sizes(min(tokens, whole, MAX_SHORT_PROMPT), kind):
+        yield request([size], end=size)  # attention chooses tiles by how long its lists may be, too
     for length in sizes(whole):
         yield request([min(length, 16)], end=length)  # the indexer's variants depend on the longest sequence
     for size in sizes(slots.requests, kind):
@@ -67,7 +81,7 @@ def warm_up_passes(
         sixteens = -(-(size + 1) // 16) * 16
         totals = {sixteens, sixteens + 1, TWO_LAUNCH_MIN_TOKENS, TWO_LAUNCH_MIN_TOKENS + 1}
         if tile is not _same_for_all:
-            totals |= set(last_of_each(min(tokens, whole, TWO_LAUNCH_MIN_TOKENS - 1), tile))
+            totals |= set(last_of_each(min(tokens, TWO_LAUNCH_MIN_TOKENS - 1), tile))
         for total in sorted(totals):
-            if size < total <= min(tokens, whole):
-                yield request([1] * (size - 1) + [total - size + 1])
+            if size < total <= min(tokens, whole * size):
+                yield request(shared(size, total))

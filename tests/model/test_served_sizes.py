@@ -1,0 +1,164 @@
+"""Full-size models compile nothing once they serve: whatever passes come, the warm-up has launched their kernels.
+
+Models are built with tensors that have no storage and launches are noted instead of made, so that contexts, chunks and
+numbers of requests are those of real servers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvfp4_sgl import build
+from nvfp4_sgl.build import META, Serving
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.dummy import DummyReader
+from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
+from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.targets.choose import Target, choose, mode_of
+from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.triton_kernels.ahead import Variant
+from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.support.released import FLASH, PRO, config_json
+
+MODELS = {"flash": FLASH, "pro": PRO}
+PASSES = 120
+"""Random passes of each server."""
+MOST_TOGETHER = 40
+"""Prompts of a pass at most."""
+
+
+def verified(folder: Path, model: str, format: TinyFormat) -> Verified:
+    fields = config_json(MODELS[model])
+    known = {name: value for name, value in fields.items() if name in BASE or name == "compress_ratios"}
+    (folder / "config.json").write_text(json.dumps(tiny_config(format, known)))
+    return verify_dummy(folder)
+
+
+class DryServer:
+    """A server's decoder and planner after the warm-up; ``warm`` is what that launched.
+
+    Args:
+        dtype: torch's default while weights are loaded.
+    """
+
+    def __init__(
+        self, checkpoint: Verified, target: Target, setting: Serving, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.gpu, self.setting = build.GPUS[target], setting
+        self._launcher = DryLauncher(target.value, self.gpu.clusters)
+        mode = setting.mode or mode_of(target, checkpoint.raw.get("activation_mode"))
+        choice, config = choose(target, mode), build.with_distinct_layers(checkpoint)
+        with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
+            context = Context(
+                DummyReader(checkpoint.inventory, META), config, choice.boundaries, META, torch.bfloat16, choice.mode,
+                TensorParallel(0, setting.ranks), setting.uniform_experts,
+            )  # fmt: skip
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                self.decoder = Decoder(context)
+            finally:
+                torch.set_default_dtype(before)
+            caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META)
+            columns = setting.context + build.EXTRA_TOKENS
+            table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
+            slots = Slots(table, caches.full_to_swa.to(META), setting.requests, setting.context)
+            planner = choice.boundaries.plan(context, slots, caches.layers)
+            assert isinstance(planner, GemmPlanner)
+            self.planner = planner
+            self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
+            self.warm = set(planner.triton_variants(self.decoder, self.embedding, setting.chunk))
+
+    @torch.no_grad()
+    def missed(self, added: list[int], longest: int, *, decode: bool = False) -> set[Variant]:
+        """What a pass launches that the warm-up did not."""
+        requests = len(added)
+        with (
+            launcher.use(self._launcher),
+            ahead.targeting(self.gpu.capability, self.gpu.processors),
+            ahead.recording() as found,
+        ):
+            positions, rows, ends = (
+                torch.empty(n, dtype=torch.int64, device=META) for n in (sum(added), requests, requests)
+            )
+            new_tokens = None if decode else torch.empty(requests, dtype=torch.int32, device=META)
+            step = self.planner.plan(PassRequest(positions, rows, ends, new_tokens, longest=longest))
+            ids, layers = torch.zeros_like(positions), self.decoder.distinct_layers()
+            self.decoder(self.decoder.embed(ids, self.embedding), ids, step, self.planner.caches, only=layers)
+        return set(found) - self.warm
+
+
+def passes(setting: Serving, count: int) -> Iterator[tuple[list[int], int, bool]]:
+    """Random ones, sizes by their order of magnitude: tokens that each request adds, the longest, whether decode."""
+    chance = random.Random(0)
+    most = min(setting.chunk, setting.context)
+    for _ in range(count):
+        kind = chance.random()
+        if kind < 0.25:
+            added = [1] * chance.randint(1, setting.requests)
+        elif kind < 0.6:
+            added = [int(2 ** chance.uniform(0, math.log2(most)))]
+        else:
+            requests = chance.randint(2, min(setting.requests, MOST_TOGETHER))
+            total = max(int(2 ** chance.uniform(math.log2(requests), math.log2(setting.chunk))), requests + 1)
+            cuts = sorted(chance.sample(range(1, total), requests - 1))
+            added = [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
+            added = [min(tokens, setting.context) for tokens in added]
+        longest = max(
+            int(setting.context / 2 ** chance.uniform(0, math.log2(setting.context / max(added)))), max(added)
+        )
+        yield added, longest, max(added) == 1 and chance.random() < 0.8
+
+
+SERVERS = {
+    # The default context of --context-length is the model's; these lengths choose other tiles and parts of a prompt.
+    "flash, a long context": ("flash", Target.SM90, Serving(1, 131072, 16, 8192)),
+    "flash, two ranks": ("flash", Target.SM90, Serving(2, 262144, 64, 8192)),
+    "flash, a million tokens": ("flash", Target.SM90, Serving(4, 1048576, 16, 4096)),
+    "flash, contexts shorter than a chunk": ("flash", Target.SM90, Serving(1, 1024, 48, 8192)),
+    "flash, a context that is no power of two": ("flash", Target.SM90, Serving(2, 3000, 48, 8192)),
+    "flash on SM100": ("flash", Target.SM100, Serving(4, 131072, 64, 8192)),
+    "pro on SM100": ("pro", Target.SM100, Serving(8, 131072, 64, 8192)),
+}
+FOUND: dict[str, list[tuple[list[int], int]]] = {
+    "flash, a long context": [([7841], 44127), ([8192], 100000), ([3002], 94000)],
+    "flash, two ranks": [([40], 310), ([24], 3000), ([60], 1500), ([40], 6000)],
+    "flash, a million tokens": [([502], 1025119)],
+    "flash, contexts shorter than a chunk": [([1000, 1000, 1000], 1024), ([1024] * 8, 1024)],
+    "flash on SM100": [([40], 765)],
+    "pro on SM100": [([41], 330)],
+}
+"""Passes whose kernels the warm-up once lacked: tokens of each request, and the longest."""
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_nothing_is_compiled_once_a_server_is_warm(name: str, tmp_path: Path) -> None:
+    model, target, setting = SERVERS[name]
+    server = DryServer(verified(tmp_path, model, TinyFormat.NVFP4_FULL), target, setting)
+    assert server.warm
+    for added, longest in FOUND.get(name, []):
+        assert not (missed := server.missed(added, longest)), (added, longest, [variant.name for variant in missed])
+    for added, longest, decode in passes(setting, PASSES):
+        missed = server.missed(added, longest, decode=decode)
+        words = [f"{variant.name}: {variant.specialization}" for variant in missed][:2]
+        assert not missed, (len(added), sum(added), longest, decode, words)
+
+
+def test_uniform_routing_is_the_same_whatever_the_default_dtype(tmp_path: Path) -> None:
+    """SGLang loads dummy weights with the model's, ``nvfp4-sgl build`` with torch's."""
+    checkpoint, setting = verified(tmp_path, "flash", TinyFormat.NVFP4_FULL), Serving(2, 4096, 4, 1024, True)
+    built, served = (
+        DryServer(checkpoint, Target.SM90, setting, dtype).warm for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert built == served
