@@ -52,8 +52,9 @@ class CudaLauncher:
     Args:
         kernels: the cache that kernels come from.
         programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they write nothing
-            and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So the
-            launch right before must not write weights.
+            and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So
+            between a launch that writes weights and the GEMM that reads them there must be an ordinary one, or one that
+            waits before it lets the next begin: Triton's kernels and GEMMs over experts do, a dense GEMM does not.
     """
 
     def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = True) -> None:

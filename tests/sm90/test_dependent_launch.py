@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
-from tests.sm90.support.products import ExpertCase, compile_anew, compile_shape, span
+from tests.sm90.support.products import ExpertCase, ProductCase, compile_anew, compile_shape, span
 from tests.sm100.emulator import Compiled, HazardError, Options, emulated
 from tests.sm100.support.snippets import make_launch
 
@@ -79,3 +79,34 @@ def test_weights_loaded_before_the_counts_are_known_are_noticed(monkeypatch: pyt
     early = Compiled(mutant.function, mutant.ptx.replace(WAIT, "", 1))
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_layer(MODES["immediate"], gate_up=early)
+
+
+PLAIN = ProductCase(KernelShape(8), tokens=8, features=16, k=192)
+WORDS = 64
+"""Words of the weights that a kernel writes, as they are."""
+
+
+def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
+    """A kernel that writes weights; a dense GEMM of others; a GEMM of the former, as a dependent launch or not."""
+    (first, _), (second, _) = PLAIN.build(), replace(PLAIN, seed=5).build()
+    written = span(second.weights).view(torch.int32)[:WORDS]
+    source = written.clone()
+    reads = [first.weights, first.tokens, first.alpha, second.tokens, second.alpha]
+    writes = [span(second.weights), first.out, second.out]
+    with emulated(options, reads=[*(span(t) for t in reads), source], writes=writes) as emulator:
+        stream, buffers = emulator.stream, [source.numpy(), written.numpy()]
+        write = make_launch(ROUTE.format(words=WORDS), buffers, target="sm_90a", options=options, stream=stream)
+        stream.submit(write, programmatic=False)
+        emulator(compile_shape(first.shape), first.arguments(1), 0)
+        if not programmatic:
+            stream.synchronize()
+        emulator(compile_shape(second.shape), second.arguments(1), 0)
+    return second.out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dense_gemms_do_not_keep_weights_from_being_read_too_early(mode: str) -> None:
+    """A dense GEMM lets the next kernel begin before it has waited for the one before itself."""
+    assert run_after_a_write(MODES[mode], False).isfinite().all()
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_after_a_write(MODES[mode], True)
