@@ -23,12 +23,17 @@ class StageLoads(Protocol):
 
 
 @cute.jit
-def load_stages(loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work: Work, is_early: cutlass.Constexpr):
+def load_stages(
+    loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work: Work, is_early: cutlass.Constexpr,
+    drains: cutlass.Constexpr = False,
+):  # fmt: skip
     """Load the operands of all of a CTA's tiles; by one warp.
 
     Args:
         schedule: which tile each of ``total`` blocks is.
         is_early: whether to load weights before the previous kernel has ended: not if that kernel says which.
+        drains: whether to wait at the end until all stages are free. They must be where other CTAs free them, too: what
+            they signal here after this CTA had ended would go astray.
     """
     first = work.first
     k_begin, k_end = work.slice_of(first)
@@ -55,3 +60,7 @@ def load_stages(loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work
             loads.load_tokens(ring, position, token_tile, k_tile, token_group)
             position.advance()
         tile += work.step
+    if cutlass.const_expr(drains):
+        for _ in cutlass.range_constexpr(ring.stages):
+            ring.wait_empty(position)
+            position.advance()

@@ -294,7 +294,7 @@ class BlockScaledGemm(Gemm):
             atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
             member = rank if cutlass.const_expr(shape.pair) else Int32(0)
             loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member, peer)
-            load_stages(loads, operands, schedule, total, work, not shape.grouped)
+            load_stages(loads, operands, schedule, total, work, not shape.grouped, shape.cluster > 1)
         if warp == mma_warp:
             self._multiply(storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, work)
         if warp < epilogue_warps:
@@ -310,8 +310,8 @@ class BlockScaledGemm(Gemm):
                     sums = PartialSums.of(shape, workspace, schedule.work, peer, own, tensor_memory)
                 self._drain(accumulators, schedule, total, epilogue, tensor_memory, own, rank, peer, work, sums)
             epilogue.finish()
-        # The epilogue has seen the last accumulator, hence every load and commit before it has arrived: the CTAs of the
-        # cluster may leave, and no warp reads tensor memory any more.
+        # The epilogue has seen the last accumulator and the load warp all stages free, hence every load and commit has
+        # arrived: the CTAs of the cluster may leave, and no warp reads tensor memory any more.
         self._synchronise()
         if warp == mma_warp:
             cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
