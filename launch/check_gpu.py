@@ -23,6 +23,7 @@ from first_light import evidence
 from first_light.outcome import Outcome, run_step
 from first_light.steps import EMULATED, FIRST_LIGHT, Step
 
+HOPPER = (9, 0)
 BLACKWELL = ((10, 0), (10, 3))
 QUERY_SECONDS = 180
 """Seconds for a process that asks for the GPU's compute capability; the first on a machine may take a minute."""
@@ -51,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = capability()
     if found is None:
         print("check_gpu: no CUDA device here; launch/check_gpu --emulated needs none", file=sys.stderr)
+        return USAGE_ERROR
+    if found not in (HOPPER, *BLACKWELL):
+        print(
+            f"check_gpu: expected a GPU of capability 9.0, 10.0 or 10.3, found {found[0]}.{found[1]}", file=sys.stderr
+        )
         return USAGE_ERROR
     if found in BLACKWELL and args.what not in hopper_parts.SANITIZERS:
         return first_light(FIRST_LIGHT, args.what, args.rest, args.output)

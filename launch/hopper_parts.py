@@ -41,6 +41,8 @@ PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
 """Servers of two ranks on two GPUs."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
+NO_TESTS = 5
+"""pytest's exit status where no test was chosen."""
 GPU = "{gpu}"
 """In a program's arguments, the name of the GPU that it has."""
 LEFT_OUT = "not fit and not spill and not resources and not refus"
@@ -113,7 +115,7 @@ class Result:
     skipped: int = 0
     failures: tuple[str, ...] = ()
     said: str = ""
-    """The last line of a program."""
+    """The last line of a program, or of tests that did not begin."""
 
     def line(self) -> str:
         if self.said:
@@ -236,18 +238,25 @@ def run_part(
         # Every tensor its own allocation: torch's pool would hide accesses past the end of one inside another.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     started = time.monotonic()
+    # With further arguments for pytest a part may be left without a test, which is not its fault.
+    fine = (0, NO_TESTS) if more and not part.is_program else (0,)
     with log.open("w") as output:
         command = part.command(report, more, gpu or "0")
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            verdict = "failed" if process.wait(seconds) else "passed"
-        except subprocess.TimeoutExpired:
-            verdict = "out of time"
-        finally:
-            end(process)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}; add its folder to PATH", file=output)
+            verdict = "failed"
+        else:
+            try:
+                verdict = "passed" if process.wait(seconds) in fine else "failed"
+            except subprocess.TimeoutExpired:
+                verdict = "out of time"
+            finally:
+                end(process)
     passed, skipped, failures = counts(report)
     seconds_taken = round(time.monotonic() - started, 1)
-    said = last_line(log) if part.is_program else ""
+    said = last_line(log) if part.is_program or (verdict == "failed" and not report.exists()) else ""
     result = Result(part.name, code, verdict, seconds_taken, passed, skipped, failures, said)
     (RESULTS / f"{part.name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
     print(result.line(), flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import own_folder
 from benchmarks.process_memory import measured
 from benchmarks.random_checkpoint import write_random
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
@@ -33,6 +34,8 @@ def main() -> int:
     end = given.index("--")
     args, flags = parser.parse_args(given[:end]), given[end + 1 : -1]
     source, target = args.directory / "source", args.directory / "result"
+    own_folder.claim(source)
+    own_folder.claim(target)
     if not (source / "config.json").exists():
         write_random(source, TinyFormat.DEEPSEEK, args.layers)
     shutil.rmtree(target, ignore_errors=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import own_folder
 from benchmarks.process_memory import Peak, measured
 from benchmarks.random_checkpoint import write_random
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
@@ -44,18 +45,21 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu (default: cuda)")
     parser.add_argument("--keep", action="store_true", help="do not remove the checkpoint at the end")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        visible_gpus()  # before anything is written
     source = arguments.directory / "source"
+    own_folder.claim(source)
     try:
         if not (source / "config.json").exists():
             begun = time.monotonic()
-            shutil.rmtree(source, ignore_errors=True)
+            shutil.rmtree(source, ignore_errors=True)  # a run that was cut off
             write_random(source, TinyFormat.NVFP4_FULL, arguments.layers)
             print(f"written in {time.monotonic() - begun:.1f} s", flush=True)
         warm(source)
         runs = [measure(source, ranks, arguments) for ranks in arguments.ranks]
     finally:
         if not arguments.keep:
-            shutil.rmtree(source, ignore_errors=True)
+            own_folder.remove(source)
     print("\n".join(table(runs)))
     verdicts = [verdict(run) for run in runs]
     for _, words in verdicts:

@@ -101,6 +101,11 @@ class Forecast:
         least = PAGE_TOKENS * max(1, round(1 / setting.swa_ratio))  # one page of window rows
         estimated, budget = sum(self.estimated.values()), self.free * setting.fraction
         short = []
+        if setting.most_tokens is not None and setting.most_tokens < least:
+            asked = (
+                f"--max-total-tokens: expected at least {least}, for a page of window rows, found {setting.most_tokens}"
+            )
+            return f"{asked}; raise it, or leave it out for as many as fit"
         if self.tokens < least:
             needed = self.fixed + least * sum(self.token.values())
             short.append(

@@ -254,6 +254,11 @@ def test_tokens_that_fit() -> None:
 
 REFUSED: Mapping[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "weights": (80 * GB, {}, ("--tp-size 2", "80.00 GB free", "68.00 GB", "experts 78.22", "a larger --tp-size")),
+    "asked for": (
+        140 * GB,
+        {"most_tokens": 100},
+        ("--max-total-tokens: expected at least 2560", "found 100; raise it"),
+    ),
     "fraction": (110 * GB, {"fraction": 0.5}, ("raise --mem-fraction-static above 0.77",)),
     "requests": (140 * GB, {"requests": 4096}, ("ratio-128 states 42.9", "--max-running-requests")),
     "workspaces": (100 * GB, {"fraction": 0.99, "chunk": 1 << 17}, ("estimated", "exceed 100.00 GB")),

@@ -95,7 +95,37 @@ def test_from_writing_to_the_verdict(
     whole, *halves = (found["bytes"] for found in ranks)
     assert halves[0] == halves[1] and whole / 2 < halves[0] < whole
     assert lines[-2].startswith("pass: ") and lines[-1].startswith("pass: ") and "2 rank(s)" in lines[-1]
-    assert not (tmp_path / "source").exists()
+    assert not (tmp_path / "source").exists() and not list(tmp_path.glob(".source*"))
+
+
+@pytest.mark.parametrize("files", [["config.json", "thesis.txt"], ["thesis.txt"]])
+def test_folders_of_others_are_left_alone(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With or without a checkpoint in them, and before anything is measured."""
+    from benchmarks import convert, load
+
+    for name in ("source", "result"):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("mine")
+    for main, given in ((load.main, ["--device", "cpu"]), (convert.main, [])):
+        monkeypatch.setattr(sys, "argv", ["bench", str(tmp_path), *given])
+        with pytest.raises(SystemExit, match="source: expected no such folder, or one made here"):
+            main()
+    found = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file())
+    assert found == sorted(f"{folder}/{file}" for folder in ("result", "source") for file in files)
+
+
+def test_nothing_is_written_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import load
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path / "new")])
+    with pytest.raises(SystemExit, match="expected a GPU, found none"):
+        load.main()
+    assert not (tmp_path / "new").exists()
 
 
 def test_memory_of_commands(tmp_path: Path) -> None:

@@ -386,6 +386,22 @@ def test_tests_that_need_a_gpu_run_beside_those_that_share_another(results: Path
     assert hopper_parts.run([shared, replace(own, step="server")], "two GPUs", ["4", "7"]) == 0
 
 
+def test_a_tool_that_is_not_there_fails_its_parts_alone(results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    good = part_of(results, "good", "def test_a(): pass\n")
+    monkeypatch.setenv("PATH", str(results))
+    assert hopper_parts.run([replace(good, step="memcheck"), good], "a GPU") == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 parts passed: 1 tests passed" in said
+    assert "NOT PASSED  memcheck-test_good: failed, 0 s; compute-sanitizer: No such file" in said and "PATH" in said
+
+
+def test_parts_that_pytests_arguments_leave_without_tests_pass(results: Path):
+    some = part_of(results, "some", "def test_a(): pass\n")
+    assert hopper_parts.run([some], "a GPU", more=["-k", "test_b"]) == 0
+    assert hopper_parts.run([some], "a GPU", more=["-k", "test_a"]) == 0
+    assert hopper_parts.run([part_of(results, "none", "")], "a GPU") == 1
+
+
 def test_a_report_merges_what_ran_at_different_times(results: Path, capsys: Any):
     good, bad = part_of(results, "good", "def test_a(): pass\n"), part_of(results, "bad", "def test_b(): assert 0\n")
     never = part_of(results, "never", "")
@@ -458,6 +474,11 @@ def test_every_gemm_is_timed_in_nvfp4_and_as_released(monkeypatch: pytest.Monkey
         said.append(capsys.readouterr())
     assert ["mxfp8" in one.out for one in said] == [False, True]
     assert not any(one.err for one in said)
+
+
+def test_a_gpu_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    assert steps_of(monkeypatch, (8, 0)) == 2
+    assert "expected a GPU of capability 9.0, 10.0 or 10.3, found 8.0" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_what_does_not_need_one(monkeypatch: pytest.MonkeyPatch, capsys: Any):
