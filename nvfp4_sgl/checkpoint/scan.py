@@ -26,6 +26,7 @@ from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.stored_files import StoredFiles
 from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError
@@ -127,7 +128,14 @@ class Scan:
     notes: list[Finding] = field(default_factory=list)
 
 
-def scan(verified: Verified, *, whole: bool = True, threads: int | None = None, progress: TextIO | None = None) -> Scan:
+def scan(
+    verified: Verified,
+    *,
+    whole: bool = True,
+    threads: int | None = None,
+    progress: TextIO | None = None,
+    files: StoredFiles | None = None,
+) -> Scan:
     """Read all tensors of the decoder, or with ``whole=False`` the scales of its matrices alone.
 
     A thread holds a tensor of scales, or :data:`CHUNK_BYTES` of another tensor and a few times that for what is
@@ -136,8 +144,9 @@ def scan(verified: Verified, *, whole: bool = True, threads: int | None = None, 
     Args:
         threads: the cores of this process unless given.
         progress: where progress lines go after five seconds; stderr unless given.
+        files: where the bytes come from; mapped unless given.
     """
-    worker = _Worker(verified, whole)
+    worker = _Worker(verified, whole, files)
     total = sum(worker.nbytes(spec) for spec in worker.specs)
     worker.sweep = Sweep([worker.reader], total, "reading", progress)
     result = Scan(whole)
@@ -157,10 +166,10 @@ class _Worker:
 
     sweep: Sweep
 
-    def __init__(self, verified: Verified, whole: bool):
+    def __init__(self, verified: Verified, whole: bool, files: StoredFiles | None):
         self._inventory, self._whole = verified.inventory, whole
         self._storages = verified.summary.storages
-        self.reader: CheckpointReader = verified.reader()
+        self.reader = verified.reader() if files is None else CheckpointReader(verified.inventory, files)
         specs = [spec for spec in tensor_specs(verified.config).values() if whole or spec.role.is_matrix]
         self.specs = sorted(specs, key=self._place)
 

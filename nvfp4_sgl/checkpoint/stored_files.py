@@ -98,5 +98,39 @@ class MappedFiles:
         self._mapped.clear()
 
 
+class ReadFiles:
+    """Files read into memory of their own, for a process that must outlive a file that is cut short meanwhile: reading
+    such a mapping ends it (SIGBUS)."""
+
+    is_asynchronous, waited = False, 0.0
+
+    def read(self, entry: Entry, rows: slice | None) -> Tensor:
+        shape, begin = list(entry.shape), entry.offset
+        nbytes = entry.nbytes
+        if rows is not None:
+            row_bytes = nbytes // shape[0]
+            shape[0], begin = rows.stop - rows.start, begin + rows.start * row_bytes
+            nbytes = shape[0] * row_bytes
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(begin)
+            into = raw.numpy().data
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise became_shorter(entry.file)
+                into = into[count:]
+        return raw.view(DTYPES[entry.dtype]).view(shape)
+
+    def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
+        """Nothing: the system reads ahead."""
+
+    def let_go(self, file: Path) -> None:
+        """Nothing is held."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
 def became_shorter(file: Path) -> CheckpointError:
     return CheckpointError(f"{file}: became shorter while it was read")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from nvfp4_sgl.checkpoint.inventory import INDEX
 from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.quantization import MANIFEST
 from nvfp4_sgl.checkpoint.scan import scan
+from nvfp4_sgl.checkpoint.stored_files import ReadFiles
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify
@@ -387,6 +390,23 @@ def test_what_cannot_be_opened_is_json_too(small: dict[str, Path], tmp_path: Pat
     assert status == 2 and report["directory"] == str(directory)
     assert [(p["kind"], p["tensor"]) for p in report["problems"]] == [("structure", None)]
     assert "absent" in report["problems"][0]["message"]
+
+
+@pytest.mark.parametrize("format", ["nvfp4-full", "bf16"])
+def test_files_that_are_read_are_those_that_are_mapped(format: str, small: dict[str, Path]) -> None:
+    found = verify(small[format])
+    read, mapped = (scan(found, files=files, progress=io.StringIO()) for files in (ReadFiles(), None))
+    assert read == mapped and read.nbytes
+
+
+def test_a_file_that_is_cut_short_meanwhile_is_an_error(small: dict[str, Path], tmp_path: Path) -> None:
+    """Where it was mapped, reading it would end the process."""
+    folder = copy_checkpoint(small["bf16"], tmp_path / "cut")
+    found = verify(folder)
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        scan(found, files=ReadFiles(), progress=io.StringIO())
 
 
 def test_progress_tells_what_is_left(small: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
