@@ -9,7 +9,13 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.memory.pools import bytes_per_server, bytes_per_token
+from nvfp4_sgl.memory.pools import (
+    LEAST_WINDOW_TOKENS,
+    bytes_per_server,
+    bytes_per_token,
+    largest_chunk,
+    least_tokens,
+)
 from nvfp4_sgl.memory.weights import weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target
@@ -31,6 +37,8 @@ class Setting:
         swa_ratio: ``--swa-full-tokens-ratio``.
         fraction: ``--mem-fraction-static``: what weights and pools may take of the memory that is free at first.
         most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
+        window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang goes by
+            ``--max-running-requests`` if that is given, and finds room for chunks itself.
     """
 
     ranks: int
@@ -42,6 +50,7 @@ class Setting:
     swa_ratio: float
     fraction: float
     most_tokens: int | None = None
+    window_by_ratio: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,13 @@ class Forecast:
                 f" {gb(budget).strip()}; {gb(max(budget - self.fixed, 0)).strip()} are left for tokens"
             )
             found.append(f"tokens              {self.tokens:10,d}  of {setting.requests} requests at once")
+            chunk = largest_chunk(self._window_tokens(self.tokens))
+            if setting.window_by_ratio and 0 < chunk < setting.chunk:
+                found.append(f"prefill chunk       {chunk:10,d}  not {setting.chunk:,d}: the window pool holds no more")
         return found
+
+    def _window_tokens(self, tokens: int) -> int:
+        return int(tokens * self.setting.swa_ratio) // PAGE_TOKENS * PAGE_TOKENS
 
     def summary(self) -> str:
         """The sums in one line."""
@@ -98,14 +113,13 @@ class Forecast:
         if self.free is None or self.tokens is None:
             return None
         setting = self.setting
-        least = PAGE_TOKENS * max(1, round(1 / setting.swa_ratio))  # one page of window rows
+        least = least_tokens(setting.swa_ratio)
+        if setting.most_tokens is not None and setting.most_tokens < least:
+            if setting.window_by_ratio:
+                return small_window(self._window_tokens(setting.most_tokens), f"at least {least} tokens in all")
+            least = setting.most_tokens
         estimated, budget = sum(self.estimated.values()), self.free * setting.fraction
         short = []
-        if setting.most_tokens is not None and setting.most_tokens < least:
-            asked = (
-                f"--max-total-tokens: expected at least {least}, for a page of window rows, found {setting.most_tokens}"
-            )
-            return f"{asked}; raise it, or leave it out for as many as fit"
         if self.tokens < least:
             needed = self.fixed + least * sum(self.token.values())
             short.append(
@@ -132,6 +146,16 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """For ``/server_info`` and ``doctor --json``; bytes."""
         return asdict(self)
+
+
+def small_window(window_tokens: int, needed: str = "") -> str:
+    """The error of a window pool in which prompts after a cached prefix may wait for ever; ``needed`` for it not to."""
+    return (
+        f"window pool: found {window_tokens} tokens, expected at least {LEAST_WINDOW_TOKENS}"
+        f"{f' ({needed})' if needed else ''}, since a prompt that goes on from a cached prefix may find no room in"
+        " fewer and wait for ever; raise --max-total-tokens or --swa-full-tokens-ratio, or --mem-fraction-static where"
+        " --max-total-tokens is not given"
+    )
 
 
 def forecast(

@@ -6,6 +6,8 @@ page of window rows the states of the ratio-4 compressors. What belongs to reque
 
 from __future__ import annotations
 
+import math
+
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
@@ -16,6 +18,29 @@ STATE_BYTES = 4
 """An element of a compressor's state: fp32."""
 TABLE_MARGIN = 4
 """Columns of the table of slots beyond the context length."""
+
+LEAST_WINDOW_TOKENS = 4 * PAGE_TOKENS
+"""The smallest window pool in which a prompt that goes on from a cached prefix always runs, page by page
+(:func:`largest_chunk`)."""
+
+
+def largest_chunk(window_tokens: int) -> int:
+    """Tokens of the largest prefill chunk, whole pages, that a window pool always has room for on an idle server.
+
+    SGLang lets a prompt in while its chunk and a page more are fewer tokens than are left in the window pool; what it
+    waits for otherwise never comes if nothing else runs. What is left lacks the pages of the cached prefix that the
+    prompt goes on from: one node of the radix tree, at most an earlier chunk without its last page, but a page.
+
+    Args:
+        window_tokens: capacity of the window pool. With fewer than :data:`LEAST_WINDOW_TOKENS` no chunk is safe: 0.
+    """
+    pages = window_tokens // PAGE_TOKENS
+    return max(min(pages - 3, (pages - 1) // 2), 0) * PAGE_TOKENS
+
+
+def least_tokens(swa_ratio: float) -> int:
+    """Tokens of capacity, whole pages, whose share ``swa_ratio`` of window rows is :data:`LEAST_WINDOW_TOKENS`."""
+    return math.ceil(LEAST_WINDOW_TOKENS / PAGE_TOKENS / swa_ratio) * PAGE_TOKENS
 
 
 def bytes_per_token(config: ModelConfig, row_bytes: int | None, swa_ratio: float) -> dict[str, float]:

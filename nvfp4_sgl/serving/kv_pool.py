@@ -14,13 +14,20 @@ Buffers of both are 2-D, one row a page. The compressor states are SGLang's in b
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.memory.forecast import small_window
+from nvfp4_sgl.memory.pools import largest_chunk
 from nvfp4_sgl.serving import sglang_private as private
+
+logger = logging.getLogger(__name__)
 
 PACKED = "fp8_e4m3"
 """``--kv-cache-dtype`` of SGLang's packed pages."""
@@ -59,12 +66,46 @@ def allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem: 
 
 
 def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
-    """Hook: build exact rows instead of packed pages where that mode is on."""
+    """Hook: build exact rows instead of packed pages where that mode is on; fit prefill chunks to the pool before."""
+    if _is_ours(configurator):
+        fit_chunk(
+            kwargs["full_max_total_num_tokens"],
+            kwargs["swa_max_total_num_tokens"],
+            configurator.model_config.context_len,
+        )
     dtype = _configurator_row_dtype(configurator)
     if dtype is None:
         return original(configurator, **kwargs)
     with private.pool_class(functools.partial(exact_rows_pool(), row_dtype=dtype)):
         return original(configurator, **kwargs)
+
+
+def fit_chunk(tokens: int, window_tokens: int, context: int) -> None:
+    """Have prompts prefilled in chunks that the window pool has room for whatever prefix is cached.
+
+    SGLang admits a larger one to no pass, and it waits at the head of the queue with every other request behind it.
+
+    Args:
+        tokens, window_tokens: capacity of the pool and of its window rows. context: tokens of the longest request.
+
+    Raises:
+        UnsupportedError: there is room for none.
+    """
+    room, asked_for = largest_chunk(window_tokens), private.prefill_chunk()
+    longest = -(-min(tokens, context) // PAGE_TOKENS) * PAGE_TOKENS
+    if min(asked_for or longest, longest) <= room:
+        return
+    if not room:
+        raise UnsupportedError(small_window(window_tokens))
+    private.set_prefill_chunk(room)
+    if private.tp_rank() == 0:
+        found = "no chunks" if asked_for is None else f"chunks of {asked_for}"
+        logger.warning(
+            "nvfp4_sgl: prompts are prefilled in chunks of %d tokens, since a window pool of %d has no room for larger"
+            " ones beside a cached prefix (--chunked-prefill-size: %s); raise --max-total-tokens or"
+            " --swa-full-tokens-ratio for more",
+            room, window_tokens, found,
+        )  # fmt: skip
 
 
 def configure_pool(original: Callable[[Any], Any], configurator: Any) -> Any:

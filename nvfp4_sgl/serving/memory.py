@@ -34,6 +34,7 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
         swa_ratio=float(private.resolved("swa_full_tokens_ratio") or PACKED_SWA_RATIO),
         fraction=float(private.resolved("mem_fraction_static")),
         most_tokens=private.resolved("max_total_tokens"),
+        window_by_ratio=private.sizes_window_by_ratio(),
     )
     found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()

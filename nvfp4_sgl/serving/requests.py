@@ -76,7 +76,8 @@ RESERVED_TOKENS = 4
 
 RESERVED_PAGES = 2
 """Pages of the pool that prompt and answer leave free: SGLang rounds a prompt up to pages and wants one more, and cuts
-the answer short, to nothing in the end, where they are not there."""
+the answer short, to nothing in the end, where they are not there. That the window pool has room for them, too, is seen
+to by :func:`nvfp4_sgl.serving.kv_pool.fit_chunk`."""
 
 
 def serves_our_model() -> bool:

@@ -354,9 +354,24 @@ def environment_flag(name: str) -> bool:
 
 def largest_prefill() -> int:
     """Tokens of the largest prefill pass: a chunk, or without chunked prefill what a batch may hold."""
-    arguments, resolved = served_arguments(), __getattr__("resolution_result")
-    chunk = resolved(arguments, "chunked_prefill_size")
-    return int(chunk if chunk and chunk > 0 else resolved(arguments, "max_prefill_tokens"))
+    return int(prefill_chunk() or resolved("max_prefill_tokens"))
+
+
+def prefill_chunk() -> int | None:
+    """Tokens of a prefill chunk as this process's scheduler goes by them; ``None`` without chunked prefill."""
+    chunk = __getattr__("get_context")().config_leaf("chunked_prefill_size")
+    return int(chunk) if chunk and chunk > 0 else None
+
+
+def set_prefill_chunk(tokens: int) -> None:
+    """Have this process's scheduler, which is still being built, prefill in chunks of so many tokens."""
+    __getattr__("get_context")().override("nvfp4_sgl.fit_chunk", chunked_prefill_size=tokens)
+
+
+def sizes_window_by_ratio() -> bool:
+    """Whether the window pool is a share of all tokens, as :class:`DSV4PoolConfigurator` decides: else by requests."""
+    by_requests = prefill_chunk() is not None and resolved("max_running_requests") is not None
+    return bool(resolved("_swa_full_tokens_ratio_explicitly_set")) or not by_requests
 
 
 def shorten_requests(info: Any, *, pages: int) -> Any:

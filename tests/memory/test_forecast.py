@@ -17,7 +17,14 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
-from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO, bytes_per_server, bytes_per_token
+from nvfp4_sgl.memory.pools import (
+    LEAST_WINDOW_TOKENS,
+    PACKED_SWA_RATIO,
+    bytes_per_server,
+    bytes_per_token,
+    largest_chunk,
+    least_tokens,
+)
 from nvfp4_sgl.memory.weights import EXPERTS, MATRICES, OTHERS, VOCABULARY, weight_bytes
 from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -247,18 +254,45 @@ def test_tokens_that_fit() -> None:
     found.check()
     assert flash(140 * GB, most_tokens=4096).tokens == 4096
     assert flash(None).tokens is None and flash(None).problem() is None
-    least = found.fixed + 2560 * sum(found.token.values())
+    least = found.fixed + 10240 * sum(found.token.values())
     assert flash(int(least / 0.85) + 10**6).problem() is None
     assert flash(int(least / 0.85) - 10**6).problem() is not None
 
 
+@pytest.mark.parametrize("pages", range(40))
+def test_chunks_have_room_beside_a_cached_prefix(pages: int) -> None:
+    """What SGLang wants for a chunk is fewer tokens than the longest cached node leaves, and a page more is not."""
+
+    def has_room(chunk: int) -> bool:
+        locked = max(chunk - 256, 256)  # a node: the chunk of an earlier prompt, whose last page is one of its own
+        return chunk + 256 < pages * 256 - locked
+
+    chunk = largest_chunk(pages * 256 + 255)
+    assert chunk % 256 == 0 and not has_room(chunk + 256)
+    assert has_room(chunk) if chunk else pages * 256 < LEAST_WINDOW_TOKENS
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.5, 0.7, 1.0])
+def test_least_tokens(ratio: float) -> None:
+    found = least_tokens(ratio)
+    assert found % 256 == 0 and int(found * ratio) >= LEAST_WINDOW_TOKENS > (found - 256) * ratio
+
+
+def test_small_window_pools() -> None:
+    """A small one has smaller chunks, a smaller one is refused by the flags to change."""
+    assert not any(line.startswith("prefill chunk") for line in flash(140 * GB).lines())
+    small = flash(140 * GB, most_tokens=40960)
+    assert small.problem() is None
+    assert any("1,792  not 8,192" in line for line in small.lines() if line.startswith("prefill chunk"))
+    problem = flash(140 * GB, most_tokens=9984).problem()
+    assert problem is not None
+    for text in ("found 768 tokens, expected at least 1024", "10240 tokens in all", "--max-total-tokens"):
+        assert text in problem
+    assert flash(140 * GB, most_tokens=9984, window_by_ratio=False).problem() is None
+
+
 REFUSED: Mapping[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "weights": (80 * GB, {}, ("--tp-size 2", "80.00 GB free", "68.00 GB", "experts 78.22", "a larger --tp-size")),
-    "asked for": (
-        140 * GB,
-        {"most_tokens": 100},
-        ("--max-total-tokens: expected at least 2560", "found 100; raise it"),
-    ),
     "fraction": (110 * GB, {"fraction": 0.5}, ("raise --mem-fraction-static above 0.77",)),
     "requests": (140 * GB, {"requests": 4096}, ("ratio-128 states 42.9", "--max-running-requests")),
     "workspaces": (100 * GB, {"fraction": 0.99, "chunk": 1 << 17}, ("estimated", "exceed 100.00 GB")),
