@@ -27,7 +27,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, Library
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -192,6 +192,28 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
     compile_ahead.compile_missing([key], variants, folder, 90)
     with pytest.raises(AssertionError, match="a process"):
         compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
+def test_a_damaged_library_is_compiled_again(name: str, caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else no server of this user could start any more."""
+    key = KernelKey("sm_90a", KernelShape(8))
+    folder = compile_ahead.library_folder([key])
+    compile_ahead.compile_missing([key], [], folder, 90)
+    (folder / name).write_bytes((folder / name).read_bytes()[:40])
+    compile_ahead.compile_missing([key], [], folder, 90)
+    assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"compiling a library again that cannot be used: {folder}")
+
+
+def test_a_library_that_lacks_a_kernel_is_compiled_again(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As by a second ``nvfp4-sgl build`` into a folder, for other sizes."""
+    first, second = (KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16))
+    for key in (first, second):
+        compile_ahead.compile_missing([key], [], caches / "out", 90)
+    assert Library(caches / "out", runtime=runtime_library(), device=0).names == {second.name}
+    assert "1 of 1 GEMMs are not there: compiling all again" in caplog.text
 
 
 def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ import triton
 from nvfp4_sgl.cutedsl_kernels import library
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, export, link
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, export, link, names_in
 from nvfp4_sgl.triton_kernels.ahead import Variant
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ def _one_at_a_time() -> Iterator[None]:
 def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], folder: Path, capability: int) -> None:
     """Compile the GEMMs of ``keys`` into a library in ``folder`` unless one is there, and ``variants`` for Triton.
 
+    A library in ``folder`` that is damaged, stale or lacks one of ``keys`` is replaced by one of ``keys`` alone.
+
     Args:
         capability: what Triton compiles for: the device's or, under :func:`.ahead.targeting`, the one stood in for.
 
@@ -105,7 +107,7 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
     """
     with _one_at_a_time():
         missing = [variant for variant in variants if not variant.is_compiled]
-        gemms = [] if (folder / MANIFEST).exists() else list(keys)
+        gemms = _gemms_to_compile(keys, folder)
         if not missing and not gemms:
             return
         started, used = time.monotonic(), _processor_seconds()
@@ -123,6 +125,20 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
                 link(entries, job.objects, folder)
         seconds, used = time.monotonic() - started, _processor_seconds() - used
         logger.info("compiled in %.1f s, with %.0f s of processor time", seconds, used)
+
+
+def _gemms_to_compile(keys: Sequence[KernelKey], folder: Path) -> Sequence[KernelKey]:
+    """All of ``keys``, or none if the library in ``folder`` holds them; says why one that is there does not do."""
+    if not keys or not any((folder / name).exists() for name in (MANIFEST, LIBRARY)):
+        return keys
+    try:
+        lacking = {key.name for key in keys} - names_in(folder)
+    except LibraryError as error:
+        logger.warning("compiling a library again that cannot be used: %s", error)
+        return keys
+    if lacking:
+        logger.warning("%s: %d of %d GEMMs are not there: compiling all again", folder, len(lacking), len(keys))
+    return keys if lacking else []
 
 
 def _processor_seconds() -> float:
