@@ -216,6 +216,26 @@ def test_a_library_that_lacks_a_kernel_is_compiled_again(caches: Path, caplog: p
     assert "1 of 1 GEMMs are not there: compiling all again" in caplog.text
 
 
+def test_what_is_there_needs_no_cache_folder(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the lock of one: a process that compiles other kernels is not waited for."""
+    variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
+    compile_ahead.compile_missing([key], variants, caches / "out", 90)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    compile_ahead.compile_missing([key], variants, caches / "out", 90)
+    compile_ahead.compile_missing([], [], caches / "nothing", 90)
+    with pytest.raises(LibraryError, match="/proc/nope/nvfp4-sgl: expected a folder to keep .* let XDG_CACHE_HOME"):
+        compile_ahead.compile_missing([key], variants, caches / "nothing", 90)
+
+
+def test_what_another_compiled_meanwhile_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (variant,) = noted(normalise)
+    found = iter([False, True])
+    monkeypatch.setattr(Variant, "is_compiled", property(lambda self: next(found)))
+    monkeypatch.setattr(compile_ahead, "_run", mock.Mock(side_effect=AssertionError("compiled")))
+    compile_ahead.compile_missing([], [variant], caches, 90)
+    assert not list(found)
+
+
 def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
     """So that kernels which an earlier compilation had not foreseen are seen by name."""
     variants = noted(normalise)

@@ -87,9 +87,20 @@ def library_folder(keys: Iterable[KernelKey]) -> Path:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes of this user take turns."""
-    cache_root().mkdir(parents=True, exist_ok=True)
-    with (cache_root() / "compiling").open("w") as file:
+    """Processes of this user take turns.
+
+    Raises:
+        LibraryError: the cache folder cannot be written.
+    """
+    try:
+        cache_root().mkdir(parents=True, exist_ok=True)
+        file = (cache_root() / "compiling").open("w")
+    except OSError as error:
+        raise LibraryError(
+            f"{cache_root()}: expected a folder to keep compiled kernels in, found none that can be written: {error};"
+            " let XDG_CACHE_HOME name one that can"
+        ) from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -103,11 +114,17 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         capability: what Triton compiles for: the device's or, under :func:`.ahead.targeting`, the one stood in for.
 
     Raises:
-        LibraryError: a kernel does not compile, or the linker failed; holds the compiler's output.
+        LibraryError: a kernel does not compile, or the linker failed, with the compiler's output; or something is
+            missing and the user's cache folder, or ``folder``, cannot be written.
     """
+    variants = list(variants)
+    # Without the lock first: a server whose kernels are all there needs no cache folder and waits for no other.
+    if not _gemms_to_compile(keys, folder) and all(variant.is_compiled for variant in variants):
+        return
     with _one_at_a_time():
+        # Again: another process may have compiled them while this one waited.
         missing = [variant for variant in variants if not variant.is_compiled]
-        gemms = _gemms_to_compile(keys, folder)
+        gemms = _gemms_to_compile(keys, folder, say=True)
         if not missing and not gemms:
             return
         started, used = time.monotonic(), _processor_seconds()
@@ -127,16 +144,21 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         logger.info("compiled in %.1f s, with %.0f s of processor time", seconds, used)
 
 
-def _gemms_to_compile(keys: Sequence[KernelKey], folder: Path) -> Sequence[KernelKey]:
-    """All of ``keys``, or none if the library in ``folder`` holds them; says why one that is there does not do."""
+def _gemms_to_compile(keys: Sequence[KernelKey], folder: Path, say: bool = False) -> Sequence[KernelKey]:
+    """All of ``keys``, or none if the library in ``folder`` holds them.
+
+    Args:
+        say: whether to log why a library that is there does not do.
+    """
     if not keys or not any((folder / name).exists() for name in (MANIFEST, LIBRARY)):
         return keys
     try:
         lacking = {key.name for key in keys} - names_in(folder)
     except LibraryError as error:
-        logger.warning("compiling a library again that cannot be used: %s", error)
+        if say:
+            logger.warning("compiling a library again that cannot be used: %s", error)
         return keys
-    if lacking:
+    if lacking and say:
         logger.warning("%s: %d of %d GEMMs are not there: compiling all again", folder, len(lacking), len(keys))
     return keys if lacking else []
 
