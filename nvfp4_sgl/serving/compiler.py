@@ -16,6 +16,7 @@ from nvfp4_sgl.build import Gpu, Serving, build
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, given_folder
 from nvfp4_sgl.triton_kernels.common import chip
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,17 @@ def start_compiling(verified: Verified, target: Target, setting: Serving) -> sub
     """Begin to compile what this server's warm-up will ask for, in a process of its own; ``None`` without a GPU.
 
     The warm-up waits for it, and compiles itself what is missing then. A failure is in the log and stops nothing.
+    Kernels in the folder that ``NVFP4_SGL_KERNELS`` names are not compiled.
+
+    Raises:
+        LibraryError: that folder cannot be used; said before the weights are loaded.
     """
     if not isinstance(launcher.current(), launcher.CudaLauncher) or not torch.cuda.is_available():
         return None
+    given = given_folder()
+    if given is not None:
+        # Before the process starts, which then finds its Triton kernels in Triton's cache.
+        adopt_given(given)
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     gpu = Gpu(10 * major + minor, chip.processors(device), launcher.current().clusters(device))
@@ -52,7 +61,7 @@ def main(path: Path) -> None:
     path.unlink()
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kernels: %(message)s")
-    build(verified, target, [setting], gpu=gpu)
+    build(verified, target, [setting], gpu=gpu, given=given_folder())
 
 
 if __name__ == "__main__":

@@ -421,7 +421,8 @@ def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, mo
     """Nor does the folder that was built for it hold one."""
     write_tiny(tmp_path, "bf16", seed=11, num_hidden_layers=1)
     cpu, built = OnTheCpu(tmp_path, Target.SM90), tmp_path / "built"
-    monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(built))
+    (built / compile_ahead.TRITON_FOLDER).mkdir(parents=True)
+    monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(built))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     runner = launcher.CudaLauncher()
     monkeypatch.setattr(runner, "architecture", lambda device: "sm_90a")
@@ -485,6 +486,25 @@ def test_built_on_one_machine_found_on_another(
         for variant in variants:
             variant.compile()
     assert compiled == [True] * len(variants)
+
+
+def test_a_server_compiles_nothing_that_was_built_ahead(
+    verified: Verified, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its process compiles beside the loading, with empty caches; all of the GEMMs if one is lacking."""
+    variants, keys = noted(normalise), [KernelKey("sm_90a", KernelShape(8))]
+    monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
+    out, setting = tmp_path / "out", Serving(1, 512)
+    build.build(verified, Target.SM90, [setting], out)
+    jobs: list[compile_ahead.Job] = []
+    monkeypatch.setattr(compile_ahead, "_run", lambda job, processes: jobs.append(job))
+    compile_ahead.adopt_given(out)
+    build.build(verified, Target.SM90, [setting], given=out)
+    assert not jobs
+    keys.append(KernelKey("sm_90a", KernelShape(16)))
+    with pytest.raises(FileNotFoundError):  # what was not compiled is not there to be linked
+        build.build(verified, Target.SM90, [setting], given=out)
+    assert [set(job.tasks) for job in jobs] == [set(keys)]
 
 
 def test_build_asks_for_a_target_where_no_gpu_is(

@@ -30,10 +30,13 @@ from nvfp4_sgl.cutedsl_kernels import library
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, export, link, names_in
+from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 
 logger = logging.getLogger(__name__)
 
+LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
+"""Environment variable: the folder of kernels built ahead of time."""
 TRITON_FOLDER = "triton"
 """Folder of Triton's kernels inside one that was built for another machine."""
 MAX_PROCESSES = 64
@@ -83,6 +86,54 @@ def library_folder(keys: Iterable[KernelKey]) -> Path:
     """Where the library of these kernels is kept, by all that they are made from."""
     made_from = json.dumps([library.fingerprint(), sorted(key.name for key in keys)], sort_keys=True)
     return cache_root() / "libraries" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
+
+
+def given_folder() -> Path | None:
+    """The folder of kernels built ahead of time, by the environment."""
+    given = os.environ.get(LIBRARY_VARIABLE)
+    return Path(given) if given else None
+
+
+def adopt_given(folder: Path) -> None:
+    """Check a ``folder`` of kernels built ahead of time, and copy its Triton kernels into Triton's cache.
+
+    Raises:
+        LibraryError: there are no kernels in it, its library is damaged or built from other sources, or Triton's cache
+            cannot be written.
+    """
+    if any((folder / name).exists() for name in (MANIFEST, LIBRARY)):
+        names_in(folder)
+    elif not (folder / TRITON_FOLDER).is_dir():  # a model whose GEMMs are all PyTorch's has these alone
+        raise LibraryError(
+            f"{LIBRARY_VARIABLE}={folder}: expected the folder that 'nvfp4-sgl build --output' wrote, found neither"
+            f" {MANIFEST} nor {TRITON_FOLDER}/ there; correct it, or unset it to compile here"
+        )
+    try:
+        ahead.adopt(folder / TRITON_FOLDER)
+    except OSError as error:
+        raise LibraryError(
+            f"{triton.knobs.cache.dir}: expected a folder to copy the Triton kernels of {LIBRARY_VARIABLE}={folder} to:"
+            f" {error}; let TRITON_CACHE_DIR name one that can be written"
+        ) from None
+
+
+def folder_of(keys: Sequence[KernelKey], given: Path | None) -> Path:
+    """Where a server finds a library of ``keys``: the folder ``given`` if it has all, or else the user's cache.
+
+    Raises:
+        LibraryError: the library that is given is missing, damaged or built from other sources.
+    """
+    # A model whose GEMMs are all PyTorch's needs none of these, and a build for it has none.
+    if given is None or not keys:
+        return library_folder(keys)
+    lacking = {key.name for key in keys} - names_in(given)
+    if not lacking:
+        return given
+    logger.warning(
+        "%s=%s: %d of %d GEMMs are not there and are compiled now; build it again for this model, --tp-size and"
+        " --chunked-prefill-size", LIBRARY_VARIABLE, given, len(lacking), len(keys),
+    )  # fmt: skip
+    return library_folder(keys)
 
 
 @contextmanager
