@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, given_folder
+from nvfp4_sgl.targets.fused.parent import end_with
 from nvfp4_sgl.triton_kernels.common import chip
 
 logger = logging.getLogger(__name__)
@@ -47,22 +49,25 @@ def start_compiling(verified: Verified, target: Target, setting: Serving) -> sub
 
 
 def run_apart(verified: Verified, target: Target, setting: Serving, gpu: Gpu) -> subprocess.Popen[bytes]:
-    """:func:`nvfp4_sgl.build.build` in another process."""
+    """:func:`nvfp4_sgl.build.build` in another process, which ends with the thread that calls this."""
     with tempfile.NamedTemporaryFile(prefix="nvfp4-sgl-build-", delete=False) as file:
         pickle.dump((verified, target, setting, gpu), file)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "nvfp4_sgl.serving.compiler", file.name]
+    command = [sys.executable, "-m", "nvfp4_sgl.serving.compiler", file.name, str(os.getpid())]
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
 
-def main(path: Path) -> None:
-    """Compile what the file describes, and remove it."""
+def main(path: Path, parent: int) -> None:
+    """Compile what the file describes, and remove it. Ends with process ``parent``, the server."""
     verified, target, setting, gpu = pickle.loads(path.read_bytes())
     path.unlink()
+    # An exception, so that what is half done is removed; the processes below end with this one.
+    signal.signal(signal.SIGTERM, lambda *given: sys.exit(f"{target.value}: no more kernels: the server has ended"))
+    end_with(parent, signal.SIGTERM)
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kernels: %(message)s")
     build(verified, target, [setting], gpu=gpu, given=given_folder())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

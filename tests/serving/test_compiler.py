@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
+import nvfp4_sgl
 from nvfp4_sgl.build import Gpu, Serving
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
@@ -63,7 +67,11 @@ def test_the_process_builds_for_this_gpu(started: mock.Mock, tmp_path: Path, mon
     monkeypatch.setattr(os, "nice", nice)
     monkeypatch.setattr(compiler, "build", lambda *args, gpu, given: built.append((*args, gpu, given)))
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "built"))
-    compiler.main(Path(command[3]))
+    ends, handlers = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(compiler, "end_with", ends)
+    monkeypatch.setattr(signal, "signal", handlers)
+    compiler.main(Path(command[3]), int(command[4]))
+    ends.assert_called_once_with(os.getpid(), signal.SIGTERM)
     ((told, target, settings, gpu, given),) = built
     assert (told.config, told.raw, target, settings) == (verified.config, verified.raw, Target.SM90, [SETTING])
     assert gpu == Gpu(90, 114, CLUSTERS) and given == tmp_path / "built"
@@ -127,3 +135,76 @@ def test_a_triton_cache_that_cannot_be_written_is_named(
         pytest.raises(LibraryError, match="/proc/nope: expected a folder to copy .* let TRITON_CACHE_DIR name one"),
     ):
         compiler.start_compiling(mock.sentinel.verified, Target.SM90, SETTING)
+
+
+SERVER = """
+import sys, time
+from pathlib import Path
+from nvfp4_sgl.build import GPUS, Serving
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.serving.compiler import run_apart
+from nvfp4_sgl.targets.choose import Target
+run_apart(verify(Path(sys.argv[1])), Target.SM90, Serving(1, 512, 2, 64), GPUS[Target.SM90])
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_process_and_its_workers_end_with_the_server(tmp_path: Path) -> None:
+    """They would hold the lock for which the next server waits; and what is half done is removed."""
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=1)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path / "user"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(Path(nvfp4_sgl.__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "tiny")]
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert server.stdout is not None and server.stdout.readline()
+        until(lambda: bool(list(temporary.glob("*/*.claim"))))
+        assert len(members(server.pid)) > 3, "the server, its compiler, and workers"
+        server.terminate()
+        server.wait()
+        until(lambda: not members(server.pid), seconds=20)
+        assert not [*temporary.glob("*/job"), *temporary.glob("nvfp4-sgl-build-*")]
+    finally:
+        for process in members(server.pid):
+            process.kill()
+        server.stdout.close()
+
+
+def members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    return [process for process in psutil.process_iter() if _session(process.pid) == session and _lives(process)]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_a_process_whose_parent_has_ended_already_ends() -> None:
+    """Linux tells only of what happens after it was asked to."""
+    code = "import sys; from nvfp4_sgl.targets.fused.parent import end_with; end_with(int(sys.argv[1]))"
+    ends = [subprocess.run([sys.executable, "-c", code, str(parent)]).returncode for parent in (os.getpid(), 1 << 30)]
+    assert ends == [0, -signal.SIGKILL]

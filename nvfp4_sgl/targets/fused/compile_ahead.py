@@ -184,7 +184,8 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         logger.info(
             "compiling %d GEMMs and %d Triton kernels with %d processes%s", len(gemms), len(missing), count, names
         )
-        with tempfile.TemporaryDirectory() as objects:
+        # Processes that end because this one was told to may still write there.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as objects:
             # A GEMM takes longer than most Triton kernels: those first.
             job = Job([*gemms, *missing], capability, Path(objects))
             _run(job, count)
@@ -236,7 +237,8 @@ def _run(job: Job, processes: int) -> None:
         "OMP_NUM_THREADS": "1",
         "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
     }
-    command = [sys.executable, "-m", "nvfp4_sgl.targets.fused.compile_worker", str(path), str(processes)]
+    worker = "nvfp4_sgl.targets.fused.compile_worker"
+    command = [sys.executable, "-m", worker, str(path), str(processes), str(os.getpid())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise LibraryError(f"compiling kernels failed: {done.stdout.strip()[-LOG_CHARACTERS:]}")
