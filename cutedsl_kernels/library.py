@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -66,12 +67,12 @@ def export(key: KernelKey, objects: Path, compiled: Any = None) -> str:
 def link(entries: Mapping[KernelKey, str], objects: Path, folder: Path, linker: str = "gcc") -> None:
     """Link the objects of kernels, whose entries are given, into a library in ``folder``.
 
-    The manifest is written last: a build that is cut off leaves no library.
+    The manifest is written last, and each file appears complete: a build that is cut off leaves no library, and a
+    process that has loaded the old one keeps it.
 
     Raises:
-        LibraryError: the linker failed, or there is none.
+        LibraryError: the linker failed, or there is none; or ``folder`` cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     library = objects / LIBRARY
     command = [linker, "-shared", "-o", str(library), *(f"{objects}/{key.name}.o" for key in entries)]
     try:
@@ -83,9 +84,26 @@ def link(entries: Mapping[KernelKey, str], objects: Path, folder: Path, linker: 
     code = library.read_bytes()
     kernels = {key.name: {"kernel": repr(key), "entry": entry} for key, entry in entries.items()}
     manifest = fingerprint() | {"sha256": hashlib.sha256(code).hexdigest(), "kernels": kernels}
-    (folder / MANIFEST).unlink(missing_ok=True)
-    (folder / LIBRARY).write_bytes(code)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        _put(folder / LIBRARY, code)
+        _put(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    except OSError as error:
+        raise LibraryError(
+            f"{folder}: expected a folder to write {LIBRARY} to, found none: {error}; make it writable, or make room"
+        ) from None
+
+
+def _put(file: Path, content: bytes) -> None:
+    """Write a file beside its place and move it there when it is complete."""
+    # Not a temporary file's mode, which lets nobody else read: one user may build and another serve.
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.rename(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class Library:
@@ -102,10 +120,15 @@ class Library:
 
     def __init__(self, folder: Path, runtime: Path | None = None, device: int | None = None) -> None:
         self.folder = folder
-        self._entries: dict[str, dict[str, str]] = _read_manifest(folder)["kernels"]
+        self._entries = _read_entries(folder)
         # The code leaves the runtime's functions undefined, so the runtime must be loaded before it.
         self._runtime = ctypes.CDLL(str(runtime or find_runtime()), mode=ctypes.RTLD_GLOBAL)
-        self._library = ctypes.CDLL(str(folder / LIBRARY))
+        try:
+            self._library = ctypes.CDLL(str(folder / LIBRARY))
+        except OSError as error:
+            raise LibraryError(
+                f"{folder / LIBRARY}: expected a library for this machine: {error}; rebuild it here"
+            ) from None
         self._device = device
 
     @property
@@ -167,7 +190,17 @@ def find_runtime() -> Path:
     return Path(found[0])
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def names_in(folder: Path) -> set[str]:
+    """Names of the kernels in the library in ``folder``, which is checked as for loading and not loaded.
+
+    Raises:
+        LibraryError: the library is missing, damaged, or built from other sources or another CuTeDSL.
+    """
+    return set(_read_entries(folder))
+
+
+def _read_entries(folder: Path) -> dict[str, dict[str, str]]:
+    """What the manifest says of each kernel, by its name, after both files have been checked."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         code = (folder / LIBRARY).read_bytes()
@@ -183,7 +216,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             )
     if hashlib.sha256(code).hexdigest() != manifest.get("sha256"):
         raise LibraryError(f"{folder / LIBRARY}: not the file that {MANIFEST} describes; rebuild the library")
-    return manifest
+    entries = manifest.get("kernels")
+    if not isinstance(entries, dict):
+        raise LibraryError(f"{folder / MANIFEST}: kernels: expected an object, found {entries!r}; rebuild the library")
+    return entries
 
 
 def _current_device() -> int:

@@ -76,6 +76,7 @@ def build(
     settings: Sequence[Serving],
     output: Path | None = None,
     gpu: Gpu | None = None,
+    given: Path | None = None,
 ) -> tuple[int, int]:
     """Compile the kernels of servers of one checkpoint.
 
@@ -83,6 +84,7 @@ def build(
         verified: the checkpoint, or random weights; no values are read.
         output: where the kernels go; this user's caches if ``None``.
         gpu: the one that serves; one that the target assumes, if ``None``.
+        given: a folder of kernels built ahead of time; a library of GEMMs is not compiled where it has all of them.
 
     Returns:
         How many GEMMs and Triton kernels these servers need.
@@ -99,7 +101,7 @@ def build(
     with ahead.cached_in(None if output is None else output / compile_ahead.TRITON_FOLDER):
         for keys in libraries:
             unique = sorted(set(keys), key=lambda key: key.name)
-            folder = output or compile_ahead.library_folder(unique)
+            folder = output or compile_ahead.folder_of(unique, given)
             compile_ahead.compile_missing(unique, variants, folder, gpu.capability)
     return len({key for keys, _ in found for key in keys}), len(variants)
 

@@ -26,7 +26,7 @@ from nvfp4_sgl.model.contract import RopeTable, Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.targets.fused import experts, gemm_planner, input_columns
+from nvfp4_sgl.targets.fused import compile_ahead, experts, gemm_planner, input_columns
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
 from tests.support import native
@@ -240,6 +240,6 @@ def test_a_library_of_gemms_that_is_not_there_stops_the_warm_up(tmp_path: Path, 
     with launcher.use(gemm_planner.DryLauncher("sm_100a", B200_CLUSTERS)):
         needed = model.planner.gemms(64)
     monkeypatch.setattr(model.planner, "gemms", lambda tokens: needed)
-    monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
-    with launcher.use(launcher.CudaLauncher()), pytest.raises(LibraryError, match="expected kernels.json"):
+    monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
+    with launcher.use(launcher.CudaLauncher()), pytest.raises(LibraryError, match="found neither kernels.json"):
         model.planner.warm_up(model.decoder, model.table, 64)

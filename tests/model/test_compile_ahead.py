@@ -27,7 +27,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, Library
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -192,6 +192,48 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
     compile_ahead.compile_missing([key], variants, folder, 90)
     with pytest.raises(AssertionError, match="a process"):
         compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
+def test_a_damaged_library_is_compiled_again(name: str, caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else no server of this user could start any more."""
+    key = KernelKey("sm_90a", KernelShape(8))
+    folder = compile_ahead.library_folder([key])
+    compile_ahead.compile_missing([key], [], folder, 90)
+    (folder / name).write_bytes((folder / name).read_bytes()[:40])
+    compile_ahead.compile_missing([key], [], folder, 90)
+    assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"compiling a library again that cannot be used: {folder}")
+
+
+def test_a_library_that_lacks_a_kernel_is_compiled_again(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As by a second ``nvfp4-sgl build`` into a folder, for other sizes."""
+    first, second = (KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16))
+    for key in (first, second):
+        compile_ahead.compile_missing([key], [], caches / "out", 90)
+    assert Library(caches / "out", runtime=runtime_library(), device=0).names == {second.name}
+    assert "1 of 1 GEMMs are not there: compiling all again" in caplog.text
+
+
+def test_what_is_there_needs_no_cache_folder(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the lock of one: a process that compiles other kernels is not waited for."""
+    variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
+    compile_ahead.compile_missing([key], variants, caches / "out", 90)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    compile_ahead.compile_missing([key], variants, caches / "out", 90)
+    compile_ahead.compile_missing([], [], caches / "nothing", 90)
+    with pytest.raises(LibraryError, match="/proc/nope/nvfp4-sgl: expected a folder to keep .* let XDG_CACHE_HOME"):
+        compile_ahead.compile_missing([key], variants, caches / "nothing", 90)
+
+
+def test_what_another_compiled_meanwhile_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (variant,) = noted(normalise)
+    found = iter([False, True])
+    monkeypatch.setattr(Variant, "is_compiled", property(lambda self: next(found)))
+    monkeypatch.setattr(compile_ahead, "_run", mock.Mock(side_effect=AssertionError("compiled")))
+    compile_ahead.compile_missing([], [variant], caches, 90)
+    assert not list(found)
 
 
 def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -379,7 +421,8 @@ def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, mo
     """Nor does the folder that was built for it hold one."""
     write_tiny(tmp_path, "bf16", seed=11, num_hidden_layers=1)
     cpu, built = OnTheCpu(tmp_path, Target.SM90), tmp_path / "built"
-    monkeypatch.setenv(gemm_planner.LIBRARY_VARIABLE, str(built))
+    (built / compile_ahead.TRITON_FOLDER).mkdir(parents=True)
+    monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(built))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     runner = launcher.CudaLauncher()
     monkeypatch.setattr(runner, "architecture", lambda device: "sm_90a")
@@ -443,6 +486,25 @@ def test_built_on_one_machine_found_on_another(
         for variant in variants:
             variant.compile()
     assert compiled == [True] * len(variants)
+
+
+def test_a_server_compiles_nothing_that_was_built_ahead(
+    verified: Verified, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its process compiles beside the loading, with empty caches; all of the GEMMs if one is lacking."""
+    variants, keys = noted(normalise), [KernelKey("sm_90a", KernelShape(8))]
+    monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
+    out, setting = tmp_path / "out", Serving(1, 512)
+    build.build(verified, Target.SM90, [setting], out)
+    jobs: list[compile_ahead.Job] = []
+    monkeypatch.setattr(compile_ahead, "_run", lambda job, processes: jobs.append(job))
+    compile_ahead.adopt_given(out)
+    build.build(verified, Target.SM90, [setting], given=out)
+    assert not jobs
+    keys.append(KernelKey("sm_90a", KernelShape(16)))
+    with pytest.raises(FileNotFoundError):  # what was not compiled is not there to be linked
+        build.build(verified, Target.SM90, [setting], given=out)
+    assert [set(job.tasks) for job in jobs] == [set(keys)]
 
 
 def test_build_asks_for_a_target_where_no_gpu_is(

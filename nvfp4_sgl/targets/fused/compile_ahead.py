@@ -29,11 +29,14 @@ import triton
 from nvfp4_sgl.cutedsl_kernels import library
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.cutedsl_kernels.library import MANIFEST, export, link
+from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, export, link, names_in
+from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 
 logger = logging.getLogger(__name__)
 
+LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
+"""Environment variable: the folder of kernels built ahead of time."""
 TRITON_FOLDER = "triton"
 """Folder of Triton's kernels inside one that was built for another machine."""
 MAX_PROCESSES = 64
@@ -85,11 +88,70 @@ def library_folder(keys: Iterable[KernelKey]) -> Path:
     return cache_root() / "libraries" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
 
 
+def given_folder() -> Path | None:
+    """The folder of kernels built ahead of time, by the environment."""
+    given = os.environ.get(LIBRARY_VARIABLE)
+    return Path(given) if given else None
+
+
+def adopt_given(folder: Path) -> None:
+    """Check a ``folder`` of kernels built ahead of time, and copy its Triton kernels into Triton's cache.
+
+    Raises:
+        LibraryError: there are no kernels in it, its library is damaged or built from other sources, or Triton's cache
+            cannot be written.
+    """
+    if any((folder / name).exists() for name in (MANIFEST, LIBRARY)):
+        names_in(folder)
+    elif not (folder / TRITON_FOLDER).is_dir():  # a model whose GEMMs are all PyTorch's has these alone
+        raise LibraryError(
+            f"{LIBRARY_VARIABLE}={folder}: expected the folder that 'nvfp4-sgl build --output' wrote, found neither"
+            f" {MANIFEST} nor {TRITON_FOLDER}/ there; correct it, or unset it to compile here"
+        )
+    try:
+        ahead.adopt(folder / TRITON_FOLDER)
+    except OSError as error:
+        raise LibraryError(
+            f"{triton.knobs.cache.dir}: expected a folder to copy the Triton kernels of {LIBRARY_VARIABLE}={folder} to:"
+            f" {error}; let TRITON_CACHE_DIR name one that can be written"
+        ) from None
+
+
+def folder_of(keys: Sequence[KernelKey], given: Path | None) -> Path:
+    """Where a server finds a library of ``keys``: the folder ``given`` if it has all, or else the user's cache.
+
+    Raises:
+        LibraryError: the library that is given is missing, damaged or built from other sources.
+    """
+    # A model whose GEMMs are all PyTorch's needs none of these, and a build for it has none.
+    if given is None or not keys:
+        return library_folder(keys)
+    lacking = {key.name for key in keys} - names_in(given)
+    if not lacking:
+        return given
+    logger.warning(
+        "%s=%s: %d of %d GEMMs are not there and are compiled now; build it again for this model, --tp-size and"
+        " --chunked-prefill-size", LIBRARY_VARIABLE, given, len(lacking), len(keys),
+    )  # fmt: skip
+    return library_folder(keys)
+
+
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes of this user take turns."""
-    cache_root().mkdir(parents=True, exist_ok=True)
-    with (cache_root() / "compiling").open("w") as file:
+    """Processes of this user take turns.
+
+    Raises:
+        LibraryError: the cache folder cannot be written.
+    """
+    try:
+        cache_root().mkdir(parents=True, exist_ok=True)
+        file = (cache_root() / "compiling").open("w")
+    except OSError as error:
+        raise LibraryError(
+            f"{cache_root()}: expected a folder to keep compiled kernels in, found none that can be written: {error};"
+            " let XDG_CACHE_HOME name one that can"
+        ) from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -97,15 +159,23 @@ def _one_at_a_time() -> Iterator[None]:
 def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], folder: Path, capability: int) -> None:
     """Compile the GEMMs of ``keys`` into a library in ``folder`` unless one is there, and ``variants`` for Triton.
 
+    A library in ``folder`` that is damaged, stale or lacks one of ``keys`` is replaced by one of ``keys`` alone.
+
     Args:
         capability: what Triton compiles for: the device's or, under :func:`.ahead.targeting`, the one stood in for.
 
     Raises:
-        LibraryError: a kernel does not compile, or the linker failed; holds the compiler's output.
+        LibraryError: a kernel does not compile, or the linker failed, with the compiler's output; or something is
+            missing and the user's cache folder, or ``folder``, cannot be written.
     """
+    variants = list(variants)
+    # Without the lock first: a server whose kernels are all there needs no cache folder and waits for no other.
+    if not _gemms_to_compile(keys, folder) and all(variant.is_compiled for variant in variants):
+        return
     with _one_at_a_time():
+        # Again: another process may have compiled them while this one waited.
         missing = [variant for variant in variants if not variant.is_compiled]
-        gemms = [] if (folder / MANIFEST).exists() else list(keys)
+        gemms = _gemms_to_compile(keys, folder, say=True)
         if not missing and not gemms:
             return
         started, used = time.monotonic(), _processor_seconds()
@@ -114,7 +184,8 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
         logger.info(
             "compiling %d GEMMs and %d Triton kernels with %d processes%s", len(gemms), len(missing), count, names
         )
-        with tempfile.TemporaryDirectory() as objects:
+        # Processes that end because this one was told to may still write there.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as objects:
             # A GEMM takes longer than most Triton kernels: those first.
             job = Job([*gemms, *missing], capability, Path(objects))
             _run(job, count)
@@ -123,6 +194,25 @@ def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], fold
                 link(entries, job.objects, folder)
         seconds, used = time.monotonic() - started, _processor_seconds() - used
         logger.info("compiled in %.1f s, with %.0f s of processor time", seconds, used)
+
+
+def _gemms_to_compile(keys: Sequence[KernelKey], folder: Path, say: bool = False) -> Sequence[KernelKey]:
+    """All of ``keys``, or none if the library in ``folder`` holds them.
+
+    Args:
+        say: whether to log why a library that is there does not do.
+    """
+    if not keys or not any((folder / name).exists() for name in (MANIFEST, LIBRARY)):
+        return keys
+    try:
+        lacking = {key.name for key in keys} - names_in(folder)
+    except LibraryError as error:
+        if say:
+            logger.warning("compiling a library again that cannot be used: %s", error)
+        return keys
+    if lacking and say:
+        logger.warning("%s: %d of %d GEMMs are not there: compiling all again", folder, len(lacking), len(keys))
+    return keys if lacking else []
 
 
 def _processor_seconds() -> float:
@@ -147,7 +237,8 @@ def _run(job: Job, processes: int) -> None:
         "OMP_NUM_THREADS": "1",
         "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
     }
-    command = [sys.executable, "-m", "nvfp4_sgl.targets.fused.compile_worker", str(path), str(processes)]
+    worker = "nvfp4_sgl.targets.fused.compile_worker"
+    command = [sys.executable, "-m", worker, str(path), str(processes), str(os.getpid())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise LibraryError(f"compiling kernels failed: {done.stdout.strip()[-LOG_CHARACTERS:]}")

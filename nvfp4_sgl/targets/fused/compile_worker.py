@@ -1,4 +1,4 @@
-"""Processes that compile kernels: ``python -m nvfp4_sgl.targets.fused.compile_worker JOB PROCESSES``.
+"""Processes that compile kernels: ``python -m nvfp4_sgl.targets.fused.compile_worker JOB PROCESSES PARENT``.
 
 The modules are imported once and the processes forked from that: importing torch and two compilers takes longer than
 most of them need to compile.
@@ -15,14 +15,16 @@ from pathlib import Path
 
 from nvfp4_sgl.cutedsl_kernels.library import find_runtime
 from nvfp4_sgl.targets.fused.compile_ahead import Job, work
+from nvfp4_sgl.targets.fused.parent import end_with
 from nvfp4_sgl.triton_kernels import ahead
 
 PROCESSORS = 1
 """Nothing that is compiled here depends on the number of multiprocessors: it has been specialised already."""
 
 
-def main(path: str, processes: int) -> int:
-    """Compile the job in ``path``; 1 if a process failed, with its traceback printed."""
+def main(path: str, processes: int, parent: int) -> int:
+    """Compile the job in ``path``; 1 if a process failed, with its traceback printed. Ends with process ``parent``."""
+    end_with(parent)
     job: Job = pickle.loads(Path(path).read_bytes())
     # Without a device CuTeDSL does not load its runtime, whose functions an object file must resolve.
     ctypes.CDLL(str(find_runtime()), mode=ctypes.RTLD_GLOBAL)
@@ -34,11 +36,13 @@ def main(path: str, processes: int) -> int:
 
 def _fork(job: Job) -> int:
     """Start a process that takes tasks until none is left; its number."""
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     status = 1
     try:
+        end_with(parent)
         with ahead.targeting(job.capability, PROCESSORS):
             work(job)
         status = 0
@@ -51,4 +55,4 @@ def _fork(job: Job) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import triton
@@ -21,25 +19,11 @@ from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.products import LayerProduct, layer_products
-from nvfp4_sgl.targets.fused.compile_ahead import TRITON_FOLDER, compile_missing, library_folder
+from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, compile_missing, folder_of, given_folder
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
 
 logger = logging.getLogger(__name__)
-
-LIBRARY_VARIABLE = "NVFP4_SGL_KERNELS"
-"""Environment variable: the folder of kernels built ahead of time."""
-
-
-def _has_all(held: Library, keys: Sequence[KernelKey]) -> bool:
-    """Whether a library that was built ahead of time is complete; says if not."""
-    lacking = {key.name for key in keys} - held.names
-    if lacking:
-        logger.warning(
-            "%s=%s: %d of %d GEMMs are not there and are compiled now; build it again for this model, --tp-size and"
-            " --chunked-prefill-size", LIBRARY_VARIABLE, held.folder, len(lacking), len(keys),
-        )  # fmt: skip
-    return not lacking
 
 
 class DryLauncher:
@@ -75,15 +59,10 @@ class GemmPlanner(FusedPlanner):
         """Compile what is missing; run every GEMM, then every pass; then refuse to compile."""
         device, runner = self.context.device, launcher.current()
         if isinstance(runner, launcher.CudaLauncher):
-            given = os.environ.get(LIBRARY_VARIABLE)
-            keys = self.gemms(tokens)
-            # A model whose GEMMs are all a library's needs none of these, and a build for it has none.
-            held = Library(Path(given)) if given and keys else None
-            folder = library_folder(keys)
-            if held is not None:
-                folder = held.folder if _has_all(held, keys) else folder
-            if given:
-                ahead.adopt(Path(given) / TRITON_FOLDER)
+            given, keys = given_folder(), self.gemms(tokens)
+            if given is not None:
+                adopt_given(given)
+            folder = folder_of(keys, given)
             major, minor = torch.cuda.get_device_capability(device)
             compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
             runner.kernels = KernelCache(Library(folder) if keys else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -138,4 +139,70 @@ def test_a_manifest_that_is_none(text: str, built: Path, tmp_path: Path) -> None
     folder = shutil.copytree(built, tmp_path / "copy")
     (folder / MANIFEST).write_text(text)
     with pytest.raises(LibraryError, match=MANIFEST):
+        load(folder)
+
+
+@pytest.fixture
+def linker(tmp_path: Path) -> str:
+    """Stands for a linker: takes no objects."""
+    script = tmp_path / "linker"
+    script.write_text('#!/bin/sh\necho code > "$3"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_library_appears_complete_with_its_manifest_last(
+    built: Path, linker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a build that is cut off leaves is no library, and a process that has loaded the old one keeps its file."""
+    folder, moved = shutil.copytree(built, tmp_path / "copy"), list[str]()
+    held = (folder / LIBRARY).open("rb")
+    old = (folder / LIBRARY).read_bytes()
+    rename = Path.rename
+
+    def note(source: Path, target: Path) -> Path:
+        assert not (folder / MANIFEST).exists()
+        moved.append(target.name)
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", note)
+    link({}, tmp_path, folder, linker)
+    assert moved == [LIBRARY, MANIFEST]
+    assert {file.name for file in folder.iterdir()} == {LIBRARY, MANIFEST}
+    with held:
+        assert held.read() == old
+    assert library.names_in(folder) == set()
+
+
+def test_a_build_that_cannot_write_leaves_no_library(
+    built: Path, linker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+
+    def full(file: Path, content: bytes) -> int:
+        file.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(LibraryError, match=f"{folder}: expected a folder to write {LIBRARY} to, .*No space left"):
+        link({}, tmp_path, folder, linker)
+    assert {file.name for file in folder.iterdir()} == {LIBRARY}
+
+
+def test_code_of_another_machine_is_refused(built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    code = b"no code"
+    (folder / LIBRARY).write_bytes(code)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": hashlib.sha256(code).hexdigest()}))
+    with pytest.raises(LibraryError, match=f"{LIBRARY}: expected a library for this machine: .*rebuild it here"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kernels", [None, []])
+def test_a_manifest_names_its_kernels(kernels: Any, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "copy")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"kernels": kernels}))
+    with pytest.raises(LibraryError, match="kernels: expected an object, found .*; rebuild the library"):
         load(folder)
