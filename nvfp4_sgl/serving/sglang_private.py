@@ -351,6 +351,16 @@ def resolved(name: str) -> Any:
     return __getattr__("resolution_result")(served_arguments(), name)
 
 
+def given_prefill_graphs(config: Any) -> Any:
+    """Backend of CUDA graphs of prefill passes that ``--cuda-graph-config`` names; ``None`` if it names none.
+
+    Args:
+        config: the argument as given: ``None``, settings by phase, or SGLang's ``CudaGraphConfig``.
+    """
+    phases = config.to_dict() if hasattr(config, "to_dict") else config or {}
+    return (phases.get("prefill") or {}).get("backend")
+
+
 def has_no_graphs() -> bool:
     """Whether no pass of this server runs in a CUDA graph."""
     return bool(__getattr__("cuda_graph_fully_disabled")())
