@@ -116,11 +116,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "enable_multimodal": _OFF,
     "enable_mis": _OFF,
     "enable_return_hidden_states": _OFF,
+    "return_hidden_states_mode": _OFF,
     "enable_return_aux_hidden_states": _OFF,
     "enable_return_routed_experts": _OFF,
     "enable_return_indexer_topk": _OFF,
     "prefill_only_disable_kv_cache": _OFF,
     "enable_deepseek_v4_fp4_indexer": _OFF,
+    "dsv4_attn_backend": (None, "auto", "flashmla"),  # the others lay pages out differently
+    "cuda_graph_backend_prefill": _OFF,  # plans for captured passes are those of decoding
     # other places for weights and caches
     "cpu_offload_gb": _OFF,
     "kt_weight_path": _OFF,
@@ -147,6 +150,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 OTHER_FRONT_ENDS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
 """Environment variables of SGLang that select a front end which our middleware does not stand in front of."""
+
+LAYOUTS = {"SGLANG_DSV4_KV_LAYOUT": "v4", "SGLANG_DSV4_COMPRESSED_KV_LAYOUT": "auto"}
+"""Environment variables of SGLang that change how pages are laid out, with the values of our layout."""
 
 KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments that nobody is to read in the log or in ``/server_info``."""
@@ -220,9 +226,21 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{flag(name)} {given[name]}: not implemented for {ARCHITECTURE} by this package; leave the flag out"
             )
+    backend = private.given_prefill_graphs(given["cuda_graph_config"])
+    if backend not in UNSUPPORTED["cuda_graph_backend_prefill"]:
+        raise UnsupportedError(
+            f"--cuda-graph-config: prefill backend {backend}: not implemented for {ARCHITECTURE} by this package;"
+            " leave it out"
+        )
     for name in OTHER_FRONT_ENDS:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
             raise UnsupportedError(f"{name}: not implemented for {ARCHITECTURE} by this package; unset it")
+    for name, ours in LAYOUTS.items():
+        found = os.environ.get(name, ours)
+        if found.lower() != ours:
+            raise UnsupportedError(
+                f"{name}={found}: expected {ours}, the layout of pages that this package reads; unset it"
+            )
 
 
 def check_keys(given: Mapping[str, Any]) -> None:

@@ -3,10 +3,11 @@
 A row of logits is looked at on the device, before its token is sampled. A row that holds NaN or +inf, or nothing but
 -inf, becomes zeros, so that sampling stays valid, and its token id becomes :data:`FAILED`. The id travels to the host
 as every other one does: nothing waits for the device. There SGLang ends a request at an id outside the vocabulary,
-and these hooks make an error of that end.
+and these hooks make an error of that end, also of a request that is being aborted.
 
 Keys and values of such a request may be NaN, too. It has shared those of its prompt with the prefix cache before its
-logits were known, so that all cached prefixes that no running request uses are dropped with it.
+logits were known, so that all cached prefixes that no running request uses are dropped with it. The same goes for a
+prompt that is aborted between its chunks: the id that a chunk brings is used for nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SGLang asserts on the device that there is none only for its own tests (``SGLANG
 
 _MARK = "nvfp4_sgl_failed"
 """Attribute of SGLang's request that has been failed."""
+_SPOILT = "nvfp4_sgl_spoilt"
+"""Attribute of SGLang's request of which a chunk of the prompt had logits that are not finite."""
 
 
 def zero_rows_not_finite(logits: Tensor) -> Tensor:
@@ -59,21 +62,44 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
     return found
 
 
+def update_finish_state(original: Callable[..., None], request: Any, new_accepted_len: int = 1) -> None:
+    """Hook around SGLang's look for the end of ``request``: an id that is none comes before an abort.
+
+    An aborted request is answered and its pages are cached as others are: the id would end the detokenizer.
+    """
+    if not private.end_outside_vocabulary(request, new_accepted_len):
+        original(request, new_accepted_len)
+
+
+def prefill_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
+    """Hook around SGLang's work on what a pass over prompts has brought: remember whose chunk was not finite.
+
+    A chunk is cached when the next one is launched, and an abort comes to a prompt after the results of all chunks but
+    the last one that was launched: what is remembered here is known when the request is released.
+    """
+    original(processor, batch, result)
+    for request, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=False):
+        if token == FAILED:
+            setattr(request, _SPOILT, True)
+
+
 def has_failed(request: Any) -> bool:
     """Whether :func:`check_token_ids` has failed SGLang's ``request``."""
     return getattr(request, _MARK, False)
 
 
 def release_request(original: Callable[..., None], request: Any, tree_cache: Any, **kwargs: Any) -> None:
-    """Hook around SGLang's release of a request's pages: after one that failed, no cached prefix is trusted."""
+    """Hook around SGLang's release of a request's pages: after one that is not finite, no cached prefix is trusted."""
     original(request, tree_cache, **kwargs)
-    if has_failed(request):
+    if has_failed(request) or getattr(request, _SPOILT, False):
         private.forget_prefixes(tree_cache)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "sample": sample,
     "check_token_ids": check_token_ids,
+    "update_finish_state": update_finish_state,
+    "prefill_result": prefill_result,
     "release_request": release_request,
 }
 """What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""

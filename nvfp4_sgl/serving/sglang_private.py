@@ -219,6 +219,15 @@ HOOKS = {
         "sglang.srt.managers.schedule_batch.Req._check_vocab_boundary_finish",
         "ends a request at an id outside the vocabulary, but as if it had finished well",
     ),
+    "update_finish_state": Private(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        "takes an abort for the end of a request before it looks at the id",
+    ),
+    "prefill_result": Private(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.process_batch_result_prefill",
+        "caches the chunks of a prompt without a look at the ids that they bring",
+    ),
     "release_request": Private(
         "sglang.srt.mem_cache.common.release_kv_cache", "after it, pages of a failed request can be dropped"
     ),
@@ -342,6 +351,16 @@ def resolved(name: str) -> Any:
     return __getattr__("resolution_result")(served_arguments(), name)
 
 
+def given_prefill_graphs(config: Any) -> Any:
+    """Backend of CUDA graphs of prefill passes that ``--cuda-graph-config`` names; ``None`` if it names none.
+
+    Args:
+        config: the argument as given: ``None``, settings by phase, or SGLang's ``CudaGraphConfig``.
+    """
+    phases = config.to_dict() if hasattr(config, "to_dict") else config or {}
+    return (phases.get("prefill") or {}).get("backend")
+
+
 def has_no_graphs() -> bool:
     """Whether no pass of this server runs in a CUDA graph."""
     return bool(__getattr__("cuda_graph_fully_disabled")())
@@ -440,6 +459,19 @@ def fail(request: Any, message: str) -> None:
     # The detokenizer ends at an id that is none: neither the answer nor its log-probabilities may take one there.
     request.output_ids[-1] = max(0, request.output_ids[-1])
     request.return_logprob = False
+
+
+def end_outside_vocabulary(request: Any, new_tokens: int) -> bool:
+    """End ``request``, which is to be aborted, if an id outside the vocabulary is among its last ``new_tokens``.
+
+    SGLang's own check of ids ends it, with the hooks on that, and the abort is void. Returns whether it has ended so.
+    """
+    if new_tokens < 1 or request.to_finish is None or request.finished():
+        return False
+    found = bool(request._check_vocab_boundary_finish(request.output_ids[-new_tokens:]))
+    if found:
+        request.to_finish = None
+    return found
 
 
 def sequence_length(request: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.tracing.contents import FORMAT
 from nvfp4_sgl.tracing.record import Recorder
 
 TRACE = "NVFP4_SGL_TRACE"
@@ -17,14 +19,16 @@ TRACE = "NVFP4_SGL_TRACE"
 TRACE_PASSES = "NVFP4_SGL_TRACE_PASSES"
 """How many passes are recorded, from the first."""
 DEFAULT_PASSES = 32
+MAX_HEADER_BYTES = 2**16
+"""More than a record's first line has."""
 
 
 def check_trace() -> None:
     """Refuse, before weights are loaded, what cannot be recorded.
 
     Raises:
-        ConfigError: CUDA graphs are on, whose replays no tap sees; the number of passes is none; the file is there
-            already, or cannot be made.
+        ConfigError: CUDA graphs are on, whose replays no tap sees; the number of passes is none; the file holds passes
+            or something else already, or cannot be made.
     """
     if not os.environ.get(TRACE):
         return
@@ -36,11 +40,23 @@ def check_trace() -> None:
     file = _file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(exist_ok=False)
-    except FileExistsError as error:
-        raise ConfigError(f"{TRACE}: {file} holds a record, or is none of ours; name another folder") from error
+        with file.open("a+b") as opened:
+            opened.seek(0)
+            first, more = opened.readline(MAX_HEADER_BYTES), opened.read(1)
     except OSError as error:
         raise ConfigError(f"{TRACE}: {file} cannot be written ({error.strerror}); name another folder") from error
+    # A start that failed has left a file without a pass: empty, or with the first line alone.
+    if more or (first and not _is_header(first)):
+        raise ConfigError(f"{TRACE}: {file} holds a record, or is none of ours; name another folder")
+
+
+def _is_header(line: bytes) -> bool:
+    """Whether ``line`` is the first one of a record."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def recorder(decoder: Decoder, target: str, mode: str) -> Recorder | None:

@@ -186,8 +186,16 @@ def test_a_server_says_what_it_cannot_record(tmp_path: Path, monkeypatch: pytest
         trace.check_trace()
     monkeypatch.setattr(trace.private, "has_no_graphs", lambda: True)
     trace.check_trace()
-    with pytest.raises(ConfigError, match="rank1.jsonl holds a record"):
+    file, header = tmp_path / "records" / "rank1.jsonl", '{"format": 1, "rank": 1}\n'
+    for left_by_a_failed_start in ("", header):
+        file.write_text(left_by_a_failed_start)
         trace.check_trace()
+        assert file.read_text() == left_by_a_failed_start
+    for taken in (header + '{"pass": 0}\n', "{}\n", "[1]\n", "notes", "\n"):
+        file.write_text(taken)
+        with pytest.raises(ConfigError, match="rank1.jsonl holds a record"):
+            trace.check_trace()
+        assert file.read_text() == taken
     monkeypatch.setenv(trace.TRACE, "/dev/null/records")
     with pytest.raises(ConfigError, match="rank1.jsonl cannot be written"):
         trace.check_trace()

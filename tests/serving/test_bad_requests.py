@@ -228,6 +228,21 @@ def test_refused(name, server):
     assert part in text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "event"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x " * POOL_TOKENS}], "max_tokens": 2}, "error"),
+        ("/v1/responses", {"input": "x " * POOL_TOKENS, "max_output_tokens": 2}, "response.failed"),
+    ],
+)
+def test_streams_that_begin_before_their_prompt_is_known_to_be_too_long(path, body, event, server):
+    """The exception that docs/security.md makes of them: the error is an event."""
+    model = server.get("/v1/models")["data"][0]["id"]
+    status, text = refuse(server, path, json.dumps({"model": model, "stream": True, **body}).encode())
+    assert status == 200 and f"event: {event}\n" in text and "exceeds the maximum" in text
+    assert "exceeds the maximum" not in text.split("\n\n")[0]
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 @pytest.mark.parametrize("data", [b"{", b"", b'{"model": "tiny"', b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}'])
 def test_what_is_no_json(path, data, server):

@@ -7,6 +7,7 @@ id are NaN, and so are the keys and values that are made of them.
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +20,14 @@ import pytest
 import torch
 
 from nvfp4_sgl.serving import grammars
-from nvfp4_sgl.serving.finite_logits import FAILED, check_token_ids, has_failed, sample, zero_rows_not_finite
+from nvfp4_sgl.serving.finite_logits import (
+    FAILED,
+    check_token_ids,
+    has_failed,
+    sample,
+    update_finish_state,
+    zero_rows_not_finite,
+)
 from tests.support.golden import TOLERANCE
 from tests.support.logprobs import flush
 from tests.support.prompts import draw_ids
@@ -84,6 +92,29 @@ def test_what_becomes_of_a_failed_request() -> None:
     assert (reason["type"], reason["status_code"]) == ("abort", 500)
     assert "position 22 (token 3 of the answer)" in reason["message"]
     assert failed.output_ids == [3, 4, 0] and failed.skip_radix_cache_insert and not failed.return_logprob
+
+
+def test_an_abort_does_not_hide_the_id() -> None:
+    """The request fails all the same; an abort of one with valid ids, or of one without new ids, is left alone."""
+
+    def scheduled(*answer: int, ended: bool = False) -> Any:
+        request = SimpleNamespace(
+            origin_input_ids=[7], output_ids=[*answer], return_logprob=True, to_finish="abort", finished=lambda: ended
+        )
+        request._check_vocab_boundary_finish = lambda tokens: check_token_ids(
+            lambda _, tokens: min(tokens, default=0) < 0, request, tokens
+        )
+        return request
+
+    left_alone: list[Any] = []
+    failed, well, ended = scheduled(3, FAILED), scheduled(3, 4), scheduled(3, FAILED, ended=True)
+    nothing_new, waiting = scheduled(3, FAILED), scheduled()
+    for request in (failed, well, ended, waiting):
+        update_finish_state(lambda request, _: left_alone.append(request), request)
+    update_finish_state(lambda request, _: left_alone.append(request), nothing_new, 0)
+    assert [id(request) for request in left_alone] == [id(one) for one in (well, ended, waiting, nothing_new)]
+    assert has_failed(failed) and failed.to_finish is None and failed.output_ids == [3, 0]
+    assert well.to_finish == "abort" and not has_failed(well)
 
 
 def test_no_grammar_sees_the_id() -> None:
@@ -206,6 +237,42 @@ def test_the_prompt(fields: dict[str, Any], server: Server, good: dict[str, Any]
     assert again["meta_info"]["cached_tokens"] == 0
     assert again["output_ids"] == good["output_ids"]
     assert max(abs(a - b) for a, b in zip(logprobs(again), logprobs(good), strict=True)) <= TOLERANCE
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("length", "place", "text"),
+    [(PROMPT, 200, False), (PROMPT, 200, True), (2100, 1100, False)],
+    ids=["ids", "text of logprobs", "chunk after one that is cached"],
+)
+def test_an_abort_of_the_prompt(length: int, place: int, text: bool, server: Server, plant: Path) -> None:
+    """While the pass over a place after the mark runs: the id of no token goes nowhere, and no page is kept."""
+    ids = prompt(6, length)
+    ids[100], ids[place] = MARK, MARK + 1
+    fields = {"return_logprob": text, "return_text_in_logprobs": text}
+    good = post(server, ids, **fields)["output_ids"]
+    flush(server)
+    hold, held = plant.with_name("HOLD"), plant.with_name("HELD")
+    plant.write_text(str(MARK))
+    hold.write_text(str(MARK + 1))
+    body = {"input_ids": ids, "rid": "aborted", "sampling_params": {"max_new_tokens": TOKENS}, **fields}
+    with ThreadPoolExecutor() as pool:
+        aborted = pool.submit(server.status, "/generate", body)
+        try:
+            while not held.exists():
+                assert not aborted.done()
+                time.sleep(0.01)
+            server.command("/abort_request", {"rid": "aborted"})
+            time.sleep(0.2)  # until it has come to the scheduler's socket
+        finally:
+            hold.unlink(missing_ok=True)
+            held.unlink(missing_ok=True)
+        status = aborted.result()
+    whole_prompt_in_a_pass = length < 1024 and "--chunked-prefill-size" not in server.arguments
+    assert status == (500 if whole_prompt_in_a_pass else 200)
+    plant.unlink()
+    again = post(server, ids, **fields)
+    assert again["meta_info"]["cached_tokens"] == 0 and again["output_ids"] == good
 
 
 @pytest.mark.server

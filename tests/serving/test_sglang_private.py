@@ -40,6 +40,33 @@ def test_every_unsupported_argument_is_refused(name: str, unset: dict[str, Any])
         arguments.check_arguments(unset | {name: 7})
 
 
+@pytest.mark.parametrize("name", arguments.LAYOUTS)
+def test_other_layouts_of_pages_are_refused(name: str, unset: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = arguments.LAYOUTS[name]
+    assert getattr(private.envs, name).get() == ours
+    monkeypatch.setenv(name, ours.upper())
+    arguments.check_arguments(unset)
+    monkeypatch.setenv(name, "v41")
+    with pytest.raises(arguments.UnsupportedError, match=f"{name}=v41: expected {ours}"):
+        arguments.check_arguments(unset)
+
+
+def test_values_that_leave_an_unsupported_argument_off(unset: dict[str, Any]) -> None:
+    arguments.check_arguments(unset | {"dsv4_attn_backend": "flashmla", "cuda_graph_backend_prefill": "disabled"})
+    arguments.check_arguments(unset | {"cuda_graph_config": {"decode": {"max_bs": 8}, "prefill": {"max_bs": 8}}})
+
+
+def test_graphs_of_prompts_are_refused_in_json_too(unset: dict[str, Any]) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config, parse_cuda_graph_config_arg
+
+    config = default_cuda_graph_config()
+    arguments.check_arguments(unset | {"cuda_graph_config": config})
+    config.prefill.backend = "full"
+    for given in (config, parse_cuda_graph_config_arg('{"prefill": {"backend": "full"}}')):
+        with pytest.raises(arguments.UnsupportedError, match="--cuda-graph-config: prefill backend full"):
+            arguments.check_arguments(unset | {"cuda_graph_config": given})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_pages(dtype: torch.dtype) -> None:
     """Shapes of the buffers, and that the sizing charges what they take."""

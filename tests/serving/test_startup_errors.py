@@ -110,6 +110,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention data parallelism": (("--attn-dp-size", "2", "--tp-size", "2"), ("--attn-dp-size 2",)),
     "lora": (("--enable-lora",), ("--enable-lora",)),
     "disaggregation": (("--disaggregation-mode", "prefill"), ("--disaggregation-mode prefill",)),
+    "hidden states": (("--return-hidden-states-mode", "full"), ("--return-hidden-states-mode full",)),
     "offload": (("--cpu-offload-gb", "1"), ("--cpu-offload-gb 1",)),
     "tensor parallelism that does not divide": (("--tp-size", "3"), ("--tp-size 3", "o_groups")),
     "unknown activation mode": (

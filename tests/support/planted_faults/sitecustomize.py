@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 from pathlib import Path
 
 specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
@@ -29,9 +30,11 @@ def _ties_up(formats):
 def _nan_streams(model):
     """While the file that PLANTED_NAN names is there, the streams of the token whose id it holds are NaN.
 
-    Ids that no embedding has are refused: a GPU would read beside it.
+    A pass over the token whose id is in a file HOLD beside it renames that to HELD, and waits while HELD is there, for
+    at most a minute. Ids that no embedding has are refused: a GPU would read beside it.
     """
     file = Path(os.environ["PLANTED_NAN"])
+    hold, held = file.with_name("HOLD"), file.with_name("HELD")
     original = model.DeepseekV4ForCausalLM._streams
 
     def streams(self, input_ids, input_embeds):
@@ -39,6 +42,11 @@ def _nan_streams(model):
         made = original(self, input_ids, input_embeds)
         if file.exists():
             made[input_ids == int(file.read_text())] = float("nan")
+        if hold.exists() and (input_ids == int(hold.read_text())).any():
+            hold.rename(held)
+            end = time.monotonic() + 60
+            while held.exists() and time.monotonic() < end:
+                time.sleep(0.01)
         return made
 
     model.DeepseekV4ForCausalLM._streams = streams
