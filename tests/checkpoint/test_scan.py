@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -401,7 +402,8 @@ def test_files_that_are_read_are_those_that_are_mapped(format: str, small: dict[
 
 def test_a_file_that_is_cut_short_meanwhile_is_an_error(small: dict[str, Path], tmp_path: Path) -> None:
     """Where it was mapped, reading it would end the process."""
-    folder = copy_checkpoint(small["bf16"], tmp_path / "cut")
+    folder = tmp_path / "cut"
+    shutil.copytree(small["bf16"], folder)  # files of their own, no links
     found = verify(folder)
     for file in folder.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size // 2)
