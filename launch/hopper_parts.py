@@ -51,9 +51,8 @@ PIECES = {
     **dict.fromkeys(("quantized_attention", "attention", "hyper_connection", "routing", "topk"), 4),
     **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
 }
-"""Of tests/triton, the files that run in so many pieces, each a part. Compiled one after the other, the tests of
-``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25); the rest is for the
-sanitizers, under which a test takes several times as long."""
+"""Files of tests/triton that run in so many pieces, each a part; the others are one. Compiled one after the other, the
+tests of ``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25)."""
 SANITIZED_GEMMS = ("tests/gpu/test_w4a16_gemms.py", "tests/gpu/test_w8a16_gemms.py")
 """Files of which a sanitizer runs what is marked ``sanitized``."""
 

@@ -11,8 +11,8 @@ import hashlib
 import importlib
 import itertools
 import json
+import os
 import pickle
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +104,7 @@ class _Noted:
 
 
 _NOTED = _Noted()
+_is_recording = False
 
 
 @contextmanager
@@ -117,8 +118,9 @@ def recording() -> Iterator[dict[Variant, None]]:
     """
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET=1: the interpreter compiles nothing that could be noted; unset it")
+    global _is_recording
     noted: dict[Variant, None] = {}
-    before = triton.knobs.runtime.jit_cache_hook
+    before, before_recording = triton.knobs.runtime.jit_cache_hook, _is_recording
 
     def note(**launch: Any) -> bool:
         kernel = launch["fn"]
@@ -131,12 +133,17 @@ def recording() -> Iterator[dict[Variant, None]]:
         kernel.jit_function.device_caches[described["device"]][0][launch["key"]] = _NOTED
         return True
 
-    triton.knobs.runtime.jit_cache_hook = note
+    triton.knobs.runtime.jit_cache_hook, _is_recording = note, True
     try:
         with _nothing_loaded():
             yield noted
     finally:
-        triton.knobs.runtime.jit_cache_hook = before
+        triton.knobs.runtime.jit_cache_hook, _is_recording = before, before_recording
+
+
+def is_recording() -> bool:
+    """Whether launches are noted and not made: what they would write stays as it was allocated."""
+    return _is_recording
 
 
 @contextmanager
@@ -237,9 +244,13 @@ def adopt(folder: Path) -> None:
 
 def _put(file: Path, content: bytes) -> None:
     """Write a file and move it into place when it is complete: other processes read the folder."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-        written.write(content)
-    Path(written.name).rename(file)
+    # Not a temporary file's mode, which lets nobody else read: one user may build and another serve.
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.rename(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _moved(group: bytes, folder: Path) -> bytes:

@@ -34,8 +34,8 @@ from tests.support.released import FLASH, PRO, config_json
 MODELS = {"flash": FLASH, "pro": PRO}
 PASSES = 120
 """Random passes of each server."""
-MOST_TOGETHER = 40
-"""Prompts of a pass at most."""
+MOST_PROMPTS = 40
+"""Most prompts of a pass."""
 
 
 def verified(folder: Path, model: str, format: TinyFormat) -> Verified:
@@ -110,7 +110,7 @@ def passes(setting: Serving, count: int) -> Iterator[tuple[list[int], int, bool]
         elif kind < 0.6:
             added = [int(2 ** chance.uniform(0, math.log2(most)))]
         else:
-            requests = chance.randint(2, min(setting.requests, MOST_TOGETHER))
+            requests = chance.randint(2, min(setting.requests, MOST_PROMPTS))
             total = max(int(2 ** chance.uniform(math.log2(requests), math.log2(setting.chunk))), requests + 1)
             cuts = sorted(chance.sample(range(1, total), requests - 1))
             added = [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]

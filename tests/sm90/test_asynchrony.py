@@ -28,7 +28,7 @@ RINGS = {
     "warps, K split": ProductCase(KernelShape(8, split_k=2, output="fp32"), tokens=8, features=784, k=576),
     "warpgroups": ProductCase(KernelShape(32, output="fp32"), tokens=8, features=528, k=320),
 }
-"""Of several tiles, which have more stages in all than the ring."""
+"""Several tiles each, with more stages in all than the ring has."""
 
 
 @pytest.mark.parametrize("by", CASES)

@@ -18,6 +18,7 @@ from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
@@ -156,7 +157,8 @@ class Bf16Experts(nn.Module):
         routes = Routes.allocate(tokens, self._config.num_experts_per_tok + 1, self._groups + 1, 1, self._device)
         # Passes that only tell what would be launched do not route, but torch's GEMM runs, and asserts that its offsets
         # lie within the rows.
-        routes.offsets.zero_()
+        if ahead.is_recording():
+            routes.offsets.zero_()
         return routes
 
     def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
