@@ -21,7 +21,7 @@ from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm90 import choose as hopper
-from .sm90.shape import EXPERT_TOKEN_TILES, PRODUCT_TOKEN_TILES, max_split
+from .sm90.shape import EXPERT_TOKEN_TILES, GATHER_MAX_TILE, PRODUCT_TOKEN_TILES, max_split
 from .sm90.shape import KernelShape as HopperShape
 from .sm90.shape import Weights as HopperWeights
 from .sm100.choose import (
@@ -183,9 +183,20 @@ def plan_w4a16(
 
 
 def plan_w4a16_experts(
-    features: int, k: int, rows: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+    features: int,
+    k: int,
+    rows: int,
+    experts: int,
+    gated: bool,
+    token_tile: int,
+    output: Output,
+    clusters: Clusters,
+    gathers: bool = False,
 ) -> HopperShape:
     """The kernel for a grouped GEMM of experts over bf16 rows, whose offsets are multiples of ``token_tile``.
+
+    Args:
+        gathers: whether it takes its tokens from the rows of an unsorted matrix.
 
     Raises:
         OperandValueError: plans are pinned to another token tile, or to a split of K that Hopper has not.
@@ -195,9 +206,15 @@ def plan_w4a16_experts(
             raise OperandValueError(
                 f"token_tile: expected {_pin.token_tile}, to which plans are pinned, found {token_tile}"
             )
-        return _pinned_hopper(k, output, gated, grouped=True)
+        return replace(_pinned_hopper(k, output, gated, grouped=True), gathers=gathers)
     pairs = pairs_in(rows, experts, token_tile)
-    return hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
+    shape = hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
+    return replace(shape, gathers=gathers)
+
+
+def w4a16_gathers(token_tile: int) -> bool:
+    """Whether the gated kernels of experts take their tokens from the rows of an unsorted matrix."""
+    return token_tile <= GATHER_MAX_TILE
 
 
 def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool, weights: HopperWeights = "nvfp4") -> HopperShape:
@@ -251,7 +268,9 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
         for shape in hopper.product_shapes(k, k, output, weights)
     ]
     for tile in EXPERT_TOKEN_TILES:
-        keys += [KernelKey("sm_90a", shape, limit) for shape in hopper.expert_shapes(k, tile, True, "bf16")]
+        gated = list(hopper.expert_shapes(k, tile, True, "bf16"))
+        gated += [replace(shape, gathers=True) for shape in gated if w4a16_gathers(tile)]
+        keys += [KernelKey("sm_90a", shape, limit) for shape in gated]
         for output in outputs:
             keys += [KernelKey("sm_90a", shape) for shape in hopper.expert_shapes(k, tile, False, output)]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= hopper.MIN_STAGES))

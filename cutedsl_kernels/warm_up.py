@@ -28,6 +28,7 @@ from .plan import (
     rows_of,
     token_tile_for,
     w4a16_expert_token_tile_for,
+    w4a16_gathers,
 )
 from .sm90.call import Call as HopperCall
 from .sm90.layout import TILE_K as HOPPER_TILE_K
@@ -117,7 +118,8 @@ def _w4a16_keys(
                 tile = w4a16_expert_token_tile_for(pairs, groups)
                 rows = rows_of(pairs, groups, tile)
                 output: Output = "fp32" if product.output == "fp32" else "bf16"
-                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, output, clusters)
+                gathers = product.gated and w4a16_gathers(tile)
+                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, output, clusters, gathers)
             else:
                 shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.operands)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
@@ -198,4 +200,5 @@ def _smallest_w4a16_call(shape: HopperShape, device: torch.device) -> HopperCall
         alpha=zeros(*of_alpha),
         offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
         counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
+        sources=zeros(rows, dtype=torch.int32) if shape.gathers else None,
     )

@@ -22,6 +22,7 @@ class Arguments(NamedTuple):
     alpha: int
     offsets: int
     counts: int
+    sources: int
     workspace: int
     features: int
     k: int

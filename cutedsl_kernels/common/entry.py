@@ -33,7 +33,7 @@ class Entry:
         output = OUTPUT_TYPES[self.gemm.shape.output]
         operands = [(dtype, OPERAND_ALIGNMENT) for dtype in (*self.gemm.operand_types, output, cutlass.Uint8)]
         fp32, i32 = cutlass.Float32, cutlass.Int32
-        vectors = [(dtype, dtype.width // 8) for dtype in (fp32, fp32, fp32, i32, i32)]
+        vectors = [(dtype, dtype.width // 8) for dtype in (fp32, fp32, fp32, i32, i32, i32)]
         vectors.append((fp32, OPERAND_ALIGNMENT))
         return [
             *(make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in operands + vectors),
@@ -56,6 +56,7 @@ class Entry:
         alpha: cute.Pointer,
         offsets: cute.Pointer,
         counts: cute.Pointer,
+        sources: cute.Pointer,
         workspace: cute.Pointer,
         features: Int32,
         k: Int32,
@@ -78,8 +79,8 @@ class Entry:
         """Launch; :class:`.arguments.Arguments` says what each is."""
         arguments = Arguments(
             weights, weight_scales, tokens, token_scales, out, out_scales, row_scale, row_weight, alpha, offsets,
-            counts, workspace, features, k, rows, groups, clusters, token_row, token_group, token_scale_row,
-            token_scale_group, out_row, out_group, row_scale_row, row_scale_group, alpha_feature, alpha_group,
-            out_scale_row,
+            counts, sources, workspace, features, k, rows, groups, clusters, token_row, token_group,
+            token_scale_row, token_scale_group, out_row, out_group, row_scale_row, row_scale_group, alpha_feature,
+            alpha_group, out_scale_row,
         )  # fmt: skip
         self.gemm.launch(arguments, stream, self.programmatic_launch)

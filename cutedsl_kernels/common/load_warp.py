@@ -16,9 +16,12 @@ class StageLoads(Protocol):
     """The loads of a stage's operands; the ring's barrier of the stage counts their bytes."""
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
-        """Announce the bytes of the whole stage and load its weights."""
+        """Announce the bytes of the stage, or those of its weights, and load its weights."""
 
-    def load_tokens(self, ring: Ring, position: Any, token_tile: Any, k_tile: Any, group: Any) -> None:
+    def find(self, token_tile: Any) -> Any:
+        """Where a tile's tokens are, as ``load_tokens`` takes it."""
+
+    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
         """Load the stage's tokens."""
 
 
@@ -52,12 +55,13 @@ def load_stages(
     tile = first
     while tile < total:
         feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
+        place = loads.find(token_tile)
         begin, end = work.slice_of(tile)
         for k_tile in cutlass.range(begin, end, unroll=1):
             if tile != first or k_tile - begin >= early:
                 ring.wait_empty(position)
                 loads.load_weights(ring, position, feature_tile, k_tile, weight_group)
-            loads.load_tokens(ring, position, token_tile, k_tile, token_group)
+            loads.load_tokens(ring, position, place, k_tile, token_group)
             position.advance()
         tile += work.step
     if cutlass.const_expr(drains):

@@ -102,6 +102,7 @@ class Call(GemmCall):
             alpha=self.alpha.data_ptr(),
             offsets=address(self.offsets),
             counts=address(self.counts),
+            sources=0,
             workspace=address(self.workspace),
             features=self.features,
             k=self.k,

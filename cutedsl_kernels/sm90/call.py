@@ -25,15 +25,22 @@ class Call(GemmCall):
             of 8, if gated. A grouped kernel also writes the rows behind an expert's that are in its last token tile.
         alpha: fp32, the weights' global scales: [groups, features], [groups] for experts, or [groups, 2] for gates and
             ups; the last two contiguous.
+        sources: int32 [rows] of a kernel that gathers, else None: of which row of ``tokens``, [T, k] with T up to
+            ``rows``, each row of ``out`` is the product; negative for a row that holds no token.
     """
 
     shape: KernelShape
+    sources: Tensor | None = None
 
     stage_k = TILE_K
 
     @property
     def features(self) -> int:
         return self.out.shape[-1] * self.shape.rows_per_feature
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0] if self.sources is None else self.sources.shape[0]
 
     @property
     def k(self) -> int:
@@ -45,7 +52,7 @@ class Call(GemmCall):
         return tiles if self.shape.grouped else tiles * self.groups
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        read = [self.weights, self.tokens, self.alpha, self.offsets, self.counts]
+        read = [self.weights, self.tokens, self.alpha, self.offsets, self.counts, self.sources]
         return [tensor for tensor in read if tensor is not None], [self.out]
 
     def arguments(self, clusters: int) -> Arguments:
@@ -65,6 +72,7 @@ class Call(GemmCall):
             alpha=self.alpha.data_ptr(),
             offsets=address(self.offsets),
             counts=address(self.counts),
+            sources=address(self.sources),
             workspace=0,
             features=self.features,
             k=self.k,

@@ -29,7 +29,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -43,7 +43,7 @@ from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_W
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .layout import TILE_K, TILE_ROWS
-from .load import StageLoads
+from .load import ROW_LAYOUT, GatheredLoads, StageLoads, row_layout
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
 from .warp_sums import WarpSums
 from .warpgroup_sums import WarpgroupSums
@@ -94,15 +94,18 @@ class W4A16Gemm(Gemm):
         source = cute.make_tensor(
             a.tokens, cute.make_layout((a.rows, a.k, batch), stride=(a.token_row, 1, a.token_group))
         )
-        tma_tokens = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
-        )
+        staged, tile = cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
+        if shape.gathers:
+            staged, tile = row_layout(), ROW_LAYOUT
+        tma_tokens = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), source, staged, tile)
         outputs = self.epilogue.host(shape, a, batch)
         self.storage = self._storage(layout)
         offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
+        sources = cute.make_tensor(a.sources, cute.make_layout(a.rows)) if shape.gathers else None
         kernel = self.kernel(
-            self._mma(), a.weights, *tma_tokens, outputs, offsets, counts, cute.ceil_div(a.features, TILE_ROWS),
-            cute.ceil_div(a.rows, shape.token_tile), a.groups, cute.ceil_div(a.k, TILE_K),
+            self._mma(), a.weights, *tma_tokens, outputs, offsets, counts, sources,
+            cute.ceil_div(a.features, TILE_ROWS), cute.ceil_div(a.rows, shape.token_tile), a.groups,
+            cute.ceil_div(a.k, TILE_K),
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
 
@@ -135,6 +138,7 @@ class W4A16Gemm(Gemm):
         outputs: Any,
         offsets: Any,
         counts: Any,
+        sources: Any,
         feature_tiles: Int32,
         token_tiles: Int32,
         groups: Int32,
@@ -159,6 +163,9 @@ class W4A16Gemm(Gemm):
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
                 cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(shape.gathers):
+            if warp < CONSUMER_WARPS:
+                self._clear(storage.tokens.data_ptr(), thread)
         schedule: Any
         place = Place(1, 1, Int32(0), Int32(0))
         if cutlass.const_expr(shape.grouped):
@@ -195,11 +202,28 @@ class W4A16Gemm(Gemm):
                 slots = storage.weights.data_ptr()
                 load = WeightLoad(weights, slots, feature_tiles, k_tiles, shape.tile_bytes, once)
                 policy = Int64(EVICT_LAST) if once else None
-                loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
-                load_stages(loads, ring, schedule, total, work, not shape.grouped)
+                loads: Any
+                if cutlass.const_expr(shape.gathers):
+                    place_of_tokens = storage.tokens.data_ptr()
+                    loads = GatheredLoads.create(shape, load, atom, tokens, place_of_tokens, sources, own.lane)
+                else:
+                    loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
+                load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
         if cutlass.const_expr(shape.cluster > 1):
             # Others may still write, or signal, into this CTA's shared memory.
             self._synchronise()
+
+    @cute.jit
+    def _clear(self, tokens, thread):
+        """Zero the stages' tokens, by the warps that multiply: rows that hold none are multiplied, too."""
+        first = Uint32(tokens.toint())
+        vectors = self.shape.stages * self.shape.token_bytes // 16
+        for vector in cutlass.range(thread, vectors, CONSUMER_WARPS * WARP_LANES, unroll=1):
+            cute.arch.inline_ptx(
+                "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [{$r0}], {zero, zero, zero, zero}; }",
+                read_only_args=[first + Uint32(vector * 16)],
+            )
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def _tokens(self, storage: Any) -> cute.Tensor:
         """Staged: (token, k, stage)."""

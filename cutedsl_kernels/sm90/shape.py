@@ -43,6 +43,8 @@ THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
 """The widest token tiles whose kernels' registers and shared memory let three CTAs, or two, share an SM."""
 WARP_MMA_MAX_TILE = 16
 """The widest token tile that warps multiply by mma.sync (warp_sums.py)."""
+GATHER_MAX_TILE = 16
+"""The widest token tile whose rows are loaded one by one."""
 SM_REGISTERS = 65536
 EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
 """Token tiles of kernels for experts: a wider one would pad more than it saves."""
@@ -75,6 +77,7 @@ class KernelShape(GemmShape):
         weights: how they are stored. FP8 ones are for dense kernels alone.
         max_ctas: CTAs of a launch that may share an SM. A launch of fewer CTAs than places does not spread evenly over
             the SMs; with fewer places it must.
+        gathers: whether tokens are taken from rows of an unsorted matrix, of experts' kernels for few tokens a tile.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -82,6 +85,7 @@ class KernelShape(GemmShape):
 
     weights: Weights = "nvfp4"
     max_ctas: int = MAX_CTAS
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +99,10 @@ class KernelShape(GemmShape):
         if self.grouped and self.token_tile not in EXPERT_TOKEN_TILES:
             raise ValueError(
                 f"token_tile is at most {EXPERT_TOKEN_TILES[-1]} for grouped kernels, found {self.token_tile}"
+            )
+        if self.gathers and not (self.grouped and self.token_tile <= GATHER_MAX_TILE):
+            raise ValueError(
+                f"gathers: expected a grouped kernel of token_tile at most {GATHER_MAX_TILE}, found {self}"
             )
         if self.split_k > max_split(self.token_tile):
             limit = max_split(self.token_tile)

@@ -104,6 +104,7 @@ def _check_experts(
     weights: Tensor,
     alpha: Tensor,
     limit: float | None,
+    sources: Tensor | None,
     out: Tensor,
 ) -> Output:
     op = "w4a16_experts"
@@ -111,7 +112,11 @@ def _check_experts(
     require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K]")
     require_one_of(f"{op}: token_tile", token_tile, EXPERT_TOKEN_TILES)
     require_dimensions(f"{op}: out", out, 2, "[rows, features]")
-    rows, features, experts = tokens.shape[0], out.shape[1], weights.shape[0]
+    rows, features, experts = out.shape[0], out.shape[1], weights.shape[0]
+    if sources is None:
+        require_shape(f"{op}: out", out, (tokens.shape[0], features), "[rows, features]")
+    else:
+        _check_sources(op, tokens, token_tile, sources, limit, out)
     if limit is not None:
         require_multiple(f"{op}: out", "features", features, GATE_ROWS, "gates and ups alternate by so many")
     _check_operands(op, tokens, weights, features if limit is None else 2 * features)
@@ -130,6 +135,23 @@ def _check_experts(
     return check_out(op, out, (rows, features), "[rows, features]")
 
 
+def _check_sources(op: str, tokens: Tensor, token_tile: int, sources: Tensor, limit: float | None, out: Tensor) -> None:
+    """Check where the rows of an unsorted matrix go."""
+    if limit is None or not plan.w4a16_gathers(token_tile):
+        raise OperandValueError(
+            f"{op}: sources: expected a gated GEMM with a token tile that gathers, found token_tile {token_tile} and"
+            f" limit {limit}; sort the rows"
+        )
+    require_same_device("out", out, **{f"{op}: sources": sources})
+    require_dtype(f"{op}: sources", sources, torch.int32)
+    require_shape(f"{op}: sources", sources, (out.shape[0],), "[rows of out]")
+    require_contiguous(f"{op}: sources", sources)
+    if tokens.shape[0] > out.shape[0]:
+        raise OperandValueError(
+            f"{op}: tokens: expected at most as many rows as out has, {out.shape[0]}, found {tokens.shape[0]}"
+        )
+
+
 def _experts(
     tokens: Tensor,
     token_tile: int,
@@ -138,22 +160,26 @@ def _experts(
     weights: Tensor,
     alpha: Tensor,
     limit: float | None,
+    sources: Tensor | None,
     out: Tensor,
 ) -> None:
-    output = _check_experts(tokens, token_tile, offsets, counts, weights, alpha, limit, out)
+    output = _check_experts(tokens, token_tile, offsets, counts, weights, alpha, limit, sources, out)
     architecture, clusters = launcher.target(out.device, ARCHITECTURES, WHAT)
-    features, k, rows = out.shape[1], tokens.shape[1], max(tokens.shape[0], 1)
+    features, k, rows = out.shape[1], tokens.shape[1], max(out.shape[0], 1)
     shape = plan.plan_w4a16_experts(
-        features, k, rows, weights.shape[0], limit is not None, token_tile, output, clusters
+        features, k, rows, weights.shape[0], limit is not None, token_tile, output, clusters, sources is not None
     )
-    call = Call(shape=shape, weights=weights, tokens=tokens, out=out, alpha=alpha, offsets=offsets, counts=counts)
+    call = Call(
+        shape=shape, weights=weights, tokens=tokens, out=out, alpha=alpha, offsets=offsets, counts=counts,
+        sources=sources,
+    )  # fmt: skip
     launch("w4a16_experts", architecture, call, limit)
 
 
 register("w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out)", _product, _check_product)
 register(
     "w4a16_experts(Tensor tokens, int token_tile, Tensor offsets, Tensor counts, Tensor weights, Tensor alpha,"
-    " float? limit, Tensor(a!) out)",
+    " float? limit, Tensor? sources, Tensor(a!) out)",
     _experts,
     _check_experts,
 )

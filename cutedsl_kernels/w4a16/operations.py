@@ -19,11 +19,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan import w4a16_expert_token_tile_for
+from ..plan import w4a16_expert_token_tile_for, w4a16_gathers
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .operand import TiledWeights
 
-__all__ = ["expert_down", "expert_gate_up", "grouped_product", "product", "w4a16_expert_token_tile_for"]
+__all__ = [
+    "expert_down",
+    "expert_gate_up",
+    "grouped_product",
+    "product",
+    "w4a16_expert_token_tile_for",
+    "w4a16_gathers",
+]
 
 
 def product(
@@ -74,16 +81,19 @@ def expert_gate_up(
     weights: TiledWeights,
     limit: float,
     *,
+    sources: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute the gate and up projections of each row by its expert and their clamped SwiGLU.
 
     Args:
-        tokens: bf16 [R, K], rows sorted by expert.
+        tokens: bf16 [R, K], rows sorted by expert; or with ``sources`` [T, K], T up to R, in any order.
         token_tile: what the experts' first rows are multiples of: :func:`w4a16_expert_token_tile_for`.
         offsets, counts: int32 [E], the first row and the rows of each expert.
         weights: ``TiledWeights.allocate_gated_experts``, E matrices of 2 I rows.
         limit: the SwiGLU clamp; part of the kernel's code.
+        sources: int32 [R], which row of ``tokens`` each sorted row is; negative for a row that is none. For token tiles
+            that gather alone (:func:`w4a16_gathers`).
         out: bf16 [R, I]; allocated unless given. Rows that belong to no expert's tiles are left as they are.
 
     Returns:
@@ -92,9 +102,10 @@ def expert_gate_up(
     Rounding: SwiGLU is computed from the fp32 sums; one rounding to bf16.
     """
     if out is None:
-        out = tokens.new_empty((tokens.shape[0], weights.features // 2))
+        rows = tokens.shape[0] if sources is None else sources.shape[0]
+        out = tokens.new_empty((rows, weights.features // 2))
     arguments = (tokens, token_tile, offsets, counts, weights.tiles, weights.scale)
-    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, limit, out)
+    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, limit, sources, out)
     return out
 
 
@@ -121,5 +132,5 @@ def expert_down(
     if out is None:
         out = tokens.new_empty((tokens.shape[0], weights.features))
     arguments = (tokens, token_tile, offsets, counts, weights.tiles, weights.scale)
-    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, None, out)
+    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, None, None, out)
     return out

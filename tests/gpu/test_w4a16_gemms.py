@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -152,6 +153,15 @@ def test_experts(tile: int, split: int, ctas: int) -> None:
     with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(side_effect=chosen)):
         hidden = operations.expert_gate_up(x, tile, first_rows, counted, w13, LIMIT)
         output = operations.expert_down(hidden, tile, first_rows, counted, w2)
+    if operations.w4a16_gathers(tile):
+        used = torch.cat([torch.arange(first, first + count) for first, count in zip(offsets, counts, strict=True)])
+        order = torch.randperm(len(used))
+        sources = torch.full((sum(sizes),), -1, dtype=torch.int32)
+        sources[used[order]] = torch.arange(len(used), dtype=torch.int32)
+        with mock.patch.object(plan, "plan_w4a16_experts", mock.Mock(return_value=replace(chosen[0], gathers=True))):
+            taken = (x[used[order].cuda()], tile, first_rows, counted, w13, LIMIT)
+            gathered = operations.expert_gate_up(*taken, sources=sources.cuda())
+        assert torch.equal(gathered[used.cuda()], hidden[used.cuda()])
     for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
         rows = slice(first, first + count)
         matrix = ups.unscaled()[i].unflatten(0, (2, inner)) * gates[i][:, None, None]

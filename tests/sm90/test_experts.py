@@ -22,6 +22,10 @@ def gate_up(token_tile: int, split_k: int = 1, output: Output = "bf16", grouped:
     return KernelShape(token_tile, split_k, output, gated=True, grouped=grouped)
 
 
+def gather(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelShape:
+    return replace(gate_up(token_tile, split_k, output), gathers=True)
+
+
 def down(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelShape:
     return KernelShape(token_tile, split_k, output, grouped=True)
 
@@ -48,6 +52,11 @@ CASES = [
     ExpertCase(gate_up(8, split_k=3), (0, 9, 1), features=72, k=448),
     ExpertCase(replace(down(8), max_ctas=2), (0, 2, 8, 11, 0), features=136, k=192),
     ExpertCase(down(32, split_k=2, output="fp32"), (3, 32), features=12, k=256),
+    # Tokens taken from the rows of an unsorted matrix.
+    ExpertCase(gather(8), (0, 1, 9, 0, 8, 0), features=72, k=192),
+    ExpertCase(gather(16, output="fp32"), (17, 0, 3), features=16, k=64, backwards=True),
+    ExpertCase(gather(8, split_k=3), (0, 9, 1), features=72, k=448),
+    ExpertCase(gather(8), (3, 2, 1, 5, 8), features=136, k=704),
     # One expert that all rows visit.
     ExpertCase(gate_up(8, grouped=False), (11,), features=72, k=192),
     ExpertCase(gate_up(16, split_k=2, grouped=False, output="fp32"), (18,), features=16, k=320),

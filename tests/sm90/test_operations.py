@@ -69,7 +69,8 @@ def test_grouped_product_of_strided_rows() -> None:
         assert_close(out[:, group], tokens[:, group].double() @ plain(weights)[group].T)
 
 
-def test_experts(runner: EmulatedLauncher) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_experts(gathers: bool, runner: EmulatedLauncher) -> None:
     """Gate and up with SwiGLU, then down, of experts that were put in one at a time."""
     counts, inner, width, tile = [3, 0, 8, 9], 64, 64, 8
     w13 = TiledWeights.allocate_gated_experts(len(counts), inner, width, torch.device("cpu"))
@@ -82,7 +83,13 @@ def test_experts(runner: EmulatedLauncher) -> None:
     offsets = [sum(-(-count // tile) * tile for count in counts[:i]) for i in range(len(counts))]
     tokens = random_tokens(40, width, seed=5) * 0.05
     groups = (tile, torch.tensor(offsets, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
-    hidden = operations.expert_gate_up(tokens, *groups, w13, LIMIT)
+    if gathers:
+        used = [first + i for first, count in zip(offsets, counts, strict=True) for i in range(count)]
+        sources = torch.full((len(tokens),), -1, dtype=torch.int32)
+        sources[used] = torch.arange(len(used), dtype=torch.int32).flip(0)
+        hidden = operations.expert_gate_up(tokens[used].flip(0), *groups, w13, LIMIT, sources=sources)
+    else:
+        hidden = operations.expert_gate_up(tokens, *groups, w13, LIMIT)
     output = operations.expert_down(hidden, *groups, w2)
     for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
         if not count:
@@ -92,7 +99,7 @@ def test_experts(runner: EmulatedLauncher) -> None:
         expected = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
         assert_close(hidden[rows], expected)
         assert_close(output[rows], hidden[rows].double() @ plain(downs[i]).T)
-    assert [key.limit for key in runner.keys] == [LIMIT, None]
+    assert [(key.limit, key.shape.gathers) for key in runner.keys] == [(LIMIT, gathers), (None, False)]
 
 
 def test_no_rows_launch_nothing(runner: EmulatedLauncher) -> None:

@@ -51,9 +51,13 @@ def experts(**changed: Any) -> None:
         "weights": tiles(E, 2 * F),
         "alpha": torch.ones(E, 2),
         "limit": 10.0,
+        "sources": None,
         "out": torch.zeros(T, F, dtype=BF16),
     }
     torch.ops.nvfp4_sgl.w4a16_experts(*(right | changed).values())
+
+
+SOURCES = torch.zeros(T, dtype=torch.int32)
 
 
 def test_right_calls_are_launched(runner: DryLauncher) -> None:
@@ -61,7 +65,8 @@ def test_right_calls_are_launched(runner: DryLauncher) -> None:
     product(tokens=torch.zeros(T, G, K, dtype=BF16), weights=tiles(G), alpha=torch.ones(G, F), out=torch.zeros(T, G, F))
     experts()
     experts(weights=tiles(E), alpha=torch.ones(E), limit=None)
-    assert len(runner.keys) == 4
+    experts(tokens=torch.zeros(5, K, dtype=BF16), sources=SOURCES)
+    assert len(runner.keys) == 5
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,13 @@ def test_wrong_products(changed: dict[str, Any], message: str, runner: DryLaunch
             "weights: expected 1 to 512 experts",
         ),
         ({"out": torch.zeros(T, 60, dtype=BF16)}, "out: expected features to be a positive multiple of 8"),
+        ({"out": torch.zeros(T + 8, F, dtype=BF16)}, r"out: expected shape \(24, 64\)"),
+        ({"sources": SOURCES.long()}, "sources: expected dtype torch.int32"),
+        ({"sources": SOURCES[1:]}, r"sources: expected shape \(24,\)"),
+        ({"sources": SOURCES.repeat(2)[::2]}, "sources: expected .*contiguous"),
+        ({"sources": SOURCES, "tokens": torch.zeros(T + 1, K, dtype=BF16)}, "tokens: expected at most as many rows"),
+        ({"sources": SOURCES, "token_tile": 32}, "sources: expected a gated GEMM with a token tile that gathers"),
+        ({"sources": SOURCES, "limit": None}, "sources: expected a gated GEMM"),
     ],
 )
 def test_wrong_experts(changed: dict[str, Any], message: str, runner: DryLauncher) -> None:

@@ -138,7 +138,8 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
     for group, rows in parts:
         if rows.start == rows.stop:
             continue
-        source = call.tokens[rows] if call.tokens.dim() == 2 else call.tokens[rows, group]
+        taken = rows if call.sources is None else call.sources[rows].long()
+        source = call.tokens[taken] if call.tokens.dim() == 2 else call.tokens[taken, group]
         target = call.out[rows] if call.out.dim() == 2 else call.out[rows, group]
         product = source.float() @ _unscaled(codes[group], scales[group], operands).T
         alpha = call.alpha.reshape(call.groups, -1)[group]

@@ -228,10 +228,13 @@ class W4A16Experts(nn.Module):
         A shared expert that runs apart is added last.
         """
         values = x.require_values()
-        groups = (routes.tile, routes.offsets, routes.counts)
-        rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
-        scatter_rows(values, routes.destination, rows)
-        hidden = operations.expert_gate_up(rows, *groups, self.w13.operand, self._config.swiglu_limit)
+        groups, limit = (routes.tile, routes.offsets, routes.counts), self._config.swiglu_limit
+        if operations.w4a16_gathers(routes.tile):
+            hidden = operations.expert_gate_up(values, *groups, self.w13.operand, limit, sources=routes.source_row)
+        else:
+            rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
+            scatter_rows(values, routes.destination, rows)
+            hidden = operations.expert_gate_up(rows, *groups, self.w13.operand, limit)
         output = operations.expert_down(hidden, *groups, self.w2.operand)
         shared = None if self.shared is None else self.shared(values)
         return finalize(output, routes.destination, routes.weights, torch.empty_like(values), shared=shared)

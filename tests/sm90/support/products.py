@@ -223,10 +223,12 @@ class ExpertCase:
             tokens[start + count : start + self.padded(count)] = float("nan")
         random = torch.Generator().manual_seed(self.seed)
         alpha = torch.exp2(torch.rand(experts, parts, generator=random) * 2 - 5.5 + self.loudness) / self.k
+        matrix, sources = self._unsorted(tokens) if shape.gathers else (tokens, None)
         call = Call(
             shape=shape,
             weights=pack(laid_out),
-            tokens=tokens,
+            tokens=matrix,
+            sources=sources,
             out=poisoned(rows, self.features, output=shape.output),
             alpha=alpha if shape.gated else alpha[:, 0],
             offsets=self.offsets()[:-1].clone() if shape.grouped else None,
@@ -234,13 +236,33 @@ class ExpertCase:
         )
         return call, weights
 
+    def _unsorted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that hold a token in another order, every third of them shared with its neighbour; their places."""
+        used = torch.cat([torch.arange(rows.start, rows.stop) for rows in self.rows()])
+        order = torch.randperm(len(used), generator=torch.Generator().manual_seed(self.seed))
+        sources = torch.full((len(tokens),), -1, dtype=torch.int32)
+        matrix = torch.full_like(tokens[: len(used)], float("nan"))
+        for place, row in zip(order.tolist(), used.tolist(), strict=True):
+            sources[row], matrix[place] = place, tokens[row]
+        for row, other in zip(used[1::3].tolist(), used[::3].tolist(), strict=False):
+            matrix[sources[row]] = float("nan")  # nobody's any more
+            sources[row] = sources[other]
+        return matrix, sources
+
+    def tokens(self, call: Call) -> Tensor:
+        """Sorted by expert; NaN where there is none."""
+        if call.sources is None:
+            return call.tokens
+        rows = call.tokens[call.sources.clamp(min=0).long()]
+        return rows.masked_fill((call.sources < 0)[:, None], float("nan"))
+
     def factored(self, call: Call, weights: RandomOperand) -> list[list[Bounded]]:
         """For each expert gates and ups, or results, before the SwiGLU."""
         parts = self.shape.rows_per_feature
-        alphas = call.alpha.view(-1, parts).double().numpy()
+        alphas, tokens = call.alpha.view(-1, parts).double().numpy(), self.tokens(call)
 
         def part(expert: int, rows: slice, which: int) -> Bounded:
-            return product(call.tokens[rows], weights.values(expert * parts + which)).scaled(alphas[expert, which])
+            return product(tokens[rows], weights.values(expert * parts + which)).scaled(alphas[expert, which])
 
         return [[part(expert, rows, i) for i in range(parts)] for expert, rows in enumerate(self.rows())]
 
