@@ -89,14 +89,13 @@ class ClusterReduction(Fixed):
         self._signal(self.empty)
 
     def _signal(self, barrier: Any) -> None:
-        """Tell the warps of this quarter in all other CTAs, a lane each."""
-        cute.arch.fence_acq_rel_cluster()
+        """Tell the warps of this quarter in all other CTAs, a lane each, which hands on what all lanes have done."""
         cute.arch.sync_warp()
         # Written out, since the compiler would map the address in lanes for which there is no CTA, too.
         cute.arch.inline_ptx(
             "{ .reg .pred p; .reg .b32 remote; setp.lt.s32 p, {$r1}, {$r2}; setp.ne.and.s32 p, {$r1}, {$r3}, p;"
             " @p mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
-            " @p mbarrier.arrive.shared::cluster.b64 _, [remote]; }",
+            " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }",
             read_only_args=[
                 Uint32((barrier + self.quarter).toint()),
                 Int32(self.lane),
@@ -107,14 +106,20 @@ class ClusterReduction(Fixed):
 
     def wait_full(self, phase: Any) -> None:
         """Until the other CTAs' sums are here."""
-        cute.arch.mbarrier_wait(self.full + self.quarter, phase)
-        cute.arch.fence_acq_rel_cluster()
+        self._wait(self.full, phase)
 
     def wait_empty(self, phase: Any) -> None:
         """Until the other CTAs have added up the last tile's sums."""
-        cute.arch.mbarrier_wait(self.empty + self.quarter, phase)
-        # The wait's own scope is the CTA: by it alone nothing orders their reads before what is written there next.
-        cute.arch.fence_acq_rel_cluster()
+        self._wait(self.empty, phase)
+
+    def _wait(self, barrier: Any, phase: Any) -> None:
+        """Wait for what other CTAs have signalled. Without the scope of the cluster, on both sides, nothing would order
+        what they did before what comes here next; that of CuTeDSL's own wait is the CTA."""
+        cute.arch.inline_ptx(
+            "{ .reg .pred done; WAIT:"
+            " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra WAIT; }",
+            read_only_args=[Uint32((barrier + self.quarter).toint()), Int32(phase)],
+        )
 
     def add(self, values: cute.Tensor, chunk: Any) -> None:
         """Add the other slices to this warp's sums of an owned unit, in the order of the slices."""

@@ -91,7 +91,10 @@ class StageLoads(Fixed):
         for load in self.weights:
             load.load(feature_tile, k_tile, group, position.index, barrier)
 
-    def load_tokens(self, ring: Ring, position: Any, token_tile: Any, k_tile: Any, group: Any) -> None:
+    def find(self, token_tile: Any) -> Any:
+        return token_tile
+
+    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
         """Load a stage's tokens."""
         for load in self.tokens:
-            load.load(token_tile, k_tile, group, position.index, ring.full + position.index)
+            load.load(place, k_tile, group, position.index, ring.full + position.index)

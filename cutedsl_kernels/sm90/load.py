@@ -79,7 +79,8 @@ class GatheredLoads(Fixed):
     Rows of a tile that hold no token are not loaded: their results are nobody's.
 
     Attributes:
-        place: shared pointer to the stages' tokens. slot: layout of a copy there. tiles: global tensor (values, row, K in steps of ROW_K, group).
+        place: shared pointer to the stages' tokens. slot: layout of a copy there.
+        tiles: global tensor (values, row, K in steps of ROW_K, group).
         sources: int32 global tensor [rows]: the row of the matrix that is each row's token; negative for none.
         lane: of this thread.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 from pathlib import Path
 
@@ -54,11 +55,9 @@ def test_another_order_in_the_kernel_is_noticed(tmp_path: Path) -> None:
 
 
 SMALL = ProductCase(KernelShape(16, split_k=2), tokens=16, features=128, k=512)
-NEEDED = {
-    "fences of the cluster": (r"fence\.acq_rel\.cluster", 2),
-    "synchronisation of the warp": (r"bar\.warp\.sync", 1),
-}
-"""How many of the statements that follow the last write to another CTA are the exchange's: they come first."""
+SENT = "st.shared::cluster"
+RELEASE, ACQUIRE = "mbarrier.arrive.release.cluster", "mbarrier.try_wait.parity.acquire.cluster"
+UNORDERED = "read of shared memory .* without being ordered after its write"
 
 
 def small() -> Compiled:
@@ -67,16 +66,14 @@ def small() -> Compiled:
 
 
 @pytest.mark.parametrize("mode", [Options(), Options("random", 1)], ids=["immediate", "random"])
-@pytest.mark.parametrize("what", NEEDED)
-def test_the_exchange_needs(what: str, mode: Options) -> None:
-    pattern, count = NEEDED[what]
-    sent = small().ptx.rindex("st.shared::cluster")
-    mutants = [mutant for mutant in without_each(small(), pattern) if mutant[1].ptx[:sent] == small().ptx[:sent]]
-    assert len(mutants) >= count
-    for left_out, mutant in mutants[:count]:
-        with pytest.raises(HazardError, match="read of shared memory .* without being ordered after its write"):
-            SMALL.check(mode, compiled=mutant)
-            pytest.fail(f"not noticed: {left_out}")
+def test_the_exchange_needs_the_warp_to_meet(mode: Options) -> None:
+    """After the last write to another CTA: one lane hands on what all have written."""
+    sent = small().ptx.rindex(SENT)
+    mutants = [
+        mutant for mutant in without_each(small(), r"bar\.warp\.sync") if mutant[1].ptx[:sent] == small().ptx[:sent]
+    ]
+    with pytest.raises(HazardError, match=UNORDERED):
+        SMALL.check(mode, compiled=mutants[0][1])
 
 
 LATER = ProductCase(KernelShape(16, split_k=2), tokens=32, features=128, k=512)
@@ -84,26 +81,24 @@ LATER = ProductCase(KernelShape(16, split_k=2), tokens=32, features=128, k=512)
 
 
 @pytest.mark.parametrize("mode", ["immediate", "random"])
-def test_every_fence_of_the_exchange_is_needed(mode: Mode) -> None:
+@pytest.mark.parametrize("scope", ["", ".release.cta|.acquire.cta"], ids=["none", "the CTA's"])
+def test_every_signal_and_wait_of_the_exchange_needs_the_scope_of_the_cluster(scope: str, mode: Mode) -> None:
     """By the PTX memory model, to the letter: those that order reads before another CTA's overwriting, too."""
     call, epilogue = LATER.build()
     compiled, options = compile_call(call, epilogue), Options(mode, 1, strict_scopes=True)
     LATER.check(options, compiled=compiled)
+    release, _, acquire = scope.partition("|")
+    places = [
+        (found.start(), what, what.replace(wide, narrow))
+        for what, wide, narrow in ((RELEASE, ".release.cluster", release), (ACQUIRE, ".acquire.cluster", acquire))
+        for found in re.finditer(re.escape(what), compiled.ptx)
+    ]
+    assert len(places) == 4
     found = []
-    for left_out, mutant in without_each(compiled, r"fence\.acq_rel\.cluster"):
+    for place, what, narrowed in sorted(places):
+        ptx = compiled.ptx[:place] + narrowed + compiled.ptx[place + len(what) :]
         with pytest.raises(HazardError) as error:
-            LATER.check(options, compiled=mutant)
-            pytest.fail(f"not noticed: {left_out}")
+            LATER.check(options, compiled=Compiled(compiled.function, ptx))
+            pytest.fail(f"not noticed: {what} at {place}")
         found.append("after its read" if "ordered after its read" in str(error.value) else "after its write")
     assert found == ["after its read", "after its write", "after its write", "after its read"]
-
-
-@pytest.mark.parametrize("what", ["fence.acq_rel.cta", "fence.acq_rel.gpu"])
-def test_the_fences_must_be_as_wide_as_the_cluster(what: str) -> None:
-    compiled = small()
-    other = Compiled(compiled.function, compiled.ptx.replace("fence.acq_rel.cluster", what))
-    if what.endswith("gpu"):
-        SMALL.check(compiled=other)
-        return
-    with pytest.raises(HazardError, match="without being ordered after its write"):
-        SMALL.check(compiled=other)
