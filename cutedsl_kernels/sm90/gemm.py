@@ -12,7 +12,7 @@ Operands: weights in the tiles of layout.py or fp8_layout.py; bf16 tokens, K con
 of tokens; features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
-in a ring of stages of 128 of K: a tile of weights by one bulk copy, the tokens by TMA. Up to 16 tokens every warp
+in a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA. Up to 16 tokens every warp
 multiplies by itself (warp_sums.py), with more a warpgroup does (warpgroup_sums.py). CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
@@ -47,7 +47,7 @@ from .load import ROW_LAYOUT, GatheredLoads, StageLoads, row_layout
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
 from .warp_sums import WarpSums
 from .warpgroup_sums import WarpgroupSums
-from .weights import WeightLoad
+from .weights import WeightLoad, tile_box, tile_layout
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
@@ -98,14 +98,21 @@ class W4A16Gemm(Gemm):
         if shape.gathers:
             staged, tile = row_layout(), ROW_LAYOUT
         tma_tokens = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), source, staged, tile)
+        rows, words = tile_box(shape.tile_bytes)
+        feature_tiles, k_tiles = cute.ceil_div(a.features, TILE_ROWS), cute.ceil_div(a.k, TILE_K)
+        packed = cute.make_tensor(
+            cute.recast_ptr(a.weights, dtype=Uint32), tile_layout(shape.tile_bytes, a.groups * feature_tiles * k_tiles)
+        )
+        tma_weights = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), packed, cute.make_layout((rows, words), stride=(words, 1)), (rows, words)
+        )
         outputs = self.epilogue.host(shape, a, batch)
         self.storage = self._storage(layout)
         offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
         sources = cute.make_tensor(a.sources, cute.make_layout(a.rows)) if shape.gathers else None
         kernel = self.kernel(
-            self._mma(), a.weights, *tma_tokens, outputs, offsets, counts, sources,
-            cute.ceil_div(a.features, TILE_ROWS), cute.ceil_div(a.rows, shape.token_tile), a.groups,
-            cute.ceil_div(a.k, TILE_K),
+            self._mma(), *tma_weights, *tma_tokens, outputs, offsets, counts, sources, feature_tiles,
+            cute.ceil_div(a.rows, shape.token_tile), a.groups, k_tiles,
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
 
@@ -132,7 +139,8 @@ class W4A16Gemm(Gemm):
     def kernel(
         self,
         mma: cute.TiledMma,
-        weights: cute.Pointer,
+        weight_atom: cute.CopyAtom,
+        weights: cute.Tensor,
         atom: cute.CopyAtom,
         tokens: cute.Tensor,
         outputs: Any,
@@ -157,6 +165,7 @@ class W4A16Gemm(Gemm):
         exchange = storage.partials.data_ptr(), storage.partials_full.data_ptr(), storage.partials_empty.data_ptr()
         reduction = ClusterReduction(shape, rank, *exchange, own.index, own.lane)
         if warp == load_warp:
+            cpasync.prefetch_descriptor(weight_atom)
             cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 ring.initialise(1, CONSUMER_WARPS)
@@ -164,8 +173,7 @@ class W4A16Gemm(Gemm):
                     reduction.initialise()
                 cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(shape.gathers):
-            if warp < CONSUMER_WARPS:
-                self._clear(storage.tokens.data_ptr(), thread)
+            self._clear(storage.tokens.data_ptr(), thread)
         schedule: Any
         place = Place(1, 1, Int32(0), Int32(0))
         if cutlass.const_expr(shape.grouped):
@@ -199,8 +207,10 @@ class W4A16Gemm(Gemm):
             if warp == load_warp:
                 # Kernels for few tokens mostly read a tile of weights once, but tokens by every CTA.
                 once = shape.token_tile <= MAX_SPLIT_TILE
-                slots = storage.weights.data_ptr()
-                load = WeightLoad(weights, slots, feature_tiles, k_tiles, shape.tile_bytes, once)
+                load = WeightLoad.create(
+                    weight_atom, weights, storage.weights.data_ptr(), shape.tile_bytes, shape.stages, feature_tiles,
+                    k_tiles, once,
+                )  # fmt: skip
                 policy = Int64(EVICT_LAST) if once else None
                 loads: Any
                 if cutlass.const_expr(shape.gathers):
@@ -215,10 +225,10 @@ class W4A16Gemm(Gemm):
 
     @cute.jit
     def _clear(self, tokens, thread):
-        """Zero the stages' tokens, by the warps that multiply: rows that hold none are multiplied, too."""
+        """Zero the stages' tokens: rows that hold none are multiplied, too."""
         first = Uint32(tokens.toint())
         vectors = self.shape.stages * self.shape.token_bytes // 16
-        for vector in cutlass.range(thread, vectors, CONSUMER_WARPS * WARP_LANES, unroll=1):
+        for vector in cutlass.range(thread, vectors, self.shape.threads, unroll=1):
             cute.arch.inline_ptx(
                 "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [{$r0}], {zero, zero, zero, zero}; }",
                 read_only_args=[first + Uint32(vector * 16)],

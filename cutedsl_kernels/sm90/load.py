@@ -1,4 +1,4 @@
-"""The loads of a stage: a tile of weights by one bulk copy, its tokens by TMA, as a tile or row by row."""
+"""The loads of a stage by TMA: a tile of weights, and its tokens as a tile or row by row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StageLoads(Fixed):
         barrier = ring.full + position.index
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.stage_bytes)
-            self.weights.load(group, feature_tile, k_tile, position.index, barrier)
+        self.weights.load(group, feature_tile, k_tile, position.index, barrier)
 
     def find(self, token_tile: Any) -> Any:
         return token_tile
@@ -111,7 +111,7 @@ class GatheredLoads(Fixed):
         barrier = ring.full + position.index
         with cute.arch.elect_one():
             cute.arch.mbarrier_expect_tx(barrier, self.shape.tile_bytes)
-            self.weights.load(group, feature_tile, k_tile, position.index, barrier)
+        self.weights.load(group, feature_tile, k_tile, position.index, barrier)
 
     def find(self, token_tile: Any) -> tuple[Any, Any]:
         """This lane's source, and how many rows hold a token."""

@@ -1,4 +1,4 @@
-"""How weight tiles travel: one bulk copy to shared memory, then loads of a lane's own codes and scales or factors."""
+"""How weight tiles travel: one copy by TMA to shared memory, then loads of a lane's own codes and scales or factors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
 
 from ..common.cache_policy import EVICT_FIRST
 from ..common.fixed import Fixed
@@ -25,37 +26,67 @@ FP8_FACTOR_BYTES = 8 * 4
 """Factors of a warp in half a tile of FP8."""
 
 
+WORD_BYTES, MAX_BOX = 4, 256
+"""A word of a tile, and most of them along a dimension of a tensor copy."""
+
+
+def tile_box(tile_bytes: int) -> tuple[int, int]:
+    """A tile as rows of words, as few as a tensor copy may have: (rows, words of a row)."""
+    words = next(words for words in (MAX_BOX, MAX_BOX // 2) if tile_bytes % (words * WORD_BYTES) == 0)
+    return tile_bytes // (words * WORD_BYTES), words
+
+
+def tile_layout(tile_bytes: int, count: Any) -> Any:
+    """Layout of ``count`` tiles, one after the other, in words."""
+    rows, words = tile_box(tile_bytes)
+    return cute.make_layout((rows * count, words), stride=(words, 1))
+
+
 @dataclass(frozen=True)
 class WeightLoad(Fixed):
-    """Bulk copies of tiles.
+    """Copies of whole tiles by TMA.
+
+    By a tensor map, though a tile lies in one piece: compute-sanitizer's racecheck follows no copies by raw address.
 
     Attributes:
-        tiles: global pointer to tiles [groups, feature tiles, K tiles, tile_bytes].
-        slots: shared pointer to the stages' tiles.
-        tile_bytes: of a tile.
-        once: whether nobody reads a tile again: then it shall leave L2 first.
+        slots: shared tensor (values, slot). tiles: global tensor (values, tile); tiles are numbered by group, feature
+            tile and K tile.
+        policy: L2 cache policy, or None.
     """
 
-    tiles: Any
+    atom: Any
     slots: Any
+    tiles: Any
     feature_tiles: Any
     k_tiles: Any
-    tile_bytes: int
-    once: bool
+    policy: Any
+
+    @classmethod
+    def create(
+        cls, atom: Any, weights: Any, slots: Any, tile_bytes: int, stages: int, feature_tiles: Any, k_tiles: Any,
+        once: bool,
+    ) -> WeightLoad:  # fmt: skip
+        """Partition the global tensor ``weights`` and the stages' tiles, which begin at ``slots``.
+
+        Args:
+            once: whether nobody reads a tile again: then it shall leave L2 first.
+        """
+        rows, words = tile_box(tile_bytes)
+        words_in_all = cute.recast_ptr(slots, dtype=Uint32)
+        staged = cute.make_tensor(
+            words_in_all, cute.make_layout((rows, words, stages), stride=(words, 1, rows * words))
+        )
+        tiles = cute.local_tile(weights, (rows, words), (None, 0))
+        parts, tiles = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(staged, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        return cls(atom, parts, tiles, feature_tiles, k_tiles, Int64(EVICT_FIRST) if once else None)
 
     def load(self, group: Any, feature_tile: Any, k_tile: Any, slot: Any, barrier: Any) -> None:
-        """Fill ``slot``; by one thread. ``barrier`` counts the bytes."""
-        index = (Int64(group) * self.feature_tiles + feature_tile) * self.k_tiles + k_tile
-        hint, policy = (".L2::cache_hint", ", {$r3}") if self.once else ("", "")
-        cute.arch.inline_ptx(
-            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
-            f" [{{$r0}}], [{{$r1}}], {self.tile_bytes}, [{{$r2}}]{policy};",
-            read_only_args=[
-                Uint32((self.slots + Int32(slot) * self.tile_bytes).toint()),
-                Int64(self.tiles.toint()) + index * self.tile_bytes,
-                Uint32(barrier.toint()),
-                *([Int64(EVICT_FIRST)] if self.once else []),
-            ],
+        """Fill ``slot``; by one warp. ``barrier`` counts the bytes."""
+        index = (group * self.feature_tiles + feature_tile) * self.k_tiles + k_tile
+        cute.copy(
+            self.atom, self.tiles[None, index], self.slots[None, slot], tma_bar_ptr=barrier, cache_policy=self.policy
         )
 
 

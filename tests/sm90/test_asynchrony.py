@@ -52,7 +52,7 @@ DROPPED = {
     "fences before wgmmas": ("warpgroups", r"wgmma\.fence", 2),
     "waits for wgmmas": ("warpgroups", r"wgmma\.wait_group", 3),
     "announced bytes, first pass": ("warps", r"mbarrier\.arrive\.expect_tx", 1),
-    "bulk copies of weights, first pass": ("warps", r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier", 1),
+    "copies of weights, first pass": ("warps", r"cp\.async\.bulk\.tensor\.2d\.shared::cta\.global", 1),
     "loads of tokens": ("warps", r"ldmatrix\.", 4),
     "multiplications": ("warps", r"mma\.sync", 8),
 }
