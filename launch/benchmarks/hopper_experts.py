@@ -41,8 +41,9 @@ LIMIT = 2.0**-7
 MARLIN_LIMIT = 0.02
 """Marlin rounds gates, ups and its SwiGLU's parts to bf16, and adds the parts of split sums in bf16."""
 NOTE = (
-    "Experts: µs of the two GEMMs, each alone, with tokens already sorted by expert; `mixture` has both, the copies of"
-    " tokens to their experts' rows and the weighted sum (not the sort itself, which ours does with the router)."
+    "Experts: µs of the two GEMMs, each alone, the first with tokens already sorted by expert where it does not gather"
+    " them; `mixture` has both, copies of tokens to their experts' rows where they are needed, the weighted sum (not"
+    " the sort itself, which ours does with the router)."
     " Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the shared expert is"
     " one more of its experts, always chosen. Weights are those of visited experts, rates those of the two GEMMs."
 )
@@ -88,7 +89,9 @@ class Layer:
         clusters = launcher.current().clusters(torch.device("cuda"))
         sizes = ((self.inner, self.width, True), (self.width, self.inner, False))
         return [
-            plan.plan_w4a16_experts(features, k, rows, self.experts, gated, tile, "bf16", clusters)
+            plan.plan_w4a16_experts(
+                features, k, rows, self.experts, gated, tile, "bf16", clusters, gated and plan.w4a16_gathers(tile)
+            )
             for features, k, gated in sizes
         ]
 
@@ -108,11 +111,13 @@ def layers(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Layer]:
 class Route:
     """Where the pairs of tokens and experts go.
 
-    ids: int32 [T, k], the experts of each token. destination: int32 [T, k], their rows. offsets, counts: int32 [E].
+    ids: int32 [T, k], the experts of each token. destination: int32 [T, k], their rows. sources: int32 [rows], the
+    token of each row, -1 for none. offsets, counts: int32 [E].
     """
 
     ids: Tensor
     destination: Tensor
+    sources: Tensor
     offsets: Tensor
     counts: Tensor
 
@@ -130,7 +135,9 @@ def random_route(layer: Layer, tokens: int, tile: int, device: str = "cuda") -> 
     rank = torch.arange(len(flat), device=device) - (counts.cumsum(0) - counts)[flat[order]]
     destination = torch.empty_like(flat)
     destination[order] = offsets[flat[order]] + rank
-    return Route(ids.int(), destination.view(ids.shape).int(), offsets.int(), counts.int())
+    sources = flat.new_full((padded_rows(len(flat), layer.experts, tile),), -1)
+    sources[destination] = torch.arange(len(flat), device=device) // ids.shape[1]
+    return Route(ids.int(), destination.view(ids.shape).int(), sources.int(), offsets.int(), counts.int())
 
 
 class Weights:
@@ -200,6 +207,7 @@ class Case:
     def __init__(self, weights: Weights, tokens: int, device: str = "cuda"):
         layer = weights.layer
         self.weights, self.tokens, self.tile = weights, tokens, layer.tile(tokens)
+        self.gathers = operations.w4a16_gathers(self.tile)
         self.routes = [random_route(layer, tokens, self.tile, device) for _ in range(ROUTES)]
 
         def new(rows: int, width: int) -> Tensor:
@@ -217,8 +225,11 @@ class Case:
 
     def _first(self, run: int) -> None:
         route, (ups, _) = self.routes[run], self.weights.tiled[run % len(self.weights.tiled)]
-        limit = self.weights.layer.limit
-        operations.expert_gate_up(self.rows, self.tile, route.offsets, route.counts, ups, limit, out=self.hidden)
+        groups, limit = (self.tile, route.offsets, route.counts), self.weights.layer.limit
+        if self.gathers:
+            operations.expert_gate_up(self.x, *groups, ups, limit, sources=route.sources, out=self.hidden)
+        else:
+            operations.expert_gate_up(self.rows, *groups, ups, limit, out=self.hidden)
 
     def _second(self, run: int) -> None:
         route, (_, downs) = self.routes[run], self.weights.tiled[run % len(self.weights.tiled)]
@@ -230,7 +241,8 @@ class Case:
 
     def _mixture(self, run: int) -> None:
         route = self.routes[run]
-        scatter_rows(self.x, route.destination, self.rows)
+        if not self.gathers:
+            scatter_rows(self.x, route.destination, self.rows)
         self._both(run)
         finalize(self.output, route.destination, self.routing_weights, self.sums)
 

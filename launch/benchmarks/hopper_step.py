@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class Gemm:
     output: Output
     gated: bool = False
     tile: int = 0
+    gathers: bool = False
 
     @classmethod
     def of_product(cls, features: int, k: int, rows: int, groups: int, output: Output, *_: object) -> Gemm:
@@ -60,16 +61,20 @@ class Gemm:
 
     @classmethod
     def of_experts(
-        cls, features: int, k: int, rows: int, experts: int, gated: bool, tile: int, output: Output, *_: object
-    ) -> Gemm:
+        cls, features: int, k: int, rows: int, experts: int, gated: bool, tile: int, output: Output, _: object,
+        gathers: bool = False,
+    ) -> Gemm:  # fmt: skip
         """From the arguments of ``plan.plan_w4a16_experts``."""
-        return cls("experts", features, k, rows, experts, output, gated, tile)
+        return cls("experts", features, k, rows, experts, output, gated, tile, gathers)
 
     @property
     def shapes(self) -> list[KernelShape]:
         """The shapes worth trying."""
         if self.kind == "experts":
-            shapes = list(expert_shapes(self.k, self.tile, self.gated, self.output))
+            shapes = [
+                replace(shape, gathers=self.gathers)
+                for shape in expert_shapes(self.k, self.tile, self.gated, self.output)
+            ]
         else:
             found = product_shapes(self.k, self.rows, self.output)
             shapes = [shape for shape in found if shape.token_tile * NARROWEST >= self.rows]

@@ -67,8 +67,8 @@ FIRST_LIGHT = (
     ),
     Step(
         "server",
-        "SGLang serves the tiny model; new weights and NaN under graphs",
-        (*PYTEST, "tests/gpu/test_server.py", "tests/gpu/test_server_changes.py"),
+        "SGLang serves the tiny model; new weights and NaN under graphs; released formats",
+        (*PYTEST, *(f"tests/gpu/test_{name}.py" for name in ("server", "server_changes", "server_formats"))),
         2400,
     ),
     Step(

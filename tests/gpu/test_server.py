@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nvfp4_sgl.targets.choose import Target, choose
 from tests.support import bf16_logprobs, native
 from tests.support.bf16_logprobs import TOKENS, References, errors, generate, prompt
-from tests.support.gpu_server import FLAGS, SHAPES, outputs
+from tests.support.gpu_server import FLAGS, SHAPES, outputs, require_as_good
 from tests.support.server import ServerPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
@@ -50,20 +49,6 @@ def references(target: Target, checkpoint: Path) -> Iterator[References]:
         yield computed
 
 
-MEDIAN = {Target.SM90: 1.3, Target.SM100: 1.4}
-"""Bound of the median error, by the reference's."""
-
-
-def require_as_good(target: Target, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    quantiles = torch.tensor([0.5, 0.9])
-    print("error of log-probabilities, median and 90 %:", ours.quantile(quantiles), theirs.quantile(quantiles))
-    # Quantiles of few values scatter: with 112 of them an H200 once gave 1.4, with 3695 at most 1.16. The upper one
-    # scatters anyway, as flipped choices move all that follows: 1.46 between runs of the reference (test_decoder).
-    # SM100's bound is that of test_decoder.
-    assert ours.quantile(0.5) <= (MEDIAN[target] if len(ours) > 1000 else 2.0) * theirs.quantile(0.5)
-    assert ours.quantile(0.9) <= 2.0 * theirs.quantile(0.9)
-
-
 def test_cold_chunked_and_concurrent(target: Target, serve: ServerPool, checkpoint: Path, references: Any):
     """2500 tokens are three chunks; all requests at once decode in padded graphs."""
     server = serve(checkpoint, *FLAGS)
@@ -71,8 +56,8 @@ def test_cold_chunked_and_concurrent(target: Target, serve: ServerPool, checkpoi
     alone = [generate(server, ids, logprob_start_len=0) for ids in cold]
     with ThreadPoolExecutor(len(LENGTHS)) as threads:
         together = list(threads.map(lambda ids: generate(server, ids), crowd))
-    require_as_good(target, *errors(alone, cold, references))
-    require_as_good(target, *errors(together, crowd, references))
+    require_as_good(native.MODES[target], *errors(alone, cold, references))
+    require_as_good(native.MODES[target], *errors(together, crowd, references))
 
 
 def test_prefix_cache(target: Target, serve: ServerPool, checkpoint: Path, references: Any):
@@ -86,7 +71,7 @@ def test_prefix_cache(target: Target, serve: ServerPool, checkpoint: Path, refer
         assert answer["meta_info"]["cached_tokens"] == shared
         answers.append(answer)
         prompts.append(again)
-    require_as_good(target, *errors(answers, prompts, references))
+    require_as_good(native.MODES[target], *errors(answers, prompts, references))
 
 
 def test_the_server_says_what_runs(target: Target, serve: ServerPool, checkpoint: Path):

@@ -45,6 +45,8 @@ def test_all_shapes_but_the_narrowest_are_tried() -> None:
         numbers = {(shape.split_k, shape.ctas_per_sm) for shape in gemm.shapes}
         assert {(1, 1), (1, 2), (1, 3), (3, 1)} <= numbers
         assert len(numbers) == len(gemm.shapes)
+    gathering = replace(DOWN, gated=True, gathers=True)
+    assert gathering.shapes and all(shape.gathers and shape.gated for shape in gathering.shapes)
 
 
 class Fake(Step):

@@ -191,7 +191,9 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS) - {"pair"}
-    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", "crowd")]
+    servers = [
+        f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", "server_formats", "crowd")
+    ]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
