@@ -43,7 +43,7 @@ from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_W
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .layout import TILE_K, TILE_ROWS
-from .load import ROW_LAYOUT, GatheredLoads, StageLoads, row_layout
+from .load import GatheredLoads, StageLoads
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
 from .warp_sums import WarpSums
 from .warpgroup_sums import WarpgroupSums
@@ -94,10 +94,12 @@ class W4A16Gemm(Gemm):
         source = cute.make_tensor(
             a.tokens, cute.make_layout((a.rows, a.k, batch), stride=(a.token_row, 1, a.token_group))
         )
-        staged, tile = cute.slice_(layout, (None, None, 0)), (shape.token_tile, TILE_K)
-        if shape.gathers:
-            staged, tile = row_layout(), ROW_LAYOUT
-        tma_tokens = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), source, staged, tile)
+        tma_tokens: Any = (None, source)
+        if not shape.gathers:
+            tma_tokens = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)),
+                (shape.token_tile, TILE_K),
+            )  # fmt: skip
         rows, words = tile_box(shape.tile_bytes)
         feature_tiles, k_tiles = cute.ceil_div(a.features, TILE_ROWS), cute.ceil_div(a.k, TILE_K)
         packed = cute.make_tensor(
@@ -141,7 +143,7 @@ class W4A16Gemm(Gemm):
         mma: cute.TiledMma,
         weight_atom: cute.CopyAtom,
         weights: cute.Tensor,
-        atom: cute.CopyAtom,
+        atom: Any,
         tokens: cute.Tensor,
         outputs: Any,
         offsets: Any,
@@ -166,9 +168,11 @@ class W4A16Gemm(Gemm):
         reduction = ClusterReduction(shape, rank, *exchange, own.index, own.lane)
         if warp == load_warp:
             cpasync.prefetch_descriptor(weight_atom)
-            cpasync.prefetch_descriptor(atom)
+            if cutlass.const_expr(not shape.gathers):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                ring.initialise(1, CONSUMER_WARPS)
+                # Of rows that are gathered each lane's copies arrive.
+                ring.initialise(1 + WARP_LANES if shape.gathers else 1, CONSUMER_WARPS)
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
                 cute.arch.mbarrier_init_fence()
@@ -214,8 +218,10 @@ class W4A16Gemm(Gemm):
                 policy = Int64(EVICT_LAST) if once else None
                 loads: Any
                 if cutlass.const_expr(shape.gathers):
-                    place_of_tokens = storage.tokens.data_ptr()
-                    loads = GatheredLoads.create(shape, load, atom, tokens, place_of_tokens, sources, own.lane)
+                    loads = GatheredLoads(
+                        shape, load, storage.tokens.data_ptr().toint(), tokens.iterator.toint(),
+                        Int64(tokens.stride[0]) * 2, tokens.shape[1], sources, own.lane,
+                    )  # fmt: skip
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
@@ -233,7 +239,6 @@ class W4A16Gemm(Gemm):
                 "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [{$r0}], {zero, zero, zero, zero}; }",
                 read_only_args=[first + Uint32(vector * 16)],
             )
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     def _tokens(self, storage: Any) -> cute.Tensor:
         """Staged: (token, k, stage)."""

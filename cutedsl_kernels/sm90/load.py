@@ -1,4 +1,4 @@
-"""The loads of a stage by TMA: a tile of weights, and its tokens as a tile or row by row."""
+"""The loads of a stage: a tile of weights by TMA, and its tokens, as a tile by TMA or row by row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.fixed import Fixed
 from ..common.ring import Ring
+from ..common.shape import WARP_LANES
 from .layout import TILE_K
 from .shape import KernelShape
+from .warp_sums import SWIZZLED_BYTES
 from .weights import WeightLoad
 
 
@@ -62,78 +64,70 @@ class StageLoads(Fixed):
         )  # fmt: skip
 
 
-ROW_K = 64
-"""Elements of K of one copy: a row of the swizzled tile."""
-ROW_LAYOUT = (1, ROW_K)
-
-
-def row_layout() -> Any:
-    """Layout of one copy in shared memory. Its place says how it is swizzled: by the row of 128 bytes that it is."""
-    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout(ROW_LAYOUT, stride=(ROW_K, 1)))
+VECTOR_BYTES = 16
+"""Bytes of one cp.async."""
+ROW_VECTORS = TILE_K * 2 // VECTOR_BYTES
+"""Vectors of a token in a stage: half as many as a warp has lanes."""
+ROWS_AT_ONCE = WARP_LANES // ROW_VECTORS
+SWIZZLED_UNITS = SWIZZLED_BYTES // VECTOR_BYTES
 
 
 @dataclass(frozen=True)
 class GatheredLoads(Fixed):
-    """Loads of weights, and of tokens from the rows of an unsorted matrix, each by copies of its own.
+    """Loads of weights by TMA, and by cp.async of tokens from the rows of an unsorted matrix, two rows at a time.
 
-    Rows of a tile that hold no token are not loaded: their results are nobody's.
+    Rows of a tile that hold no token are not loaded: their results are nobody's. The barrier of a stage expects each
+    lane's arrival, which its copies make when they are done, and one for the weights. By TMA, row by row, gate and up
+    of one token took twice as long (H200, 2026-11-26): each copy of 128 bytes is an instruction of the whole warp.
 
     Attributes:
-        place: shared pointer to the stages' tokens. slot: layout of a copy there.
-        tiles: global tensor (values, row, K in steps of ROW_K, group).
+        tokens: shared address of the stages' tokens. source: global address of the matrix; row_bytes: of its rows, from
+            one to the next. k: its columns.
         sources: int32 global tensor [rows]: the row of the matrix that is each row's token; negative for none.
         lane: of this thread.
     """
 
     shape: KernelShape
     weights: WeightLoad
-    atom: Any
-    place: Any
-    slot: Any
-    tiles: Any
+    tokens: Any
+    source: Any
+    row_bytes: Any
+    k: Any
     sources: Any
     lane: Any
-
-    @classmethod
-    def create(
-        cls, shape: KernelShape, weights: WeightLoad, atom: Any, tokens: Any, place: Any, sources: Any, lane: Any
-    ) -> GatheredLoads:
-        """Partition the global tensor ``tokens``."""
-        tiles = cute.local_tile(tokens, ROW_LAYOUT, (None, None, None))
-        row = cute.make_tensor(place, cute.make_layout(ROW_LAYOUT, stride=(ROW_K, 1)))
-        slot, tiles = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(row, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        return cls(shape, weights, atom, place, slot.layout, tiles, sources, lane)
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of a stage's weights and load them."""
         barrier = ring.full + position.index
         with cute.arch.elect_one():
-            cute.arch.mbarrier_expect_tx(barrier, self.shape.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.tile_bytes)
         self.weights.load(group, feature_tile, k_tile, position.index, barrier)
 
-    def find(self, token_tile: Any) -> tuple[Any, Any]:
-        """This lane's source, and how many rows hold a token."""
-        tile = self.shape.token_tile
-        source = self.sources[token_tile * tile + cutlass.min(self.lane, tile - 1)]
-        source = cutlass.select_(self.lane < tile, source, Int32(-1))
-        return source, cute.arch.popc(cute.arch.vote_ballot_sync(source >= 0))
+    def find(self, token_tile: Any) -> tuple[Any, ...]:
+        """The rows whose vectors this lane loads, negative for none."""
+        first = token_tile * self.shape.token_tile + self.lane // ROW_VECTORS
+        return tuple(self.sources[first + row] for row in range(0, self.shape.token_tile, ROWS_AT_ONCE))
 
-    @cute.jit
-    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any):
-        """Announce the bytes of a stage's tokens and load them."""
-        source, count = place
-        barrier = ring.full + position.index
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * (TILE_K * 2))
-        staged = self.place + position.index * (self.shape.token_tile * TILE_K)
-        for row in cutlass.range(self.shape.token_tile, unroll=1):
-            taken = cute.arch.shuffle_sync(source, row)
-            if taken >= 0:
-                for half in cutlass.range_constexpr(TILE_K // ROW_K):
-                    target = staged + (half * self.shape.token_tile + row) * ROW_K
-                    cute.copy(
-                        self.atom, self.tiles[None, taken, k_tile * (TILE_K // ROW_K) + half, 0],
-                        cute.make_tensor(target, self.slot), tma_bar_ptr=barrier,
-                    )  # fmt: skip
+    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
+        """Load a stage's tokens."""
+        vector, first = self.lane % ROW_VECTORS, self.lane // ROW_VECTORS
+        column = k_tile * TILE_K + vector * (VECTOR_BYTES // 2)
+        begin = self.source + Int64(column) * 2
+        valid = cutlass.min(cutlass.max((self.k - column) * 2, 0), VECTOR_BYTES)
+        half, unit = vector // SWIZZLED_UNITS, vector % SWIZZLED_UNITS
+        staged = self.tokens + position.index * self.shape.token_bytes
+        for i, taken in enumerate(place):
+            row = first + i * ROWS_AT_ONCE
+            offset = (half * self.shape.token_tile + row) * SWIZZLED_BYTES
+            offset += (unit ^ (row % SWIZZLED_UNITS)) * VECTOR_BYTES
+            cute.arch.inline_ptx(
+                "{ .reg .pred p; setp.ge.s32 p, {$r3}, 0;"
+                " @p cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; }",
+                read_only_args=[
+                    Uint32(staged + offset), begin + Int64(taken) * self.row_bytes, Uint32(valid), Int32(taken)
+                ],
+            )  # fmt: skip
+        cute.arch.inline_ptx(
+            "cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];",
+            read_only_args=[Uint32((ring.full + position.index).toint())],
+        )
