@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +13,14 @@ from .ring import Ring
 
 
 class StageLoads(Protocol):
-    """The loads of a stage's operands; the ring's barrier of the stage counts their bytes."""
+    """The loads of a stage's operands; the ring's barrier of the stage counts their bytes.
+
+    Attributes:
+        FINDS_EARLY: whether ``find`` reads memory, so that it shall begin before the first weights are sent for. It is
+            then called for a CTA without a tile, too.
+    """
+
+    FINDS_EARLY: ClassVar[bool]
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of the stage, or those of its weights, and load its weights."""
@@ -45,7 +52,8 @@ def load_stages(
         # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
         # A cluster without a tile must load nothing: it would end before the loads have.
         early = cutlass.select_(first < total, cutlass.min(Int32(ring.stages), k_end - k_begin), Int32(0))
-        first_feature_tile, _, first_group, _, _ = schedule.locate(first)
+        first_feature_tile, first_token_tile, first_group, _, _ = schedule.locate(first)
+        first_place = loads.find(first_token_tile) if cutlass.const_expr(loads.FINDS_EARLY) else None
         ahead = ring.producer()
         for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
             loads.load_weights(ring, ahead, first_feature_tile, k_tile, first_group)
@@ -55,7 +63,13 @@ def load_stages(
     tile = first
     while tile < total:
         feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
-        place = loads.find(token_tile)
+        place: Any
+        if cutlass.const_expr(is_early and loads.FINDS_EARLY):
+            place = first_place
+            if tile != first:
+                place = loads.find(token_tile)
+        else:
+            place = loads.find(token_tile)
         begin, end = work.slice_of(tile)
         for k_tile in cutlass.range(begin, end, unroll=1):
             if tile != first or k_tile - begin >= early:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
@@ -75,6 +75,8 @@ class StageLoads(Fixed):
         peer: this CTA's number in its pair; the first one announces the bytes of both.
         bytes: of the stage, in all CTAs that the first one's barrier stands for.
     """
+
+    FINDS_EARLY: ClassVar[bool] = False
 
     weights: tuple[OperandLoad, OperandLoad]
     tokens: tuple[OperandLoad, OperandLoad]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +27,8 @@ class StageLoads(Fixed):
         slots: shared tensor (values, slot) of tokens, ``tiles``: global tensor (values, token tile, K tile, group).
         policy: L2 cache policy of the tokens, or None.
     """
+
+    FINDS_EARLY: ClassVar[bool] = False
 
     shape: KernelShape
     weights: WeightLoad
@@ -87,6 +89,8 @@ class GatheredLoads(Fixed):
         lane: of this thread.
     """
 
+    FINDS_EARLY: ClassVar[bool] = True
+
     shape: KernelShape
     weights: WeightLoad
     tokens: Any
@@ -105,7 +109,10 @@ class GatheredLoads(Fixed):
 
     def find(self, token_tile: Any) -> tuple[Any, ...]:
         """The rows whose vectors this lane loads, negative for none."""
-        first = token_tile * self.shape.token_tile + self.lane // ROW_VECTORS
+        # A CTA without a tile asks for whatever it takes for its first.
+        last = cute.size(self.sources) // self.shape.token_tile - 1
+        tile = cutlass.max(cutlass.min(token_tile, last), 0)
+        first = tile * self.shape.token_tile + self.lane // ROW_VECTORS
         return tuple(self.sources[first + row] for row in range(0, self.shape.token_tile, ROWS_AT_ONCE))
 
     def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:

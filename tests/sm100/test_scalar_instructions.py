@@ -65,6 +65,8 @@ INTEGER: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("neg.s32", ["i4"], "i4", lambda a: -a),
     ("abs.s32", ["i4"], "i4", abs),
     ("min.s32", ["i4", "i4"], "i4", min),
+    ("min.relu.s32", ["i4", "i4"], "i4", lambda a, b: max(min(a, b), 0)),
+    ("max.relu.s32", ["i4", "i4"], "i4", lambda a, b: max(a, b, 0)),
     ("max.u32", ["u4", "u4"], "u4", max),
     ("popc.b32", ["u4"], "u4", lambda a: bin(a).count("1")),
     ("popc.b64", ["u8"], "u4", lambda a: bin(a).count("1")),

@@ -318,7 +318,10 @@ def build_min_max(decoder: Decoder) -> Execute:
     if type_name[0] == "b" or type_name == "f64" or (type_name != "f32" and (nan or ftz)):
         raise UnsupportedError(f"{name}.{type_name}")
     if type_name != "f32":
-        return _apply(decoder, np.minimum if name == "min" else np.maximum, type_name)
+        whole: Function = np.minimum if name == "min" else np.maximum
+        if type_name == "s32" and decoder.flag("relu"):  # a negative result becomes 0
+            return _apply(decoder, lambda a, b: np.maximum(whole(a, b), np.int32(0)), type_name)
+        return _apply(decoder, whole, type_name)
     pick: Function = {
         ("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum
     }[name, nan]  # fmt: skip
