@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,59 @@ def test_the_configuration_is_that_of_the_release(tmp_path: Path) -> None:
         assert {key: config[key] for key in FLASH} == FLASH
     verified = verify_dummy(write_flash(tmp_path / "short", TinyFormat.NVFP4_FULL, layers=8))
     assert verified.config.num_hidden_layers == 8
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """A server that answers what SGLang's client asks for, and keeps what it was asked to generate."""
+
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._answer(b"{}")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path != "/generate":
+            return self._answer(b"{}")
+        self.asked.append(json.loads(body))
+        tokens = self.asked[-1]["sampling_params"]["max_new_tokens"]
+        parts = [{"text": "x" * n, "meta_info": {"completion_tokens": n}} for n in range(1, tokens + 1)]
+        self._answer(b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    asked: list[dict[str, Any]] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Recording", (Recorder,), {"asked": asked}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def test_prompts_have_the_tokens_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: tuple[str, list[dict[str, Any]]]
+) -> None:
+    """By SGLang's own client. As text they once came to thirty times as many."""
+    from benchmarks.client import started
+    from benchmarks.flash import write_flash
+    from benchmarks.full_size import served
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "launch"))
+    url, asked = recorder
+    model = write_flash(tmp_path / "ours" / "model", TinyFormat.NVFP4_FULL)
+    with started(tmp_path / "client.log", 240) as client:
+        found = served(client, url, model, count=2, prompt=100, tokens=5)
+    assert found["completed"] == 4
+    assert len(asked) > 4  # it warms up
+    for request in asked:
+        assert len(request["input_ids"]) == 100
+        assert max(request["input_ids"]) < FLASH["vocab_size"]
