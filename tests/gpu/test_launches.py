@@ -39,8 +39,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run replaces the 
 LAYERS = range(3)
 REQUESTS, CAPACITY = 24, 4096
 LARGEST_PREFILL = 2048
-MOST = {LayerKind.CSA: 10, LayerKind.HCA: 8, LayerKind.SWA: 8}
-"""Launches of a decode layer beside products. With NVFP4 products two of them go: SwiGLU, gathering."""
+MOST = {LayerKind.CSA: 9, LayerKind.HCA: 7, LayerKind.SWA: 7}
+"""Launches of a decode layer beside products, while the experts' GEMM gathers its tokens; else one more sorts them."""
+GATHERED_REQUESTS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,8 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
                 x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
                 block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
             kind = model.config.kind(layer)
-            assert len(launches) <= MOST[kind], f"{kind.name}: {Counter(launch.name for launch in launches)}"
+            most = MOST[kind] + (requests > GATHERED_REQUESTS)
+            assert len(launches) <= most, f"{kind.name}: {Counter(launch.name for launch in launches)}"
 
 
 @contextmanager
