@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -13,14 +13,14 @@ from .ring import Ring
 
 
 class StageLoads(Protocol):
-    """The loads of a stage's operands; the ring's barrier of the stage counts their bytes.
+    """The loads of a stage's operands; the ring's barrier of the stage counts their bytes."""
 
-    Attributes:
-        FINDS_EARLY: whether ``find`` reads memory, so that it shall begin before the first weights are sent for. It is
-            then called for a CTA without a tile, too.
-    """
+    @property
+    def finds_early(self) -> bool:
+        """Whether ``find`` reads memory, so that it shall begin before the first weights are sent for.
 
-    FINDS_EARLY: ClassVar[bool]
+        It is then called for a CTA without a tile, too.
+        """
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of the stage, or those of its weights, and load its weights."""
@@ -28,34 +28,37 @@ class StageLoads(Protocol):
     def find(self, token_tile: Any) -> Any:
         """Where a tile's tokens are, as ``load_tokens`` takes it."""
 
-    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
+    def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
         """Load the stage's tokens."""
+
+    def finish(self) -> None:
+        """After the last stage: a warp may not end while copies of its lanes are under way."""
 
 
 @cute.jit
 def load_stages(
-    loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work: Work, is_early: cutlass.Constexpr,
+    loads: StageLoads, ring: Ring, schedule: Any, total: Int32, work: Work, weights_first: cutlass.Constexpr,
     drains: cutlass.Constexpr = False,
 ):  # fmt: skip
     """Load the operands of all of a CTA's tiles; by one warp.
 
     Args:
         schedule: which tile each of ``total`` blocks is.
-        is_early: whether to load weights before the previous kernel has ended: not if that kernel says which.
+        weights_first: whether to send for the weights of as many stages as there are before any tokens, and before the
+            previous kernel has ended unless that was waited for: not if weights of the first tile depend on it.
         drains: whether to wait at the end until all stages are free. They must be where other CTAs free them, too: what
             they signal here after this CTA had ended would go astray.
     """
     first = work.first
     k_begin, k_end = work.slice_of(first)
-    early = Int32(0)
-    if cutlass.const_expr(is_early):
-        # Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
+    sent = Int32(0)
+    if cutlass.const_expr(weights_first):
         # A cluster without a tile must load nothing: it would end before the loads have.
-        early = cutlass.select_(first < total, cutlass.min(Int32(ring.stages), k_end - k_begin), Int32(0))
+        sent = cutlass.select_(first < total, cutlass.min(Int32(ring.stages), k_end - k_begin), Int32(0))
         first_feature_tile, first_token_tile, first_group, _, _ = schedule.locate(first)
-        first_place = loads.find(first_token_tile) if cutlass.const_expr(loads.FINDS_EARLY) else None
+        first_rows = loads.find(first_token_tile) if cutlass.const_expr(loads.finds_early) else None
         ahead = ring.producer()
-        for k_tile in cutlass.range(k_begin, k_begin + early, unroll=1):
+        for k_tile in cutlass.range(k_begin, k_begin + sent, unroll=1):
             loads.load_weights(ring, ahead, first_feature_tile, k_tile, first_group)
             ahead.advance()
         cute.arch.griddepcontrol_wait()
@@ -63,21 +66,22 @@ def load_stages(
     tile = first
     while tile < total:
         feature_tile, token_tile, weight_group, token_group, _ = schedule.locate(tile)
-        place: Any
-        if cutlass.const_expr(is_early and loads.FINDS_EARLY):
-            place = first_place
+        token_rows: Any
+        if cutlass.const_expr(weights_first and loads.finds_early):
+            token_rows = first_rows
             if tile != first:
-                place = loads.find(token_tile)
+                token_rows = loads.find(token_tile)
         else:
-            place = loads.find(token_tile)
+            token_rows = loads.find(token_tile)
         begin, end = work.slice_of(tile)
         for k_tile in cutlass.range(begin, end, unroll=1):
-            if tile != first or k_tile - begin >= early:
+            if tile != first or k_tile - begin >= sent:
                 ring.wait_empty(position)
                 loads.load_weights(ring, position, feature_tile, k_tile, weight_group)
-            loads.load_tokens(ring, position, place, k_tile, token_group)
+            loads.load_tokens(ring, position, token_rows, k_tile, token_group)
             position.advance()
         tile += work.step
+    loads.finish()
     if cutlass.const_expr(drains):
         for _ in cutlass.range_constexpr(ring.stages):
             ring.wait_empty(position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
@@ -76,12 +76,14 @@ class StageLoads(Fixed):
         bytes: of the stage, in all CTAs that the first one's barrier stands for.
     """
 
-    FINDS_EARLY: ClassVar[bool] = False
-
     weights: tuple[OperandLoad, OperandLoad]
     tokens: tuple[OperandLoad, OperandLoad]
     peer: Any
     bytes: int
+
+    @property
+    def finds_early(self) -> bool:
+        return False
 
     @cute.jit
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any):
@@ -96,7 +98,10 @@ class StageLoads(Fixed):
     def find(self, token_tile: Any) -> Any:
         return token_tile
 
-    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
+    def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
         """Load a stage's tokens."""
         for load in self.tokens:
-            load.load(place, k_tile, group, position.index, ring.full + position.index)
+            load.load(token_rows, k_tile, group, position.index, ring.full + position.index)
+
+    def finish(self) -> None:
+        """Nothing: the multiplying warp waits for every copy."""

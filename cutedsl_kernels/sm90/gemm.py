@@ -12,8 +12,9 @@ Operands: weights in the tiles of layout.py or fp8_layout.py; bf16 tokens, K con
 of tokens; features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
-in a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA. Up to 16 tokens every warp
-multiplies by itself (warp_sums.py), with more a warpgroup does (warpgroup_sums.py). CTAs are persistent.
+in a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA, or by cp.async from the rows of an
+unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp_sums.py), with more a warpgroup does
+(warpgroup_sums.py). CTAs are persistent.
 
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
 previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they

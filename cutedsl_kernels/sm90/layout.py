@@ -1,6 +1,6 @@
 """NVFP4 weights in the order in which tensor cores take them from registers: plain torch, on any device, and back.
 
-A tile is 128 rows by 128 of K: 9,216 bytes that one bulk copy brings, 8,192 of codes and 1,024 of block scales. Each of
+A tile is 128 rows by 128 of K: 9,216 bytes that one copy brings, 8,192 of codes and 1,024 of block scales. Each of
 the eight consumer warps owns 16 rows. In the A fragment of ``wgmma.m64nNk16`` and ``mma.m16n8k16`` lane l holds, with
 g = l / 4 and t = l % 4, four registers of two values each: rows g, g + 8, g, g + 8 and k = 2 t, 2 t, 2 t + 8, 2 t + 8
 (and one more).

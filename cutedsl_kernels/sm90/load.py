@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,8 +28,6 @@ class StageLoads(Fixed):
         policy: L2 cache policy of the tokens, or None.
     """
 
-    FINDS_EARLY: ClassVar[bool] = False
-
     shape: KernelShape
     weights: WeightLoad
     atom: Any
@@ -48,6 +46,10 @@ class StageLoads(Fixed):
         )
         return cls(shape, weights, atom, slots, tiles, policy)
 
+    @property
+    def finds_early(self) -> bool:
+        return False
+
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce a stage's bytes and load its weights."""
         barrier = ring.full + position.index
@@ -58,12 +60,15 @@ class StageLoads(Fixed):
     def find(self, token_tile: Any) -> Any:
         return token_tile
 
-    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
+    def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
         """Load a stage's tokens."""
         cute.copy(
-            self.atom, self.tiles[None, place, k_tile, group], self.slots[None, position.index],
+            self.atom, self.tiles[None, token_rows, k_tile, group], self.slots[None, position.index],
             tma_bar_ptr=ring.full + position.index, cache_policy=self.policy,
         )  # fmt: skip
+
+    def finish(self) -> None:
+        """Nothing: the multiplying warps wait for every copy."""
 
 
 VECTOR_BYTES = 16
@@ -89,8 +94,6 @@ class GatheredLoads(Fixed):
         lane: of this thread.
     """
 
-    FINDS_EARLY: ClassVar[bool] = True
-
     shape: KernelShape
     weights: WeightLoad
     tokens: Any
@@ -99,6 +102,11 @@ class GatheredLoads(Fixed):
     k: Any
     sources: Any
     lane: Any
+
+    @property
+    def finds_early(self) -> bool:
+        # The rows of 16 tokens, held meanwhile, would take 80 registers, and three CTAs of an SM have 72.
+        return self.shape.token_tile == 8
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of a stage's weights and load them."""
@@ -115,7 +123,7 @@ class GatheredLoads(Fixed):
         first = tile * self.shape.token_tile + self.lane // ROW_VECTORS
         return tuple(self.sources[first + row] for row in range(0, self.shape.token_tile, ROWS_AT_ONCE))
 
-    def load_tokens(self, ring: Ring, position: Any, place: Any, k_tile: Any, group: Any) -> None:
+    def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
         """Load a stage's tokens."""
         vector, first = self.lane % ROW_VECTORS, self.lane // ROW_VECTORS
         column = k_tile * TILE_K + vector * (VECTOR_BYTES // 2)
@@ -123,7 +131,7 @@ class GatheredLoads(Fixed):
         valid = cutlass.min(cutlass.max((self.k - column) * 2, 0), VECTOR_BYTES)
         half, unit = vector // SWIZZLED_UNITS, vector % SWIZZLED_UNITS
         staged = self.tokens + position.index * self.shape.token_bytes
-        for i, taken in enumerate(place):
+        for i, taken in enumerate(token_rows):
             row = first + i * ROWS_AT_ONCE
             offset = (half * self.shape.token_tile + row) * SWIZZLED_BYTES
             offset += (unit ^ (row % SWIZZLED_UNITS)) * VECTOR_BYTES
@@ -138,3 +146,7 @@ class GatheredLoads(Fixed):
             "cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];",
             read_only_args=[Uint32((ring.full + position.index).toint())],
         )
+
+    def finish(self) -> None:
+        """Wait for the copies of this lane."""
+        cute.arch.inline_ptx("cp.async.wait_all;")

@@ -145,6 +145,7 @@ def _check_sources(op: str, tokens: Tensor, token_tile: int, sources: Tensor, li
     require_same_device("out", out, **{f"{op}: sources": sources})
     require_dtype(f"{op}: sources", sources, torch.int32)
     require_shape(f"{op}: sources", sources, (out.shape[0],), "[rows of out]")
+    require_multiple(f"{op}: sources", "rows", out.shape[0], token_tile, "they are looked up by whole tiles")
     require_contiguous(f"{op}: sources", sources)
     if tokens.shape[0] > out.shape[0]:
         raise OperandValueError(

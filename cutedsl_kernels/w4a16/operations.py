@@ -92,8 +92,8 @@ def expert_gate_up(
         offsets, counts: int32 [E], the first row and the rows of each expert.
         weights: ``TiledWeights.allocate_gated_experts``, E matrices of 2 I rows.
         limit: the SwiGLU clamp; part of the kernel's code.
-        sources: int32 [R], which row of ``tokens`` each sorted row is; negative for a row that is none. For token tiles
-            that gather alone (:func:`w4a16_gathers`).
+        sources: int32 [R], which row of ``tokens`` each sorted row is; negative for a row that is none. R is a multiple
+            of ``token_tile``, which must be one that gathers (:func:`w4a16_gathers`).
         out: bf16 [R, I]; allocated unless given. Rows that belong to no expert's tiles are left as they are.
 
     Returns:

@@ -19,6 +19,9 @@ SHAPES = [
     KernelShape(16, grouped=True),
     KernelShape(32, split_k=8, gated=True, grouped=True),
     KernelShape(64, split_k=2, gated=True, grouped=True),
+    KernelShape(8, gated=True, grouped=True, gathers=True),
+    KernelShape(16, gated=True, grouped=True, gathers=True),
+    KernelShape(8, split_k=4, gated=True, grouped=True, gathers=True),
 ]
 
 

@@ -18,6 +18,7 @@ from tests.sm100.support.snippets import make_launch
 
 MODES = {"immediate": Options(overlap=True), "random": Options("random", 1, overlap=True)}
 GATE_UP = ExpertCase(KernelShape(8, gated=True, grouped=True), (3, 0, 8), features=64, k=128)
+GATHERING = replace(GATE_UP, shape=replace(GATE_UP.shape, gathers=True))
 DOWN = ExpertCase(KernelShape(8, grouped=True), GATE_UP.counts, features=72, k=GATE_UP.features)
 WAIT = "griddepcontrol.wait;"
 TOO_EARLY = r"without griddepcontrol\.wait"
@@ -31,14 +32,18 @@ ROUTE = """mov.u32 %r0, %tid.x; ld.param.b64 %q0, [p0]; ld.param.b64 %q1, [p1];
 """Copies offsets and counts to where the next kernels read them, as the last thing it does."""
 
 
-def run_layer(options: Options, gate_up: Compiled | None = None, down: Compiled | None = None) -> tuple[Tensor, Tensor]:
+def run_layer(
+    options: Options, gate_up: Compiled | None = None, down: Compiled | None = None, case: ExpertCase = GATE_UP
+) -> tuple[Tensor, Tensor]:
     """Routing, gates and ups, down, each after the other: outputs of the second kernel and of the third."""
-    (first, _), (second, _) = GATE_UP.build(), DOWN.build()
+    (first, weights), (second, _) = case.build(), DOWN.build()
     assert first.offsets is not None and first.counts is not None
-    known = torch.stack([first.offsets, first.counts])
+    made = [first.offsets, first.counts, *([] if first.sources is None else [first.sources])]
+    known = torch.cat(made)
     routes = torch.zeros_like(known)
-    first = replace(first, offsets=routes[0], counts=routes[1])
-    second = replace(second, tokens=first.out, offsets=routes[0], counts=routes[1])
+    offsets, counts, *sources = routes.split([len(part) for part in made])
+    first = replace(first, offsets=offsets, counts=counts, sources=sources[0] if sources else None)
+    second = replace(second, tokens=first.out, offsets=offsets, counts=counts)
     reads = [first.weights, first.tokens, first.alpha, second.weights, second.alpha]
     with emulated(options, reads=[span(t) for t in reads], writes=[routes, first.out, second.out]) as emulator:
         body, buffers = ROUTE.format(words=known.numel()), [known.numpy(), routes.numpy()]
@@ -46,15 +51,16 @@ def run_layer(options: Options, gate_up: Compiled | None = None, down: Compiled 
         emulator.stream.submit(route, programmatic=False)
         emulator(gate_up or compile_shape(first.shape), first.arguments(2), 0)
         emulator(down or compile_shape(second.shape), second.arguments(2), 0)
-    GATE_UP.compare(first, GATE_UP.build()[1])
+    case.compare(first, weights)
     DOWN.compare(second, DOWN.build()[1])
     return first.out, second.out
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_kernel_takes_what_those_before_it_write(mode: str) -> None:
-    alone = run_layer(Options())
-    for found, expected in zip(run_layer(MODES[mode]), alone, strict=True):
+@pytest.mark.parametrize("case", [GATE_UP, GATHERING], ids=["sorted rows", "gathered rows"])
+def test_each_kernel_takes_what_those_before_it_write(case: ExpertCase, mode: str) -> None:
+    alone = run_layer(Options(), case=case)
+    for found, expected in zip(run_layer(MODES[mode], case=case), alone, strict=True):
         for rows in GATE_UP.rows():
             assert torch.equal(found[rows], expected[rows]) and expected[rows].isfinite().all()
 
@@ -66,6 +72,14 @@ def test_experts_need_their_wait(kernel: str) -> None:
     mutant: dict[str, Any] = {kernel: compiled.patched(WAIT, "")}
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_layer(MODES["immediate"], **mutant)
+
+
+def test_gathering_needs_the_first_of_its_waits() -> None:
+    """The second, before the first tokens, comes after counts and rows have been read."""
+    compiled = compile_shape(GATHERING.shape)
+    early = Compiled(compiled.function, compiled.ptx.replace(WAIT, "", 1))
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_layer(MODES["immediate"], gate_up=early, case=GATHERING)
 
 
 def test_weights_loaded_before_the_counts_are_known_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

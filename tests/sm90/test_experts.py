@@ -81,12 +81,15 @@ MODES = {
     "loads starved": (Options("starved", 2, "tma_load"), 1),
     "stores starved": (Options("starved", 3, "tma_store"), 1),
     "tensor core starved": (Options("starved", 4, "warpgroup"), 1),
+    "gathering starved": (Options("starved", 5, "cp_async"), 2),
 }
 """When engines act, and on how many clusters."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [gate_up(8), down(8), gate_up(8, split_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [gate_up(8), down(8), gate_up(8, split_k=2), gather(8), gather(16), gather(8, split_k=2)], ids=str
+)
 def test_results_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
     """Three tiles or more, a full one and an empty expert among them."""
     ExpertCase(shape, (0, 16, 3), features=40, k=448).check(*MODES[mode])
@@ -103,7 +106,7 @@ def test_the_limit_acts_where_it_must(loudness: float) -> None:
     case.check()
 
 
-@pytest.mark.parametrize("shape", [down(8), gate_up(8, split_k=2)], ids=str)
+@pytest.mark.parametrize("shape", [down(8), gate_up(8, split_k=2), gather(8), gather(16, split_k=2)], ids=str)
 def test_no_expert_has_a_token(shape: KernelShape) -> None:
     statistics = ExpertCase(shape, (0, 0, 0), features=128, k=256).check(clusters=2)
     assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0

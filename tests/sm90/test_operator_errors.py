@@ -118,6 +118,10 @@ def test_wrong_products(changed: dict[str, Any], message: str, runner: DryLaunch
         ({"sources": SOURCES[1:]}, r"sources: expected shape \(24,\)"),
         ({"sources": SOURCES.repeat(2)[::2]}, "sources: expected .*contiguous"),
         ({"sources": SOURCES, "tokens": torch.zeros(T + 1, K, dtype=BF16)}, "tokens: expected at most as many rows"),
+        (
+            {"sources": SOURCES[:20], "tokens": torch.zeros(5, K, dtype=BF16), "out": torch.zeros(20, F, dtype=BF16)},
+            "sources: expected rows to be a positive multiple of 8 .*found 20",
+        ),
         ({"sources": SOURCES, "token_tile": 32}, "sources: expected a gated GEMM with a token tile that gathers"),
         ({"sources": SOURCES, "limit": None}, "sources: expected a gated GEMM"),
     ],

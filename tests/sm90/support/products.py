@@ -241,7 +241,7 @@ class ExpertCase:
         used = torch.cat([torch.arange(rows.start, rows.stop) for rows in self.rows()])
         order = torch.randperm(len(used), generator=torch.Generator().manual_seed(self.seed))
         sources = torch.full((len(tokens),), -1, dtype=torch.int32)
-        matrix = torch.full_like(tokens[: len(used)], float("nan"))
+        matrix = tokens.new_full((max(len(used), 1), self.k), float("nan"))
         for place, row in zip(order.tolist(), used.tolist(), strict=True):
             sources[row], matrix[place] = place, tokens[row]
         for row, other in zip(used[1::3].tolist(), used[::3].tolist(), strict=False):
