@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.families import relative_error
 from benchmarks.hopper_runs import compile_all
-from benchmarks.profile_decoder import FLASH_PROMPT, flash_model, prompt, replay_us
+from benchmarks.profile_decoder import FLASH_PROMPT, each_us, flash_model, prompt
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
@@ -138,7 +138,7 @@ class Step:
         self.plans.instead = instead
         with self.plans.active():
             graph = capture(self._captured.forward)
-        us = replay_us(graph)
+        us = each_us(graph.replay)
         self._check(self._captured.logits, instead)
         return us
 

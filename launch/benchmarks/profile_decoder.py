@@ -16,6 +16,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +44,7 @@ CONTEXT = 2500
 """Tokens before a decode pass: more ratio-4 entries than are chosen."""
 FLASH_DECODING, FLASH_PROMPT, FLASH_CONTEXT = (1, 16, 64), 1024, 2048
 REPEATS = 5
-REPLAYS = 40
+REPLAYS, PREFILLS = 40, 5
 
 
 def launches(run: Callable[[], object], attempts: int = 3) -> list[tuple[str, float]]:
@@ -69,13 +70,13 @@ def launches(run: Callable[[], object], attempts: int = 3) -> list[tuple[str, fl
     return launches(run, attempts - 1)
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Median microseconds of a replay, from one to the next of several in a row."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    graph.replay()
+def each_us(run: Callable[[], object], repeats: int = REPLAYS) -> float:
+    """Median microseconds of a run, from one to the next of several in a row."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    run()
     for mark in marks:
         mark.record()
-        graph.replay()
+        run()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) * 1000 for begin, end in pairwise(marks))
 
@@ -133,10 +134,10 @@ def sections(model: Standalone) -> Iterator[Section]:
             model.extend({request: prompt(CONTEXT)})
         captured = CapturedDecode(model, requests)
         captured({request: [7] for request in range(requests)})
-        yield section(title, "the whole pass", captured.graph.replay, replay_us(captured.graph))
+        yield section(title, "the whole pass", captured.graph.replay, each_us(captured.graph.replay))
         for part, run in parts(model, model.begin({request: [7] for request in range(requests)})):
             graph = capture(run)
-            yield section(title, part, graph.replay, replay_us(graph))
+            yield section(title, part, graph.replay, each_us(graph.replay))
     model.reset()
     work = model.begin({0: prompt(PROMPT)})
     title = f"prefill of {PROMPT}"
@@ -146,9 +147,18 @@ def sections(model: Standalone) -> Iterator[Section]:
 
 
 @torch.no_grad()
-def flash_sections(model: Standalone, decoding: Sequence[int]) -> Iterator[Section]:
-    """Decode steps as a whole: weights are too many for L2 to hold them from one step to the next."""
+def flash_sections(model: Standalone, decoding: Sequence[int], prompts: Sequence[int] = ()) -> Iterator[Section]:
+    """Decode steps and prompts as a whole: weights are too many for L2 to hold them from one pass to the next.
+
+    Prompts run as they are served, without a graph, so their time is the host's where the GPU waits for it.
+    """
     ours = our_kernels()
+    for tokens in prompts:
+        model.reset()
+        work = model.begin({0: prompt(tokens)})
+        forward = partial(model.forward, work)
+        title = f"prefill of {tokens}"
+        yield Section.of(title, "the whole pass", launches(forward), ours, each_us(forward, PREFILLS))
     for requests in decoding:
         model.reset()
         for request in range(requests):
@@ -156,7 +166,7 @@ def flash_sections(model: Standalone, decoding: Sequence[int]) -> Iterator[Secti
         captured = CapturedDecode(model, requests)
         captured({request: [7] for request in range(requests)})
         replay = captured.graph.replay
-        yield Section.of(f"decode of {requests}", "the whole pass", launches(replay), ours, replay_us(captured.graph))
+        yield Section.of(f"decode of {requests}", "the whole pass", launches(replay), ours, each_us(replay))
 
 
 def tiny_model() -> Standalone:
@@ -197,23 +207,30 @@ def main() -> None:
         default=FLASH_CONTEXT,
         help="with --flash: tokens that graphs are laid out for; what a long layout costs short requests",
     )
+    parser.add_argument(
+        "--prompts", nargs="+", type=int, default=[], help="with --flash: also prompts of so many tokens"
+    )
     parser.add_argument("--requests", nargs="+", type=int, default=FLASH_DECODING, help="with --flash: of a step")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
     if arguments.flash:
-        model = flash_model(arguments.flash, arguments.ranks, max(arguments.requests), arguments.context)
+        context = max([arguments.context, *arguments.prompts])
+        model = flash_model(arguments.flash, arguments.ranks, max(arguments.requests), context)
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     what = f"tiny, {SHAPES}"
     if arguments.flash:
-        what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {arguments.context} tokens"
+        what = (
+            f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {model.caches.capacity} tokens"
+        )
     print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
-    for section in flash_sections(model, arguments.requests) if arguments.flash else sections(model):
+    flash, requests, prompts = arguments.flash, arguments.requests, arguments.prompts
+    for section in flash_sections(model, requests, prompts) if flash else sections(model):
         found.append(section)
         print("\n" + section.text(), flush=True)
     if arguments.json:
