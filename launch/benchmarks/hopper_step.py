@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.families import relative_error
 from benchmarks.hopper_runs import compile_all
-from benchmarks.profile_decoder import FLASH_PROMPT, each_us, flash_model, prompt
+from benchmarks.profile_decoder import FLASH_PROMPT, each_us, flash_model, next_tokens, prompt
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
@@ -123,7 +123,7 @@ class Step:
             model.extend({request: prompt(FLASH_PROMPT)})
         with self.plans.active():
             self._captured = CapturedDecode(model, requests)
-        self._captured({request: [7] for request in range(requests)})
+        self._captured(next_tokens(requests))
         runs = 2  # one before the capture
         self.launches = {gemm: count // runs for gemm, count in self.plans.calls.items()}
         self.largest_error = 0.0

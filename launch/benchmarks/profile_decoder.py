@@ -120,6 +120,11 @@ def prompt(count: int) -> list[int]:
     return torch.randint(25, 500, (count,)).tolist()
 
 
+def next_tokens(requests: int) -> dict[int, list[int]]:
+    """A token of its own for each request: layers that route by token id send equal ones to the same experts."""
+    return {request: [25 + request] for request in range(requests)}
+
+
 @torch.no_grad()
 def sections(model: Standalone) -> Iterator[Section]:
     ours = our_kernels()
@@ -133,9 +138,9 @@ def sections(model: Standalone) -> Iterator[Section]:
         for request in range(requests):
             model.extend({request: prompt(CONTEXT)})
         captured = CapturedDecode(model, requests)
-        captured({request: [7] for request in range(requests)})
+        captured(next_tokens(requests))
         yield section(title, "the whole pass", captured.graph.replay, each_us(captured.graph.replay))
-        for part, run in parts(model, model.begin({request: [7] for request in range(requests)})):
+        for part, run in parts(model, model.begin(next_tokens(requests))):
             graph = capture(run)
             yield section(title, part, graph.replay, each_us(graph.replay))
     model.reset()
@@ -164,7 +169,7 @@ def flash_sections(model: Standalone, decoding: Sequence[int], prompts: Sequence
         for request in range(requests):
             model.extend({request: prompt(FLASH_PROMPT)})
         captured = CapturedDecode(model, requests)
-        captured({request: [7] for request in range(requests)})
+        captured(next_tokens(requests))
         replay = captured.graph.replay
         yield Section.of(f"decode of {requests}", "the whole pass", launches(replay), ours, each_us(replay))
 
