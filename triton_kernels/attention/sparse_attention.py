@@ -41,7 +41,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandTypeError, OperandValueError
@@ -60,6 +59,7 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.formats.rows import Rows
 
 from ..common import chip
+from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments
@@ -205,7 +205,7 @@ def sparse_attention(
     target, stats = (out, q) if partials is None else partials
     has_cos_sin = cos_sin is not None
     cos_sin = sink if cos_sin is None else cos_sin
-    head_blocks = triton.cdiv(heads, tiling.heads)
+    head_blocks = cdiv(heads, tiling.heads)
     attend[(tokens * head_blocks, splits)](
         q,
         q.stride(0),

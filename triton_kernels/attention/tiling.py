@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import triton
-
 from ..common import chip
+from ..common.integers import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -121,23 +120,23 @@ def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: 
     three stages: 13.5 us against 14.2 for 64 heads of 64 queries with 128 keys. For 256 queries, more programs than
     places, 32.7 against 32.2. The bits are the same.
     """
-    queries = triton.next_power_of_2(queries)
-    tiles = min(sum(triton.cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)
-    programs = queries * triton.cdiv(heads, SIXTEEN_HEADS.heads) * triton.cdiv(tiles, 2)
+    queries = next_power_of_2(queries)
+    tiles = min(sum(cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)
+    programs = queries * cdiv(heads, SIXTEEN_HEADS.heads) * cdiv(tiles, 2)
     if programs <= processors * SIXTEEN_HEADS.resident:
         return SIXTEEN_HEADS
-    if tiles <= MAX_UNSPLIT_TILES and queries * triton.cdiv(heads, SIXTEEN_HEADS.heads) <= processors:
+    if tiles <= MAX_UNSPLIT_TILES and queries * cdiv(heads, SIXTEEN_HEADS.heads) <= processors:
         return SIXTEEN_HEADS
     tiling = default_tiling(heads, packed=packed)
-    tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
-    if tiling == HOPPER and tiles <= 2 and queries * triton.cdiv(heads, tiling.heads) <= processors:
+    tiles = sum(cdiv(width, tiling.keys) for width in columns)
+    if tiling == HOPPER and tiles <= 2 and queries * cdiv(heads, tiling.heads) <= processors:
         return HOPPER_TWO_TILES
     return tiling
 
 
 def most_splits(queries: int, heads: int, processors: int, tiling: Tiling) -> int:
     """Return how many splits of each query the chip holds at once: programs of split keys wait for one another."""
-    return max(processors * tiling.resident // max(queries * triton.cdiv(heads, tiling.heads), 1), 1)
+    return max(processors * tiling.resident // max(queries * cdiv(heads, tiling.heads), 1), 1)
 
 
 MAX_POWER_OF_TWO_SPLITS = 16
@@ -175,16 +174,16 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
         processors: multiprocessors of the chip.
         tiling: the launch's.
     """
-    queries = triton.next_power_of_2(queries)
+    queries = next_power_of_2(queries)
     max_splits = most_splits(queries, heads, processors, tiling)
-    tiles = sum(triton.cdiv(width, tiling.keys) for width in columns)
+    tiles = sum(cdiv(width, tiling.keys) for width in columns)
     max_splits = max(min(tiles, max_splits), 1)
 
     def cost(splits: int) -> float:
-        is_crowded = queries * triton.cdiv(heads, tiling.heads) * splits > processors
-        return (triton.cdiv(tiles, splits) + 2 * (splits > 1)) * (CROWDED if is_crowded else 1)
+        is_crowded = queries * cdiv(heads, tiling.heads) * splits > processors
+        return (cdiv(tiles, splits) + 2 * (splits > 1)) * (CROWDED if is_crowded else 1)
 
     splits = min(range(1, max_splits + 1), key=lambda splits: (cost(splits), splits))
-    rounded_up = triton.next_power_of_2(splits)
+    rounded_up = next_power_of_2(splits)
     fits = rounded_up <= min(max_splits, MAX_POWER_OF_TWO_SPLITS)
     return rounded_up if fits and cost(rounded_up) <= cost(splits) else splits

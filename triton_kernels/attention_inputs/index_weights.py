@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import prefetch_constants
 
 MAX_TOKENS = 8
@@ -33,7 +34,7 @@ other layers (one token, H200, 2026-11-23)."""
 
 def padded_tokens(tokens: int) -> int:
     """The number of tokens that the kernel is compiled for; 0 for more than it takes."""
-    return triton.next_power_of_2(tokens) if tokens <= MAX_TOKENS else 0
+    return next_power_of_2(tokens) if tokens <= MAX_TOKENS else 0
 
 
 class IndexWeightArguments(NamedTuple):
@@ -68,7 +69,7 @@ class IndexWeights:
     @property
     def programs(self) -> int:
         """Number of programs of the GEMM."""
-        return triton.cdiv(self.weight.shape[0], ROWS_PER_PROGRAM.value)
+        return cdiv(self.weight.shape[0], ROWS_PER_PROGRAM.value)
 
     def check(self, tokens: int) -> None:
         """Refuse what the kernel cannot read, by ``OperandTypeError`` or ``OperandValueError``; metadata only."""

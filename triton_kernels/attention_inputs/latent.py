@@ -19,6 +19,7 @@ from nvfp4_sgl.errors import OperandTypeError
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 
+from ..common.integers import next_power_of_2
 from ..common.rope import require_cos_sin, require_norm_weight
 from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
@@ -139,7 +140,7 @@ class Latents:
             page_stride=self.pages.stride(0),
             last_slot=last_slot(self.pages, self.page_size),
             PAGE_SIZE=tl.constexpr(self.page_size),
-            BLOCK=tl.constexpr(triton.next_power_of_2(width)),
+            BLOCK=tl.constexpr(next_power_of_2(width)),
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED
 from ..plan.batch import Batch
@@ -183,13 +184,13 @@ def _launch(
     ratio = calls[0].compressor.ratio if calls else 0
     units = unit_limit(tokens, requests, ratio) if calls else 1
     # In decode no program searches the requests for its unit, so one kernel serves all sizes.
-    tokens_per_program, padded = 0, triton.next_power_of_2(requests)
+    tokens_per_program, padded = 0, next_power_of_2(requests)
     if batch.is_decode:
         tokens_per_program, padded = (
-            (min(triton.next_power_of_2(triton.cdiv(tokens, HCA_DECODE_PROGRAMS)), 16) if ratio == 128 else 1),
+            (min(next_power_of_2(cdiv(tokens, HCA_DECODE_PROGRAMS)), 16) if ratio == 128 else 1),
             1,
         )
-    groups = triton.cdiv(units, max(tokens_per_program, 1))
+    groups = cdiv(units, max(tokens_per_program, 1))
     programs = groups * (CHANNEL_BLOCKS.value if ratio == 128 else len(calls))
     # Threads of four warps would hold eight columns of a bf16 row each, those of eight warps four.
     is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)

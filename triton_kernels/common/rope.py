@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from .integers import cdiv
 from .overlap import OVERLAPPED, after_previous
 from .rounding import UNFUSED, product
 
@@ -84,7 +85,7 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
     checks.require_same_device("positions", positions, frequencies=frequencies, out=out)
     if tokens:
         tokens_per_program = 16
-        _cos_sin_kernel[(triton.cdiv(tokens, tokens_per_program),)](
+        _cos_sin_kernel[(cdiv(tokens, tokens_per_program),)](
             positions, frequencies, out, tokens, pairs, tokens_per_program, **UNFUSED, **OVERLAPPED
         )
     return out

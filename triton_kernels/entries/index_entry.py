@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
 from .pool import last_slot
@@ -133,7 +134,7 @@ def store_index_keys(rows: Tensor, slots: Tensor, pages: Tensor, page_size: int)
     checks.require_same_device("rows", rows, slots=slots, pages=pages)
     if count:
         rows_per_program = 4
-        _store_kernel[(triton.cdiv(count, rows_per_program),)](
+        _store_kernel[(cdiv(count, rows_per_program),)](
             rows,
             slots,
             pages,

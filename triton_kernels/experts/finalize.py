@@ -25,6 +25,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
 
@@ -103,8 +104,8 @@ def finalize(
     if d == 0:
         raise OperandValueError(f"{op}: rows: expected at least one column, found shape {tuple(rows.shape)}")
     if tokens:
-        block = min(triton.next_power_of_2(d), 1024)
-        _finalize[(tokens, triton.cdiv(d, block))](
+        block = min(next_power_of_2(d), 1024)
+        _finalize[(tokens, cdiv(d, block))](
             rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
             TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
             **OVERLAPPED,

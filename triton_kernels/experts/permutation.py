@@ -37,6 +37,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 
 MAX_GROUPS = 1024
@@ -199,14 +200,14 @@ def padded_rows(pairs: int, groups: int, tile: int) -> int:
 
 def _bins(groups: int) -> int:
     """Bins of a histogram over ``groups``: a power of two, at least one a lane of a warp."""
-    return max(triton.next_power_of_2(groups), 32)
+    return max(next_power_of_2(groups), 32)
 
 
 def _counted_blocks(tokens: int, topk: int) -> int:
     """Blocks of COUNTED_BLOCK_TOKENS tokens whose visits are counted; 0 if one program sorts all pairs."""
     if tokens <= SINGLE_PROGRAM_MAX_TOKENS and tokens * topk <= SINGLE_PROGRAM_MAX_PAIRS:
         return 0
-    return triton.cdiv(tokens, COUNTED_BLOCK_TOKENS)
+    return cdiv(tokens, COUNTED_BLOCK_TOKENS)
 
 
 @triton.jit
@@ -382,7 +383,7 @@ def place_counted(out: Routes) -> None:
         out.groups,
         BINS=out.bins,
         GROUPS=SCAN_BLOCK_GROUPS,
-        BLOCK_B=min(triton.next_power_of_2(blocks), 256),
+        BLOCK_B=min(next_power_of_2(blocks), 256),
         num_warps=8,
         **OVERLAPPED,
     )
@@ -391,7 +392,7 @@ def place_counted(out: Routes) -> None:
         out.experts.numel(),
         TOPK=out.topk,
         BLOCK_PAIRS=COUNTED_BLOCK_TOKENS * out.topk,
-        LENGTH=max(triton.next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128),
+        LENGTH=max(next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128),
         num_warps=4,
         **OVERLAPPED,
     )

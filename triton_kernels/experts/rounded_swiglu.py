@@ -22,6 +22,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK, SCALE_MAX, SCALE_MIN
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED, finite
 from ..quantize.nvfp4 import block_maxima, load_halves, quantize_blocks, store_halves
@@ -105,8 +106,8 @@ def swiglu_to_nvfp4(
     checks.require_range(f"{op}: scale", scale, SCALE_MIN, SCALE_MAX)
     pairs = routes.tokens * routes.topk
     if pairs:
-        blocks = min(triton.next_power_of_2(width // BLOCK), PROGRAM_BLOCKS)
-        _swiglu_to_nvfp4[(pairs, triton.cdiv(width, blocks * BLOCK))](
+        blocks = min(next_power_of_2(width // BLOCK), PROGRAM_BLOCKS)
+        _swiglu_to_nvfp4[(pairs, cdiv(width, blocks * BLOCK))](
             gate_up, row_scale, alpha, routes.experts, routes.destination, out, limit, scale, width,
             COPIES=routes.topk, BLOCKS=blocks, num_warps=max(1, blocks // 32), **UNFUSED, **OVERLAPPED,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
 
@@ -200,7 +201,7 @@ def max_tokens(experts: int, width: int) -> int:
 
 def semaphores_size(experts: int) -> int:
     """Semaphores that :func:`router_logits` needs for so many experts."""
-    return triton.cdiv(experts, SPLIT_BLOCK_ROWS)
+    return cdiv(experts, SPLIT_BLOCK_ROWS)
 
 
 def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
@@ -242,10 +243,10 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     checks.require_same_device("x", x, weight=weight, semaphores=semaphores)
     out = x.new_empty(tokens, rows, dtype=torch.float32)
     if tokens > WHOLE_ROWS_MAX_TOKENS:
-        padded = max(triton.next_power_of_2(tokens), 16)
+        padded = max(next_power_of_2(tokens), 16)
         _split(x, weight, semaphores, out, padded, _TILINGS[padded])
         return out
-    _router_logits[(triton.cdiv(rows, BLOCK_ROWS),)](
+    _router_logits[(cdiv(rows, BLOCK_ROWS),)](
         x,
         weight,
         out,
@@ -253,9 +254,9 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
         rows,
         width,
         x.stride(0),
-        triton.next_power_of_2(tokens),
+        next_power_of_2(tokens),
         BLOCK_ROWS,
-        triton.next_power_of_2(width),
+        next_power_of_2(width),
         num_warps=4,
         **OVERLAPPED,
     )
@@ -266,7 +267,7 @@ def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor, padded: i
     """Launch the kernel that splits K, compiled for ``padded`` tokens; ``tiling.rows`` rows share a semaphore."""
     tokens, width = x.shape
     rows = weight.shape[0]
-    blocks, parts = triton.cdiv(rows, tiling.rows), triton.cdiv(width, tiling.columns)
+    blocks, parts = cdiv(rows, tiling.rows), cdiv(width, tiling.columns)
     _router_logits_split[(blocks, parts)](
         x,
         weight,

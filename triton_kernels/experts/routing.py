@@ -31,6 +31,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..plan.batch import PAGE_TOKENS
 from .permutation import (
@@ -298,7 +299,7 @@ def route_topk(
         scaling,
         num_experts,
         TOKENS_AT_ONCE=_tiling(out)[0] if out.is_sorted else COUNTED_BLOCK_TOKENS_AT_ONCE,
-        LINES=triton.next_power_of_2(triton.cdiv(num_experts, 128)),
+        LINES=next_power_of_2(cdiv(num_experts, 128)),
         **_options(out, shared_expert, window_write),
     )
     if not out.is_sorted:
@@ -365,15 +366,15 @@ def _tiling(out: Routes) -> tuple[int, int, int]:
     LENGTH is at least the program's threads, see :func:`permute_sorted`.
     """
     if not out.is_sorted:
-        return COUNTED_BLOCK_TOKENS, 4, max(triton.next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128)
+        return COUNTED_BLOCK_TOKENS, 4, max(next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128)
     max_tokens = min(limit for limit in SINGLE_PROGRAM_TILINGS if out.tokens <= limit)
     block, warps = SINGLE_PROGRAM_TILINGS[max_tokens]
-    return block, warps, max(triton.next_power_of_2(max_tokens * out.topk), 32 * warps)
+    return block, warps, max(next_power_of_2(max_tokens * out.topk), 32 * warps)
 
 
 def _grid(out: Routes) -> tuple[int]:
     """At least one program: it writes the groups' counts even if there are no tokens."""
-    return (max(triton.cdiv(out.tokens, _tiling(out)[0]), 1),)
+    return (max(cdiv(out.tokens, _tiling(out)[0]), 1),)
 
 
 def _options(out: Routes, shared_expert: bool, window_write: Tensor | None) -> dict[str, Any]:
@@ -384,7 +385,7 @@ def _options(out: Routes, shared_expert: bool, window_write: Tensor | None) -> d
         "SHARED": shared_expert,
         "PADDED": window_write is not None,
         "BLOCK_T": block,
-        "BLOCK_K": triton.next_power_of_2(out.topk),
+        "BLOCK_K": next_power_of_2(out.topk),
         "SINGLE": out.tokens == 1 and out.topk <= SINGLE_MAX_PAIRS,
         "SORTED": out.is_sorted,
         "LENGTH": length,

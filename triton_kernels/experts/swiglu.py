@@ -27,6 +27,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED, round_for
 
@@ -86,8 +87,8 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
     require_range(f"{op}: limit", limit, MIN_LIMIT, MAX_LIMIT)
     require_same_device("gate_up", gate_up, out=out)
     if rows and width:
-        block = min(triton.next_power_of_2(width), 1024)
-        _swiglu[(rows, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), 1024)
+        _swiglu[(rows, cdiv(width, block))](
             gate_up, out, limit, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4,
             **UNFUSED, **OVERLAPPED,
         )  # fmt: skip
@@ -142,8 +143,8 @@ def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
     require_rows(f"{op}: out", out)
     require_same_device("x", x, destination=destination, out=out)
     if tokens and width and copies:
-        block = min(triton.next_power_of_2(width), 1024)
-        _scatter[(tokens, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), 1024)
+        _scatter[(tokens, cdiv(width, block))](
             x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4,
             **OVERLAPPED,
         )  # fmt: skip

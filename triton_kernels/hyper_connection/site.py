@@ -37,6 +37,7 @@ from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
 
 from ..common import chip
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
 from ..quantize.rows import check_rows, rows_arguments
@@ -187,8 +188,8 @@ def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: 
         POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
         TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
         EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
-        COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=triton.next_power_of_2(splits),
-        BLOCKS=max(triton.next_power_of_2(d) // BLOCK, 1), num_warps=tiling.warps, maxnreg=tiling.registers,
+        COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=next_power_of_2(splits),
+        BLOCKS=max(next_power_of_2(d) // BLOCK, 1), num_warps=tiling.warps, maxnreg=tiling.registers,
         **OVERLAPPED,
     )  # fmt: skip
 
@@ -277,10 +278,8 @@ def hyper_connection_post(
     _check_output(op, output, streams, out)
     _check_coefficients(op, post, comb, streams)
     if tokens:
-        block = min(triton.next_power_of_2(d), 1024)
-        _post[(tokens, triton.cdiv(d, block))](
-            output, streams, post, comb, out, d, BLOCK_D=block, num_warps=4, **OVERLAPPED
-        )
+        block = min(next_power_of_2(d), 1024)
+        _post[(tokens, cdiv(d, block))](output, streams, post, comb, out, d, BLOCK_D=block, num_warps=4, **OVERLAPPED)
     return out
 
 

@@ -24,6 +24,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
 
@@ -107,8 +108,8 @@ def _expand(op: str, source: Tensor, rows: Tensor | None, tokens: int, streams: 
     require_contiguous(f"{op}: out", out)
     require_same_device("the values", source, **{f"{op}: out": out})
     if tokens:
-        block = min(triton.next_power_of_2(width), 1024)
-        _copy_to_streams[(tokens, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), 1024)
+        _copy_to_streams[(tokens, cdiv(width, block))](
             source, rows, out, source.shape[0], width, streams * width,
             STREAMS=streams, INDEXED=rows is not None, BLOCK=block, num_warps=4,
             **OVERLAPPED,
@@ -195,9 +196,9 @@ def rms_norm(
     flat, flat_out = x.view(-1, width), out.view(-1, width)
     rows = flat.shape[0]
     if rows:
-        block = triton.next_power_of_2(width)
-        rows_each = max(1, min(2048 // block, triton.next_power_of_2(rows)))
-        _rms_norm[(triton.cdiv(rows, rows_each),)](
+        block = next_power_of_2(width)
+        rows_each = max(1, min(2048 // block, next_power_of_2(rows)))
+        _rms_norm[(cdiv(rows, rows_each),)](
             flat, weight, flat_out, eps, rows, width, flat.stride(0), flat_out.stride(0),
             WEIGHTED=weight is not None, ROWS=rows_each, BLOCK=block, num_warps=8 if block > 2048 else 4,
             **OVERLAPPED,

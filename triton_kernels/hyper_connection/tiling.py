@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
+from ..common.integers import cdiv
 from .site_kernel import COLUMNS
 
 MAX_WAITING_WITHOUT_TICKETS = 72
@@ -43,24 +42,24 @@ class Tiling:
 
     def blocks(self, tokens: int) -> int:
         """Blocks of ``tokens`` tokens."""
-        return triton.cdiv(tokens, self.tokens)
+        return cdiv(tokens, self.tokens)
 
     def splits(self, tokens: int, d: int) -> tuple[int, int]:
         """The number of splits of d, and the columns of each."""
-        steps = triton.cdiv(d, self.columns)
-        splits = min(steps, max(1, self.programs // self.blocks(tokens), triton.cdiv(d, self.span)))
-        length = triton.cdiv(steps, splits) * self.columns
-        return triton.cdiv(d, length), length
+        steps = cdiv(d, self.columns)
+        splits = min(steps, max(1, self.programs // self.blocks(tokens), cdiv(d, self.span)))
+        length = cdiv(steps, splits) * self.columns
+        return cdiv(d, length), length
 
     def followers(self, tokens: int, head: bool) -> int:
         """Collapsers and balancers of a block; the final collapse (``head``) has no balancers."""
         largest = min(tokens, self.tokens)
-        return triton.cdiv(largest, self.collapsed) + (0 if head else triton.cdiv(largest, self.balanced))
+        return cdiv(largest, self.collapsed) + (0 if head else cdiv(largest, self.balanced))
 
     def lag(self, tokens: int, d: int, head: bool) -> int:
         """Blocks of mixers between a block's own mixers and its followers."""
         programs = self.splits(tokens, d)[0] + self.followers(tokens, head)
-        return min(self.blocks(tokens), triton.cdiv(self.ahead, programs))
+        return min(self.blocks(tokens), cdiv(self.ahead, programs))
 
     def tickets(self, tokens: int, head: bool, processors: int) -> bool:
         """Whether so many programs wait that tasks must be given out in the order in which programs begin.
@@ -93,11 +92,11 @@ def choose_tiling(tokens: int) -> Tiling:
 def workspace_size(tokens: int, d: int) -> int:
     """fp32 values of workspace that suffice for up to ``tokens`` tokens of ``d`` columns."""
     parts = max(
-        max(min(tokens, tiling.tokens) * tiling.programs, tokens * triton.cdiv(d, tiling.span)) for _, tiling in TILINGS
+        max(min(tokens, tiling.tokens) * tiling.programs, tokens * cdiv(d, tiling.span)) for _, tiling in TILINGS
     )
     return (parts + tokens) * COLUMNS.value
 
 
 def semaphores_size(tokens: int) -> int:
     """int32 semaphores that suffice for up to ``tokens`` tokens: the tickets', and one a block."""
-    return 1 + triton.cdiv(tokens, min(tiling.tokens for _, tiling in TILINGS))
+    return 1 + cdiv(tokens, min(tiling.tokens for _, tiling in TILINGS))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import require_cos_sin, rotate
 from ..common.rounding import UNFUSED, round_to_bf16, widen
@@ -161,8 +162,8 @@ def prepare_queries(
     checks.require_contiguous("scaled", scaled)
     checks.require_same_device("q", q, queries=queries, scaled=scaled)
     if tokens and heads:
-        per_program = min(16, triton.next_power_of_2(heads))
-        _query_kernel[(tokens, triton.cdiv(heads, per_program))](
+        per_program = min(16, next_power_of_2(heads))
+        _query_kernel[(tokens, cdiv(heads, per_program))](
             q,
             q.stride(0),
             q.stride(1),

@@ -29,6 +29,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 
 from ..common import chip
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED, UNFUSED
 from ..entries.index_entry import DIM, page_bytes
@@ -319,13 +320,13 @@ def index_scores(
         scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
         prepare_queries(q, weights, cos_sin, factor, queries, scaled)
         q, weights = queries, scaled
-    tiles = triton.cdiv(rows, tiling.queries)
-    steps = triton.cdiv(columns, page_size * tiling.pages)
+    tiles = cdiv(rows, tiling.queries)
+    steps = cdiv(columns, page_size * tiling.pages)
     keys, scales = pages, pages
     if packed:
         keys = pages.view(torch.float8_e4m3fn)
         scales = pages[:, page_size * DIM : page_bytes(page_size)].view(torch.float32)
-    padded = max(16, triton.next_power_of_2(heads))
+    padded = max(16, next_power_of_2(heads))
     _scores_kernel[(tiles, choose_splits(tiles, steps, chip.processors(q.device), tiling))](
         q,
         q.stride(0),
@@ -397,4 +398,4 @@ def _check(
 
 def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
     """Return the number of programs that share the ``steps`` steps of keys of one of ``tiles`` tiles of queries."""
-    return max(1, min(steps, triton.cdiv(tiling.programs * processors, tiles)))
+    return max(1, min(steps, cdiv(tiling.programs * processors, tiles)))

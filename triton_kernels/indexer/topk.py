@@ -30,6 +30,7 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 from nvfp4_sgl.formats import checks
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
 from ..plan.batch import Batch
@@ -550,7 +551,7 @@ class Candidates:
 
 def new_candidates(rows: int, columns: int, topk: int, device: torch.device | str) -> Candidates:
     """Allocate the workspace for up to ``rows`` rows of ``columns`` columns; no candidates where a row is one chunk."""
-    chunks = triton.cdiv(columns, CHUNK) if columns > CHUNK else 0
+    chunks = cdiv(columns, CHUNK) if columns > CHUNK else 0
     nominated = torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
     return Candidates(nominated, torch.zeros(rows, dtype=torch.int32, device=device))
 
@@ -601,7 +602,7 @@ def select_entries(
     checks.require_dtype("lengths", lengths, torch.int32)
     checks.require_shape("lengths", lengths, (rows,), "[rows]")
     checks.require_contiguous("lengths", lengths)
-    chunks = max(1, triton.cdiv(columns, CHUNK))
+    chunks = max(1, cdiv(columns, CHUNK))
     nominated, semaphores = lengths, lengths  # unused
     if chunks > 1:
         checks.require_range("topk times chunks of scores", topk * chunks, 1, MAX_CANDIDATES)
@@ -617,8 +618,8 @@ def select_entries(
     )
     if not rows:
         return
-    block = min(max(128, triton.next_power_of_2(columns)), CHUNK)
-    padded = triton.next_power_of_2(topk)
+    block = min(max(128, next_power_of_2(columns)), CHUNK)
+    padded = next_power_of_2(topk)
     lanes = min(32 * MAX_WARPS, max(block // 16, min(128, block // 4)))
     _select_kernel[(rows, chunks)](
         scores,
@@ -639,7 +640,7 @@ def select_entries(
         padded,
         min(max(4 * padded, SINGLE_PASS_MAX_SCORES // 2), SINGLE_PASS_MAX_SCORES, block),
         block,
-        max(128, triton.next_power_of_2(topk * chunks)) if chunks > 1 else 0,
+        max(128, next_power_of_2(topk * chunks)) if chunks > 1 else 0,
         lanes,
         num_warps=lanes // 32,
         maxnreg=MAX_REGISTERS,

@@ -29,6 +29,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from .batch import PAGE_TOKENS, Batch
 
@@ -186,7 +187,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     require_same_device("positions", batch.positions, seq_lens=seq_lens, new_tokens=new_tokens)
     if not tokens:
         return
-    block = triton.next_power_of_2(count)
+    block = next_power_of_2(count)
     _split[(1,)](
         seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
         NEW=new_tokens is not None, BLOCK=block,

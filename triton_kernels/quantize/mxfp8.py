@@ -26,6 +26,7 @@ from nvfp4_sgl.formats.mxfp8 import BEYOND_TOP, BLOCK, TOP_EXPONENT
 from nvfp4_sgl.formats.rows import MxFp8Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
 
+from ..common.integers import next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import encode_e4m3_bytes, reciprocal_ue8m0
 from .rows import block_scale_offset
@@ -98,7 +99,7 @@ def quantize_mxfp8(x: Tensor, out: MxFp8Rows) -> None:
     if rows and groups:
         grouped = x.dim() == 3
         # Whole atoms, whose padding is written.
-        blocks = max(4, triton.next_power_of_2(k // BLOCK))
+        blocks = max(4, next_power_of_2(k // BLOCK))
         _quantize_mxfp8_kernel[(rows, groups)](
             x,
             x.stride(0),

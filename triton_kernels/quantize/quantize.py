@@ -19,6 +19,7 @@ from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
 
+from ..common.integers import next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from .nvfp4 import load_halves
 from .rows import check_rows, rows_arguments, store_quantized_row
@@ -64,7 +65,7 @@ def quantize(x: Tensor, out: Rows) -> None:
     check_rows("out", out, tuple(x.shape[:-1]), k, x)
     rows, groups = x.shape[0], x.shape[1] if x.dim() == 3 else 1
     if rows and groups:
-        blocks = triton.next_power_of_2(k // BLOCK)
+        blocks = next_power_of_2(k // BLOCK)
         _quantize_kernel[(rows, groups)](
             x,
             x.stride(0),

@@ -24,6 +24,7 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import checks, mxfp8, nvfp4
 
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import decode_e2m1, decode_e4m3, round_for
 from .mxfp8 import WARP_ELEMENTS, quantize_mxfp8_blocks
@@ -92,7 +93,7 @@ def round_to_nvfp4(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     checks.require_contiguous(f"{op}: scale", scale)
     checks.require_same_device("x", x, **{f"{op}: scale": scale})
     if rows and groups:
-        blocks = triton.next_power_of_2(k // nvfp4.BLOCK)
+        blocks = next_power_of_2(k // nvfp4.BLOCK)
         _round_to_nvfp4[(rows, groups)](
             x,
             x.stride(0),
@@ -151,7 +152,7 @@ def round_to_mxfp8(x: Tensor, out: Tensor) -> Tensor:
     """
     rows, groups, k = _check("round_to_mxfp8", x, out, mxfp8.BLOCK)
     if rows and groups:
-        blocks = triton.next_power_of_2(k // mxfp8.BLOCK)
+        blocks = next_power_of_2(k // mxfp8.BLOCK)
         _round_to_mxfp8[(rows, groups)](
             x,
             x.stride(0),
@@ -223,6 +224,6 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     checks.require_same_device("x", x, **{f"{op}: scale": scale, f"{op}: out": out})
     rows, width = scale.numel(), x.shape[-1]
     if rows and width:
-        block = min(triton.next_power_of_2(width), SCALED_COLUMNS)
-        _scale_rows[(rows, triton.cdiv(width, block))](x, scale, out, width, BLOCK=block, num_warps=4, **OVERLAPPED)
+        block = min(next_power_of_2(width), SCALED_COLUMNS)
+        _scale_rows[(rows, cdiv(width, block))](x, scale, out, width, BLOCK=block, num_warps=4, **OVERLAPPED)
     return out

@@ -17,6 +17,7 @@ from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
 
+from ..common.integers import next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from .nvfp4 import load_halves, quantize_row
 from .quantize import row_warps
@@ -66,7 +67,7 @@ def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
     checks.require_same_device("x", x, destination=destination)
     check_rows("out", out, (out.codes.shape[0],), k, x)
     if sources and destination.shape[1]:
-        blocks = triton.next_power_of_2(k // BLOCK)
+        blocks = next_power_of_2(k // BLOCK)
         _quantize_scattered_kernel[(sources,)](
             x,
             x.stride(0),
