@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run replaces the 
 LAYERS = range(3)
 REQUESTS, CAPACITY = 24, 4096
 LARGEST_PREFILL = 2048
-MOST = {LayerKind.CSA: 9, LayerKind.HCA: 7, LayerKind.SWA: 7}
+MAX_LAUNCHES = {LayerKind.CSA: 9, LayerKind.HCA: 7, LayerKind.SWA: 7}
 """Launches of a decode layer beside products, while the experts' GEMM gathers its tokens; else one more sorts them."""
 GATHERED_REQUESTS = 8
 
@@ -50,7 +50,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chip, "processors", lambda device: 132)
 
 
-MOST_SM100 = {LayerKind.CSA: 17, LayerKind.HCA: 15, LayerKind.SWA: 15}
+MAX_LAUNCHES_SM100 = {LayerKind.CSA: 17, LayerKind.HCA: 15, LayerKind.SWA: 15}
 """Launches of a decode layer at one token on SM100: kernels, GEMMs and quantisers; collectives not."""
 
 
@@ -77,7 +77,7 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
                 x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
                 block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
             kind = model.config.kind(layer)
-            most = MOST[kind] + (requests > GATHERED_REQUESTS)
+            most = MAX_LAUNCHES[kind] + (requests > GATHERED_REQUESTS)
             assert len(launches) <= most, f"{kind.name}: {Counter(launch.name for launch in launches)}"
 
 
@@ -116,7 +116,7 @@ def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
                 names = Counter([launch.name for launch in launches] + products + ["GEMM"] * len(gemms.keys))
                 print(f"{kind.name}: {names.total()} launches {dict(names)}")
                 assert len(gemms.keys) == 6
-                assert names.total() <= MOST_SM100[kind], f"{kind.name}: {names}"
+                assert names.total() <= MAX_LAUNCHES_SM100[kind], f"{kind.name}: {names}"
 
 
 @pytest.mark.parametrize("tokens", [TWO_LAUNCH_MIN_TOKENS - 1, TWO_LAUNCH_MIN_TOKENS])
