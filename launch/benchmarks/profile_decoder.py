@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from triton.runtime.jit import KernelInterface
@@ -116,6 +116,21 @@ def parts(model: Standalone, work: Pass) -> Iterator[tuple[str, Callable[[], obj
         yield f"{config.kind(layer).name} (layer {layer})", run
 
 
+class Prompts(NamedTuple):
+    """Prompts of one pass, each of so many tokens; in words ``8x1024``, or ``1024`` for one."""
+
+    requests: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, words: str) -> Prompts:
+        requests, _, tokens = words.rpartition("x")
+        return cls(int(requests or 1), int(tokens))
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.tokens}" if self.requests > 1 else str(self.tokens)
+
+
 def prompt(count: int) -> list[int]:
     return torch.randint(25, 500, (count,)).tolist()
 
@@ -152,17 +167,17 @@ def sections(model: Standalone) -> Iterator[Section]:
 
 
 @torch.no_grad()
-def flash_sections(model: Standalone, decoding: Sequence[int], prompts: Sequence[int] = ()) -> Iterator[Section]:
+def flash_sections(model: Standalone, decoding: Sequence[int], prompts: Sequence[Prompts] = ()) -> Iterator[Section]:
     """Decode steps and prompts as a whole: weights are too many for L2 to hold them from one pass to the next.
 
     Prompts run as they are served, without a graph, so their time is the host's where the GPU waits for it.
     """
     ours = our_kernels()
-    for tokens in prompts:
+    for given in prompts:
         model.reset()
-        work = model.begin({0: prompt(tokens)})
+        work = model.begin({request: prompt(given.tokens) for request in range(given.requests)})
         forward = partial(model.forward, work)
-        title = f"prefill of {tokens}"
+        title = f"prefill of {given}"
         yield Section.of(title, "the whole pass", launches(forward), ours, each_us(forward, PREFILLS))
     for requests in decoding:
         model.reset()
@@ -213,7 +228,11 @@ def main() -> None:
         help="with --flash: tokens that graphs are laid out for; what a long layout costs short requests",
     )
     parser.add_argument(
-        "--prompts", nargs="+", type=int, default=[], help="with --flash: also prompts of so many tokens"
+        "--prompts",
+        nargs="+",
+        type=Prompts.parse,
+        default=[],
+        help="with --flash: also prompts of so many tokens; 8x1024: eight in a pass",
     )
     parser.add_argument("--requests", nargs="+", type=int, default=FLASH_DECODING, help="with --flash: of a step")
     arguments = parser.parse_args()
@@ -221,8 +240,9 @@ def main() -> None:
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
     if arguments.flash:
-        context = max([arguments.context, *arguments.prompts])
-        model = flash_model(arguments.flash, arguments.ranks, max(arguments.requests), context)
+        context = max([arguments.context, *(given.tokens for given in arguments.prompts)])
+        requests = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
+        model = flash_model(arguments.flash, arguments.ranks, requests, context)
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
