@@ -89,10 +89,13 @@ class Gemm(ABC):
             return Work(first, step, Int32(0), k_tiles)
         return Work(first, step, rank * k_tiles // shape.split_k, (rank + 1) * k_tiles // shape.split_k)
 
-    def _synchronise(self) -> None:
-        """All threads of the cluster."""
+    def _meet_prepared(self) -> None:
+        """All threads of the cluster, once mbarriers are initialised and fenced (``mbarrier_init_fence``).
+
+        That fence hands the mbarriers on; a release of all else to the whole cluster would wait for a fence of the GPU.
+        """
         if self.shape.cluster > 1:
-            cute.arch.cluster_arrive(aligned=True)
+            cute.arch.cluster_arrive_relaxed(aligned=True)
+        cute.arch.sync_threads()
+        if self.shape.cluster > 1:
             cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()

@@ -2,9 +2,9 @@
 
 Each CTA of the cluster has summed a slice of K. The unit of the reduction is what a warp of the epilogue holds of a
 chunk of tokens (32 weight rows on SM100, 16 on SM90). Units are dealt out over CTAs and, in each, over its warps. A
-warp writes its sums of units that other CTAs own straight into their shared memory, signals the same warps there and
-waits for theirs. The owner adds the slices in order, so the result does not depend on timing; nothing goes through
-global memory.
+warp stores its sums of units that other CTAs own straight into their shared memory, where an mbarrier of the same warp
+there counts the bytes, and waits for theirs. The owner adds the slices in order, so the result does not depend on
+timing; nothing goes through global memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ClusterReduction(Fixed):
         shape: the kernel's.
         rank: this CTA's slice.
         partials: fp32 shared pointer, [other slice, slot, vector, lane, 4]; slots are the units that this CTA owns.
-        full, empty: mbarriers, one for each reducing warp. ``full`` completes when the other CTAs have written all
-            that this warp adds up, ``empty`` when they have added up what this warp wrote.
+        full, empty: mbarriers, one for each reducing warp. ``full`` completes when all that this warp adds up has come
+            from the other CTAs, ``empty`` when those that this warp sent something have added it up.
         quarter, lane: of this warp among the reducing ones of the CTA, and of the thread in it.
     """
 
@@ -47,26 +47,46 @@ class ClusterReduction(Fixed):
     def initialise(self) -> None:
         """Initialise the barriers; by one thread, with the kernel's other ones."""
         for quarter in range(self.shape.reducing_warps):
-            cute.arch.mbarrier_init(self.full + quarter, self.shape.split_k - 1)
-            cute.arch.mbarrier_init(self.empty + quarter, self.shape.split_k - 1)
+            owners = {self._unit(quarter, chunk) % self.shape.split_k for chunk in range(self.shape.chunks)}
+            others = Int32(len(owners))
+            for owner in sorted(owners):
+                others -= cutlass.select_(self.rank == owner, Int32(1), Int32(0))
+            cute.arch.mbarrier_init(self.full + quarter, 1)
+            # Of a warp that sends nothing nobody waits for it; a count must be positive.
+            cute.arch.mbarrier_init(self.empty + quarter, cutlass.max(others, 1))
 
-    def _unit(self, chunk: Any) -> Any:
-        """Number of this warp's unit of a chunk; rotated, so that a CTA's units are spread over its warps."""
+    def _unit(self, quarter: Any, chunk: Any) -> Any:
+        """Number of a warp's unit of a chunk; rotated, so that a CTA's units are spread over its warps."""
         warps = self.shape.reducing_warps
-        return chunk * warps + (self.quarter + chunk) % warps
+        return chunk * warps + (quarter + chunk) % warps
+
+    def _owned(self) -> Any:
+        """How many of this warp's units its own CTA adds up."""
+        owned = Int32(0)
+        for chunk in range(self.shape.chunks):
+            owned += cutlass.select_(self.owner(chunk) == self.rank, Int32(1), Int32(0))
+        return owned
 
     def owner(self, chunk: Any) -> Any:
         """The CTA that adds up this warp's unit of a chunk."""
-        return self._unit(chunk) % self.shape.split_k
+        return self._unit(self.quarter, chunk) % self.shape.split_k
 
     def _place(self, other: Any, chunk: Any, vector: int) -> Any:
-        slot = other * self.shape.owned_units + self._unit(chunk) // self.shape.split_k
+        slot = other * self.shape.owned_units + self._unit(self.quarter, chunk) // self.shape.split_k
         return self.partials + ((slot * self._vectors + vector) * WARP_LANES + self.lane) * VECTOR
 
     @property
     def _vectors(self) -> int:
         """16-byte vectors of a thread's values of a unit."""
         return self.shape.unit_values // VECTOR
+
+    def expect(self) -> None:
+        """Say how many bytes of a tile come from the other CTAs; once for each tile, before waiting for them."""
+        unit_bytes = self.shape.unit_values * 4 * WARP_LANES
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                self.full + self.quarter, self._owned() * ((self.shape.split_k - 1) * unit_bytes)
+            )
 
     def send(self, values: cute.Tensor, chunk: Any) -> None:
         """Give this warp's sums of a chunk to the CTA that owns them."""
@@ -75,31 +95,35 @@ class ClusterReduction(Fixed):
         for vector in range(self._vectors):
             place = self._place(other, chunk, vector).toint()
             cute.arch.inline_ptx(
-                "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
-                " st.shared::cluster.v4.f32 [remote], { {$r2}, {$r3}, {$r4}, {$r5} }; }",
-                read_only_args=[Uint32(place), Int32(owner), *(values[vector * VECTOR + i] for i in range(VECTOR))],
+                "{ .reg .b32 remote, barrier; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
+                " mapa.shared::cluster.u32 barrier, {$r2}, {$r1};"
+                " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+                " [remote], { {$r3}, {$r4}, {$r5}, {$r6} }, [barrier]; }",
+                read_only_args=[
+                    Uint32(place),
+                    Int32(owner),
+                    Uint32((self.full + self.quarter).toint()),
+                    *(values[vector * VECTOR + i] for i in range(VECTOR)),
+                ],
             )
 
-    def signal_full(self) -> None:
-        """After the last ``send`` of a tile."""
-        self._signal(self.full)
-
     def signal_empty(self) -> None:
-        """After the last ``add`` of a tile, if another tile follows."""
-        self._signal(self.empty)
+        """Tell the warps of this quarter in all other CTAs that their sums are added up, a lane each: it hands on what
+        all lanes have done. After the last ``add`` of a tile, if another tile follows.
 
-    def _signal(self, barrier: Any) -> None:
-        """Tell the warps of this quarter in all other CTAs, a lane each, which hands on what all lanes have done."""
+        A warp without a unit of its own has nothing to tell: it would run ahead of those who wait.
+        """
         cute.arch.sync_warp()
+        others = cutlass.select_(self._owned() > 0, Int32(self.shape.split_k), Int32(0))
         # Written out, since the compiler would map the address in lanes for which there is no CTA, too.
         cute.arch.inline_ptx(
             "{ .reg .pred p; .reg .b32 remote; setp.lt.s32 p, {$r1}, {$r2}; setp.ne.and.s32 p, {$r1}, {$r3}, p;"
             " @p mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
             " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }",
             read_only_args=[
-                Uint32((barrier + self.quarter).toint()),
+                Uint32((self.empty + self.quarter).toint()),
                 Int32(self.lane),
-                Int32(self.shape.split_k),
+                others,
                 Int32(self.rank),
             ],
         )
@@ -108,9 +132,11 @@ class ClusterReduction(Fixed):
         """Until the other CTAs' sums are here."""
         self._wait(self.full, phase)
 
-    def wait_empty(self, phase: Any) -> None:
+    @cute.jit
+    def wait_empty(self, phase: Any):
         """Until the other CTAs have added up the last tile's sums."""
-        self._wait(self.empty, phase)
+        if self._owned() < self.shape.chunks:
+            self._wait(self.empty, phase)
 
     def _wait(self, barrier: Any, phase: Any) -> None:
         """Wait for what other CTAs have signalled. Without the scope of the cluster, on both sides, nothing would order

@@ -283,7 +283,7 @@ class BlockScaledGemm(Gemm):
             if cutlass.const_expr(shape.stream_k):
                 work = SharedSlice.of(work, schedule.total())
                 schedule = StreamKSchedule(schedule, work)
-        self._synchronise()
+        self._meet_prepared()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
         # Not before this CTA has its tensor memory: a CTA that waits for this kernel could hold it.
@@ -312,7 +312,11 @@ class BlockScaledGemm(Gemm):
             epilogue.finish()
         # The epilogue has seen the last accumulator and the load warp all stages free, hence every load and commit has
         # arrived: the CTAs of the cluster may leave, and no warp reads tensor memory any more.
-        self._synchronise()
+        if cutlass.const_expr(shape.cluster > 1):
+            cute.arch.cluster_arrive(aligned=True)
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         if warp == mma_warp:
             cute.arch.dealloc_tmem(tensor_memory, shape.tensor_columns, is_two_cta=shape.pair)
 
@@ -525,6 +529,7 @@ class BlockScaledGemm(Gemm):
             fence_after_wait()
             values = make_fragment(shape.chunk)
             column = buffer * shape.second_accumulator
+            reduction.expect()
             if tile != work.first:
                 reduction.wait_empty(phase ^ 1)
             for chunk in cutlass.range(shape.chunks, unroll=1):
@@ -532,7 +537,6 @@ class BlockScaledGemm(Gemm):
                 cute.arch.fence_view_async_tmem_load()
                 if reduction.owner(chunk) != reduction.rank:
                     reduction.send(values, chunk)
-            reduction.signal_full()
             reduction.wait_full(phase)
             for chunk in cutlass.range(shape.chunks, unroll=1):
                 if reduction.owner(chunk) == reduction.rank:

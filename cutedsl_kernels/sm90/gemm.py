@@ -195,7 +195,7 @@ class W4A16Gemm(Gemm):
                 schedule.prepare(thread)
         else:
             schedule = BatchedSchedule(place, feature_tiles, token_tiles, groups)
-        self._synchronise()
+        self._meet_prepared()
         total = schedule.total()
         # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
         cute.arch.griddepcontrol_launch_dependents()
@@ -226,9 +226,6 @@ class W4A16Gemm(Gemm):
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
-        if cutlass.const_expr(shape.cluster > 1):
-            # Others may still write, or signal, into this CTA's shared memory.
-            self._synchronise()
 
     @cute.jit
     def _clear(self, tokens, thread):
@@ -288,12 +285,12 @@ class W4A16Gemm(Gemm):
     def _reduce(self, values, epilogue, reduction, factors, where, phase, is_later, is_followed):
         """Exchange sums with the other CTAs of the cluster, finish what this one owns."""
         shape = self.shape
+        reduction.expect()
         if is_later:
             reduction.wait_empty(phase ^ 1)
         for chunk in cutlass.range_constexpr(shape.chunks):
             if reduction.owner(chunk) != reduction.rank:
                 reduction.send(self._chunk(values, chunk), chunk)
-        reduction.signal_full()
         reduction.wait_full(phase)
         for chunk in cutlass.range_constexpr(shape.chunks):
             if reduction.owner(chunk) == reduction.rank:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sm100.emulator.engines import Options
-from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
+from tests.sm100.emulator.errors import DeadlockError, HazardError, MemoryFaultError, UnsupportedError
 from tests.sm100.support.raw_tensor_map import raw_map
 from tests.sm100.support.snippets import LANES, launch
 
@@ -218,3 +218,61 @@ def test_shared_memory_of_another_cta() -> None:
     @%p0 st.global.b32 [%q0], %r5; ret;"""
     launch(body, [target], grid=2, cluster=2, shared=64)
     assert target.tolist() == [12, 1]
+
+
+EXCHANGE = """mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mov.u32 %r3, dynamic;
+    shl.b32 %r4, %r0, 4; add.s32 %r5, %r3, %r4;
+    mapa.shared::cluster.u32 %r6, %r5, %r2; mapa.shared::cluster.u32 %r7, %r3, %r2; add.s32 %r8, %r7, 512;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r3+512], 1; fence.mbarrier_init.release.cluster;
+    READY: barrier.cluster.arrive; barrier.cluster.wait;
+    mad.lo.s32 %r10, %r1, 1000, %r0; add.s32 %r11, %r10, 100; add.s32 %r12, %r10, 200; add.s32 %r13, %r10, 300;
+    """
+SENT = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+EXPECTED = "@!%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r3+512], {};".format
+ARRIVED = "L: mbarrier.try_wait.parity{}.shared.b64 %p1, [%r3+512], 0; @!%p1 bra L;".format
+STORED_BY_LANE = """ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r5];
+    ld.param.b64 %q0, [p0]; mad.lo.s32 %r9, %r1, 32, %r0; mad.wide.u32 %q0, %r9, 16, %q0;
+    st.global.v4.b32 [%q0], {%r20, %r21, %r22, %r23};
+    barrier.cluster.arrive; barrier.cluster.wait; ret;"""
+
+
+@pytest.mark.parametrize("options", [*MODES, Options("starved", 1, "st_async")], ids=["immediate", "random", "starved"])
+@pytest.mark.parametrize("late", [False, True])
+def test_asynchronous_stores_between_ctas(late: bool, options: Options) -> None:
+    """Two CTAs give each other 16 bytes a lane, which may come before they are expected."""
+    target = aligned(np.zeros((2, 32, 4), np.uint32))
+    send = f"{SENT}.v4.b32 [%r6], {{%r10, %r11, %r12, %r13}}, [%r8];"
+    both = (send, EXPECTED(512)) if late else (EXPECTED(512), send)
+    launch(f"{EXCHANGE} {' '.join(both)} {ARRIVED('.acquire.cluster')} {STORED_BY_LANE}", [target], shared=1024,
+           block=32, grid=2, cluster=2, options=options)  # fmt: skip
+    expected = 1000 * (1 - np.arange(2))[:, None, None] + np.arange(32)[:, None] + 100 * np.arange(4)
+    assert np.array_equal(target, expected)
+
+
+@modes
+@pytest.mark.parametrize(
+    ("nbytes", "wait", "error"),
+    [(1024, ".acquire.cluster", DeadlockError), (512, ".relaxed.cluster", HazardError)],
+)
+def test_mistakes_with_asynchronous_stores(nbytes: int, wait: str, error: type[Exception], options: Options) -> None:
+    """More bytes expected than come; nothing learned by the wait."""
+    target = aligned(np.zeros((2, 32, 4), np.uint32))
+    send = f"{SENT}.v4.b32 [%r6], {{%r10, %r11, %r12, %r13}}, [%r8];"
+    with pytest.raises(error):
+        launch(f"{EXCHANGE} {EXPECTED(nbytes)} {send} {ARRIVED(wait)} {STORED_BY_LANE}", [target], shared=1024,
+               block=32, grid=2, cluster=2, options=options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("instruction", "error"),
+    [
+        (f"{SENT}.v4.b32 [%r6+4], {{%r10, %r11, %r12, %r13}}, [%r8];", "misaligned"),
+        (f"{SENT}.b32 [%r6], %r10, [%r3+512];", "with an mbarrier of another CTA"),
+    ],
+)
+def test_asynchronous_stores_that_fault(instruction: str, error: str) -> None:
+    with pytest.raises(MemoryFaultError, match=error):
+        launch(f"{EXCHANGE} {instruction} ret;", [aligned(np.zeros(256, np.uint32))], shared=1024, block=32, grid=2,
+               cluster=2)  # fmt: skip

@@ -17,6 +17,8 @@ MODES = {
     "loads starved": Options("starved", 2, "tma_load"),
     "stores starved": Options("starved", 3, "tma_store"),
     "tensor core starved": Options("starved", 4, "tensor"),
+    "copies by lanes starved": Options("starved", 5, "cp_async"),
+    "stores to the cluster starved": Options("starved", 6, "st_async"),
 }
 CASES = {
     "warps": ProductCase(KernelShape(8), tokens=8, features=16, k=192),

@@ -62,7 +62,7 @@ Modelled
 
 Not modelled, refused
     Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync of other types
-    and shapes; sparsity; fp16 accumulation; st.async; time of wgmma; A in tensor memory with scales, 64 rows or less
+    and shapes; sparsity; fp16 accumulation; time of wgmma; A in tensor memory with scales, 64 rows or less
     than 8 bits; tcgen05.ld with a reduction; unpacking cp; im2col and gather of TMA, and its tensors of padded elements
     of 4 or 6 bits; grid-wide barriers;
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).

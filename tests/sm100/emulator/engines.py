@@ -19,9 +19,9 @@ from typing import Literal
 from tests.sm100.emulator.timing_model import TimingModel
 
 Mode = Literal["immediate", "random", "starved"]
-ENGINES = ("tma_load", "tma_store", "tensor", "cp_async", "warpgroup")
+ENGINES = ("tma_load", "tma_store", "tensor", "cp_async", "st_async", "warpgroup")
 """tensor: tcgen05.mma, cp, commit (one queue per CTA or CTA pair); cp_async: non-bulk copies of a thread;
-warpgroup: wgmma (one queue per warpgroup)."""
+st_async: stores to a cluster's shared memory that report to an mbarrier; warpgroup: wgmma (one queue per warpgroup)."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
-from tests.sm100.emulator import Compiled, HazardError, Options
+from tests.sm100.emulator import Compiled, EmulatorError, HazardError, Options
 from tests.sm100.emulator.engines import Mode
-from tests.sm100.support.mutants import compile_changed, without_each
+from tests.sm100.support.mutants import compile_changed
 from tests.sm100.support.products import ProductCase, compile_call, run
 from tests.sm100.support.sliced_products import added, sliced_product
 
@@ -54,38 +54,21 @@ def test_another_order_in_the_kernel_is_noticed(tmp_path: Path) -> None:
     assert not np.array_equal(call.out[:, 0].numpy(), added(sums))
 
 
-SMALL = ProductCase(KernelShape(16, split_k=2), tokens=16, features=128, k=512)
-SENT = "st.shared::cluster"
-RELEASE, ACQUIRE = "mbarrier.arrive.release.cluster", "mbarrier.try_wait.parity.acquire.cluster"
-UNORDERED = "read of shared memory .* without being ordered after its write"
-
-
-def small() -> Compiled:
-    call, epilogue = SMALL.build()
-    return compile_call(call, epilogue)
-
-
-@pytest.mark.parametrize("mode", [Options(), Options("random", 1)], ids=["immediate", "random"])
-def test_the_exchange_needs_the_warp_to_meet(mode: Options) -> None:
-    """After the last write to another CTA: one lane hands on what all have written."""
-    sent = small().ptx.rindex(SENT)
-    mutants = [
-        mutant for mutant in without_each(small(), r"bar\.warp\.sync") if mutant[1].ptx[:sent] == small().ptx[:sent]
-    ]
-    with pytest.raises(HazardError, match=UNORDERED):
-        SMALL.check(mode, compiled=mutants[0][1])
-
-
 LATER = ProductCase(KernelShape(16, split_k=2), tokens=32, features=128, k=512)
 """Two tiles of one cluster: sums of the second overwrite those of the first."""
+RELEASE, ACQUIRE = "mbarrier.arrive.release.cluster", "mbarrier.try_wait.parity.acquire.cluster"
+
+
+def later() -> Compiled:
+    call, epilogue = LATER.build()
+    return compile_call(call, epilogue)
 
 
 @pytest.mark.parametrize("mode", ["immediate", "random"])
 @pytest.mark.parametrize("scope", ["", ".release.cta|.acquire.cta"], ids=["none", "the CTA's"])
 def test_every_signal_and_wait_of_the_exchange_needs_the_scope_of_the_cluster(scope: str, mode: Mode) -> None:
     """By the PTX memory model, to the letter: those that order reads before another CTA's overwriting, too."""
-    call, epilogue = LATER.build()
-    compiled, options = compile_call(call, epilogue), Options(mode, 1, strict_scopes=True)
+    compiled, options = later(), Options(mode, 1, strict_scopes=True)
     LATER.check(options, compiled=compiled)
     release, _, acquire = scope.partition("|")
     places = [
@@ -93,12 +76,31 @@ def test_every_signal_and_wait_of_the_exchange_needs_the_scope_of_the_cluster(sc
         for what, wide, narrow in ((RELEASE, ".release.cluster", release), (ACQUIRE, ".acquire.cluster", acquire))
         for found in re.finditer(re.escape(what), compiled.ptx)
     ]
-    assert len(places) == 4
-    found = []
-    for place, what, narrowed in sorted(places):
+    assert len(places) == 3
+    for place, what, narrowed in places:
         ptx = compiled.ptx[:place] + narrowed + compiled.ptx[place + len(what) :]
-        with pytest.raises(HazardError) as error:
+        with pytest.raises(HazardError, match="without being ordered after its (read|write)"):
             LATER.check(options, compiled=Compiled(compiled.function, ptx))
             pytest.fail(f"not noticed: {what} at {place}")
-        found.append("after its read" if "ordered after its read" in str(error.value) else "after its write")
-    assert found == ["after its read", "after its write", "after its write", "after its read"]
+
+
+UNEVEN = ProductCase(KernelShape(8, split_k=4), tokens=40, features=128, k=1024)
+"""Five tiles of one unit a warp: one CTA adds it up, the others have none."""
+MISTAKES = {
+    "bytes that are not expected": {"(self.shape.split_k - 1) * unit_bytes": "(self.shape.split_k - 2) * unit_bytes"},
+    "bytes that nobody sends": {"(self.shape.split_k - 1) * unit_bytes": "self.shape.split_k * unit_bytes"},
+    "signals of those who add up nothing": {
+        "cutlass.select_(self._owned() > 0, Int32(self.shape.split_k), Int32(0))": "Int32(self.shape.split_k)"
+    },
+    "no wait before sums are overwritten": {"self._owned() < self.shape.chunks": "self._owned() < 0"},
+    "sums sent to another place": {"other * self.shape.owned_units": "(other + 1) * self.shape.owned_units"},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_the_exchange_are_noticed(mistake: str, tmp_path: Path) -> None:
+    call, epilogue = UNEVEN.build()
+    UNEVEN.check(compiled=compile_call(call, epilogue))
+    mutant = compile_changed(tmp_path, "common/split.py", MISTAKES[mistake], UNEVEN.shape, epilogue)
+    with pytest.raises((EmulatorError, AssertionError)):
+        UNEVEN.check(compiled=mutant)

@@ -16,7 +16,7 @@ from tests.sm100.emulator.cluster import Cta
 from tests.sm100.emulator.decoder import Decoder, Execute, instruction, matrix
 from tests.sm100.emulator.errors import MemoryFaultError, UnsupportedError
 from tests.sm100.emulator.global_scopes import StrongAccess
-from tests.sm100.emulator.handover import Mailbox
+from tests.sm100.emulator.handover import Mailbox, Message
 from tests.sm100.emulator.instructions.half_arithmetic import HALVES
 from tests.sm100.emulator.instructions.reductions import OPERATIONS, element_size, reduction
 from tests.sm100.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
@@ -280,6 +280,49 @@ def build_st(decoder: Decoder) -> Execute:
         if semantics.order != "weak":
             semantics.touch(warp, space, addresses, writes=True)
             semantics.release(warp, space, addresses)
+
+    return execute
+
+
+@instruction("st.async")
+def build_async_store(decoder: Decoder) -> Execute:
+    """To shared memory of the cluster; an mbarrier beside the destination counts the bytes.
+
+    By the generic proxy, in no order among one another. What arrives is released to who waits for the mbarrier.
+    """
+    decoder.flag("weak")
+    decoder.expect("shared::cluster", "mbarrier::complete_tx::bytes")
+    count = _width(decoder)
+    type_name = decoder.type(moved=True)
+    decoder.arity(3)
+    items = decoder.vector(1)
+    if len(items) != count:
+        raise UnsupportedError(f"{len(items)} sources for a vector of {count}")
+    destination, barrier = decoder.address(0), decoder.address(2)
+    size = dtype_of(type_name).itemsize
+    if size not in (4, 8):
+        raise UnsupportedError(f"st.async of {size} B")
+    reads = [decoder.read(item, f"b{8 * size}", wider=True) for item in items]
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        lanes, cluster = active(mask), warp.cta.cluster
+        data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
+        addresses, reports = destination(warp)[lanes], barrier(warp)[lanes]
+        _check_aligned(addresses, data.shape[1], "st.async")
+        places = [cluster.locate(address) for address in addresses.tolist()]
+        for (cta, _), report in zip(places, reports.tolist(), strict=True):
+            if cluster.locate(report)[0] is not cta:
+                raise MemoryFaultError(f"st.async into {cta} with an mbarrier of another CTA")
+            cluster.memory_barrier(report, warp.actor, asynchronous=True)
+        writer = warp.actor.issue(generic=True)
+
+        def arrive() -> None:
+            message = Message.to_all(warp.cta.rank, writer.clock)
+            for (cta, offset), report, row in zip(places, reports.tolist(), data, strict=True):
+                cta.shared.write(offset, row, writer)
+                cluster.memory_barrier(report, writer).complete(row.size, message)
+
+        cluster.engines.issue("st_async", None, [arrive])
 
     return execute
 
