@@ -12,7 +12,7 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
-from tests.sm100.emulator import Compiled, EmulatorError, HazardError, Options
+from tests.sm100.emulator import Compiled, DeadlockError, EmulatorError, HazardError, Options
 from tests.sm100.emulator.engines import Mode
 from tests.sm100.support.mutants import compile_changed
 from tests.sm100.support.products import ProductCase, compile_call, run
@@ -86,21 +86,40 @@ def test_every_signal_and_wait_of_the_exchange_needs_the_scope_of_the_cluster(sc
 
 UNEVEN = ProductCase(KernelShape(8, split_k=4), tokens=40, features=128, k=1024)
 """Five tiles of one unit a warp: one CTA adds it up, the others have none."""
-MISTAKES = {
-    "bytes that are not expected": {"(self.shape.split_k - 1) * unit_bytes": "(self.shape.split_k - 2) * unit_bytes"},
-    "bytes that nobody sends": {"(self.shape.split_k - 1) * unit_bytes": "self.shape.split_k * unit_bytes"},
-    "signals of those who add up nothing": {
-        "cutlass.select_(self._owned() > 0, Int32(self.shape.split_k), Int32(0))": "Int32(self.shape.split_k)"
-    },
-    "no wait before sums are overwritten": {"self._owned() < self.shape.chunks": "self._owned() < 0"},
-    "sums sent to another place": {"other * self.shape.owned_units": "(other + 1) * self.shape.owned_units"},
+BYTES, SIGNALS = (
+    "(self.shape.split_k - 1) * unit_bytes",
+    "cutlass.select_(self._owned() > 0, Int32(self.shape.split_k), Int32(0))",
+)
+UNREAD, UNORDERED = "read of .* without being ordered after its write", "write of .* without being ordered"
+MISTAKES: dict[str, tuple[str, str, type[EmulatorError], str]] = {
+    "too few bytes expected": (BYTES, "(self.shape.split_k - 2) * unit_bytes", HazardError, UNREAD),
+    "too many": (BYTES, "self.shape.split_k * unit_bytes", DeadlockError, "1 arrivals pending, 1024 B outstanding"),
+    "signals of those who add up nothing": (
+        SIGNALS,
+        "Int32(self.shape.split_k)",
+        HazardError,
+        "phase 0 was neither waited for nor known",
+    ),
+    "no wait before sums are overwritten": (
+        "self._owned() < self.shape.chunks",
+        "self._owned() < 0",
+        HazardError,
+        UNORDERED,
+    ),
+    "sums sent to another place": (
+        "other * self.shape.owned_units",
+        "(other + 1) * self.shape.owned_units",
+        HazardError,
+        UNORDERED,
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_in_the_exchange_are_noticed(mistake: str, tmp_path: Path) -> None:
+    right, wrong, error, words = MISTAKES[mistake]
     call, epilogue = UNEVEN.build()
     UNEVEN.check(compiled=compile_call(call, epilogue))
-    mutant = compile_changed(tmp_path, "common/split.py", MISTAKES[mistake], UNEVEN.shape, epilogue)
-    with pytest.raises((EmulatorError, AssertionError)):
+    mutant = compile_changed(tmp_path, "common/split.py", {right: wrong}, UNEVEN.shape, epilogue)
+    with pytest.raises(error, match=words):
         UNEVEN.check(compiled=mutant)
