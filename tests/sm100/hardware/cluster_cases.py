@@ -1,4 +1,4 @@
-"""Clusters: multicast TMA loads, distributed shared memory, arrivals at other CTAs' barriers, copies between CTAs."""
+"""Clusters: multicast TMA loads, distributed shared memory, arrivals at other CTAs' barriers, stores between CTAs."""
 
 from __future__ import annotations
 
@@ -192,6 +192,98 @@ def exchange_case() -> Case:
     )
 
 
+class AsynchronousExchange:
+    """CTAs of a cluster store into each other's shared memory by st.async, and an mbarrier there counts the bytes.
+
+    Each thread sends a vector of four to the next CTA and a word to the one after. In every second round bytes are
+    expected only after some may have come. Between rounds an arrival tells the senders that what they sent is read.
+    """
+
+    ROUNDS = 3
+    SIZE = 4
+
+    @cute.jit
+    def __call__(self, source: Any, received: Any) -> None:
+        self.kernel(source, received).launch(
+            grid=(2 * self.SIZE, 1, 1), block=(THREADS, 1, 1), cluster=(self.SIZE, 1, 1)
+        )
+
+    @cute.kernel
+    def kernel(self, source: Any, received: Any) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        full = cute.arch.alloc_smem(cutlass.Int64, 1, alignment=8)
+        empty = cute.arch.alloc_smem(cutlass.Int64, 1, alignment=8)
+        inbox = cute.arch.alloc_smem(cutlass.Float32, 5 * THREADS, alignment=16)
+        mine = cute.make_tensor(inbox, cute.make_layout(5 * THREADS))
+        if thread == 0:
+            cute.arch.mbarrier_init(full, 1)
+            cute.arch.mbarrier_init(empty, 2 * THREADS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed(aligned=True)
+        cute.arch.cluster_wait()
+        for step in cutlass.range_constexpr(self.ROUNDS):
+            if thread == 0 and step % 2 == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 5 * 4 * THREADS)
+            value = source[block, step, thread]
+            if step > 0:
+                self.wait(empty, step - 1)
+            inline_ptx(
+                "{ .reg .b32 there, gate; .reg .f32 x;"
+                " mapa.shared::cluster.u32 there, {$r0}, {$r2};"
+                " mapa.shared::cluster.u32 gate, {$r1}, {$r2};"
+                " neg.f32 x, {$r3};"
+                " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+                " [there], { {$r3}, x, {$r3}, x }, [gate]; }",
+                read_only_args=[
+                    (inbox + 4 * thread).toint(), full.toint(), cutlass.Int32((rank + 1) % self.SIZE), value,
+                ],
+            )  # fmt: skip
+            inline_ptx(
+                "{ .reg .b32 there, gate;"
+                " mapa.shared::cluster.u32 there, {$r0}, {$r2};"
+                " mapa.shared::cluster.u32 gate, {$r1}, {$r2};"
+                " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], {$r3}, [gate]; }",
+                read_only_args=[
+                    (inbox + 4 * THREADS + thread).toint(), full.toint(), cutlass.Int32((rank + 2) % self.SIZE), value,
+                ],
+            )  # fmt: skip
+            if thread == 0 and step % 2 == 1:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 5 * 4 * THREADS)
+            self.wait(full, step)
+            for word in cutlass.range_constexpr(5):
+                place = 4 * thread + word if word < 4 else 4 * THREADS + thread
+                received[block, step, word, thread] = mine[place]
+            if step + 1 < self.ROUNDS:
+                for sender in cutlass.range_constexpr(1, 3):
+                    inline_ptx(
+                        "{ .reg .b32 gate; mapa.shared::cluster.u32 gate, {$r0}, {$r1};"
+                        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [gate]; }",
+                        read_only_args=[empty.toint(), cutlass.Int32((rank + self.SIZE - sender) % self.SIZE)],
+                    )
+
+    def wait(self, barrier: Any, step: int) -> None:
+        inline_ptx(
+            "{ .reg .pred done; AGAIN:"
+            " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1};"
+            " @!done bra AGAIN; }",
+            read_only_args=[barrier.toint(), cutlass.Int32(step % 2)],
+        )
+
+
+def asynchronous_exchange_case() -> Case:
+    blocks, rounds = 2 * AsynchronousExchange.SIZE, AsynchronousExchange.ROUNDS
+    source = np.random.default_rng(9).standard_normal((blocks, rounds, THREADS), np.float32)
+    return Case(
+        "asynchronous stores",
+        AsynchronousExchange(),
+        {"source": torch.from_numpy(source)},
+        {"received": untouched((blocks, rounds, 5, THREADS), torch.float32)},
+        timed=True,
+    )
+
+
 def cases() -> list[Case]:
     """Multicasts and exchanges."""
     return [
@@ -200,4 +292,5 @@ def cases() -> list[Case]:
         multicast_case("multicast along columns of 2x2", (2, 2), "column"),
         multicast_case("multicast to all of 2x2", (2, 2), "all"),
         exchange_case(),
+        asynchronous_exchange_case(),
     ]
