@@ -25,7 +25,7 @@ class StageLoads(Protocol):
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of the stage, or those of its weights, and load its weights."""
 
-    def find(self, token_tile: Any) -> Any:
+    def find(self, token_tile: Any, weight_group: Any) -> Any:
         """Where a tile's tokens are, as ``load_tokens`` takes it."""
 
     def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
@@ -56,7 +56,7 @@ def load_stages(
         # A cluster without a tile must load nothing: it would end before the loads have.
         sent = cutlass.select_(first < total, cutlass.min(Int32(ring.stages), k_end - k_begin), Int32(0))
         first_feature_tile, first_token_tile, first_group, _, _ = schedule.locate(first)
-        first_rows = loads.find(first_token_tile) if cutlass.const_expr(loads.finds_early) else None
+        first_rows = loads.find(first_token_tile, first_group) if cutlass.const_expr(loads.finds_early) else None
         ahead = ring.producer()
         for k_tile in cutlass.range(k_begin, k_begin + sent, unroll=1):
             loads.load_weights(ring, ahead, first_feature_tile, k_tile, first_group)
@@ -70,9 +70,9 @@ def load_stages(
         if cutlass.const_expr(weights_first and loads.finds_early):
             token_rows = first_rows
             if tile != first:
-                token_rows = loads.find(token_tile)
+                token_rows = loads.find(token_tile, weight_group)
         else:
-            token_rows = loads.find(token_tile)
+            token_rows = loads.find(token_tile, weight_group)
         begin, end = work.slice_of(tile)
         for k_tile in cutlass.range(begin, end, unroll=1):
             if tile != first or k_tile - begin >= sent:

@@ -145,3 +145,8 @@ class GroupedSchedule(Fixed):
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]
         return feature_tile, self.table[word + FIRST_TILES] + token_tile, expert, Int32(0), inside
+
+    def rows(self, token_tile: Any, expert: Any) -> Any:
+        """How many rows an expert has in one of its token tiles, which is counted over all rows."""
+        end = self.offsets[expert] + self.counts[expert]
+        return cutlass.min(end - token_tile * self.token_tile, self.token_tile)

@@ -110,6 +110,11 @@ class PlainStore(Fixed):
             # An empty group, too: the wait counts one for each buffer.
             cute.arch.cp_async_bulk_commit_group()
 
+    def skip(self) -> None:
+        """Store nothing of a chunk: buffers are used in turn, so that the next ``put`` waits for the right one."""
+        for _ in range(self.shape.chunk // self.shape.store_tokens):
+            cute.arch.cp_async_bulk_commit_group()
+
     def _swizzled(self, offset: Any) -> Any:
         """Where a byte of a buffer lies."""
         return offset ^ ((offset >> 3) & (self.shape.warp_row_bytes - 16))

@@ -96,6 +96,10 @@ class DeviceEpilogue(Fixed):
             for token in range(2):
                 values[gate + token] = clamped_swiglu(values[gate + token], values[up + token], limit)
 
+    def skip(self) -> None:
+        """Pass over a chunk that holds no token; its buffer's turn passes, too."""
+        self.store.skip()
+
     def finish(self) -> None:
         """After the last tile."""
         self.store.finish()

@@ -44,7 +44,7 @@ from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_W
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .layout import TILE_K, TILE_ROWS
-from .load import GatheredLoads, StageLoads
+from .load import GatheredLoads, StageLoads, TrimmedLoads, trimmed_width
 from .shape import CONSUMER_REGISTERS, CONSUMER_WARPS, LOADER_REGISTERS, WARPGROUP_ROWS, KernelShape
 from .warp_sums import WarpSums
 from .warpgroup_sums import WarpgroupSums
@@ -68,17 +68,25 @@ class W4A16Gemm(Gemm):
 
     # Host side, traced once per compilation.
 
-    def _mma(self) -> cute.TiledMma:
-        """The MMA of one warpgroup; both do the same to rows of their own."""
-        return sm90_utils.make_trivial_tiled_mma(
-            BFloat16, BFloat16, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (WARPGROUP_ROWS, self.shape.token_tile),
-            warpgroup.OperandSource.RMEM,
+    def _mmas(self) -> tuple[cute.TiledMma, ...]:
+        """The MMA of one warpgroup for each width; both do the same to rows of their own."""
+        return tuple(
+            sm90_utils.make_trivial_tiled_mma(
+                BFloat16, BFloat16, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (WARPGROUP_ROWS, width),
+                warpgroup.OperandSource.RMEM,
+            )
+            for width in self.shape.widths
         )  # fmt: skip
 
     def _token_layout(self) -> Any:
         """Layout of the staged tokens in shared memory."""
         tiler = (TILE_ROWS, self.shape.token_tile, TILE_K)
         return sm90_utils.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, self.shape.stages)
+
+    def _load_layout(self, layout: Any) -> Any:
+        """Layout of a load's tokens in shared memory."""
+        box = cute.composition(layout.outer, (self.shape.load_tokens, TILE_K, 1))
+        return cute.make_composed_layout(layout.inner, 0, cute.slice_(box, (None, None, 0)))
 
     def launch(self, arguments: Any, stream: Any, use_pdl: bool) -> None:
         """Launch.
@@ -98,9 +106,8 @@ class W4A16Gemm(Gemm):
         tma_tokens: Any = (None, source)
         if not shape.gathers:
             tma_tokens = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), source, cute.slice_(layout, (None, None, 0)),
-                (shape.token_tile, TILE_K),
-            )  # fmt: skip
+                cpasync.CopyBulkTensorTileG2SOp(), source, self._load_layout(layout), (shape.load_tokens, TILE_K)
+            )
         rows, words = tile_box(shape.tile_bytes)
         feature_tiles, k_tiles = cute.ceil_div(a.features, TILE_ROWS), cute.ceil_div(a.k, TILE_K)
         packed = cute.make_tensor(
@@ -114,7 +121,7 @@ class W4A16Gemm(Gemm):
         offsets, counts = (a.offsets, a.counts) if shape.grouped else (None, None)
         sources = cute.make_tensor(a.sources, cute.make_layout(a.rows)) if shape.gathers else None
         kernel = self.kernel(
-            self._mma(), *tma_weights, *tma_tokens, outputs, offsets, counts, sources, feature_tiles,
+            self._mmas(), *tma_weights, *tma_tokens, outputs, offsets, counts, sources, feature_tiles,
             cute.ceil_div(a.rows, shape.token_tile), a.groups, k_tiles,
         )  # fmt: skip
         self._launch(kernel, self.storage, a.clusters, stream, use_pdl)
@@ -141,7 +148,7 @@ class W4A16Gemm(Gemm):
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
+        mmas: tuple[cute.TiledMma, ...],
         weight_atom: cute.CopyAtom,
         weights: cute.Tensor,
         atom: Any,
@@ -204,7 +211,7 @@ class W4A16Gemm(Gemm):
             if cutlass.const_expr(shape.reallocates):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             epilogue = self.epilogue.device(shape, storage, outputs, own)
-            self._multiply(storage, mma, ring, schedule, total, epilogue, reduction, own, work)
+            self._multiply(storage, mmas, ring, schedule, total, epilogue, reduction, own, work)
             epilogue.finish()
         else:
             if cutlass.const_expr(shape.reallocates):
@@ -223,6 +230,8 @@ class W4A16Gemm(Gemm):
                         shape, load, storage.tokens.data_ptr().toint(), tokens.iterator.toint(),
                         Int64(tokens.stride[0]) * 2, tokens.shape[1], sources, own.lane,
                     )  # fmt: skip
+                elif cutlass.const_expr(shape.trims):
+                    loads = TrimmedLoads.create(shape, load, schedule, atom, tokens, self._tokens(storage))
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
@@ -244,7 +253,7 @@ class W4A16Gemm(Gemm):
         return storage.tokens.get_tensor(layout.outer, swizzle=layout.inner)
 
     @cute.jit
-    def _multiply(self, storage, mma, ring, schedule, total, epilogue, reduction, warp, work):
+    def _multiply(self, storage, mmas, ring, schedule, total, epilogue, reduction, warp, work):
         """A warp that multiplies."""
         shape = self.shape
         weights = storage.weights.data_ptr()
@@ -252,8 +261,7 @@ class W4A16Gemm(Gemm):
         if cutlass.const_expr(shape.multiplies_by_warp):
             products = WarpSums(shape, ring, weights, storage.tokens.data_ptr().toint(), warp)
         else:
-            products = WarpgroupSums(shape, ring, weights, self._tokens(storage), warp, mma)
-        values = cute.make_rmem_tensor((shape.token_tile // 2,), Float32)
+            products = WarpgroupSums(shape, ring, weights, self._tokens(storage), warp, mmas)
         if cutlass.const_expr(not shape.grouped):
             # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
             cute.arch.griddepcontrol_wait()
@@ -263,18 +271,43 @@ class W4A16Gemm(Gemm):
         while tile < total:
             feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(tile)
             factors = epilogue.factors(feature_tile, weight_group)
-            position = products.add_up(values, position, work.k_begin, work.k_end)
             where = feature_tile, token_tile, token_group, inside
             if cutlass.const_expr(shape.split_k > 1):
+                values = cute.make_rmem_tensor((shape.token_tile // 2,), Float32)
+                position = products.add_up(values, position, work.k_begin, work.k_end, shape.token_tile)
                 self._reduce(
                     values, epilogue, reduction, factors, where, phase, tile != work.first, tile + work.step < total
                 )
+            elif cutlass.const_expr(shape.trims):
+                rows = trimmed_width(shape, schedule.rows(token_tile, weight_group))
+                for i in cutlass.range_constexpr(len(shape.widths)):
+                    width = shape.widths[i]
+                    if rows == width:
+                        position = self._finish_tile(products, position, work, epilogue, factors, where, width)
             else:
-                for chunk in cutlass.range_constexpr(shape.chunks):
-                    slot = chunk % shape.warp_buffers
-                    epilogue.chunk(self._chunk(values, chunk), factors, Int32(slot), Int32(chunk), *where)
+                position = self._finish_tile(products, position, work, epilogue, factors, where, shape.token_tile)
             phase = phase ^ 1
             tile += work.step
+
+    @cute.jit
+    def _finish_tile(self, products, position, work, epilogue, factors, where, width: cutlass.Constexpr[int]):
+        """Sum up and store the first ``width`` tokens of a tile; returns the ring's position behind it.
+
+        A width's sums are its own: of registers that several loops share ptxas would serialise all wgmmas.
+        """
+        shape = self.shape
+        values = cute.make_rmem_tensor((width // 2,), Float32)
+        if cutlass.const_expr(shape.trims):
+            # The first MMA sets them, but the compiler does not know, and would keep each width's from tile to tile.
+            values.fill(0.0)
+        position = products.add_up(values, position, work.k_begin, work.k_end, width)
+        for chunk in cutlass.range_constexpr(shape.chunks):
+            if cutlass.const_expr(chunk * shape.chunk < width):
+                slot = chunk % shape.warp_buffers
+                epilogue.chunk(self._chunk(values, chunk), factors, Int32(slot), Int32(chunk), *where)
+            else:
+                epilogue.skip()
+        return position
 
     def _chunk(self, values: cute.Tensor, chunk: int) -> cute.Tensor:
         """This thread's values of a chunk of tokens: they are in the order of tokens."""

@@ -1,4 +1,4 @@
-"""The loads of a stage: a tile of weights by TMA, and its tokens, as a tile by TMA or row by row."""
+"""The loads of a stage: a tile of weights by TMA, and its tokens, by TMA as a tile or some of one, or row by row."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common.fixed import Fixed
 from ..common.ring import Ring
+from ..common.schedule import GroupedSchedule
 from ..common.shape import WARP_LANES
 from .layout import TILE_K
 from .shape import KernelShape
@@ -57,7 +58,7 @@ class StageLoads(Fixed):
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.stage_bytes)
         self.weights.load(group, feature_tile, k_tile, position.index, barrier)
 
-    def find(self, token_tile: Any) -> Any:
+    def find(self, token_tile: Any, weight_group: Any) -> Any:
         return token_tile
 
     def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
@@ -69,6 +70,77 @@ class StageLoads(Fixed):
 
     def finish(self) -> None:
         """Nothing: the multiplying warps wait for every copy."""
+
+
+@dataclass(frozen=True)
+class TrimmedLoads(Fixed):
+    """Loads of weights, and of as many tokens as are multiplied of a tile (``KernelShape.widths``).
+
+    Attributes:
+        schedule: the experts'.
+        slots: shared tensor (values, load, slot) of tokens, ``tiles``: global tensor (values, load, K tile, group); a
+            load is of ``KernelShape.load_tokens`` tokens.
+    """
+
+    shape: KernelShape
+    weights: WeightLoad
+    schedule: GroupedSchedule
+    atom: Any
+    slots: Any
+    tiles: Any
+
+    @classmethod
+    def create(
+        cls, shape: KernelShape, weights: WeightLoad, schedule: GroupedSchedule, atom: Any, tokens: Any, shared: Any
+    ) -> TrimmedLoads:
+        """Partition the global tensor ``tokens`` and the staged one, (token, k, stage)."""
+        box = shape.load_tokens, TILE_K
+        tiles, slots = (cute.local_tile(tensor, box, (None, None, None)) for tensor in (tokens, shared))
+        slots, tiles = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        return cls(shape, weights, schedule, atom, slots, tiles)
+
+    @property
+    def finds_early(self) -> bool:
+        return False
+
+    def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
+        """Announce the bytes of a stage's weights and load them."""
+        barrier = ring.full + position.index
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_expect_tx(barrier, self.shape.tile_bytes)
+        self.weights.load(group, feature_tile, k_tile, position.index, barrier)
+
+    def find(self, token_tile: Any, weight_group: Any) -> tuple[Any, Any]:
+        """A tile's first load, and how many there are."""
+        width = trimmed_width(self.shape, self.schedule.rows(token_tile, weight_group))
+        loads = self.shape.token_tile // self.shape.load_tokens
+        return token_tile * loads, width // self.shape.load_tokens
+
+    @cute.jit
+    def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any):
+        """Announce the bytes of a stage's tokens, which completes what is announced, and load them."""
+        first, loads = token_rows
+        barrier = ring.full + position.index
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, loads * (self.shape.load_tokens * TILE_K * 2))
+        for load in cutlass.range(loads, unroll=1):
+            cute.copy(
+                self.atom, self.tiles[None, first + load, k_tile, group], self.slots[None, load, 0, position.index],
+                tma_bar_ptr=barrier,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Nothing: the multiplying warps wait for every copy."""
+
+
+def trimmed_width(shape: KernelShape, rows: Any) -> Any:
+    """How many of a tile's tokens are loaded and multiplied where ``rows`` hold some: the least width that has them."""
+    width = Int32(shape.token_tile)
+    for narrower in reversed(shape.widths[:-1]):
+        width = cutlass.select_(rows <= narrower, Int32(narrower), width)
+    return width
 
 
 VECTOR_BYTES = 16
@@ -115,7 +187,7 @@ class GatheredLoads(Fixed):
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.tile_bytes)
         self.weights.load(group, feature_tile, k_tile, position.index, barrier)
 
-    def find(self, token_tile: Any) -> tuple[Any, ...]:
+    def find(self, token_tile: Any, weight_group: Any) -> tuple[Any, ...]:
         """The rows whose vectors this lane loads, negative for none."""
         # A CTA without a tile asks for whatever it takes for its first.
         last = cute.size(self.sources) // self.shape.token_tile - 1

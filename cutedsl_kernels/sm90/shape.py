@@ -45,6 +45,13 @@ WARP_MMA_MAX_TILE = 16
 """The widest token tile that warps multiply by mma.sync (warp_sums.py)."""
 GATHER_MAX_TILE = 16
 """The widest token tile whose rows are loaded one by one."""
+TRIMMED_TILE = 128
+"""The token tile of experts' kernels that multiply fewer tokens where a tile has fewer: 8192 tokens of Flash are some 192
+of each expert, one tile and a half."""
+LOAD_TOKENS = 32
+"""Tokens of a load of such a kernel."""
+WIDTHS = (64, 96, TRIMMED_TILE)
+"""Tokens that such a kernel multiplies at a time: each width is a loop of its own in the code."""
 SM_REGISTERS = 65536
 EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
 """Token tiles of kernels for experts: a wider one would pad more than it saves."""
@@ -125,6 +132,21 @@ class KernelShape(GemmShape):
     def multiplies_by_warp(self) -> bool:
         """Whether each warp multiplies by itself, with mma.sync, rather than a warpgroup with wgmma."""
         return self.token_tile <= WARP_MMA_MAX_TILE
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of a tile that are loaded and multiplied: the least of these that holds those that there are."""
+        return WIDTHS if self.grouped and self.token_tile == TRIMMED_TILE else (self.token_tile,)
+
+    @property
+    def trims(self) -> bool:
+        """Whether a tile with few tokens takes less."""
+        return len(self.widths) > 1
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of a load."""
+        return LOAD_TOKENS if self.trims else self.token_tile
 
     @property
     def reallocates(self) -> bool:

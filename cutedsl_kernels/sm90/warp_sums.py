@@ -50,8 +50,14 @@ class WarpSums(Fixed):
         return 2 if self.shape.token_tile == 8 else 1
 
     @cute.jit
-    def add_up(self, values: cute.Tensor, position: Any, k_begin: Int32, k_end: Int32):
-        """Set ``values`` to the sums over a tile's stages; returns the ring's position behind them."""
+    def add_up(
+        self, values: cute.Tensor, position: Any, k_begin: Int32, k_end: Int32, width: cutlass.Constexpr[int]
+    ):  # fmt: skip
+        """Set ``values`` to the sums over a tile's stages; returns the ring's position behind them.
+
+        Args:
+            width: all tokens of the tile.
+        """
         shape = self.shape
         sums = [cute.make_rmem_tensor((shape.token_tile // 2,), Float32) for _ in range(self.chains)]
         for chain in cutlass.range_constexpr(self.chains):

@@ -29,7 +29,8 @@ class WarpgroupSums(Fixed):
     """One warp's part of its warpgroup's sums.
 
     Attributes:
-        mma: the MMA of one warpgroup; both do the same to rows of their own.
+        mmas: the MMA of one warpgroup by how many tokens it multiplies, ``KernelShape.widths``; both warpgroups do the
+            same to rows of their own.
         weights: shared pointer to the stages' tiles. tokens: shared tensor (token, k, stage).
     """
 
@@ -38,15 +39,22 @@ class WarpgroupSums(Fixed):
     weights: Any
     tokens: Any
     warp: EpilogueWarp
-    mma: Any
+    mmas: tuple[Any, ...]
 
     @cute.jit
-    def add_up(self, values: cute.Tensor, position: Any, k_begin: Int32, k_end: Int32):
-        """Set ``values`` to the sums over a tile's stages; returns the ring's position behind them."""
-        shape, ring, mma = self.shape, self.ring, self.mma
+    def add_up(
+        self, values: cute.Tensor, position: Any, k_begin: Int32, k_end: Int32, width: cutlass.Constexpr[int]
+    ):  # fmt: skip
+        """Set ``values`` to the sums over a tile's stages, of its first ``width`` tokens; returns the ring's position
+        behind them."""
+        shape, ring = self.shape, self.ring
+        mma = self.mmas[shape.widths.index(width)]
         part = mma.get_slice(0)
-        b = part.make_fragment_B(part.partition_B(self.tokens))
-        sums = cute.make_tensor(values.iterator, mma.partition_shape_C((WARPGROUP_ROWS, shape.token_tile)))
+        tokens = self.tokens
+        if cutlass.const_expr(width < shape.token_tile):
+            tokens = cute.make_tensor(tokens.iterator, cute.composition(tokens.layout, (width, TILE_K, shape.stages)))
+        b = part.make_fragment_B(part.partition_B(tokens))
+        sums = cute.make_tensor(values.iterator, mma.partition_shape_C((WARPGROUP_ROWS, width)))
         fragment = mma.partition_shape_A((WARPGROUP_ROWS, HALF_STEPS * 16))
         halves = [cute.make_rmem_tensor(fragment, BFloat16) for _ in range(2)]
         released = position.index
@@ -62,7 +70,7 @@ class WarpgroupSums(Fixed):
                         release(ring, released)
                     released = position.index
                 warpgroup.wait_group(0)
-                self._issue(sums, halves[half], b, half, position.index, k_tile != k_begin)
+                self._issue(mma, sums, halves[half], b, half, position.index, k_tile != k_begin)
             position.advance()
         warpgroup.wait_group(0)
         release(ring, released)
@@ -74,11 +82,11 @@ class WarpgroupSums(Fixed):
         for i, value in enumerate(expanded(self.shape, loaded)):
             words[i] = value
 
-    def _issue(self, values: Any, registers: Any, b: Any, half: int, stage: Any, is_later: Any) -> None:
+    def _issue(self, mma: Any, values: Any, registers: Any, b: Any, half: int, stage: Any, is_later: Any) -> None:
         """A group of wgmmas: half a stage. A tile's first one sets the sums."""
         warpgroup.fence()
         # An atom of its own, since its state must not leave the loop.
-        atom = cute.make_mma_atom(self.mma.op)
+        atom = cute.make_mma_atom(mma.op)
         for step in range(HALF_STEPS):
             atom.set(warpgroup.Field.ACCUMULATE, True if half or step else is_later)
             k = half * HALF_STEPS + step

@@ -45,6 +45,9 @@ CASES = [
     ExpertCase(down(128, output="fp32"), (1, 129), features=8, k=64),
     ExpertCase(down(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
     ExpertCase(down(128), (128, 0, 2), features=8, k=64),
+    # Every width of a tile of 128, with more stages than the ring has.
+    ExpertCase(gate_up(128), (0, 64, 65, 0, 225), features=8, k=832),
+    ExpertCase(down(128), (96, 97, 0, 129), features=16, k=832, backwards=True),
     # K split over a cluster: one SwiGLU of the whole sum.
     ExpertCase(gate_up(8, split_k=2), (0, 9, 1), features=72, k=320),
     ExpertCase(gate_up(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
@@ -93,6 +96,23 @@ MODES = {
 def test_results_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
     """Three tiles or more, a full one and an empty expert among them."""
     ExpertCase(shape, (0, 16, 3), features=40, k=448).check(*MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [gate_up(128), down(128), down(128, output="fp32")], ids=str)
+def test_results_of_trimmed_tiles_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
+    """A CTA goes from a width to a narrower one, to a whole tile and back."""
+    ExpertCase(shape, (96, 33, 128, 0, 65, 1), features=8, k=576).check(MODES[mode][0], clusters=1)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (128, 128)])
+def test_as_many_tokens_are_read_as_are_multiplied(rows: int, width: int) -> None:
+    """Of a last tile; the one before is whole. Stored are chunks of 32, a narrower tile's only."""
+    for rows_before, before in ((0, 0), (128, 128)):
+        statistics = ExpertCase(down(128), (rows_before + rows,), features=8, k=256).check()
+        tiles = 1 + (rows_before > 0)
+        assert statistics.engine_bytes["tma_load"] == tiles * 128 * 256 * 9 // 16 + (before + width) * 256 * 2
+        assert statistics.engine_bytes["tma_store"] == (before + width) * 8 * 2
 
 
 @pytest.mark.parametrize("loudness", [-12.0, 2.0])

@@ -10,18 +10,19 @@ from tests.sm100.support.sass import Binary, compile_binary
 
 
 def checked_binary(shape: KernelShape) -> Binary:
-    """Compile for sm_90a; check the loop's instructions, and registers with which the promised CTAs share an SM."""
+    """Compile for sm_90a; check the instructions of the loop, or of one for each width, and registers with which the promised CTAs share an SM."""
     entry = entry_of(shape)
     binary = compile_binary("sm_90a", entry, *entry.example())
+    loops = len(shape.widths)
     if shape.multiplies_by_warp:
         groups = shape.token_tile // 8
         assert binary.count("HMMA") == 8 * groups, "a stage of 128 of K"
         assert binary.count("LDSM") == 4 * groups, "two steps each"
         assert binary.count("HGMMA") == 0
     else:
-        assert binary.count("HGMMA") == 8, "a stage of 128 of K"
-        assert binary.count("WARPGROUP.ARRIVE") == 2, "ptxas has serialised the wgmmas of a group"
-    assert binary.count("HMUL2.BF16") == 32, "64 weights a thread, two at a time"
+        assert binary.count("HGMMA") == 8 * loops, "a stage of 128 of K"
+        assert binary.count("WARPGROUP.ARRIVE") == 2 * loops, "ptxas has serialised the wgmmas of a group"
+    assert binary.count("HMUL2.BF16") == 32 * loops, "64 weights a thread, two at a time"
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0, "registers are spilled"
     assert binary.registers <= shape.max_registers
     # The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more.
