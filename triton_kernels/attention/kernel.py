@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.overlap import after_previous
-from ..common.rope import load_cos_sin, mean_square_scale, rotate
+from ..common.rope import load_cos_sin, load_cos_sin_rows, mean_square_scale, rotate
 from ..common.rounding import INTERPRETED, product, round_for, round_to_bf16
 from .parts import LOG2_E, add_parts
 from .quantized_output import store_whole
@@ -21,13 +21,13 @@ OPERAND_DTYPE = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 
 
 @triton.constexpr_function
-def _width(piece, pieces):
+def piece_width(piece, pieces):
     """Columns of a piece: 256, 128, 64 and 64 of four pieces, 64 of eight."""
     return max(256 >> piece, 64) if pieces == 4 else 64
 
 
 @triton.constexpr_function
-def _begin(piece, pieces):
+def piece_begin(piece, pieces):
     """First column of a piece."""
     return sum(max(256 >> earlier, 64) if pieces == 4 else 64 for earlier in range(piece))
 
@@ -87,7 +87,7 @@ def _as_operand(keys):
 
 
 @triton.jit
-def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.constexpr, PIECES: tl.constexpr):
+def load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.constexpr, PIECES: tl.constexpr):
     """Load and decode the entries at ``slot`` [KEYS] in pieces of columns, 0 where not visible.
 
     pitch: bytes from page to page, of 2^shift entries each; from row to row if not PACKED.
@@ -100,18 +100,20 @@ def _load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl
         scales = page + ((576 << shift) + row * 8)
         scales = tl.load(scales.to(tl.pointer_type(tl.int64), bitcast=True), mask=visible, other=0)
         for piece in tl.static_range(PIECES - 1):
-            decoded = _load_decoded(entry, scales, visible, _begin(piece, PIECES), _width(piece, PIECES) // 64, KEYS)
+            decoded = _load_decoded(
+                entry, scales, visible, piece_begin(piece, PIECES), piece_width(piece, PIECES) // 64, KEYS
+            )
             keys += (decoded if PIECES == 4 else _as_operand(decoded),)
         keys += (_load_bf16(entry + 448, visible, 0, 64),)
     else:
         entry = pool + slot.to(tl.int64) * pitch
         for piece in tl.static_range(PIECES):
-            keys += (_load_bf16(entry, visible, _begin(piece, PIECES), _width(piece, PIECES)),)
+            keys += (_load_bf16(entry, visible, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
     return keys
 
 
 @triton.jit
-def _load_length(lengths, token, columns, GIVEN: tl.constexpr):
+def load_length(lengths, token, columns, GIVEN: tl.constexpr):
     """How many of a query's columns count: ``lengths[token]`` if GIVEN, else all."""
     if GIVEN:
         return tl.load(lengths + token).to(tl.int32)
@@ -120,7 +122,7 @@ def _load_length(lengths, token, columns, GIVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_query(row, head_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+def load_query(row, head_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(row + (BEGIN + tl.arange(0, WIDTH)[None, :]), mask=head_mask[:, None], other=0.0).to(OPERAND_DTYPE)
 
 
@@ -140,7 +142,7 @@ def _square_sum(values):
 
 
 @triton.jit
-def _inverse_rms(q, eps):
+def inverse_rms(q, eps):
     """Compute 1 / rms of raw queries, given in pieces: fp32 [HEADS], 0 where squares overflow.
 
     Squares of bf16 are exact in fp32, so a sum of squares has the same bits whether or not the compiler fuses it.
@@ -155,14 +157,14 @@ def _inverse_rms(q, eps):
 
 @triton.jit
 def _rotate_tail(q_tail, cos, sin, HEADS: tl.constexpr):
-    """Rotate the last 64 columns of raw queries by cos and sin, fp32 [32] each, and round once to bf16."""
+    """Rotate the last 64 columns of raw queries by cos and sin, fp32 [1 or HEADS, 32], and round once to bf16."""
     even, odd = tl.split(tl.reshape(q_tail.to(tl.float32), (HEADS, 32, 2)))
-    even, odd = rotate(even, odd, cos[None, :], sin[None, :])
+    even, odd = rotate(even, odd, cos, sin)
     return _round_to_operand(tl.reshape(tl.join(even, odd), (HEADS, 64)))
 
 
 @triton.jit
-def _with_rotated_tail(q, cos, sin, HEADS: tl.constexpr):
+def with_rotated_tail(q, cos, sin, HEADS: tl.constexpr):
     """Return the pieces of raw queries with the last, their tail, rotated."""
     rotated = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(len(q) - 1):
@@ -173,7 +175,7 @@ def _with_rotated_tail(q, cos, sin, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _in_layout_of(values, others):
+def in_layout_of(values, others):
     """Return ``values``, unchanged, in the thread layout of ``others``, which has the same shape.
 
     Used inside a loop, it makes the compiler convert values from before the loop to that layout before the loop, too.
@@ -204,12 +206,12 @@ def _exp2_or_zero(logits):
 
 @triton.jit
 def _update_softmax(logits, visible, running_max, denominator):
-    """Update the online softmax by the logits of a tile, fp32 [HEADS, KEYS].
+    """Update the online softmax by the logits of a tile, fp32 [HEADS, KEYS], where ``visible`` [1 or HEADS, KEYS].
 
     Returns the new running maximum, the denominator relative to it, and the tile's weights rounded to bf16,
     [HEADS, KEYS].
     """
-    logits = tl.where(visible[None, :], logits, float("-inf"))
+    logits = tl.where(visible, logits, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(logits, axis=1))
     weights = _exp2_or_zero(logits - new_max[:, None])
     denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
@@ -217,13 +219,13 @@ def _update_softmax(logits, visible, running_max, denominator):
 
 
 @triton.jit
-def _zeros(HEADS: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+def no_sums(HEADS: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
     total = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
         if TRANSPOSED:
-            total += (tl.zeros((_width(piece, PIECES), HEADS), tl.float32),)
+            total += (tl.zeros((piece_width(piece, PIECES), HEADS), tl.float32),)
         else:
-            total += (tl.zeros((HEADS, _width(piece, PIECES)), tl.float32),)
+            total += (tl.zeros((HEADS, piece_width(piece, PIECES)), tl.float32),)
     return total
 
 
@@ -276,7 +278,7 @@ def _add_tile(total, decay, weights, k, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _attend_to_tile(
+def attend_to_tile(
     q,
     k,
     visible,
@@ -293,7 +295,7 @@ def _attend_to_tile(
 ):
     """Add a tile of keys to the online softmax and the accumulator.
 
-    scale: of the logits. always: true, but the compiler does not know.
+    visible: [1 or HEADS, KEYS]. scale: of the logits. always: true, but the compiler does not know.
 
     Returns the running maximum, the denominator and the pieces of the accumulator.
     """
@@ -340,7 +342,7 @@ def _store_columns(row, values, head_mask, BEGIN: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def _store(
+def store_output(
     out,
     out_row,
     total,
@@ -353,7 +355,8 @@ def _store(
 ):
     """Multiply the accumulator by ``factor``, rotate its last columns back if ROTATE, and store and return all of it.
 
-    out_row: index of each head's row [HEADS]; nothing is stored if ``out`` is ``None``.
+    out_row: index of each head's row [HEADS]; nothing is stored if ``out`` is ``None``. cos_sin: the address of the
+    query's row of the table, or of each row's query's, [HEADS].
     """
     PIECES: tl.constexpr = len(total)
     row = None
@@ -363,11 +366,15 @@ def _store(
     for piece in tl.static_range(PIECES):
         values = _scale_heads(total[piece], factor, TRANSPOSED)
         if ROTATE and piece == PIECES - 1:
-            cos, sin = load_cos_sin(cos_sin, 32)
+            if len(cos_sin.shape) == 0:
+                cos, sin = load_cos_sin(cos_sin, 32)
+                cos, sin = cos[None, :], sin[None, :]
+            else:
+                cos, sin = load_cos_sin_rows(cos_sin, head_mask, HEADS, 32)
             even, odd = tl.split(tl.reshape(values, (HEADS, 32, 2)))
-            even, odd = rotate(even, odd, cos[None, :], -sin[None, :])
+            even, odd = rotate(even, odd, cos, -sin)
             values = tl.reshape(tl.join(even, odd), (HEADS, 64))
-        _store_columns(row, values, head_mask, _begin(piece, PIECES), _width(piece, PIECES))
+        _store_columns(row, values, head_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES))
         stored += (values,)
     return stored
 
@@ -437,15 +444,15 @@ def attend(
     head = first_head + tl.arange(0, HEADS)
     head_mask = head < heads
 
-    window_length = _load_length(window_lengths, token, window_columns, HAS_WINDOW_LENGTHS)
+    window_length = load_length(window_lengths, token, window_columns, HAS_WINDOW_LENGTHS)
     extra_length = 0
     if HAS_EXTRA:
-        extra_length = _load_length(extra_lengths, token, extra_columns, HAS_EXTRA_LENGTHS)
+        extra_length = load_length(extra_lengths, token, extra_columns, HAS_EXTRA_LENGTHS)
     # Load the queries together with the lengths, which may say that this program has no part: mostly it has one.
     q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head
     q_pieces = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
-        q_pieces += (_load_query(q_row, head_mask, _begin(piece, PIECES), _width(piece, PIECES)),)
+        q_pieces += (load_query(q_row, head_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
     if RAW:
         cos, sin = load_cos_sin(cos_sin + token * 64, 32)
     sink_logit = tl.load(sink + head, mask=head_mask, other=0.0)
@@ -472,15 +479,15 @@ def attend(
     if RAW:
         # Scale the logits rather than the queries: tensor cores read an operand from shared memory only if it was
         # loaded there. Computed queries would be fetched as fragments with each tile: 43 ldmatrix on sm_90, not 15.
-        query_scale = _inverse_rms(q_pieces, eps) * scale_log2
-        q_pieces = _with_rotated_tail(q_pieces, cos, sin, HEADS)
+        query_scale = inverse_rms(q_pieces, eps) * scale_log2
+        q_pieces = with_rotated_tail(q_pieces, cos[None, :], sin[None, :], HEADS)
 
     # Logits and running maximum are kept multiplied by log2(e). The maximum begins at the sink, so it is finite even if
     # no key is visible.
     sink_log2 = product(sink_logit, LOG2_E)
     running_max = sink_log2
     denominator = tl.zeros((HEADS,), tl.float32)
-    total = _zeros(HEADS, PIECES, TRANSPOSED)
+    total = no_sums(HEADS, PIECES, TRANSPOSED)
 
     for tile in tl.range(begin, end, num_stages=STAGES):
         # One loop over both sets of entries, so that loads of the next tile run ahead across the border between them.
@@ -494,14 +501,14 @@ def attend(
         pool = tl.where(in_window, window, extra)
         pitch = tl.where(in_window, window_page, extra_page)
         shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
-        k = _load_keys(pool, pitch, shift, slot, visible, PACKED, KEYS, PIECES)
+        k = load_keys(pool, pitch, shift, slot, visible, PACKED, KEYS, PIECES)
 
         logit_scale = query_scale
         if RAW:
             # Without this, with LOGITS_IN_BRANCH, each tile would pass the scale through shared memory to the logits.
-            logit_scale = _in_layout_of(query_scale, denominator)[:, None]
-        running_max, denominator, total = _attend_to_tile(
-            *(q_pieces, k, visible, logit_scale, running_max, denominator, total, tile < end),
+            logit_scale = in_layout_of(query_scale, denominator)[:, None]
+        running_max, denominator, total = attend_to_tile(
+            *(q_pieces, k, visible[None, :], logit_scale, running_max, denominator, total, tile < end),
             *(HEADS, KEYS, STAGES, TRANSPOSED, LOGITS_IN_BRANCH),
         )
 
@@ -516,7 +523,7 @@ def attend(
         factor = 1.0 / tl.where(denominator > 0, denominator, 1.0)
     else:
         factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
-    stored = _store(
+    stored = store_output(
         *(out, out_row, total, factor, cos_sin + token * 64, head_mask),
         *(HAS_COS_SIN and not SPLIT, HEADS, TRANSPOSED),
     )

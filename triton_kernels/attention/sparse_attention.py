@@ -59,12 +59,13 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.formats.rows import Rows
 
 from ..common import chip
-from ..common.integers import cdiv
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments
 from .kernel import attend
 from .parts import LOG2_E
+from .query_block import attend_block
 from .tiling import Tiling, choose_splits, choose_tiling, fuses_quantization, most_splits
 
 MAX_QUERY_EPS = 1.0
@@ -136,6 +137,7 @@ def sparse_attention(
     out: Tensor | None = None,
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
+    together: bool = False,
 ) -> None:
     """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (specification §3.3).
 
@@ -167,6 +169,8 @@ def sparse_attention(
             ``quantize.quantize.quantize`` of ``out``. For numbers of groups that :func:`fuses_quantization` accepts. At
             least one of ``out`` and ``out_rows`` is required.
         tiling: by default chosen by :func:`choose_tiling` for this device.
+        together: whether neighbouring queries' lists mostly agree, as in a prompt: each window is the one before, moved
+            by one entry, and each list of extra entries begins like the next. A hint for speed; lists may differ.
 
     Raises:
         OperandTypeError: a dtype is not one of the above, neither ``out`` nor ``out_rows`` is given, or ``query_eps``
@@ -189,9 +193,11 @@ def sparse_attention(
         require_dtype("extra_slots", extra_slots, window_slots.dtype)
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
     processors = chip.processors(q.device)
-    tiling = tiling or choose_tiling(tokens, heads, columns, processors, packed=packed)
+    if tiling is None:
+        shares = together and out is not None and out_rows is None and splits in (None, 1)
+        tiling = choose_tiling(tokens, heads, columns, processors, packed=packed, together=shares)
     if splits is None:
-        splits = choose_splits(tokens, heads, columns, processors, tiling)
+        splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
     partials, semaphores = _workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
@@ -202,6 +208,12 @@ def sparse_attention(
     if tokens == 0 or heads == 0:
         return
 
+    if tiling.queries > 1:
+        _launch_block(
+            *(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths, columns, sink, scale),
+            *(cos_sin, query_eps, out, splits, tiling),
+        )
+        return
     target, stats = (out, q) if partials is None else partials
     has_cos_sin = cos_sin is not None
     cos_sin = sink if cos_sin is None else cos_sin
@@ -250,6 +262,33 @@ def sparse_attention(
         num_stages=tiling.stages,
         **OVERLAPPED,
     )
+
+
+def _launch_block(
+    q: Tensor, window: Entries, window_slots: Tensor, window_lengths: Tensor | None, extra: Entries,
+    extra_slots: Tensor, extra_lengths: Tensor | None, columns: list[int], sink: Tensor, scale: float,
+    cos_sin: Tensor | None, query_eps: float | None, out: Tensor | None, splits: int, tiling: Tiling,
+) -> None:  # fmt: skip
+    """Launch :func:`.query_block.attend_block`; all arguments are checked, but not that the tiling suits them."""
+    tokens, heads = q.shape[:2]
+    if out is None or splits > 1 or heads * tiling.queries > tiling.heads:
+        raise OperandValueError(
+            f"tiling: {tiling.queries} queries of a program are for at most {tiling.heads // tiling.queries} heads, one"
+            f" split and values, found {heads} heads, {splits} splits and out {'missing' if out is None else 'given'}"
+        )
+    attend_block[(cdiv(tokens, tiling.queries),)](
+        q, q.stride(0), q.stride(1), *_pool_arguments(window), window_slots,
+        window_slots if window_lengths is None else window_lengths, columns[0], *_pool_arguments(extra), extra_slots,
+        extra_slots if extra_lengths is None else extra_lengths, columns[1], sink, scale * LOG2_E.value,
+        sink if cos_sin is None else cos_sin, out, tokens, heads, 0.0 if query_eps is None else query_eps,
+        RAW=query_eps is not None, PACKED=window.pages.dtype == torch.uint8,
+        WINDOW_SHIFT=window.page_size.bit_length() - 1, EXTRA_SHIFT=extra.page_size.bit_length() - 1,
+        HAS_EXTRA=columns[1] > 0, HAS_WINDOW_LENGTHS=window_lengths is not None,
+        HAS_EXTRA_LENGTHS=extra_lengths is not None, HAS_COS_SIN=cos_sin is not None, QUERIES=tiling.queries,
+        ROWS=tiling.heads, WINDOW=next_power_of_2(max(columns[0], 1)), KEYS=tiling.keys, STAGES=tiling.stages,
+        LOGITS_IN_BRANCH=tiling.apart, PIECES=tiling.pieces, num_warps=tiling.warps, num_stages=tiling.stages,
+        **OVERLAPPED,
+    )  # fmt: skip
 
 
 def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None) -> None:

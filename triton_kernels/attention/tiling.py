@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common import chip
 from ..common.integers import cdiv, next_power_of_2
@@ -27,6 +27,7 @@ class Tiling:
             its fragments of a whole piece at once, those of the query, too. The compiler is not told that the keys of
             eight pieces come from bytes; else it lays fragments out for bytes, which ldmatrix cannot fetch and whose
             loads do not run ahead.
+        queries: neighbouring queries of a program, which has ``heads / queries`` heads of each (``query_block``).
     """
 
     heads: int = 64
@@ -37,6 +38,7 @@ class Tiling:
     transposed: bool = False
     apart: bool = False
     pieces: int = 4
+    queries: int = 1
 
 
 HOPPER = Tiling(stages=5, apart=True)
@@ -74,6 +76,13 @@ shared memory; accumulators fill half of each thread's registers. Measured on an
 / 31.8 against 17.1 / 23.5 / 31.3. Eight warps of 128 registers took 1.1 to 1.7 times as long as four."""
 
 
+TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2, 4))
+"""Up to 32, or 16, heads of packed entries on Hopper in a prompt whose queries' lists mostly agree."""
+
+MIN_TOGETHER = 256
+"""Queries of a launch from which on neighbours share programs: fewer would leave multiprocessors without one."""
+
+
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
     """Return the tiling for ``heads`` heads of packed entries or bf16 rows on the architecture Triton compiles for."""
     if heads <= SIXTEEN_HEADS.heads:
@@ -103,8 +112,13 @@ MAX_UNSPLIT_TILES = 8
 """Tiles of ``SIXTEEN_HEADS`` that one program may walk where twice as many programs would not fit."""
 
 
-def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool) -> Tiling:
+def choose_tiling(
+    queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool, together: bool = False
+) -> Tiling:
     """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
+
+    together: whether lists of neighbouring queries mostly agree, and values are written. Where a query has few heads,
+    neighbours then share programs.
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
     chip holds all programs at once: more of the chip then works on them. Measured on an H200, 2026-11-22, in us,
@@ -120,6 +134,10 @@ def choose_tiling(queries: int, heads: int, columns: Sequence[int], processors: 
     three stages: 13.5 us against 14.2 for 64 heads of 64 queries with 128 keys. For 256 queries, more programs than
     places, 32.7 against 32.2. The bits are the same.
     """
+    if together and packed and queries >= MIN_TOGETHER and chip.is_before_blackwell():
+        for tiling in (FOUR_QUERIES, TWO_QUERIES):
+            if heads <= tiling.heads // tiling.queries:
+                return tiling
     queries = next_power_of_2(queries)
     tiles = min(sum(cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)
     programs = queries * cdiv(heads, SIXTEEN_HEADS.heads) * cdiv(tiles, 2)

@@ -30,6 +30,13 @@ def load_cos_sin(cos_sin_ptr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def load_cos_sin_rows(cos_sin_ptrs, mask, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Load (cos, sin), fp32 [ROWS, PAIRS] each, from rows of the ``cos_sin`` table at [ROWS] addresses; 0 if masked."""
+    at = cos_sin_ptrs[:, None] + tl.arange(0, 2 * PAIRS)[None, :]
+    return tl.split(tl.reshape(tl.load(at, mask=mask[:, None], other=0.0), (ROWS, PAIRS, 2)))
+
+
+@triton.jit
 def rotate(even, odd, cos, sin):
     """Rotate the pairs (even, odd) forward, products unfused; pass −sin to rotate back."""
     return product(even, cos) - product(odd, sin), product(even, sin) + product(odd, cos)

@@ -156,6 +156,8 @@ class FusedAttentionCore(nn.Module):
         if self._kind is LayerKind.HCA:
             entries = plan.entry_slots, plan.entry_lengths
         slots, lengths = entries or (None, None)
+        # Neighbouring tokens of a prompt see the same entries, but where each chooses from more than it may see.
+        chooses = self._kind is LayerKind.CSA and step.scores.shape[1] > config.index_topk
         fused = Form.NVFP4 in form and fuses_quantization(self._heads, self._groups)
         width = self._heads // self._groups * config.head_dim
         rows = new_rows(tokens, width, q.device, groups=self._groups) if fused else None
@@ -177,6 +179,7 @@ class FusedAttentionCore(nn.Module):
             semaphores=step.attention_semaphores,
             out=out,
             out_rows=rows,
+            together=not plan.batch.is_decode and not chooses,
         )
         values = None if out is None else out.view(tokens, self._groups, width)
         if rows is None and values is not None:

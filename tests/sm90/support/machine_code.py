@@ -10,7 +10,8 @@ from tests.sm100.support.sass import Binary, compile_binary
 
 
 def checked_binary(shape: KernelShape) -> Binary:
-    """Compile for sm_90a; check the instructions of the loop, or of one for each width, and registers with which the promised CTAs share an SM."""
+    """Compile for sm_90a; check the loop's instructions, of one for each width, and that as many CTAs share an SM as is
+    promised."""
     entry = entry_of(shape)
     binary = compile_binary("sm_90a", entry, *entry.example())
     loops = len(shape.widths)

@@ -1,0 +1,258 @@
+"""Programs for several neighbouring queries of a prompt: against fp64, where lists agree and where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.attention.query_block import _entries_agree, _windows_agree
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries
+from nvfp4_sgl.triton_kernels.attention.tiling import (
+    FOUR_QUERIES,
+    HOPPER,
+    MIN_TOGETHER,
+    SIXTEEN_HEADS,
+    THIRTY_TWO_HEADS,
+    TWO_QUERIES,
+    Tiling,
+    choose_tiling,
+)
+from nvfp4_sgl.triton_kernels.common import chip
+from tests.triton.support.attention import BOUND, CSA_PAGE, WINDOW_PAGE, Problem, check, cos_sin_of, pool, problem
+from tests.triton.test_attention import divided, rotated_back
+
+WINDOW, ENTRIES, RATIO = 72, 80, 2
+TILINGS = {32: TWO_QUERIES, 16: FOUR_QUERIES, 5: FOUR_QUERIES}
+tilings = pytest.mark.parametrize(
+    ("heads", "tiling"), TILINGS.items(), ids=lambda value: str(getattr(value, "queries", value))
+)
+
+
+def prompt(heads: int, chunks: list[tuple[int, int]], *, seed: int = 0) -> tuple[Problem, list[Tensor]]:
+    """Requests that each add positions ``begin`` to ``end``: windows newest first, and entries of two tokens each.
+
+    Lists lie in rows of WINDOW and ENTRIES columns; what is beyond their lengths, which are returned, points at an
+    entry of NaN. A few positions have no slot.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pools, lists, lengths = [], [], []
+    queries = [(request, p) for request, (begin, end) in enumerate(chunks) for p in range(begin, end)]
+    longest = max(end for _, end in chunks)
+    for columns, page_size, count in ((WINDOW, WINDOW_PAGE, longest), (ENTRIES, CSA_PAGE, longest // RATIO + 1)):
+        total = len(chunks) * count
+        places = torch.randperm(total + 9, generator=generator)
+        table = places[:total].view(len(chunks), count)
+        rows = torch.randn(total, 512, generator=generator)
+        rows[:, ::29] *= 20  # outliers
+        rows *= torch.exp2(torch.randint(-6, 3, (total, 8), generator=generator)).repeat_interleave(64, 1)
+        pools.append(pool(rows, table.flatten(), total + 9, page_size, packed=True))
+        table = torch.where(torch.rand(table.shape, generator=generator) < 0.05, -1, table)
+        slots = torch.full((len(queries), columns), int(places[total]))
+        ends = torch.zeros(len(queries), dtype=torch.int32)
+        for row, (request, p) in enumerate(queries):
+            own = table[request, max(0, p + 1 - columns) : p + 1].flip(0)
+            if columns == ENTRIES:
+                own = table[request, : min((p + 1) // RATIO, columns)]
+            slots[row, : own.numel()], ends[row] = own, own.numel()
+        lists.append(slots.int())
+        lengths.append(ends)
+    entries, stores = (list(part) for part in zip(*pools, strict=True))
+    q = torch.randn(len(queries), heads, 512, generator=generator)
+    q[:, ::3] *= 4  # some heads attend sharply
+    return Problem(q.bfloat16(), torch.randn(heads, generator=generator) * 2, entries, stores, lists), lengths
+
+
+def check_prompt(case: Problem, lengths: list[Tensor], device: str, **options: Any) -> Tensor:
+    """Compare with fp64; returns the output."""
+    out = case.run(device, window_lengths=lengths[0], extra_lengths=lengths[1], **options)
+    kept = case.slots
+    case.slots = [
+        torch.where(torch.arange(slots.shape[1]) < ends[:, None], slots, -1)
+        for slots, ends in zip(kept, lengths, strict=True)
+    ]
+    exact, size = case.exact()
+    case.slots = kept
+    error = (out.double() - exact).abs()
+    assert (error <= BOUND * size + 1e-37).all(), float((error / size.clamp(min=1e-30)).max())
+    return out
+
+
+CHUNKS = {
+    "from the beginning": [(0, 11)],
+    "where windows fill": [(66, 79)],
+    "where entries are as many as there may be": [(152, 165)],
+    "several requests": [(0, 3), (70, 75), (158, 159), (10, 16)],
+}
+
+
+@tilings
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_prompts(chunks: str, heads: int, tiling: Tiling, device: str) -> None:
+    check_prompt(*prompt(heads, CHUNKS[chunks]), device, tiling=tiling)
+
+
+@tilings
+def test_lists_that_have_nothing_in_common(heads: int, tiling: Tiling, device: str) -> None:
+    check(problem(heads, [70, 30], tokens=5, seed=heads), device, tiling=tiling)
+    check(problem(heads, [129], tokens=2, holes=0.0), device, tiling=tiling)
+
+
+@tilings
+def test_raw_queries_are_rotated_by_their_own_positions(heads: int, tiling: Tiling, device: str) -> None:
+    case, lengths = prompt(heads, [(66, 71), (0, 2)])
+    positions, frequencies = torch.tensor([66, 67, 68, 69, 70, 0, 1]), inverse_frequencies(64, 160000.0)
+    raw = torch.randint(-31, 32, case.q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    raw[1] *= 2**-11  # where what is added to the mean square counts
+    raw[2] *= 2**40
+    case.q = raw
+    options = {"window_lengths": lengths[0], "extra_lengths": lengths[1], "cos_sin": cos_sin_of(positions, frequencies)}
+    found = case.run(device, tiling=tiling, query_eps=1e-6, **options)
+    case.q = divided(raw, 1e-6, positions, frequencies)
+    case.slots = [
+        torch.where(torch.arange(slots.shape[1]) < ends[:, None], slots, -1)
+        for slots, ends in zip(case.slots, lengths, strict=True)
+    ]
+    expected, size = rotated_back(*case.exact(), positions, frequencies)
+    assert ((found - expected).abs() <= 1.01 * BOUND * size).all()
+
+
+@tilings
+def test_an_entry_of_another_request_touches_nothing(heads: int, tiling: Tiling, device: str) -> None:
+    """NaN in what one request sees, in a program with queries of another."""
+    case, lengths = prompt(heads, [(3, 6), (8, 13)])
+    options = {"window_lengths": lengths[0], "extra_lengths": lengths[1], "tiling": tiling}
+    calm = case.run(device, **options)
+    window = case.entries[0]
+    slot = int(case.slots[0][0, : lengths[0][0]].max())
+    window.pages[slot // WINDOW_PAGE, slot % WINDOW_PAGE * 576 :][:576] = 0xFF
+    found = case.run(device, **options)
+    assert found[0].isnan().any() and torch.equal(found[3:], calm[3:])
+
+
+@pytest.mark.parametrize("widths", [[70], [70, 30]])
+def test_nothing_is_seen(widths: list[int], device: str) -> None:
+    case = problem(16, widths, tokens=4)
+    for slots in case.slots:
+        slots[:] = -1
+    assert (case.run(device, tiling=FOUR_QUERIES) == 0).all()
+    lengths = {"window_lengths": torch.zeros(4, dtype=torch.int32)}
+    if len(widths) > 1:
+        lengths["extra_lengths"] = torch.zeros(4, dtype=torch.int32)
+    assert (problem(16, widths, tokens=4).run(device, tiling=FOUR_QUERIES, **lengths) == 0).all()
+
+
+def test_windows_of_any_lengths(device: str) -> None:
+    """The last query sees further back than the first, or the first one nothing, though what both see agrees."""
+    case, _ = prompt(16, [(20, 24)])
+    for lengths in ([1, 9, 3, 7], [0, 2, 5, 5], [0, 0, 0, 0], [0, 0, 0, 6], [7, 0, 0, 0]):
+        check_prompt(case, [torch.tensor(lengths, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)], device,
+                     tiling=FOUR_QUERIES)  # fmt: skip
+
+
+@triton.jit
+def _agree(windows, window_lengths, entries, entry_lengths, out, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
+    first = tl.program_id(0) * QUERIES
+    tl.store(out, _windows_agree(windows, window_lengths, first, WIDTH, QUERIES, True, WIDTH).to(tl.int32))
+    tl.store(out + 1, _entries_agree(entries, entry_lengths, first, WIDTH, QUERIES, True).to(tl.int32))
+
+
+def agree(windows: list[list[int]], entries: list[list[int]], device: str) -> tuple[bool, bool]:
+    """Whether the program takes the lists to agree."""
+    width, out = 8, torch.full((2,), 7, dtype=torch.int32, device=device)
+
+    def padded(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+        rows = torch.tensor([row + [999] * (width - len(row)) for row in lists], dtype=torch.int32)
+        return rows.to(device), torch.tensor([len(row) for row in lists], dtype=torch.int32, device=device)
+
+    _agree[(1,)](*padded(windows), *padded(entries), out, len(windows), width)
+    return bool(out[0]), bool(out[1])
+
+
+@pytest.mark.parametrize(
+    ("windows", "same"),
+    [
+        ([[3, 2, 1], [4, 3, 2, 1]], True),
+        ([[8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 2]], True),
+        ([[7, 6, 5, 4, 3, 2, 1], [8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 2], [-1, 9, 8, 7, 6, 5, 4, 3]], True),
+        ([[3, 2, 1], [3, 2, 1]], False),
+        ([[3, 2, 1], [4, 3, 5, 1]], False),
+        ([[3, 2, 1], [4, 3, 2]], True),
+        ([[3, 2, 1], [4, 3]], True),
+        ([[3, 2, 1, 0], [4, 3], [5, 4, 3], [6, 5, 4, 3]], True),
+        ([[3], [4, 3, 9], [5, 4, 3], [6, 5, 4, 3]], False),
+        ([[8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 0]], False),
+    ],
+)
+def test_which_windows_agree(windows: list[list[int]], same: bool, device: str) -> None:
+    assert agree(windows, [[1]] * len(windows), device) == (same, True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "same"),
+    [
+        ([[1, 2, 3], [1, 2, 3]], True),
+        ([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]], True),
+        ([[], [6]], True),
+        ([[1, 2, 3], [1, 2]], False),
+        ([[1, 9], [1, 2, 3]], False),
+        ([[1, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]], False),
+    ],
+)
+def test_which_entries_agree(entries: list[list[int]], same: bool, device: str) -> None:
+    assert agree([[]] * len(entries), entries, device) == (True, same)
+
+
+def test_long_lists_are_compared_to_the_end(device: str) -> None:
+    """Beyond the columns that are compared at a time, and there alone they differ."""
+    case = problem(5, [8, 1200], tokens=2, holes=0.0)
+    case.slots[0][1, 1:], case.slots[1][1] = case.slots[0][0, :-1].clone(), case.slots[1][0].clone()
+    for column in (511, 512, 1199):
+        case.slots[1][1, column] = case.slots[1][0, column - 100]
+        check(case, device, tiling=Tiling(keys=64, queries=2, apart=True))
+        case.slots[1][1, column] = case.slots[1][0, column]
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "options", "expected"),
+    [
+        (32, MIN_TOGETHER, {}, TWO_QUERIES),
+        (16, MIN_TOGETHER, {}, FOUR_QUERIES),
+        (33, MIN_TOGETHER, {}, HOPPER),
+        (32, MIN_TOGETHER - 1, {}, THIRTY_TWO_HEADS),
+        (32, MIN_TOGETHER, {"together": False}, THIRTY_TWO_HEADS),
+        (16, MIN_TOGETHER, {"packed": False}, SIXTEEN_HEADS),
+    ],
+)
+def test_who_shares_a_program(heads: int, queries: int, options: dict[str, bool], expected: Tiling) -> None:
+    if not chip.is_before_blackwell():
+        pytest.skip("Blackwell's tilings have one query")
+    assert choose_tiling(queries, heads, (128, 512), 132, **{"packed": True, "together": True, **options}) == expected
+
+
+def test_what_does_not_suit_is_refused(device: str) -> None:
+    case = problem(32, [70, 30], tokens=4)
+    for options in ({"tiling": FOUR_QUERIES}, {"tiling": TWO_QUERIES, "splits": 2}):
+        with pytest.raises(OperandValueError, match="queries of a program"):
+            case.run(device, **options)
+    with pytest.raises(OperandValueError, match="queries of a program"):
+        case.launch(device, tiling=TWO_QUERIES, out_rows=Rows.allocate(4, 4096, 8, device, groups=4))
+
+
+def test_a_hint_that_is_wrong_changes_nothing(device: str) -> None:
+    case = problem(20, [40, 30], tokens=2)
+    assert torch.equal(check(case, device, together=True), case.run(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("begin", [0, 1000])
+def test_serving_sizes(heads: int, begin: int, device: str) -> None:
+    check_prompt(*prompt(heads, [(begin, begin + 300), (0, 40)]), device, together=True)

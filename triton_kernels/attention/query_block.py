@@ -1,0 +1,205 @@
+"""Sparse attention of a rank's few heads in a prompt: a program takes neighbouring queries, whose lists mostly agree.
+
+Tensor cores multiply 64 rows at a time. Of a rank that has fewer heads, a program takes as many neighbouring queries as
+fill them (``tiling.Tiling.queries``). If they belong to one request, each window is the one before, moved by one entry,
+and each list of compressed entries begins like the next query's; then each entry is read, decoded and multiplied once
+for all of them, and a query's own are told apart by their place in the union. The program compares the lists before it
+relies on that. Where they differ, as between two requests, it attends for one query at a time, and what other rows
+hold is dropped: an entry that is not a query's never touches its result.
+
+The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it come
+the last query's compressed entries. Tiles of keys are cut from that. So unlike the kernel for one query (``kernel``),
+this one adds up in an order that depends on a query's place among its neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.overlap import after_previous
+from ..common.rope import load_cos_sin_rows
+from ..common.rounding import product
+from .kernel import (
+    attend_to_tile,
+    piece_begin,
+    in_layout_of,
+    inverse_rms,
+    load_keys,
+    load_length,
+    load_query,
+    store_output,
+    piece_width,
+    with_rotated_tail,
+    no_sums,
+)
+from .parts import LOG2_E
+
+COMPARED = tl.constexpr(512)
+"""Columns of two lists that are compared at a time."""
+
+
+@triton.jit
+def _windows_agree(slots, lengths, first, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether the windows of QUERIES queries from ``first`` on are parts of one list, each moved by one entry."""
+    last = first + QUERIES - 1
+    last_length = tl.minimum(load_length(lengths, last, columns, GIVEN), columns)
+    column = tl.arange(0, BLOCK)
+    differ = tl.zeros((BLOCK,), tl.int32)
+    for query in tl.static_range(QUERIES - 1):
+        moved = column + (QUERIES - 1 - query)
+        length = tl.minimum(load_length(lengths, first + query, columns, GIVEN), columns)
+        # Beyond the last query's window the union takes the first one's, which the others must agree with, too.
+        own = tl.load(slots + (first + query) * columns + column, mask=column < length, other=0)
+        from_last = moved < last_length
+        row = tl.where(from_last, last, first)
+        place = tl.where(from_last, moved, moved - (QUERIES - 1))
+        first_length = tl.minimum(load_length(lengths, first, columns, GIVEN), columns)
+        known = from_last | (place < first_length)
+        union = tl.load(slots + row * columns + place, mask=(column < length) & known, other=0)
+        differ = tl.maximum(differ, ((column < length) & ((own != union) | ~known)).to(tl.int32))
+    return tl.max(differ, axis=0) == 0
+
+
+@triton.jit
+def _entries_agree(slots, lengths, first, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
+    """Whether the lists of QUERIES queries from ``first`` on are beginnings of the last one's."""
+    last = first + QUERIES - 1
+    last_length = tl.minimum(load_length(lengths, last, columns, GIVEN), columns)
+    differ = tl.zeros((COMPARED,), tl.int32)
+    for query in tl.static_range(QUERIES - 1):
+        length = tl.minimum(load_length(lengths, first + query, columns, GIVEN), columns)
+        differ = tl.maximum(differ, (length > last_length).to(tl.int32))
+        for begin in range(0, tl.minimum(length, last_length), COMPARED):
+            column = begin + tl.arange(0, COMPARED)
+            inside = (column < length) & (column < last_length)
+            own = tl.load(slots + (first + query) * columns + column, mask=inside, other=0)
+            union = tl.load(slots + last * columns + column, mask=inside, other=0)
+            differ = tl.maximum(differ, (own != union).to(tl.int32))
+    return tl.max(differ, axis=0) == 0
+
+
+@triton.jit
+def _lengths(lengths, first, tokens, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
+    """Lengths of the lists of QUERIES queries from ``first`` on, 0 beyond the last query."""
+    found = ()  # type: tuple[tl.tensor, ...]
+    for query in tl.static_range(QUERIES):
+        known = tl.minimum(first + query, tokens - 1)
+        length = tl.minimum(load_length(lengths, known, columns, GIVEN), columns)
+        found += (tl.where(first + query < tokens, length, 0),)
+    return found
+
+
+@triton.jit
+def _of_row(values, row_query):
+    """Of each row the value of its query."""
+    found = row_query * 0 + values[0]
+    for query in tl.static_range(1, len(values)):
+        found = tl.where(row_query == query, values[query], found)
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def attend_block(
+    q, q_token, q_head, window, window_page, window_slots, window_lengths, window_columns, extra, extra_page,
+    extra_slots, extra_lengths, extra_columns, sink, scale_log2, cos_sin, out, tokens, heads, eps,
+    RAW: tl.constexpr, PACKED: tl.constexpr, WINDOW_SHIFT: tl.constexpr, EXTRA_SHIFT: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, HAS_WINDOW_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, LOGITS_IN_BRANCH: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Attend for QUERIES neighbouring queries, all heads of each.
+
+    Grid: (blocks of QUERIES queries). Arguments are those of ``kernel.attend`` and, beyond the ``tiling.Tiling``:
+
+        ROWS: rows of the MMA, at least QUERIES times the heads of a query, for which each has ROWS / QUERIES.
+        WINDOW: a power of two, at least ``window_columns``.
+    """
+    after_previous()
+    first = tl.program_id(0).to(tl.int64) * QUERIES
+    last = first + QUERIES - 1
+    EACH: tl.constexpr = ROWS // QUERIES
+    row = tl.arange(0, ROWS)
+    row_query, head = row // EACH, row % EACH
+    row_token = first + row_query
+    row_mask = (head < heads) & (row_token < tokens)
+
+    agree = last < tokens
+    if agree:
+        agree = _windows_agree(window_slots, window_lengths, first, window_columns, QUERIES, HAS_WINDOW_LENGTHS, WINDOW)
+        if HAS_EXTRA:
+            agree = agree & _entries_agree(extra_slots, extra_lengths, first, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
+    window_ends = _lengths(window_lengths, first, tokens, window_columns, QUERIES, HAS_WINDOW_LENGTHS)
+    extra_ends = _lengths(extra_lengths, first, tokens, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
+    passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
+    sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
+
+    for turn in range(passes):
+        # What is seen in this turn: by all queries together, or by one of them.
+        begin = tl.where(agree, first, first + turn)
+        end = tl.where(agree, last, first + turn)
+        ahead = (end - begin).to(tl.int32)
+        oldest = tl.minimum(load_length(window_lengths, begin, window_columns, HAS_WINDOW_LENGTHS), window_columns)
+        newest = tl.minimum(load_length(window_lengths, end, window_columns, HAS_WINDOW_LENGTHS), window_columns)
+        window_count = tl.maximum(newest, tl.where(oldest > 0, oldest + ahead, 0))
+        extra_count = 0
+        if HAS_EXTRA:
+            extra_count = tl.minimum(load_length(extra_lengths, end, extra_columns, HAS_EXTRA_LENGTHS), extra_columns)
+
+        q_row = q + row_token[:, None] * q_token + head.to(tl.int64)[:, None] * q_head
+        q_pieces = ()  # type: tuple[tl.tensor, ...]
+        for piece in tl.static_range(PIECES):
+            q_pieces += (load_query(q_row, row_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
+        query_scale = tl.zeros((ROWS,), tl.float32) + scale_log2
+        if RAW:
+            cos, sin = load_cos_sin_rows(cos_sin + row_token * 64, row_mask, ROWS, 32)
+            query_scale = inverse_rms(q_pieces, eps) * scale_log2
+            q_pieces = with_rotated_tail(q_pieces, cos, sin, ROWS)
+
+        # In the union, the window of a row's query lies at low .. high - 1, its entries at window_count .. entries_end - 1.
+        # In a turn for one query all rows see all: those of the others are not stored.
+        low = tl.where(agree, QUERIES - 1 - row_query, 0)
+        high = low + tl.where(agree, _of_row(window_ends, row_query), window_count)
+        entries_end = window_count + tl.where(agree, _of_row(extra_ends, row_query), extra_count)
+        newest_slots = window_slots + end * window_columns
+        oldest_slots = window_slots + begin * window_columns - ahead
+        entry_slots = extra_slots + end * extra_columns - window_count
+
+        running_max = sink_log2
+        denominator = tl.zeros((ROWS,), tl.float32)
+        total = no_sums(ROWS, PIECES, False)
+        tiles = tl.cdiv(window_count + extra_count, KEYS)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            place = tile * KEYS + tl.arange(0, KEYS)
+            in_window = place < window_count
+            slots = tl.where(place < newest, newest_slots, tl.where(in_window, oldest_slots, entry_slots))
+            # A last window shorter than the step to the first leaves places that are nobody's.
+            inside = ((place < newest) | (place >= ahead)) & (place < window_count + extra_count)
+            slot = tl.load(slots + place, mask=inside, other=-1)
+            present = slot >= 0
+            slot = tl.where(present, slot, 0)
+            # The compiler loses sight of the alignment, for lack of which it would fetch nothing ahead.
+            pool = tl.multiple_of(tl.where(in_window, window, extra), 16)
+            pitch = tl.multiple_of(tl.where(in_window, window_page, extra_page), 16)
+            shift = tl.where(in_window, WINDOW_SHIFT, EXTRA_SHIFT)
+            k = load_keys(pool, pitch, shift, slot, present, PACKED, KEYS, PIECES)
+
+            at = place.to(tl.float32)[None, :]
+            visible = (at >= in_layout_of(low.to(tl.float32), denominator)[:, None]) & (
+                at < in_layout_of(high.to(tl.float32), denominator)[:, None]
+            )
+            visible |= (~in_window)[None, :] & (at < in_layout_of(entries_end.to(tl.float32), denominator)[:, None])
+            visible &= present[None, :]
+
+            logit_scale = in_layout_of(query_scale, denominator)[:, None]
+            running_max, denominator, total = attend_to_tile(
+                *(q_pieces, k, visible, logit_scale, running_max, denominator, total, tile < tiles),
+                *(ROWS, KEYS, STAGES, False, LOGITS_IN_BRANCH),
+            )
+
+        factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
+        store_output(
+            *(out, row_token * heads + head, total, factor),
+            *(cos_sin + row_token * 64, row_mask & (agree | (row_query == turn))),
+            *(HAS_COS_SIN, ROWS, False),
+        )
