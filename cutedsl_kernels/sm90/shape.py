@@ -46,8 +46,8 @@ WARP_MMA_MAX_TILE = 16
 GATHER_MAX_TILE = 16
 """The widest token tile whose rows are loaded one by one."""
 TRIMMED_TILE = 128
-"""The token tile of experts' kernels that multiply fewer tokens where a tile has fewer: of 8192 tokens of Flash an expert
-has some 192, a tile and a half."""
+"""The token tile of experts' kernels that multiply fewer tokens where a tile has fewer: of 8192 tokens an expert of
+Flash has some 192, a tile and a half."""
 LOAD_TOKENS = 32
 """Tokens of a load of such a kernel."""
 WIDTHS = (64, 96, TRIMMED_TILE)

@@ -15,7 +15,8 @@ from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.fused.warm_up import sizes
+from nvfp4_sgl.targets.fused.warm_up import MAX_SHORT_PROMPT, sizes
+from nvfp4_sgl.triton_kernels.attention.tiling import MIN_TOGETHER
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 
@@ -31,6 +32,10 @@ def test_sizes():
 def test_sizes_of_each_kind():
     """On either side of a threshold anywhere, a multiple of 16 and another, as long as there is one."""
     assert [size for size in sizes(256, lambda size: size < 190) if size > 128] == [129, 176, 189, 255, 256]
+
+
+def test_the_largest_short_prompt_shares_programs():
+    assert MIN_TOGETHER <= MAX_SHORT_PROMPT
 
 
 @triton.jit

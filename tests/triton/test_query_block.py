@@ -14,7 +14,6 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention.query_block import _entries_agree, _windows_agree
-from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     FOUR_QUERIES,
     HOPPER,

@@ -7,9 +7,9 @@ for all of them, and a query's own are told apart by their place in the union. T
 relies on that. Where they differ, as between two requests, it attends for one query at a time, and what other rows
 hold is dropped: an entry that is not a query's never touches its result.
 
-The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it come
-the last query's compressed entries. Tiles of keys are cut from that. So unlike the kernel for one query (``kernel``),
-this one adds up in an order that depends on a query's place among its neighbours.
+The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it
+come the last query's compressed entries. Tiles of keys are cut from that. So unlike the kernel for one query
+(``kernel``), this one adds up in an order that depends on a query's place among its neighbours.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..common.rope import load_cos_sin_rows
 from ..common.rounding import product
 from .kernel import (
     attend_to_tile,
-    piece_begin,
     in_layout_of,
     inverse_rms,
     load_keys,
     load_length,
     load_query,
-    store_output,
-    piece_width,
-    with_rotated_tail,
     no_sums,
+    piece_begin,
+    piece_width,
+    store_output,
+    with_rotated_tail,
 )
 from .parts import LOG2_E
 
@@ -156,7 +156,7 @@ def attend_block(
             query_scale = inverse_rms(q_pieces, eps) * scale_log2
             q_pieces = with_rotated_tail(q_pieces, cos, sin, ROWS)
 
-        # In the union, the window of a row's query lies at low .. high - 1, its entries at window_count .. entries_end - 1.
+        # In the union a row sees the window at low .. high - 1 and the entries at window_count .. entries_end - 1.
         # In a turn for one query all rows see all: those of the others are not stored.
         low = tl.where(agree, QUERIES - 1 - row_query, 0)
         high = low + tl.where(agree, _of_row(window_ends, row_query), window_count)

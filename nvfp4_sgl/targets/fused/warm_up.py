@@ -11,7 +11,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOK
 
 MAX_SHORT_PROMPT = 256
 """Tokens of the largest prompt that is run from its beginning, too: for more, attention's tiles are the same at any
-length."""
+length. Of so many, queries share programs already, which depends on the length where entries are chosen."""
 
 Kind = Callable[[int], Hashable]
 """What a target's kernels are compiled for in a pass of so many tokens, apart from the rules of :func:`sizes`."""
