@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.errors import OperandError, OperandValueError
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.ops.rope import inverse_frequencies
-from nvfp4_sgl.triton_kernels.attention.query_block import _entries_agree, _windows_agree
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     FOUR_QUERIES,
     HOPPER,
@@ -35,11 +32,13 @@ tilings = pytest.mark.parametrize(
 )
 
 
-def prompt(heads: int, chunks: list[tuple[int, int]], *, seed: int = 0) -> tuple[Problem, list[Tensor]]:
+def prompt(
+    heads: int, chunks: list[tuple[int, int]], *, seed: int = 0
+) -> tuple[Problem, list[Tensor], dict[str, Tensor]]:
     """Requests that each add positions ``begin`` to ``end``: windows newest first, and entries of two tokens each.
 
-    Lists lie in rows of WINDOW and ENTRIES columns; what is beyond their lengths, which are returned, points at an
-    entry of NaN. A few positions have no slot.
+    Lists lie in rows of WINDOW and ENTRIES columns; what is beyond their lengths points at an entry of NaN. A few
+    positions have no slot. Returns the problem, its lengths, and what goes with it to the op.
     """
     generator = torch.Generator().manual_seed(seed)
     pools, lists, lengths = [], [], []
@@ -65,13 +64,16 @@ def prompt(heads: int, chunks: list[tuple[int, int]], *, seed: int = 0) -> tuple
         lengths.append(ends)
     entries, stores = (list(part) for part in zip(*pools, strict=True))
     q = torch.randn(len(queries), heads, 512, generator=generator)
-    q[:, ::3] *= 4  # some heads attend sharply
-    return Problem(q.bfloat16(), torch.randn(heads, generator=generator) * 2, entries, stores, lists), lengths
+    q[:, ::3] *= 4  # some heads attend sharply,
+    q[:, 1::3] = 0  # some to all alike
+    case = Problem(q.bfloat16(), torch.randn(heads, generator=generator) * 2, entries, stores, lists)
+    owners = torch.tensor([request for request, _ in queries], dtype=torch.int32)
+    return case, lengths, {"window_lengths": lengths[0], "extra_lengths": lengths[1], "owners": owners}
 
 
-def check_prompt(case: Problem, lengths: list[Tensor], device: str, **options: Any) -> Tensor:
+def check_prompt(case: Problem, lengths: list[Tensor], given: dict[str, Tensor], device: str, **options: Any) -> Tensor:
     """Compare with fp64; returns the output."""
-    out = case.run(device, window_lengths=lengths[0], extra_lengths=lengths[1], **options)
+    out = case.run(device, **given, **options)
     kept = case.slots
     case.slots = [
         torch.where(torch.arange(slots.shape[1]) < ends[:, None], slots, -1)
@@ -100,19 +102,20 @@ def test_prompts(chunks: str, heads: int, tiling: Tiling, device: str) -> None:
 
 @tilings
 def test_lists_that_have_nothing_in_common(heads: int, tiling: Tiling, device: str) -> None:
-    check(problem(heads, [70, 30], tokens=5, seed=heads), device, tiling=tiling)
-    check(problem(heads, [129], tokens=2, holes=0.0), device, tiling=tiling)
+    """Each query is another request's."""
+    check(problem(heads, [70, 30], tokens=5, seed=heads), device, tiling=tiling, owners=torch.tensor([0, 1, 2, 3, 4]))
+    check(problem(heads, [129], tokens=2, holes=0.0), device, tiling=tiling, owners=torch.tensor([7, 2]))
 
 
 @tilings
 def test_raw_queries_are_rotated_by_their_own_positions(heads: int, tiling: Tiling, device: str) -> None:
-    case, lengths = prompt(heads, [(66, 71), (0, 2)])
+    case, lengths, options = prompt(heads, [(66, 71), (0, 2)])
     positions, frequencies = torch.tensor([66, 67, 68, 69, 70, 0, 1]), inverse_frequencies(64, 160000.0)
     raw = torch.randint(-31, 32, case.q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     raw[1] *= 2**-11  # where what is added to the mean square counts
     raw[2] *= 2**40
     case.q = raw
-    options = {"window_lengths": lengths[0], "extra_lengths": lengths[1], "cos_sin": cos_sin_of(positions, frequencies)}
+    options["cos_sin"] = cos_sin_of(positions, frequencies)
     found = case.run(device, tiling=tiling, query_eps=1e-6, **options)
     case.q = divided(raw, 1e-6, positions, frequencies)
     case.slots = [
@@ -126,97 +129,28 @@ def test_raw_queries_are_rotated_by_their_own_positions(heads: int, tiling: Tili
 @tilings
 def test_an_entry_of_another_request_touches_nothing(heads: int, tiling: Tiling, device: str) -> None:
     """NaN in what one request sees, in a program with queries of another."""
-    case, lengths = prompt(heads, [(3, 6), (8, 13)])
-    options = {"window_lengths": lengths[0], "extra_lengths": lengths[1], "tiling": tiling}
-    calm = case.run(device, **options)
+    case, lengths, options = prompt(heads, [(3, 6), (8, 13)])
+    calm = case.run(device, tiling=tiling, **options)
     window = case.entries[0]
     slot = int(case.slots[0][0, : lengths[0][0]].max())
     window.pages[slot // WINDOW_PAGE, slot % WINDOW_PAGE * 576 :][:576] = 0xFF
-    found = case.run(device, **options)
+    found = case.run(device, tiling=tiling, **options)
     assert found[0].isnan().any() and torch.equal(found[3:], calm[3:])
 
 
-@pytest.mark.parametrize("widths", [[70], [70, 30]])
-def test_nothing_is_seen(widths: list[int], device: str) -> None:
-    case = problem(16, widths, tokens=4)
+def test_slots_that_are_missing_count_for_nobody(device: str) -> None:
+    case, _, options = prompt(16, [(5, 10)])
     for slots in case.slots:
         slots[:] = -1
-    assert (case.run(device, tiling=FOUR_QUERIES) == 0).all()
-    lengths = {"window_lengths": torch.zeros(4, dtype=torch.int32)}
-    if len(widths) > 1:
-        lengths["extra_lengths"] = torch.zeros(4, dtype=torch.int32)
-    assert (problem(16, widths, tokens=4).run(device, tiling=FOUR_QUERIES, **lengths) == 0).all()
+    assert (case.run(device, tiling=FOUR_QUERIES, **options) == 0).all()
 
 
-def test_windows_of_any_lengths(device: str) -> None:
-    """The last query sees further back than the first, or the first one nothing, though what both see agrees."""
-    case, _ = prompt(16, [(20, 24)])
-    for lengths in ([1, 9, 3, 7], [0, 2, 5, 5], [0, 0, 0, 0], [0, 0, 0, 6], [7, 0, 0, 0]):
-        check_prompt(case, [torch.tensor(lengths, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)], device,
-                     tiling=FOUR_QUERIES)  # fmt: skip
-
-
-@triton.jit
-def _agree(windows, window_lengths, entries, entry_lengths, out, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
-    first = tl.program_id(0) * QUERIES
-    tl.store(out, _windows_agree(windows, window_lengths, first, WIDTH, QUERIES, True, WIDTH).to(tl.int32))
-    tl.store(out + 1, _entries_agree(entries, entry_lengths, first, WIDTH, QUERIES, True).to(tl.int32))
-
-
-def agree(windows: list[list[int]], entries: list[list[int]], device: str) -> tuple[bool, bool]:
-    """Whether the program takes the lists to agree."""
-    width, out = 8, torch.full((2,), 7, dtype=torch.int32, device=device)
-
-    def padded(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor([row + [999] * (width - len(row)) for row in lists], dtype=torch.int32)
-        return rows.to(device), torch.tensor([len(row) for row in lists], dtype=torch.int32, device=device)
-
-    _agree[(1,)](*padded(windows), *padded(entries), out, len(windows), width)
-    return bool(out[0]), bool(out[1])
-
-
-@pytest.mark.parametrize(
-    ("windows", "same"),
-    [
-        ([[3, 2, 1], [4, 3, 2, 1]], True),
-        ([[8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 2]], True),
-        ([[7, 6, 5, 4, 3, 2, 1], [8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 2], [-1, 9, 8, 7, 6, 5, 4, 3]], True),
-        ([[3, 2, 1], [3, 2, 1]], False),
-        ([[3, 2, 1], [4, 3, 5, 1]], False),
-        ([[3, 2, 1], [4, 3, 2]], True),
-        ([[3, 2, 1], [4, 3]], True),
-        ([[3, 2, 1, 0], [4, 3], [5, 4, 3], [6, 5, 4, 3]], True),
-        ([[3], [4, 3, 9], [5, 4, 3], [6, 5, 4, 3]], False),
-        ([[8, 7, 6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 0]], False),
-    ],
-)
-def test_which_windows_agree(windows: list[list[int]], same: bool, device: str) -> None:
-    assert agree(windows, [[1]] * len(windows), device) == (same, True)
-
-
-@pytest.mark.parametrize(
-    ("entries", "same"),
-    [
-        ([[1, 2, 3], [1, 2, 3]], True),
-        ([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]], True),
-        ([[], [6]], True),
-        ([[1, 2, 3], [1, 2]], False),
-        ([[1, 9], [1, 2, 3]], False),
-        ([[1, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]], False),
-    ],
-)
-def test_which_entries_agree(entries: list[list[int]], same: bool, device: str) -> None:
-    assert agree([[]] * len(entries), entries, device) == (True, same)
-
-
-def test_long_lists_are_compared_to_the_end(device: str) -> None:
-    """Beyond the columns that are compared at a time, and there alone they differ."""
-    case = problem(5, [8, 1200], tokens=2, holes=0.0)
-    case.slots[0][1, 1:], case.slots[1][1] = case.slots[0][0, :-1].clone(), case.slots[1][0].clone()
-    for column in (511, 512, 1199):
-        case.slots[1][1, column] = case.slots[1][0, column - 100]
-        check(case, device, tiling=Tiling(keys=64, queries=2, apart=True))
-        case.slots[1][1, column] = case.slots[1][0, column]
+def test_without_lengths_all_columns_count(device: str) -> None:
+    case = problem(16, [70, 30], tokens=6, holes=0.0)
+    for query in (1, 2, 3, 5):
+        case.slots[0][query, 1:] = case.slots[0][query - 1, :-1].clone()
+        case.slots[1][query] = case.slots[1][query - 1]
+    check(case, device, tiling=FOUR_QUERIES, owners=torch.tensor([3, 3, 3, 3, 0, 0]))
 
 
 @pytest.mark.parametrize(
@@ -226,32 +160,48 @@ def test_long_lists_are_compared_to_the_end(device: str) -> None:
         (16, MIN_TOGETHER, {}, FOUR_QUERIES),
         (33, MIN_TOGETHER, {}, HOPPER),
         (32, MIN_TOGETHER - 1, {}, THIRTY_TWO_HEADS),
+        (32, MIN_TOGETHER, {"columns": (128, 255)}, THIRTY_TWO_HEADS),
+        (16, MIN_TOGETHER, {"columns": (128, 0)}, FOUR_QUERIES),
+        (16, MIN_TOGETHER, {"columns": (3, 512)}, TWO_QUERIES),
+        (16, MIN_TOGETHER, {"columns": (1, 512)}, SIXTEEN_HEADS),
         (32, MIN_TOGETHER, {"together": False}, THIRTY_TWO_HEADS),
         (16, MIN_TOGETHER, {"packed": False}, SIXTEEN_HEADS),
     ],
 )
-def test_who_shares_a_program(heads: int, queries: int, options: dict[str, bool], expected: Tiling) -> None:
+def test_who_shares_a_program(heads: int, queries: int, options: dict[str, Any], expected: Tiling) -> None:
     if not chip.is_before_blackwell():
         pytest.skip("Blackwell's tilings have one query")
-    assert choose_tiling(queries, heads, (128, 512), 132, **{"packed": True, "together": True, **options}) == expected
+    given: dict[str, Any] = {"columns": (128, 512), "packed": True, "together": True, **options}
+    assert choose_tiling(queries, heads, given.pop("columns"), 132, **given) == expected
 
 
 def test_what_does_not_suit_is_refused(device: str) -> None:
-    case = problem(32, [70, 30], tokens=4)
-    for options in ({"tiling": FOUR_QUERIES}, {"tiling": TWO_QUERIES, "splits": 2}):
+    case, owners = problem(32, [70, 30], tokens=4), torch.zeros(4, dtype=torch.int32)
+    wrong: list[dict[str, Any]] = [
+        {"tiling": FOUR_QUERIES, "owners": owners},
+        {"tiling": TWO_QUERIES, "owners": owners, "splits": 2},
+        {"tiling": TWO_QUERIES},
+    ]
+    for options in wrong:
         with pytest.raises(OperandValueError, match="queries of a program"):
             case.run(device, **options)
+    rows = Rows.allocate(4, 4096, 8, device, groups=4)
     with pytest.raises(OperandValueError, match="queries of a program"):
-        case.launch(device, tiling=TWO_QUERIES, out_rows=Rows.allocate(4, 4096, 8, device, groups=4))
+        case.launch(device, tiling=TWO_QUERIES, owners=owners, out_rows=rows)
+    with pytest.raises(OperandValueError, match="a window of 3"):
+        problem(8, [3], tokens=4).run(device, tiling=FOUR_QUERIES, owners=owners)
+    for bad in (owners[:3], owners.float(), owners.repeat(2)[::2]):
+        with pytest.raises(OperandError, match="owners"):
+            case.run(device, owners=bad)
 
 
-def test_a_hint_that_is_wrong_changes_nothing(device: str) -> None:
+def test_a_few_queries_have_programs_of_their_own(device: str) -> None:
     case = problem(20, [40, 30], tokens=2)
-    assert torch.equal(check(case, device, together=True), case.run(device))
+    assert torch.equal(check(case, device, owners=torch.zeros(2, dtype=torch.int32)), case.run(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("begin", [0, 1000])
 def test_serving_sizes(heads: int, begin: int, device: str) -> None:
-    check_prompt(*prompt(heads, [(begin, begin + 300), (0, 40)]), device, together=True)
+    check_prompt(*prompt(heads, [(begin, begin + 300), (0, 40)]), device)

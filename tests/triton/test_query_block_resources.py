@@ -12,8 +12,8 @@ from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes
 from tests.triton.support.resources import SHARED_LIMIT, resources
 
-STACK = 352
-"""Bytes a thread: addresses, and what belongs to rows, which the main loop reads some twenty words of; accumulators
+STACK = 176
+"""Bytes a thread: addresses, and what belongs to rows, which the main loop reads some words of; accumulators
 stay."""
 
 
@@ -27,7 +27,7 @@ def launches() -> None:
         heads = tiling.heads // tiling.queries
         q, sink = torch.empty(8, heads, 512, dtype=torch.bfloat16), torch.empty(heads)
         given: dict[str, Any] = {"window_lengths": lengths, "cos_sin": torch.empty(8, 64), "query_eps": 1e-6}
-        given |= {"tiling": tiling, "out": torch.empty_like(q)}
+        given |= {"tiling": tiling, "out": torch.empty_like(q), "owners": lengths}
         sparse_attention(q, window, slots, sink, 1.0, **given)
         sparse_attention(q, window, slots, sink, 1.0, extra, slots, extra_lengths=lengths, **given)
 

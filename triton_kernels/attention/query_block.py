@@ -3,9 +3,8 @@
 Tensor cores multiply 64 rows at a time. Of a rank that has fewer heads, a program takes as many neighbouring queries as
 fill them (``tiling.Tiling.queries``). If they belong to one request, each window is the one before, moved by one entry,
 and each list of compressed entries begins like the next query's; then each entry is read, decoded and multiplied once
-for all of them, and a query's own are told apart by their place in the union. The program compares the lists before it
-relies on that. Where they differ, as between two requests, it attends for one query at a time, and what other rows
-hold is dropped: an entry that is not a query's never touches its result.
+for all of them, and a query's own are told apart by their place in the union. Of several requests a program attends
+for one query at a time, and what other rows hold is dropped: another request's entry never touches a result.
 
 The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it
 come the last query's compressed entries. Tiles of keys are cut from that. So unlike the kernel for one query
@@ -35,49 +34,6 @@ from .kernel import (
 )
 from .parts import LOG2_E
 
-COMPARED = tl.constexpr(512)
-"""Columns of two lists that are compared at a time."""
-
-
-@triton.jit
-def _windows_agree(slots, lengths, first, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether the windows of QUERIES queries from ``first`` on are parts of one list, each moved by one entry."""
-    last = first + QUERIES - 1
-    last_length = tl.minimum(load_length(lengths, last, columns, GIVEN), columns)
-    column = tl.arange(0, BLOCK)
-    differ = tl.zeros((BLOCK,), tl.int32)
-    for query in tl.static_range(QUERIES - 1):
-        moved = column + (QUERIES - 1 - query)
-        length = tl.minimum(load_length(lengths, first + query, columns, GIVEN), columns)
-        # Beyond the last query's window the union takes the first one's, which the others must agree with, too.
-        own = tl.load(slots + (first + query) * columns + column, mask=column < length, other=0)
-        from_last = moved < last_length
-        row = tl.where(from_last, last, first)
-        place = tl.where(from_last, moved, moved - (QUERIES - 1))
-        first_length = tl.minimum(load_length(lengths, first, columns, GIVEN), columns)
-        known = from_last | (place < first_length)
-        union = tl.load(slots + row * columns + place, mask=(column < length) & known, other=0)
-        differ = tl.maximum(differ, ((column < length) & ((own != union) | ~known)).to(tl.int32))
-    return tl.max(differ, axis=0) == 0
-
-
-@triton.jit
-def _entries_agree(slots, lengths, first, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
-    """Whether the lists of QUERIES queries from ``first`` on are beginnings of the last one's."""
-    last = first + QUERIES - 1
-    last_length = tl.minimum(load_length(lengths, last, columns, GIVEN), columns)
-    differ = tl.zeros((COMPARED,), tl.int32)
-    for query in tl.static_range(QUERIES - 1):
-        length = tl.minimum(load_length(lengths, first + query, columns, GIVEN), columns)
-        differ = tl.maximum(differ, (length > last_length).to(tl.int32))
-        for begin in range(0, tl.minimum(length, last_length), COMPARED):
-            column = begin + tl.arange(0, COMPARED)
-            inside = (column < length) & (column < last_length)
-            own = tl.load(slots + (first + query) * columns + column, mask=inside, other=0)
-            union = tl.load(slots + last * columns + column, mask=inside, other=0)
-            differ = tl.maximum(differ, (own != union).to(tl.int32))
-    return tl.max(differ, axis=0) == 0
-
 
 @triton.jit
 def _lengths(lengths, first, tokens, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
@@ -101,19 +57,19 @@ def _of_row(values, row_query):
 
 @triton.jit(do_not_specialize=["tokens"])
 def attend_block(
-    q, q_token, q_head, window, window_page, window_slots, window_lengths, window_columns, extra, extra_page,
+    q, q_token, q_head, owners, window, window_page, window_slots, window_lengths, window_columns, extra, extra_page,
     extra_slots, extra_lengths, extra_columns, sink, scale_log2, cos_sin, out, tokens, heads, eps,
     RAW: tl.constexpr, PACKED: tl.constexpr, WINDOW_SHIFT: tl.constexpr, EXTRA_SHIFT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_WINDOW_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr,
-    HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, LOGITS_IN_BRANCH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Attend for QUERIES neighbouring queries, all heads of each.
 
     Grid: (blocks of QUERIES queries). Arguments are those of ``kernel.attend`` and, beyond the ``tiling.Tiling``:
 
+        owners: int32 or int64 [T], the request of each query; ``sparse_attention`` says what that means for lists.
         ROWS: rows of the MMA, at least QUERIES times the heads of a query, for which each has ROWS / QUERIES.
-        WINDOW: a power of two, at least ``window_columns``.
     """
     after_previous()
     first = tl.program_id(0).to(tl.int64) * QUERIES
@@ -124,15 +80,23 @@ def attend_block(
     row_token = first + row_query
     row_mask = (head < heads) & (row_token < tokens)
 
-    agree = last < tokens
-    if agree:
-        agree = _windows_agree(window_slots, window_lengths, first, window_columns, QUERIES, HAS_WINDOW_LENGTHS, WINDOW)
-        if HAS_EXTRA:
-            agree = agree & _entries_agree(extra_slots, extra_lengths, first, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
+    # All loads that wait for nothing, before the first that does.
+    owner = tl.load(owners + first)
+    last_owner = tl.load(owners + last, mask=last < tokens, other=-1)
     window_ends = _lengths(window_lengths, first, tokens, window_columns, QUERIES, HAS_WINDOW_LENGTHS)
     extra_ends = _lengths(extra_lengths, first, tokens, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
-    passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
+    q_row = q + row_token[:, None] * q_token + head.to(tl.int64)[:, None] * q_head
+    q_pieces = ()  # type: tuple[tl.tensor, ...]
+    for piece in tl.static_range(PIECES):
+        q_pieces += (load_query(q_row, row_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
+    query_scale = tl.zeros((ROWS,), tl.float32) + scale_log2
+    if RAW:
+        cos, sin = load_cos_sin_rows(cos_sin + row_token * 64, row_mask, ROWS, 32)
+        query_scale = inverse_rms(q_pieces, eps) * scale_log2
+        q_pieces = with_rotated_tail(q_pieces, cos, sin, ROWS)
     sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
+    agree = owner == last_owner
+    passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
 
     for turn in range(passes):
         # What is seen in this turn: by all queries together, or by one of them.
@@ -141,20 +105,10 @@ def attend_block(
         ahead = (end - begin).to(tl.int32)
         oldest = tl.minimum(load_length(window_lengths, begin, window_columns, HAS_WINDOW_LENGTHS), window_columns)
         newest = tl.minimum(load_length(window_lengths, end, window_columns, HAS_WINDOW_LENGTHS), window_columns)
-        window_count = tl.maximum(newest, tl.where(oldest > 0, oldest + ahead, 0))
+        window_count = oldest + ahead
         extra_count = 0
         if HAS_EXTRA:
             extra_count = tl.minimum(load_length(extra_lengths, end, extra_columns, HAS_EXTRA_LENGTHS), extra_columns)
-
-        q_row = q + row_token[:, None] * q_token + head.to(tl.int64)[:, None] * q_head
-        q_pieces = ()  # type: tuple[tl.tensor, ...]
-        for piece in tl.static_range(PIECES):
-            q_pieces += (load_query(q_row, row_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
-        query_scale = tl.zeros((ROWS,), tl.float32) + scale_log2
-        if RAW:
-            cos, sin = load_cos_sin_rows(cos_sin + row_token * 64, row_mask, ROWS, 32)
-            query_scale = inverse_rms(q_pieces, eps) * scale_log2
-            q_pieces = with_rotated_tail(q_pieces, cos, sin, ROWS)
 
         # In the union a row sees the window at low .. high - 1 and the entries at window_count .. entries_end - 1.
         # In a turn for one query all rows see all: those of the others are not stored.
@@ -173,9 +127,7 @@ def attend_block(
             place = tile * KEYS + tl.arange(0, KEYS)
             in_window = place < window_count
             slots = tl.where(place < newest, newest_slots, tl.where(in_window, oldest_slots, entry_slots))
-            # A last window shorter than the step to the first leaves places that are nobody's.
-            inside = ((place < newest) | (place >= ahead)) & (place < window_count + extra_count)
-            slot = tl.load(slots + place, mask=inside, other=-1)
+            slot = tl.load(slots + place, mask=place < window_count + extra_count, other=-1)
             present = slot >= 0
             slot = tl.where(present, slot, 0)
             # The compiler loses sight of the alignment, for lack of which it would fetch nothing ahead.

@@ -59,7 +59,7 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.formats.rows import Rows
 
 from ..common import chip
-from ..common.integers import cdiv, next_power_of_2
+from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments
@@ -137,7 +137,7 @@ def sparse_attention(
     out: Tensor | None = None,
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
-    together: bool = False,
+    owners: Tensor | None = None,
 ) -> None:
     """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (specification §3.3).
 
@@ -169,8 +169,11 @@ def sparse_attention(
             ``quantize.quantize.quantize`` of ``out``. For numbers of groups that :func:`fuses_quantization` accepts. At
             least one of ``out`` and ``out_rows`` is required.
         tiling: by default chosen by :func:`choose_tiling` for this device.
-        together: whether neighbouring queries' lists mostly agree, as in a prompt: each window is the one before, moved
-            by one entry, and each list of extra entries begins like the next. A hint for speed; lists may differ.
+        owners: int32 or int64 [T], contiguous: the request of each query, of a prompt. Neighbouring queries of one
+            request then share programs, which relies on this: they have successive positions; column c of
+            ``window_slots`` is the slot of the c-th position back from a query's own, and ``window_lengths`` the number
+            of these that there are, at least 1; and extra slots of the one are the first of those of the next. ``None``
+            where lists may differ otherwise.
 
     Raises:
         OperandTypeError: a dtype is not one of the above, neither ``out`` nor ``out_rows`` is given, or ``query_eps``
@@ -194,24 +197,30 @@ def sparse_attention(
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
     processors = chip.processors(q.device)
     if tiling is None:
-        shares = together and out is not None and out_rows is None and splits in (None, 1)
+        shares = owners is not None and out is not None and out_rows is None and splits in (None, 1)
         tiling = choose_tiling(tokens, heads, columns, processors, packed=packed, together=shares)
     if splits is None:
         splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
+    if owners is not None:
+        require_shape("owners", owners, (tokens,), "[T]")
+        require_dtype("owners", owners, torch.int32, torch.int64)
+        require_contiguous("owners", owners)
     partials, semaphores = _workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
     sets = {"window": window.pages, "window_slots": window_slots, "window_lengths": window_lengths}
     sets |= {"extra": extra.pages, "extra_slots": extra_slots, "extra_lengths": extra_lengths}
     parts = {} if partials is None else partials._asdict()
-    require_same_device("q", q, **sets, sink=sink, cos_sin=cos_sin, semaphores=semaphores, out=out, **parts)
+    require_same_device(
+        "q", q, **sets, sink=sink, cos_sin=cos_sin, semaphores=semaphores, out=out, owners=owners, **parts
+    )
     if tokens == 0 or heads == 0:
         return
 
     if tiling.queries > 1:
         _launch_block(
             *(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths, columns, sink, scale),
-            *(cos_sin, query_eps, out, splits, tiling),
+            *(cos_sin, query_eps, out, splits, tiling, owners),
         )
         return
     target, stats = (out, q) if partials is None else partials
@@ -268,16 +277,19 @@ def _launch_block(
     q: Tensor, window: Entries, window_slots: Tensor, window_lengths: Tensor | None, extra: Entries,
     extra_slots: Tensor, extra_lengths: Tensor | None, columns: list[int], sink: Tensor, scale: float,
     cos_sin: Tensor | None, query_eps: float | None, out: Tensor | None, splits: int, tiling: Tiling,
+    owners: Tensor | None,
 ) -> None:  # fmt: skip
     """Launch :func:`.query_block.attend_block`; all arguments are checked, but not that the tiling suits them."""
     tokens, heads = q.shape[:2]
-    if out is None or splits > 1 or heads * tiling.queries > tiling.heads:
+    count = tiling.queries
+    if out is None or owners is None or splits > 1 or heads * count > tiling.heads or columns[0] < count:
         raise OperandValueError(
-            f"tiling: {tiling.queries} queries of a program are for at most {tiling.heads // tiling.queries} heads, one"
-            f" split and values, found {heads} heads, {splits} splits and out {'missing' if out is None else 'given'}"
+            f"tiling: {count} queries of a program are for at most {tiling.heads // count} heads, a window of at least"
+            f" {count}, one split, out and owners; found {heads} heads, a window of {columns[0]}, {splits} splits, out"
+            f" {'missing' if out is None else 'given'} and owners {'missing' if owners is None else 'given'}"
         )
     attend_block[(cdiv(tokens, tiling.queries),)](
-        q, q.stride(0), q.stride(1), *_pool_arguments(window), window_slots,
+        q, q.stride(0), q.stride(1), owners, *_pool_arguments(window), window_slots,
         window_slots if window_lengths is None else window_lengths, columns[0], *_pool_arguments(extra), extra_slots,
         extra_slots if extra_lengths is None else extra_lengths, columns[1], sink, scale * LOG2_E.value,
         sink if cos_sin is None else cos_sin, out, tokens, heads, 0.0 if query_eps is None else query_eps,
@@ -285,7 +297,7 @@ def _launch_block(
         WINDOW_SHIFT=window.page_size.bit_length() - 1, EXTRA_SHIFT=extra.page_size.bit_length() - 1,
         HAS_EXTRA=columns[1] > 0, HAS_WINDOW_LENGTHS=window_lengths is not None,
         HAS_EXTRA_LENGTHS=extra_lengths is not None, HAS_COS_SIN=cos_sin is not None, QUERIES=tiling.queries,
-        ROWS=tiling.heads, WINDOW=next_power_of_2(max(columns[0], 1)), KEYS=tiling.keys, STAGES=tiling.stages,
+        ROWS=tiling.heads, KEYS=tiling.keys, STAGES=tiling.stages,
         LOGITS_IN_BRANCH=tiling.apart, PIECES=tiling.pieces, num_warps=tiling.warps, num_stages=tiling.stages,
         **OVERLAPPED,
     )  # fmt: skip

@@ -77,7 +77,12 @@ shared memory; accumulators fill half of each thread's registers. Measured on an
 
 
 TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2, 4))
-"""Up to 32, or 16, heads of packed entries on Hopper in a prompt whose queries' lists mostly agree."""
+"""Up to 32, or 16, heads of packed entries on Hopper in a prompt, whose queries' lists mostly agree."""
+
+TWO_QUERIES_MIN_EXTRA = 256
+"""Extra columns from which on two queries share a program. Measured on an H200, 2026-11-26, us, eight prompts of 1024,
+32 heads, against ``THIRTY_TWO_HEADS``: with ratio-4 entries 938 against 1026, but with ratio-128 ones 735 against 639.
+With so few keys a program is its beginning and its end, and a multiprocessor holds one of these, but two of those."""
 
 MIN_TOGETHER = 256
 """Queries of a launch from which on neighbours share programs: fewer would leave multiprocessors without one."""
@@ -117,8 +122,8 @@ def choose_tiling(
 ) -> Tiling:
     """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
 
-    together: whether lists of neighbouring queries mostly agree, and values are written. Where a query has few heads,
-    neighbours then share programs.
+    together: whether lists of neighbouring queries mostly agree (``sparse_attention``'s ``owners``), and values are
+    written. Where a query has few heads, neighbours then share programs.
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
     chip holds all programs at once: more of the chip then works on them. Measured on an H200, 2026-11-22, in us,
@@ -135,8 +140,9 @@ def choose_tiling(
     places, 32.7 against 32.2. The bits are the same.
     """
     if together and packed and queries >= MIN_TOGETHER and chip.is_before_blackwell():
-        for tiling in (FOUR_QUERIES, TWO_QUERIES):
-            if heads <= tiling.heads // tiling.queries:
+        for tiling, extra in ((FOUR_QUERIES, 0), (TWO_QUERIES, TWO_QUERIES_MIN_EXTRA)):
+            fits = heads * tiling.queries <= tiling.heads and columns[0] >= tiling.queries
+            if fits and sum(columns[1:]) >= extra:
                 return tiling
     queries = next_power_of_2(queries)
     tiles = min(sum(cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)

@@ -179,7 +179,7 @@ class FusedAttentionCore(nn.Module):
             semaphores=step.attention_semaphores,
             out=out,
             out_rows=rows,
-            together=not plan.batch.is_decode and not chooses,
+            owners=None if plan.batch.is_decode or chooses else plan.batch.owners,
         )
         values = None if out is None else out.view(tokens, self._groups, width)
         if rows is None and values is not None:
