@@ -23,6 +23,7 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.triton_kernels.attention import sparse_attention, tiling
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from tests.support import native, rounding_noise
 from tests.support.interpreted import ON_GPU
@@ -143,6 +144,23 @@ def require_as_good_as_the_reference(
 
 def test_prefill_and_decode(mode: ActivationMode, model: Standalone, references):
     require_as_good_as_the_reference(mode, run(model), references)
+
+
+def test_queries_that_share_programs(mode: ActivationMode, target: Target, model: Standalone, references, monkeypatch):
+    """Of the short prompts that are interpreted, too, as of a pass of many tokens on Hopper."""
+    if ON_GPU or target is not Target.SM90 or mode is not ActivationMode.W4A16:
+        pytest.skip("on a GPU prompts are long enough; interpreted once")
+    launched = []
+
+    def launch(*arguments: Any) -> None:
+        launched.append(len(arguments[0]))
+        launch_block(*arguments)
+
+    launch_block = sparse_attention._launch_block
+    monkeypatch.setattr(sparse_attention, "_launch_block", launch)
+    monkeypatch.setattr(tiling, "MIN_TOGETHER", 2)
+    require_as_good_as_the_reference(mode, run(model), references)
+    assert launched == [LENGTHS[0]] * model.config.num_hidden_layers
 
 
 def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyPatch):
