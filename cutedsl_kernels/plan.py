@@ -21,7 +21,7 @@ from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm90 import choose as hopper
-from .sm90.shape import EXPERT_TOKEN_TILES, GATHER_MAX_TILE, PRODUCT_TOKEN_TILES, max_split
+from .sm90.shape import GATHER_MAX_TILE, PRODUCT_TOKEN_TILES, max_split
 from .sm90.shape import KernelShape as HopperShape
 from .sm90.shape import Weights as HopperWeights
 from .sm100.choose import (
@@ -267,7 +267,7 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
         for output in outputs
         for shape in hopper.product_shapes(k, k, output, weights)
     ]
-    for tile in EXPERT_TOKEN_TILES:
+    for tile in TOKEN_TILES:
         gated = list(hopper.expert_shapes(k, tile, True, "bf16"))
         gated += [replace(shape, gathers=True) for shape in gated if w4a16_gathers(tile)]
         keys += [KernelKey("sm_90a", shape, limit) for shape in gated]

@@ -71,8 +71,9 @@ class GroupedSchedule(Fixed):
         experts: number of experts, at most MAX_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; zero is fine.
-        table: int32 shared tensor [EXPERT_TABLE_WORDS]: blocks before each run and in all; at ``_word``, blocks before
-            each expert, and FIRST_TILES further its first token tile.
+        table: int32 shared tensor [``GemmShape.expert_words``]: blocks before each run and in all; at ``_word``, blocks
+            before each expert, and FIRST_TILES further its first token tile, unless it is read from ``offsets``.
+        keeps_first_tiles: whether the table has those.
     """
 
     place: Place
@@ -82,6 +83,7 @@ class GroupedSchedule(Fixed):
     offsets: Any
     counts: Any
     table: Any
+    keeps_first_tiles: bool = True
 
     def total(self) -> Any:
         """Number of blocks; after ``prepare`` and a barrier."""
@@ -121,7 +123,8 @@ class GroupedSchedule(Fixed):
         self.table[lane] = before
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
             self.table[self._word(lane, i)] = before + befores[i]
-            self.table[self._word(lane, i) + FIRST_TILES] = offsets[i] // self.token_tile
+            if cutlass.const_expr(self.keeps_first_tiles):
+                self.table[self._word(lane, i) + FIRST_TILES] = offsets[i] // self.token_tile
 
     @cute.jit
     def locate(self, block: Int32):
@@ -144,7 +147,11 @@ class GroupedSchedule(Fixed):
         inside = Boolean(True)
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]
-        return feature_tile, self.table[word + FIRST_TILES] + token_tile, expert, Int32(0), inside
+        if cutlass.const_expr(self.keeps_first_tiles):
+            first_tile = self.table[word + FIRST_TILES]
+        else:
+            first_tile = self.offsets[expert] // self.token_tile
+        return feature_tile, first_tile + token_tile, expert, Int32(0), inside
 
     def rows(self, token_tile: Any, expert: Any) -> Any:
         """How many rows an expert has in one of its token tiles, which is counted over all rows."""

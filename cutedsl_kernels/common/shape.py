@@ -42,8 +42,10 @@ MAX_SPLIT_TILE = 64
 SPLIT_CHUNK = 8
 """Tokens of a unit of work of the split-K reduction."""
 MAX_EXPERTS = 512
-EXPERT_TABLE_WORDS = 33 + 2 * MAX_EXPERTS // 32 * 33
-"""What a grouped kernel keeps of its experts in shared memory (schedule.py)."""
+EXPERT_TABLE_WORDS = 33 + MAX_EXPERTS // 32 * 33
+"""What a grouped kernel keeps of its experts in shared memory (schedule.py): blocks before each."""
+FIRST_TILE_WORDS = MAX_EXPERTS // 32 * 33
+"""What most keep beside that: each expert's first token tile."""
 
 Output = Literal["bf16", "fp32", "nvfp4"]
 """What the epilogue writes. "nvfp4" is codes and swizzled block scales with a constant global scale."""
@@ -177,9 +179,20 @@ class GemmShape(ABC):
         """All but the stages; a bound."""
 
     @property
-    def expert_bytes(self) -> int:
+    def keeps_first_tiles(self) -> bool:
+        """Whether the table of experts has their first token tiles; else they are read again for each tile."""
+        return True
+
+    @property
+    def expert_words(self) -> int:
         """The table of experts of a grouped kernel."""
-        return 4 * EXPERT_TABLE_WORDS if self.grouped else 0
+        if not self.grouped:
+            return 0
+        return EXPERT_TABLE_WORDS + (FIRST_TILE_WORDS if self.keeps_first_tiles else 0)
+
+    @property
+    def expert_bytes(self) -> int:
+        return 4 * self.expert_words
 
     @property
     def staging_bytes(self) -> int:

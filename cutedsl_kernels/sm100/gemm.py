@@ -38,7 +38,7 @@ from ..common.gemm import Gemm
 from ..common.load_warp import load_stages
 from ..common.ring import Ring
 from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
-from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, TEAM_WARPS, WARP_LANES
+from ..common.shape import ALIGNMENT, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .fences import fence_after_wait, fence_before_signal
@@ -192,7 +192,7 @@ class BlockScaledGemm(Gemm):
             partials_full: cute.struct.MemRange[Int64, TEAM_WARPS]
             partials_empty: cute.struct.MemRange[Int64, TEAM_WARPS]
             tensor_memory: Int32
-            experts: cute.struct.MemRange[Int32, EXPERT_TABLE_WORDS if shape.grouped else 1]
+            experts: cute.struct.MemRange[Int32, max(shape.expert_words, 1)]
             row_factors: cute.struct.Align[cute.struct.MemRange[Float32, shape.teams * 2 * shape.token_tile], 16]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             transpose: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.transpose_bytes // 4, 4)], 16]
@@ -274,7 +274,7 @@ class BlockScaledGemm(Gemm):
                 place,
                 feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
-                storage.experts.get_tensor(cute.make_layout(EXPERT_TABLE_WORDS)),
+                storage.experts.get_tensor(cute.make_layout(shape.expert_words)),
             )  # fmt: skip
             if warp == 0:
                 schedule.prepare(thread)

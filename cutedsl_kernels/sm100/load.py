@@ -95,7 +95,7 @@ class StageLoads(Fixed):
         for load in self.weights:
             load.load(feature_tile, k_tile, group, position.index, barrier)
 
-    def find(self, token_tile: Any) -> Any:
+    def find(self, token_tile: Any, weight_group: Any) -> Any:
         return token_tile
 
     def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:

@@ -11,11 +11,10 @@ from functools import lru_cache
 
 from ..common.clusters import Clusters
 from ..common.planned import planned_pairs, planned_tokens
-from ..common.shape import Output
+from ..common.shape import TOKEN_TILES, Output
 from .cost import Problem, microseconds
 from .layout import TILE_K
 from .shape import (
-    EXPERT_TOKEN_TILES,
     HOPPER_SPLITS,
     MIN_STAGES,
     PRODUCT_TOKEN_TILES,
@@ -69,7 +68,7 @@ def expert_tile(pairs: int, experts: int) -> int:
     """Tokens of an expert's tile: the narrowest that holds the mean of the experts that are visited."""
     problem = Problem(1, 1, planned_pairs(pairs), experts, is_routed=True)
     mean = problem.rows / problem.visited
-    return next((tile for tile in EXPERT_TOKEN_TILES if mean <= tile), EXPERT_TOKEN_TILES[-1])
+    return next((tile for tile in TOKEN_TILES if mean <= tile), TOKEN_TILES[-1])
 
 
 def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:

@@ -40,7 +40,7 @@ from ..common.gemm import Gemm
 from ..common.load_warp import load_stages
 from ..common.ring import Ring
 from ..common.schedule import BatchedSchedule, GroupedSchedule, Place
-from ..common.shape import ALIGNMENT, EXPERT_TABLE_WORDS, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
+from ..common.shape import ALIGNMENT, MAX_SPLIT_TILE, TEAM_WARPS, WARP_LANES
 from ..common.split import ClusterReduction
 from .epilogue import Epilogue
 from .layout import TILE_K, TILE_ROWS
@@ -135,7 +135,7 @@ class W4A16Gemm(Gemm):
             empty: cute.struct.MemRange[Int64, shape.stages]
             partials_full: cute.struct.MemRange[Int64, CONSUMER_WARPS]
             partials_empty: cute.struct.MemRange[Int64, CONSUMER_WARPS]
-            experts: cute.struct.MemRange[Int32, max(shape.expert_bytes // 4, 1)]
+            experts: cute.struct.MemRange[Int32, max(shape.expert_words, 1)]
             partials: cute.struct.Align[cute.struct.MemRange[Float32, max(shape.partial_bytes // 4, 4)], 16]
             output: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, shape.staging_bytes], ALIGNMENT]
             tokens: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.outer)], ALIGNMENT]
@@ -196,7 +196,7 @@ class W4A16Gemm(Gemm):
             schedule = GroupedSchedule(
                 place, feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
-                storage.experts.get_tensor(cute.make_layout(EXPERT_TABLE_WORDS)),
+                storage.experts.get_tensor(cute.make_layout(shape.expert_words)), shape.keeps_first_tiles,
             )  # fmt: skip
             if warp == 0:
                 schedule.prepare(thread)

@@ -45,20 +45,19 @@ WARP_MMA_MAX_TILE = 16
 """The widest token tile that warps multiply by mma.sync (warp_sums.py)."""
 GATHER_MAX_TILE = 16
 """The widest token tile whose rows are loaded one by one."""
-TRIMMED_TILE = 128
-"""The token tile of experts' kernels that multiply fewer tokens where a tile has fewer: of 8192 tokens an expert of
-Flash has some 192, a tile and a half."""
 LOAD_TOKENS = 32
-"""Tokens of a load of such a kernel."""
-WIDTHS = (64, 96, TRIMMED_TILE)
-"""Tokens that such a kernel multiplies at a time: each width is a loop of its own in the code."""
+"""Tokens of a load where a tile with few of them takes less."""
+WIDTHS: Mapping[int, tuple[int, ...]] = {128: (64, 96, 128), 256: (128, 192, 256)}
+"""By token tile, how many tokens of an expert's tile may be multiplied: the least that holds those that there are. Of
+8192 tokens of Flash an expert has 192, give or take 14. Each width is a loop of its own in the code; with four of them
+ptxas finds no registers to run the wgmmas of the wider tile at the same time."""
 SM_REGISTERS = 65536
-EXPERT_TOKEN_TILES = TOKEN_TILES[:-1]
-"""Token tiles of kernels for experts: a wider one would pad more than it saves."""
 PRODUCT_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
 """Token tiles of dense kernels: beside FP8 weights only two stages of the widest would fit."""
 WEIGHT_TILE_BYTES: Mapping[Weights, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
 """Bytes of a tile of weights."""
+BARRIER_BYTES = 512
+"""What mbarriers take at most, and the alignment of partial sums."""
 MIN_STAGES = 3
 MAX_CTAS = 3
 """Most CTAs that share an SM."""
@@ -103,10 +102,6 @@ class KernelShape(GemmShape):
         if self.token_tile not in PRODUCT_TOKEN_TILES[self.weights]:
             widest = PRODUCT_TOKEN_TILES[self.weights][-1]
             raise ValueError(f"token_tile is at most {widest} for {self.weights} weights, found {self.token_tile}")
-        if self.grouped and self.token_tile not in EXPERT_TOKEN_TILES:
-            raise ValueError(
-                f"token_tile is at most {EXPERT_TOKEN_TILES[-1]} for grouped kernels, found {self.token_tile}"
-            )
         if self.gathers and not (self.grouped and self.token_tile <= GATHER_MAX_TILE):
             raise ValueError(
                 f"gathers: expected a grouped kernel of token_tile at most {GATHER_MAX_TILE}, found {self}"
@@ -136,12 +131,16 @@ class KernelShape(GemmShape):
     @property
     def widths(self) -> tuple[int, ...]:
         """Tokens of a tile that are loaded and multiplied: the least of these that holds those that there are."""
-        return WIDTHS if self.grouped and self.token_tile == TRIMMED_TILE else (self.token_tile,)
+        return WIDTHS.get(self.token_tile, (self.token_tile,)) if self.grouped else (self.token_tile,)
 
     @property
     def trims(self) -> bool:
         """Whether a tile with few tokens takes less."""
         return len(self.widths) > 1
+
+    @property
+    def keeps_first_tiles(self) -> bool:
+        return not self._is_widest
 
     @property
     def load_tokens(self) -> int:
@@ -207,7 +206,7 @@ class KernelShape(GemmShape):
 
     @property
     def _is_widest(self) -> bool:
-        """Whether the token tile is the largest: three of its stages fit only if staging takes next to nothing."""
+        """Whether the token tile is the largest: three of its stages fit only if all else takes next to nothing."""
         return self.token_tile == TOKEN_TILES[-1]
 
     @property
@@ -252,5 +251,8 @@ class KernelShape(GemmShape):
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the stages: staging, partial sums, experts, barriers and alignment; a bound."""
-        return self.staging_bytes + self.partial_bytes + self.expert_bytes + 512 + 3 * ALIGNMENT
+        """All but the stages: barriers, experts and partial sums, then staging, either aligned; a bound."""
+        first = BARRIER_BYTES + self.expert_bytes + max(self.partial_bytes, 16)
+        aligned = sum(-(-part // ALIGNMENT) * ALIGNMENT for part in (first, self.staging_bytes))
+        # The whole is aligned, too.
+        return aligned + (ALIGNMENT if self.tile_bytes % ALIGNMENT else 0)

@@ -26,12 +26,12 @@ from nvfp4_sgl.formats.checks import (
 )
 
 from .. import launcher, plan
-from ..common.shape import MAX_EXPERTS, Output
+from ..common.shape import MAX_EXPERTS, TOKEN_TILES, Output
 from ..compiled import KernelKey
 from ..custom_ops import check_alpha, check_out, register
 from ..sm90.call import Call
 from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS
-from ..sm90.shape import EXPERT_TOKEN_TILES, GATE_ROWS
+from ..sm90.shape import GATE_ROWS
 
 ARCHITECTURES = ("sm_90a",)
 """Architectures that have w4a16 kernels."""
@@ -110,7 +110,7 @@ def _check_experts(
     op = "w4a16_experts"
     require_same_device("out", out, tokens=tokens, offsets=offsets, counts=counts, weights=weights, alpha=alpha)
     require_dimensions(f"{op}: tokens", tokens, 2, "[rows, K]")
-    require_one_of(f"{op}: token_tile", token_tile, EXPERT_TOKEN_TILES)
+    require_one_of(f"{op}: token_tile", token_tile, TOKEN_TILES)
     require_dimensions(f"{op}: out", out, 2, "[rows, features]")
     rows, features, experts = out.shape[0], out.shape[1], weights.shape[0]
     if sources is None:

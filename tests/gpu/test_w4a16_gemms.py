@@ -12,7 +12,7 @@ import torch
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import EXPERT_TOKEN_TILES, MIN_STAGES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
@@ -99,7 +99,7 @@ def test_the_planned_kernel_in_a_graph(rows: int) -> None:
 
 EXPERT_SHAPES = [
     (shape.token_tile, shape.split_k, shape.ctas_per_sm)
-    for tile in EXPERT_TOKEN_TILES
+    for tile in TOKEN_TILES
     for shape in expert_shapes(2048, tile, True, "bf16")
     if shape.stages >= MIN_STAGES
 ]

@@ -144,7 +144,7 @@ def test_experts_share_a_tile_for_both_products() -> None:
         for features, k, gated in ((2048, 4096, True), (4096, 2048, False)):
             shape = choose_experts(features, k, pairs, 257, gated, tile, "bf16", H200_CLUSTERS)
             assert (shape.token_tile, shape.gated, shape.grouped) == (tile, gated, True)
-    assert expert_tile(7, 257) == 8 and expert_tile(8192 * 7, 257) == 128
+    assert expert_tile(7, 257) == 8 and expert_tile(4096 * 7, 257) == 128 and expert_tile(8192 * 7, 257) == 256
 
 
 def test_every_key_holds_what_a_model_needs() -> None:

@@ -16,6 +16,9 @@ SHAPES = [
     KernelShape(64, split_k=2),
     KernelShape(256),
     KernelShape(128, grouped=True),
+    KernelShape(256, grouped=True),
+    KernelShape(256, gated=True, grouped=True),
+    KernelShape(256, output="fp32", grouped=True),
     KernelShape(128, output="fp32", grouped=True),
     KernelShape(128, gated=True, grouped=True),
     KernelShape(8, gated=True, grouped=True),
@@ -44,7 +47,6 @@ def every_shape() -> list[KernelShape]:
         for grouped in (False, True)
         for ctas in range(1, MAX_CTAS + 1)
         if split <= max_split(tile)
-        if tile <= 128 or not grouped
     ]
 
 

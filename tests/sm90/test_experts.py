@@ -48,6 +48,9 @@ CASES = [
     # Every width of a tile of 128, with more stages than the ring has.
     ExpertCase(gate_up(128), (0, 64, 65, 0, 225), features=8, k=832),
     ExpertCase(down(128), (96, 97, 0, 129), features=16, k=832, backwards=True),
+    ExpertCase(gate_up(256), (0, 128, 129, 449), features=8, k=576),
+    ExpertCase(down(256), (192, 0, 193, 257), features=16, k=576, backwards=True),
+    ExpertCase(down(256, output="fp32"), (5, 256), features=12, k=64),
     # K split over a cluster: one SwiGLU of the whole sum.
     ExpertCase(gate_up(8, split_k=2), (0, 9, 1), features=72, k=320),
     ExpertCase(gate_up(16, split_k=8, output="fp32"), (0, 3), features=16, k=1024),
@@ -99,18 +102,23 @@ def test_results_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [gate_up(128), down(128), down(128, output="fp32")], ids=str)
+@pytest.mark.parametrize("shape", [gate_up(128), down(256), down(128, output="fp32")], ids=str)
 def test_results_of_trimmed_tiles_do_not_depend_on_timing(shape: KernelShape, mode: str) -> None:
     """A CTA goes from a width to a narrower one, to a whole tile and back."""
-    ExpertCase(shape, (96, 33, 128, 0, 65, 1), features=8, k=576).check(MODES[mode][0], clusters=1)
+    counts = tuple(shape.token_tile // 128 * count for count in (96, 33, 128, 0, 65, 1))
+    ExpertCase(shape, counts, features=8, k=576).check(MODES[mode][0], clusters=1)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (128, 128)])
-def test_as_many_tokens_are_read_as_are_multiplied(rows: int, width: int) -> None:
-    """Of a last tile; the one before is whole. Stored are chunks of 32, a narrower tile's only."""
-    for rows_before, before in ((0, 0), (128, 128)):
-        statistics = ExpertCase(down(128), (rows_before + rows,), features=8, k=256).check()
-        tiles = 1 + (rows_before > 0)
+WIDTHS = [(128, 1, 64), (128, 64, 64), (128, 65, 96), (128, 96, 96), (128, 97, 128), (128, 128, 128)]
+WIDTHS += [(256, 1, 128), (256, 129, 192), (256, 193, 256)]
+
+
+@pytest.mark.parametrize(("tile", "rows", "width"), WIDTHS)
+def test_as_many_tokens_are_read_as_are_multiplied(tile: int, rows: int, width: int) -> None:
+    """Of a last tile; the one before is whole. As many rows are stored."""
+    for before in (0, tile):
+        statistics = ExpertCase(down(tile), (before + rows,), features=8, k=256).check()
+        tiles = 1 + (before > 0)
         assert statistics.engine_bytes["tma_load"] == tiles * 128 * 256 * 9 // 16 + (before + width) * 256 * 2
         assert statistics.engine_bytes["tma_store"] == (before + width) * 8 * 2
 
@@ -145,11 +153,6 @@ def test_most_experts_there_can_be() -> None:
     for expert in (0, 15, 16, 31, 255, 256, 510, 511):
         counts[expert] = 1 + expert % 9
     ExpertCase(down(8), tuple(counts), features=8, k=64, spare=0).check(clusters=2)
-
-
-def test_a_wider_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_tile is at most 128 for grouped kernels, found 256"):
-        down(256)
 
 
 def test_a_limit_is_for_gated_kernels() -> None:

@@ -101,7 +101,7 @@ def test_wrong_products(changed: dict[str, Any], message: str, runner: DryLaunch
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"token_tile": 256}, r"token_tile: expected one of \(8, 16, 32, 64, 128\), found 256"),
+        ({"token_tile": 512}, r"token_tile: expected one of \(8, 16, 32, 64, 128, 256\), found 512"),
         ({"offsets": torch.zeros(E)}, "offsets: expected dtype torch.int32"),
         ({"counts": torch.zeros(E + 1, dtype=torch.int32)}, r"counts: expected shape \(3,\)"),
         ({"alpha": torch.ones(E)}, r"alpha: expected shape \(3, 2\)"),
