@@ -38,8 +38,8 @@ SERVER_TESTS = (
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, and with
 more requests than a pool holds.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py")
-"""Servers of two ranks on two GPUs."""
+PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_four_ranks.py")
+"""Servers of two ranks on two GPUs, and of four where there are four."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
 NO_TESTS = 5

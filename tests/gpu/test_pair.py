@@ -58,11 +58,11 @@ def alone(servers: Servers, yardstick: Yardstick) -> list[Scored]:
 
 
 def test_two_ranks_agree_with_one(servers: Servers, alone: list[Scored], yardstick: Yardstick):
-    pair.check_agreement(alone, pair.scores(servers.two), yardstick)
+    pair.check_agreement(alone, pair.scores(servers.several), yardstick)
 
 
 def test_prefix_cache(servers: Servers, yardstick: Yardstick):
-    pair.check_prefix(servers.two, yardstick)
+    pair.check_prefix(servers.several, yardstick)
 
 
 def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick: Yardstick):
@@ -70,15 +70,15 @@ def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick
 
 
 def test_graphs_and_eager_decode_give_the_same_bits(servers: Servers):
-    servers.two.command("/flush_cache?timeout=30", {})
-    with_graphs = outputs(servers.two)
-    assert "cuda graph: True" in servers.two.text()
+    servers.several.command("/flush_cache?timeout=30", {})
+    with_graphs = outputs(servers.several)
+    assert "cuda graph: True" in servers.several.text()
     assert outputs(servers.eager) == with_graphs
     assert "cuda graph: True" not in servers.eager.text()
 
 
 def test_a_rank_killed_while_it_decodes_ends_the_server(servers: Servers, place: Place):
-    pair.check_death(servers.two, 1, place.death_seconds, running=True)
+    pair.check_death(servers.several, 1, place.death_seconds, running=True)
 
 
 def test_an_idle_rank_killed_ends_the_server(servers: Servers, place: Place):

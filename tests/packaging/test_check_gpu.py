@@ -240,11 +240,12 @@ def test_pieces_hold_every_test_once():
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-test_four_ranks"]
+    pair += ["pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[2:4]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[3:5]
 
 
 def test_commands_of_programs():
@@ -264,7 +265,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
-    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-11:] == [*6 * [1], *5 * [2]]
+    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-12:] == [*6 * [1], *6 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():

@@ -46,11 +46,11 @@ def alone(servers: Servers, yardstick: Yardstick) -> list[Scored]:
 
 
 def test_two_ranks_agree_with_one(servers: Servers, alone: list[Scored], yardstick: Yardstick) -> None:
-    pair.check_agreement(alone, pair.scores(servers.two), yardstick)
+    pair.check_agreement(alone, pair.scores(servers.several), yardstick)
 
 
 def test_prefix_cache(servers: Servers, yardstick: Yardstick) -> None:
-    pair.check_prefix(servers.two, yardstick)
+    pair.check_prefix(servers.several, yardstick)
 
 
 def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick: Yardstick) -> None:
@@ -58,7 +58,7 @@ def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick
 
 
 def test_a_rank_killed_while_it_decodes_ends_the_server(servers: Servers, place: Place) -> None:
-    pair.check_death(servers.two, 1, place.death_seconds, running=True)
+    pair.check_death(servers.several, 1, place.death_seconds, running=True)
 
 
 def test_an_idle_rank_killed_ends_the_server(servers: Servers, place: Place) -> None:

@@ -19,4 +19,7 @@ def one_gpu() -> str:
     return visible()[-1]
 
 
-TWO_GPUS = pytest.mark.skipif(len(visible()) < 2, reason=f"needs two GPUs, this process sees {len(visible())}")
+TWO_GPUS, FOUR_GPUS = (
+    pytest.mark.skipif(len(visible()) < count, reason=f"needs {count} GPUs, this process sees {len(visible())}")
+    for count in (2, 4)
+)

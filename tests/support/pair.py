@@ -1,6 +1,6 @@
-"""What a server of two ranks must do, wherever its ranks are: on two GPUs, or two processes on a CPU.
+"""What a server of several ranks must do, wherever they are: on GPUs, or in processes on a CPU.
 
-A server of one rank answers the same prompts, read in one piece, where that of two reads the longest in chunks.
+A server of one rank answers the same prompts, read in one piece, where that of several reads the longest in chunks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,18 @@ class Place:
     Attributes:
         flags: of all servers. one: environment of a server of one rank.
         death_seconds: in which a server must have ended of which a rank was killed.
+        ranks: of the servers that have several.
     """
 
     flags: tuple[str, ...]
     one: Mapping[str, str] = field(default_factory=dict)
     death_seconds: float = 60
+    ranks: int = 2
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """Flags of servers of several ranks."""
+        return "--tp-size", str(self.ranks), "--chunked-prefill-size", str(CHUNK)
 
 
 class Servers:
@@ -64,14 +71,14 @@ class Servers:
 
     def _first(self) -> None:
         self._launch("one", "--chunked-prefill-size", str(CAPACITY), environment=self._place.one)
-        self._launch("two", "--tp-size", "2", "--chunked-prefill-size", str(CHUNK))
+        self._launch("several", *self._place.split)
 
     def _second(self) -> None:
         if "eager" in self._launched:
             return
-        self.two.wait_ready()
+        self.several.wait_ready()
         fault = {"PYTHONPATH": str(FAULTS), "PLANTED_FAULT": "share"}
-        flags = ("--tp-size", "2", "--chunked-prefill-size", str(CHUNK), "--disable-cuda-graph")
+        flags = (*self._place.split, "--disable-cuda-graph")
         self._launch("eager", *flags)
         self._launch("broken", *flags, environment=fault)
 
@@ -81,19 +88,19 @@ class Servers:
         return self._launched["one"].wait_ready()
 
     @property
-    def two(self) -> Server:
+    def several(self) -> Server:
         self._first()
-        return self._launched["two"].wait_ready()
+        return self._launched["several"].wait_ready()
 
     @property
     def eager(self) -> Server:
-        """Two ranks without CUDA graphs."""
+        """Several ranks without CUDA graphs."""
         self._second()
         return self._launched["eager"].wait_ready()
 
     @property
     def broken(self) -> Server:
-        """Two ranks without CUDA graphs, of which the second adds nothing to the experts of one layer."""
+        """Several ranks without CUDA graphs, of which the second adds nothing to the experts of one layer."""
         self._second()
         return self._launched["broken"].wait_ready()
 
@@ -114,16 +121,18 @@ def scores(server: Server) -> list[Scored]:
     return found
 
 
-def check_agreement(one: list[Scored], two: list[Scored], yardstick: Yardstick) -> None:
-    """Two ranks and one, prompts and answers apart."""
+def check_agreement(one: list[Scored], several: list[Scored], yardstick: Yardstick) -> None:
+    """Several ranks and one, prompts and answers apart."""
     bounds = yardstick.bounds()
-    answers = [scored.differences(other)[length - 1 :] for scored, other, length in zip(two, one, LENGTHS, strict=True)]
+    answers = [
+        scored.differences(other)[length - 1 :] for scored, other, length in zip(several, one, LENGTHS, strict=True)
+    ]
     decoded = torch.cat(answers)
     print("tokens that both answered:", [len(values) for values in answers])
-    assert is_within(differences(two, one), bounds, "two ranks and one, all tokens")
+    assert is_within(differences(several, one), bounds, "several ranks and one, all tokens")
     assert len(decoded) >= LEAST_DECODED
     # Few values scatter: twice the bound, of which a broken share exceeds ten times.
-    assert is_within(decoded, 2 * bounds, "two ranks and one, answers")
+    assert is_within(decoded, 2 * bounds, "several ranks and one, answers")
 
 
 def check_broken_share_is_seen(one: list[Scored], broken: list[Scored], yardstick: Yardstick) -> None:

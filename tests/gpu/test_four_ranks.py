@@ -1,0 +1,73 @@
+"""A server whose four ranks are on four GPUs, with 16 heads each, beside one on a single GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.targets.choose import Target
+from tests.support import bf16_logprobs, native, pair
+from tests.support.gpu_server import FLAGS, SHAPES, outputs
+from tests.support.gpus import FOUR_GPUS, one_gpu
+from tests.support.pair import PROMPTS, Place, Servers
+from tests.support.scored import Scored, Yardstick
+
+pytestmark = [pytest.mark.gpu, FOUR_GPUS, pytest.mark.server, pytest.mark.timeout(470)]
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    (found,) = native.targets()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts twice as wide as in other tests: a rank's share is 64."""
+    shapes = {**SHAPES, "moe_intermediate_size": 64 * RANKS}
+    return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=3, **shapes)
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    flags = (*FLAGS, "--mem-fraction-static", "0.2")
+    place = Place(flags, one={"CUDA_VISIBLE_DEVICES": one_gpu()}, ranks=RANKS)
+    with pair.servers(place, checkpoint, tmp_path_factory.mktemp("servers")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def yardstick(target: Target, checkpoint: Path, servers: Servers) -> Iterator[Yardstick]:
+    """Computed while the servers start."""
+    mode = native.MODES[target]
+    with bf16_logprobs.references(checkpoint, capacity=pair.CAPACITY, mode=mode) as references:
+        yield Yardstick(references, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def alone(servers: Servers, yardstick: Yardstick) -> list[Scored]:
+    """By one rank, long prompts in one piece."""
+    return pair.scores(servers.one)
+
+
+def test_four_ranks_agree_with_one(servers: Servers, alone: list[Scored], yardstick: Yardstick):
+    pair.check_agreement(alone, pair.scores(servers.several), yardstick)
+
+
+def test_prefix_cache(servers: Servers, yardstick: Yardstick):
+    pair.check_prefix(servers.several, yardstick)
+
+
+def test_a_broken_share_is_seen(servers: Servers, alone: list[Scored], yardstick: Yardstick):
+    pair.check_broken_share_is_seen(alone, pair.scores(servers.broken), yardstick)
+
+
+def test_graphs_and_eager_decode_give_the_same_bits(servers: Servers):
+    servers.several.command("/flush_cache?timeout=30", {})
+    with_graphs = outputs(servers.several)
+    assert "cuda graph: True" in servers.several.text()
+    assert outputs(servers.eager) == with_graphs
