@@ -150,17 +150,19 @@ def test_queries_that_share_programs(mode: ActivationMode, target: Target, model
     """Of the short prompts that are interpreted, too, as of a pass of many tokens on Hopper."""
     if ON_GPU or target is not Target.SM90 or mode is not ActivationMode.W4A16:
         pytest.skip("on a GPU prompts are long enough; interpreted once")
-    launched = []
+    launched: list[tuple[int, int]] = []
 
-    def launch(*arguments: Any) -> None:
-        launched.append(len(arguments[0]))
-        launch_block(*arguments)
+    def choose(queries: int, *arguments: Any, **options: Any) -> Any:
+        chosen = choose_tiling(queries, *arguments, **options)
+        launched.append((queries, chosen.queries))
+        return chosen
 
-    launch_block = sparse_attention._launch_block
-    monkeypatch.setattr(sparse_attention, "_launch_block", launch)
+    choose_tiling = tiling.choose_tiling
+    monkeypatch.setattr(sparse_attention, "choose_tiling", choose)
     monkeypatch.setattr(tiling, "MIN_TOGETHER", 2)
     require_as_good_as_the_reference(mode, run(model), references)
-    assert launched == [LENGTHS[0]] * model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
+    assert launched == [(LENGTHS[0], 4)] * layers + [(1, 1)] * layers * DECODED
 
 
 def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyPatch):

@@ -191,9 +191,8 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS) - {"pair"}
-    servers = [
-        f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", "server_formats", "crowd")
-    ]
+    formats = [f"server_formats-{number}of5" for number in range(1, 6)]
+    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", *formats, "crowd")]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
@@ -215,9 +214,8 @@ def test_long_files_run_in_pieces(monkeypatch: pytest.MonkeyPatch):
     """Every test is in one of them."""
     found = list(steps_of(monkeypatch, (9, 0), "memcheck", "tests/triton/test_topk.py"))
     assert found == [f"memcheck-test_topk-{number}of4" for number in (1, 2, 3, 4)]
-    assert {f"test_{name}.py" for name in hopper_parts.PIECES} < {
-        file.name for file in (ROOT / "tests" / "triton").glob("test_*.py")
-    }
+    files = {file.name for folder in ("triton", "gpu") for file in (ROOT / "tests" / folder).glob("test_*.py")}
+    assert {f"test_{name}.py" for name in hopper_parts.PIECES} < files
     second = hopper_parts.pieces("kernels", "tests/triton/test_topk.py")[1]
     assert second.command(Path("report.xml"))[-3:] == ["--piece", "2/4", "tests/triton/test_topk.py"]
 
@@ -265,7 +263,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
-    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-12:] == [*6 * [1], *6 * [2]]
+    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-16:] == [*10 * [1], *6 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():

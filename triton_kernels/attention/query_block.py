@@ -57,11 +57,11 @@ def _of_row(values, row_query):
 
 @triton.jit(do_not_specialize=["tokens"])
 def attend_block(
-    q, q_token, q_head, owners, window, window_page, window_slots, window_lengths, window_columns, extra, extra_page,
-    extra_slots, extra_lengths, extra_columns, sink, scale_log2, cos_sin, out, tokens, heads, eps,
+    q, q_token, q_head, window, window_page, window_slots, window_lengths, window_columns, extra, extra_page,
+    extra_slots, extra_lengths, extra_columns, sink, scale_log2, cos_sin, owners, out, tokens, heads, eps,
     RAW: tl.constexpr, PACKED: tl.constexpr, WINDOW_SHIFT: tl.constexpr, EXTRA_SHIFT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_WINDOW_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr,
-    HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, LOGITS_IN_BRANCH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Attend for QUERIES neighbouring queries, all heads of each.
@@ -69,13 +69,13 @@ def attend_block(
     Grid: (blocks of QUERIES queries). Arguments are those of ``kernel.attend`` and, beyond the ``tiling.Tiling``:
 
         owners: int32 or int64 [T], the request of each query; ``sparse_attention`` says what that means for lists.
-        ROWS: rows of the MMA, at least QUERIES times the heads of a query, for which each has ROWS / QUERIES.
+        HEADS: rows of the MMA, at least QUERIES times the heads of a query, for which each has HEADS / QUERIES.
     """
     after_previous()
     first = tl.program_id(0).to(tl.int64) * QUERIES
     last = first + QUERIES - 1
-    EACH: tl.constexpr = ROWS // QUERIES
-    row = tl.arange(0, ROWS)
+    EACH: tl.constexpr = HEADS // QUERIES
+    row = tl.arange(0, HEADS)
     row_query, head = row // EACH, row % EACH
     row_token = first + row_query
     row_mask = (head < heads) & (row_token < tokens)
@@ -89,11 +89,11 @@ def attend_block(
     q_pieces = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
         q_pieces += (load_query(q_row, row_mask, piece_begin(piece, PIECES), piece_width(piece, PIECES)),)
-    query_scale = tl.zeros((ROWS,), tl.float32) + scale_log2
+    query_scale = tl.zeros((HEADS,), tl.float32) + scale_log2
     if RAW:
-        cos, sin = load_cos_sin_rows(cos_sin + row_token * 64, row_mask, ROWS, 32)
+        cos, sin = load_cos_sin_rows(cos_sin + row_token * 64, row_mask, HEADS, 32)
         query_scale = inverse_rms(q_pieces, eps) * scale_log2
-        q_pieces = with_rotated_tail(q_pieces, cos, sin, ROWS)
+        q_pieces = with_rotated_tail(q_pieces, cos, sin, HEADS)
     sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
     agree = owner == last_owner
     passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
@@ -120,8 +120,8 @@ def attend_block(
         entry_slots = extra_slots + end * extra_columns - window_count
 
         running_max = sink_log2
-        denominator = tl.zeros((ROWS,), tl.float32)
-        total = no_sums(ROWS, PIECES, False)
+        denominator = tl.zeros((HEADS,), tl.float32)
+        total = no_sums(HEADS, PIECES, False)
         tiles = tl.cdiv(window_count + extra_count, KEYS)
         for tile in tl.range(0, tiles, num_stages=STAGES):
             place = tile * KEYS + tl.arange(0, KEYS)
@@ -146,12 +146,12 @@ def attend_block(
             logit_scale = in_layout_of(query_scale, denominator)[:, None]
             running_max, denominator, total = attend_to_tile(
                 *(q_pieces, k, visible, logit_scale, running_max, denominator, total, tile < tiles),
-                *(ROWS, KEYS, STAGES, False, LOGITS_IN_BRANCH),
+                *(HEADS, KEYS, STAGES, False, LOGITS_IN_BRANCH),
             )
 
         factor = 1.0 / (denominator + tl.exp2(sink_log2 - running_max))
         store_output(
             *(out, row_token * heads + head, total, factor),
             *(cos_sin + row_token * 64, row_mask & (agree | (row_query == turn))),
-            *(HAS_COS_SIN, ROWS, False),
+            *(HAS_COS_SIN, HEADS, False),
         )

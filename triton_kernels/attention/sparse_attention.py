@@ -38,7 +38,7 @@ For 64 heads and 584 bytes that is 224 operations per byte, near the balance of 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,10 +203,7 @@ def sparse_attention(
         splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
-    if owners is not None:
-        require_shape("owners", owners, (tokens,), "[T]")
-        require_dtype("owners", owners, torch.int32, torch.int64)
-        require_contiguous("owners", owners)
+    _check_owners(owners, tokens)
     partials, semaphores = _workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
     sets = {"window": window.pages, "window_slots": window_slots, "window_lengths": window_lengths}
     sets |= {"extra": extra.pages, "extra_slots": extra_slots, "extra_lengths": extra_lengths}
@@ -217,90 +214,61 @@ def sparse_attention(
     if tokens == 0 or heads == 0:
         return
 
+    inputs = (
+        *(q, q.stride(0), q.stride(1), *_pool_arguments(window), window_slots),
+        *(window_slots if window_lengths is None else window_lengths, columns[0]),
+        *(*_pool_arguments(extra), extra_slots, extra_slots if extra_lengths is None else extra_lengths, columns[1]),
+        *(sink, scale * LOG2_E.value, sink if cos_sin is None else cos_sin),
+    )
+    constants = {
+        "RAW": query_eps is not None,
+        "PACKED": packed,
+        "WINDOW_SHIFT": window.page_size.bit_length() - 1,
+        "EXTRA_SHIFT": extra.page_size.bit_length() - 1,
+        "HAS_EXTRA": has_extra,
+        "HAS_WINDOW_LENGTHS": window_lengths is not None,
+        "HAS_EXTRA_LENGTHS": extra_lengths is not None,
+        "HAS_COS_SIN": cos_sin is not None,
+        **_tiling_constants(tiling),
+    }
+    eps = 0.0 if query_eps is None else query_eps
     if tiling.queries > 1:
-        _launch_block(
-            *(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths, columns, sink, scale),
-            *(cos_sin, query_eps, out, splits, tiling, owners),
-        )
+        _require_a_block(tiling, heads, columns[0], splits, out, owners)
+        blocks = cdiv(tokens, tiling.queries)
+        attend_block[(blocks,)](*inputs, owners, out, tokens, heads, eps, QUERIES=tiling.queries, **constants)
         return
     target, stats = (out, q) if partials is None else partials
-    has_cos_sin = cos_sin is not None
-    cos_sin = sink if cos_sin is None else cos_sin
     head_blocks = cdiv(heads, tiling.heads)
     attend[(tokens * head_blocks, splits)](
-        q,
-        q.stride(0),
-        q.stride(1),
-        *_pool_arguments(window),
-        window_slots,
-        window_slots if window_lengths is None else window_lengths,
-        columns[0],
-        *_pool_arguments(extra),
-        extra_slots,
-        extra_slots if extra_lengths is None else extra_lengths,
-        columns[1],
-        sink,
-        scale * LOG2_E.value,
-        cos_sin,
-        target,
-        stats,
-        heads,
-        0.0 if query_eps is None else query_eps,
-        stats if semaphores is None else semaphores,
-        out,
+        *(*inputs, target, stats, heads, eps, stats if semaphores is None else semaphores, out),
         () if out_rows is None else rows_arguments(out_rows),
-        RAW=query_eps is not None,
-        PACKED=packed,
-        WINDOW_SHIFT=window.page_size.bit_length() - 1,
-        EXTRA_SHIFT=extra.page_size.bit_length() - 1,
-        HAS_EXTRA=has_extra,
-        HAS_WINDOW_LENGTHS=window_lengths is not None,
-        HAS_EXTRA_LENGTHS=extra_lengths is not None,
-        HAS_COS_SIN=has_cos_sin,
         SPLIT=partials is not None,
         HEAD_BLOCKS=head_blocks,
-        HEADS=tiling.heads,
-        KEYS=tiling.keys,
-        STAGES=tiling.stages,
         TRANSPOSED=tiling.transposed,
-        LOGITS_IN_BRANCH=tiling.apart,
-        PIECES=tiling.pieces,
         WARPS=tiling.warps,
         GROUP=group,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **OVERLAPPED,
+        **constants,
     )
 
 
-def _launch_block(
-    q: Tensor, window: Entries, window_slots: Tensor, window_lengths: Tensor | None, extra: Entries,
-    extra_slots: Tensor, extra_lengths: Tensor | None, columns: list[int], sink: Tensor, scale: float,
-    cos_sin: Tensor | None, query_eps: float | None, out: Tensor | None, splits: int, tiling: Tiling,
-    owners: Tensor | None,
-) -> None:  # fmt: skip
-    """Launch :func:`.query_block.attend_block`; all arguments are checked, but not that the tiling suits them."""
-    tokens, heads = q.shape[:2]
+def _tiling_constants(tiling: Tiling) -> dict[str, Any]:
+    """Constants and launch options that follow from the tiling alone, for either kernel."""
+    constants: dict[str, Any] = {"HEADS": tiling.heads, "KEYS": tiling.keys, "STAGES": tiling.stages}
+    constants |= {"LOGITS_IN_BRANCH": tiling.apart, "PIECES": tiling.pieces}
+    return {**constants, "num_warps": tiling.warps, "num_stages": tiling.stages, **OVERLAPPED}
+
+
+def _require_a_block(
+    tiling: Tiling, heads: int, window: int, splits: int, out: Tensor | None, owners: Tensor | None
+) -> None:
+    """Refuse a tiling of several queries where it does not suit the rest; metadata only."""
     count = tiling.queries
-    if out is None or owners is None or splits > 1 or heads * count > tiling.heads or columns[0] < count:
+    if out is None or owners is None or splits > 1 or heads * count > tiling.heads or window < count:
         raise OperandValueError(
             f"tiling: {count} queries of a program are for at most {tiling.heads // count} heads, a window of at least"
-            f" {count}, one split, out and owners; found {heads} heads, a window of {columns[0]}, {splits} splits, out"
+            f" {count}, one split, out and owners; found {heads} heads, a window of {window}, {splits} splits, out"
             f" {'missing' if out is None else 'given'} and owners {'missing' if owners is None else 'given'}"
         )
-    attend_block[(cdiv(tokens, tiling.queries),)](
-        q, q.stride(0), q.stride(1), owners, *_pool_arguments(window), window_slots,
-        window_slots if window_lengths is None else window_lengths, columns[0], *_pool_arguments(extra), extra_slots,
-        extra_slots if extra_lengths is None else extra_lengths, columns[1], sink, scale * LOG2_E.value,
-        sink if cos_sin is None else cos_sin, out, tokens, heads, 0.0 if query_eps is None else query_eps,
-        RAW=query_eps is not None, PACKED=window.pages.dtype == torch.uint8,
-        WINDOW_SHIFT=window.page_size.bit_length() - 1, EXTRA_SHIFT=extra.page_size.bit_length() - 1,
-        HAS_EXTRA=columns[1] > 0, HAS_WINDOW_LENGTHS=window_lengths is not None,
-        HAS_EXTRA_LENGTHS=extra_lengths is not None, HAS_COS_SIN=cos_sin is not None, QUERIES=tiling.queries,
-        ROWS=tiling.heads, KEYS=tiling.keys, STAGES=tiling.stages,
-        LOGITS_IN_BRANCH=tiling.apart, PIECES=tiling.pieces, num_warps=tiling.warps, num_stages=tiling.stages,
-        **OVERLAPPED,
-    )  # fmt: skip
 
 
 def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None) -> None:
@@ -325,6 +293,14 @@ def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: f
                 "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"
                 " cos_sin, or leave out query_eps if the queries are rotated already"
             )
+
+
+def _check_owners(owners: Tensor | None, tokens: int) -> None:
+    """Refuse owners that the kernel cannot read; metadata only."""
+    if owners is not None:
+        require_shape("owners", owners, (tokens,), "[T]")
+        require_dtype("owners", owners, torch.int32, torch.int64)
+        require_contiguous("owners", owners)
 
 
 def _workspace(
