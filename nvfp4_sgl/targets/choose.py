@@ -56,9 +56,9 @@ MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
 
 HOPPER_NOTES = {
     ActivationMode.W4A16: "matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all"
-    " experts of its layer; but not FP8 ones with UE8M0 scales, whose GEMMs have run on an H200, in no server yet",
+    " experts of its layer; but not FP8 ones with UE8M0 scales, with which servers of tiny models have run on an H200",
     ActivationMode.W4A4: "activations are rounded to NVFP4 and MXFP8 as on SM100 and multiplied in bf16, for accuracy"
-    " and not for speed; the decoder has run so on an H200, no server has yet",
+    " and not for speed; servers of tiny models have run so on an H200",
 }
 
 

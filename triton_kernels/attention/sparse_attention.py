@@ -11,7 +11,8 @@ these heads and decodes it to bf16 on the way to the tensor cores (``kernel``). 
 chip, the keys are split; then the programs wait for one another and add the parts in a fixed order (``parts``). Where
 the next GEMM takes NVFP4 activations, the output is quantised in the same launch (``quantized_output``). Only
 ``tiling`` and ``splits`` depend on the batch, and on its size alone: with the same two, a query's result has the same
-bits in a prompt, in a chunk of it, or alone, wherever its entries lie.
+bits in a prompt, in a chunk of it, or alone, wherever its entries lie. Where a rank has few heads, neighbouring queries
+of a long prompt share a program (``query_block``), and the last bits depend on a query's place among them.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given ``cos_sin`` of the queries' positions
 (``common.rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as specification §3.3 requires.
