@@ -82,7 +82,7 @@ def attend_block(
 
     # All loads that wait for nothing, before the first that does.
     owner = tl.load(owners + first)
-    last_owner = tl.load(owners + last, mask=last < tokens, other=-1)
+    last_owner = tl.load(owners + last, mask=last < tokens, other=0)
     window_ends = _lengths(window_lengths, first, tokens, window_columns, QUERIES, HAS_WINDOW_LENGTHS)
     extra_ends = _lengths(extra_lengths, first, tokens, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
     q_row = q + row_token[:, None] * q_token + head.to(tl.int64)[:, None] * q_head
@@ -95,7 +95,7 @@ def attend_block(
         query_scale = inverse_rms(q_pieces, eps) * scale_log2
         q_pieces = with_rotated_tail(q_pieces, cos, sin, HEADS)
     sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
-    agree = owner == last_owner
+    agree = (last < tokens) & (owner == last_owner)
     passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
 
     for turn in range(passes):
