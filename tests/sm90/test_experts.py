@@ -115,7 +115,7 @@ WIDTHS += [(256, 1, 128), (256, 129, 192), (256, 193, 256)]
 
 @pytest.mark.parametrize(("tile", "rows", "width"), WIDTHS)
 def test_as_many_tokens_are_read_as_are_multiplied(tile: int, rows: int, width: int) -> None:
-    """Of a last tile; the one before is whole. As many rows are stored."""
+    """The bytes of an expert's last tile, loaded and stored, alone and behind a whole tile."""
     for before in (0, tile):
         statistics = ExpertCase(down(tile), (before + rows,), features=8, k=256).check()
         tiles = 1 + (before > 0)

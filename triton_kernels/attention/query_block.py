@@ -48,7 +48,7 @@ def _lengths(lengths, first, tokens, columns, QUERIES: tl.constexpr, GIVEN: tl.c
 
 @triton.jit
 def _of_row(values, row_query):
-    """Of each row the value of its query."""
+    """Spread one value for each query over the rows: each row gets its query's."""
     found = row_query * 0 + values[0]
     for query in tl.static_range(1, len(values)):
         found = tl.where(row_query == query, values[query], found)

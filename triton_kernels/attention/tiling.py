@@ -82,10 +82,12 @@ TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2,
 TWO_QUERIES_MIN_EXTRA = 256
 """Extra columns from which on two queries share a program. Measured on an H200, 2026-11-26, us, eight prompts of 1024,
 32 heads, against ``THIRTY_TWO_HEADS``: with ratio-4 entries 938 against 1026, but with ratio-128 ones 735 against 639.
-With so few keys a program is its beginning and its end, and a multiprocessor holds one of these, but two of those."""
+With so few keys a program is its beginning and its end, and a multiprocessor holds one of these, but two of those. The
+programs timed compared lists where today's compare owners."""
 
 MIN_TOGETHER = 256
-"""Queries of a launch from which on neighbours share programs: fewer would leave multiprocessors without one."""
+"""Queries of a launch from which on neighbours share programs. Not measured: two queries a program are then 128
+programs for an H200's 132 multiprocessors."""
 
 
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
