@@ -34,6 +34,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -158,12 +159,18 @@ class Embedding(Protocol):
 
 
 class Site(Protocol):
-    """One mHC site with the RMSNorm behind it, or the final collapse (specification §2)."""
+    """One mHC site with the RMSNorm behind it, or the final collapse (specification §2).
 
-    def enter(self, streams: Tensor, step: Any) -> tuple[Operand, Any]:
+    Streams, outputs and mixes are those of the tokens that the rank keeps (:mod:`.tokens`). With ``gather`` the
+    sublayer's input is that of all tokens of the pass.
+    """
+
+    def enter(self, streams: Tensor, step: Any, gather: Gather | None = None) -> tuple[Operand, Any]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Any, step: Any) -> tuple[Operand, Tensor, Any]:
+    def advance(
+        self, output: Tensor, streams: Tensor, mix: Any, step: Any, gather: Gather | None = None
+    ) -> tuple[Operand, Tensor, Any]:
         """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
 
     def leave(self, output: Tensor, streams: Tensor, mix: Any) -> Tensor:

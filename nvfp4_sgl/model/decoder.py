@@ -11,6 +11,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.model.attention import Attention
 from nvfp4_sgl.model.contract import Context, Form, Site, SiteNames
 from nvfp4_sgl.model.moe import MoE
+from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.weights.parallel import Collective
 
 
@@ -86,16 +87,18 @@ class Decoder(nn.Module):
             caches: one a layer of the range.
             only: places of the layers that run, all unless given; with some left out the result means nothing.
         """
-        all_reduce = self.context.parallel.all_reduce
+        tokens = tokens_of(self.context.parallel, len(token_ids))
         places = range(len(self.layers)) if only is None else only
         blocks: list[Any] = [self.layers[place] for place in places]
         following = [block.hc_attn for block in blocks[1:]] + [self.hc_head]
-        x, mix = blocks[0].hc_attn.enter(streams, step)
+        streams = tokens.own(streams)
+        x, mix = blocks[0].hc_attn.enter(streams, step, tokens.gather)
         for block, after, place in zip(blocks, following, places, strict=True):
-            output = all_reduce(Collective.ATTENTION_OUTPUT, block.attn(x, step, caches[place]))
-            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step)
-            output = all_reduce(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
+            output = tokens.sum(Collective.ATTENTION_OUTPUT, block.attn(x, step, caches[place]))
+            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step, tokens.gather)
+            output = tokens.sum(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
             if after is None:
-                return block.hc_ffn.leave(output, streams, mix)
-            x, streams, mix = after.advance(output, streams, mix, step)
+                streams = block.hc_ffn.leave(output, streams, mix)
+                return streams if tokens.gather is None else tokens.gather(streams)
+            x, streams, mix = after.advance(output, streams, mix, step, tokens.gather)
         return x.require_values()

@@ -29,7 +29,7 @@ from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
-from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
 
 OTHER_UPDATES = "weights are replaced by /update_weights_from_disk alone"
 """What an error says to whoever updates weights in another way."""
@@ -120,7 +120,12 @@ class DeepseekV4ForCausalLM(nn.Module):
             device,
             self.embed.weight.dtype,
             self.activation_mode,
-            TensorParallel(private.tp_rank(), private.tp_size(), all_reduce),
+            TensorParallel(
+                private.tp_rank(),
+                private.tp_size(),
+                all_reduce,
+                SequenceParallel(reduce_scatter, private.tp_all_gather),
+            ),
             self.uniform_experts,
         )
         self.decoder = Decoder(context)
@@ -170,6 +175,11 @@ def progress(line: str) -> None:
 def all_reduce(collective: Collective, part: Tensor) -> Tensor:
     """SGLang's tensor-parallel sum, the same at every place."""
     return private.tp_all_reduce(part)
+
+
+def reduce_scatter(collective: Collective, part: Tensor) -> Tensor:
+    """The same sum, of which this rank gets its rows."""
+    return private.tp_reduce_scatter(part)
 
 
 EntryClass = DeepseekV4ForCausalLM

@@ -96,6 +96,7 @@ FUNCTIONS = {
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks"
     ),
+    "get_tp_group": Private("sglang.srt.distributed:get_tp_group", "sums and rows of the TP ranks, divided by tokens"),
     "add_attention_backend_choices": Private(
         "sglang.srt.arg_groups.choices:add_attention_backend_choices", "--attention-backend nvfp4_sgl"
     ),
@@ -526,6 +527,20 @@ def tp_size() -> int:
 def tp_all_reduce(tensor: Tensor) -> Tensor:
     """Sum of ``tensor`` over the tensor-parallel ranks."""
     return __getattr__("tensor_model_parallel_all_reduce")(tensor)
+
+
+def tp_reduce_scatter(tensor: Tensor) -> Tensor:
+    """This rank's rows of the sum of ``tensor`` [size * n, ...] over the tensor-parallel ranks."""
+    own = tensor.new_empty(len(tensor) // tp_size(), *tensor.shape[1:])
+    __getattr__("get_tp_group")().reduce_scatter_tensor(own, tensor)
+    return own
+
+
+def tp_all_gather(tensor: Tensor) -> Tensor:
+    """Every tensor-parallel rank's ``tensor`` [n, ...], in their order: [size * n, ...]."""
+    rows = tensor.new_empty(len(tensor) * tp_size(), *tensor.shape[1:])
+    __getattr__("get_tp_group")().all_gather_into_tensor(rows, tensor)
+    return rows
 
 
 def gather(updater: Any, value: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Columns, Operand, Prepared
 from nvfp4_sgl.model.decoder import Block, Decoder
+from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.tracing.values import operand_values, route_weights, selected_set
 
 Observe = Callable[[str, Tensor], None]
@@ -78,7 +79,8 @@ def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], objec
             finally:
                 calls -= 1
             if not calls:  # of a method that another one calls the caller says everything
-                for part, values in _site_parts(name, method, output):
+                gather = arguments[4] if method == "advance" and len(arguments) == 5 else None
+                for part, values in _site_parts(name, method, output, gather):
                     observe(part, values)
             return output
 
@@ -89,12 +91,12 @@ def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], objec
     return [functools.partial(object.__delattr__, site, method) for method in methods]
 
 
-def _site_parts(name: str, method: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+def _site_parts(name: str, method: str, output: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
     if method == "leave":
         yield f"{name}.left", output
         return
     if method == "advance":
-        yield f"{name}.streams", output[1]
+        yield f"{name}.streams", output[1] if gather is None else gather(output[1])
     yield f"{name}.x", operand_values(output[0])
 
 

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SEQUENCE_PARALLEL_TOKENS = 2048
+"""Tokens from which a pass is divided. Of fewer an all-reduce is at most 16 MB (4096 columns), and launching one more
+collective at each site takes the host longer than the site takes a GPU less. Estimated, not measured."""
+
+
 class Collective(enum.Enum):
-    """Where ranks exchange values; each sums the ranks' partial results."""
+    """Where ranks' partial results are summed."""
 
     ATTENTION_OUTPUT = "attention output"
     EXPERT_OUTPUT = "expert output"
@@ -23,6 +28,21 @@ class Collective(enum.Enum):
 
 def _alone(collective: Collective, part: Tensor) -> Tensor:
     return part
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The collectives of passes whose tokens are divided over the ranks between sublayers (:mod:`..model.tokens`).
+
+    Attributes:
+        reduce_scatter: sums the ranks' [size * n, d], at the named place; of the sum this rank's [n, d].
+        all_gather: the ranks' [n, ...], one after the other: [size * n, ...].
+        least_tokens: tokens of the smallest pass that is divided.
+    """
+
+    reduce_scatter: Callable[[Collective, Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
+    least_tokens: int = SEQUENCE_PARALLEL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -34,11 +54,13 @@ class TensorParallel:
 
     Attributes:
         all_reduce: sums a rank's partial result over the ranks, at the named place.
+        sequence: how long passes are divided; without it every rank keeps all tokens' residual streams.
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
+    sequence: SequenceParallel | None = None
 
     def share(self, total: int) -> slice:
         """This rank's contiguous part of ``total`` rows or columns."""

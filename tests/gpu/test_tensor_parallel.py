@@ -23,8 +23,12 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS = range(3)
 """Window-only, CSA and HCA."""
 
-PASSES = ({0: [5, 61, 7]}, {0: [300]})
-"""Tokens by request: a prompt, and a decode step that closes a ratio-4 window."""
+PASSES = ({0: [5, 61, 7]}, {0: [300]}, {0: list(range(100, 135))})
+"""Tokens by request: a prompt, a decode step that closes a ratio-4 window, and a second prompt's worth of tokens.
+
+Of two ranks that divide a prompt the second has no token of the first one and a part of the second one."""
+COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1}
+"""Of a pass: sums, and if tokens are divided each site's input."""
 
 
 ATTENTION = {ActivationMode.W4A16: 0.01, ActivationMode.W4A4: 0.2}
@@ -65,7 +69,8 @@ def load(run: native.Run, checkpoint: Path, parallel: TensorParallel) -> Standal
 
 @pytest.fixture(scope="module")
 def exchange(case: tuple[native.Run, int]) -> Exchange:
-    return Exchange(case[1])
+    """Dividing passes of more than one token."""
+    return Exchange(case[1], least_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +138,7 @@ def test_log_probabilities(
     )
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert all(torch.equal(one, found[0]) for one in found)
-    collectives = 2 * len(LAYERS) * len(PASSES)
+    collectives = COLLECTIVES["all tokens"] + 2 * COLLECTIVES["divided"]
     assert [len(given) for given in exchange.given] == [collectives] * len(ranks)
     distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
     print("median distance of several ranks from one, of rounded activations from fp32:", distance, yardstick)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS
 from tests.support.bf16_logprobs import prompt
 from tests.support.scored import Scored, Yardstick, differences, is_within
 from tests.support.server import Server, wait_for_none
@@ -22,9 +23,10 @@ from tests.support.server_processes import process
 from tests.support.updates import until
 
 FAULTS = Path(__file__).parent / "planted_faults"
-CHUNK = 1024
+CHUNK = SEQUENCE_PARALLEL_TOKENS
+"""Whole chunks are divided over the ranks, others are not."""
 LENGTHS = (5, 129, 700, 2500)
-"""Of prompts; the last are three chunks."""
+"""Of prompts; the last are two chunks."""
 CAPACITY = 3072
 PROMPTS = [prompt(length, seed=40) for length in LENGTHS]
 SHARED, LENGTH = 768, 900

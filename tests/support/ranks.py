@@ -1,7 +1,7 @@
 """Tensor-parallel ranks as threads of which one at a time runs.
 
 Triton's interpreter is not made for threads, so the ranks hand over to each other in turn, and do so only where they
-would exchange anything, in ``all_reduce``. That adds as a collective does: in fp32, rounded once.
+would exchange anything, in a collective. Sums are as a collective's: in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -13,30 +13,47 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS, Collective, SequenceParallel, TensorParallel
 
 
 class Exchange:
-    """Sums of what all ranks give; only the rank whose turn it is runs."""
+    """What all ranks give; only the rank whose turn it is runs.
 
-    def __init__(self, size: int = 2) -> None:
-        self._turn = 0
+    Args:
+        size: how many ranks.
+        least_tokens: of the smallest pass whose tokens are divided.
+    """
+
+    def __init__(self, size: int = 2, least_tokens: int = SEQUENCE_PARALLEL_TOKENS) -> None:
+        self._turn, self._least_tokens = 0, least_tokens
         self._changed = Condition()
         self.given: tuple[list[Tensor], ...] = tuple([] for _ in range(size))
 
     @property
     def ranks(self) -> list[TensorParallel]:
-        return [TensorParallel(rank, len(self.given), self.all_reduce(rank)) for rank in range(len(self.given))]
+        return [self._rank(rank) for rank in range(len(self.given))]
 
-    def all_reduce(self, rank: int) -> Callable[[Collective, Tensor], Tensor]:
-        def reduce(collective: Collective, part: Tensor) -> Tensor:
-            self.given[rank].append(part)
-            place = len(self.given[rank]) - 1
-            self.hand_over(rank)
-            self.wait(rank)
-            return torch.stack([given[place].float() for given in self.given]).sum(0).to(part.dtype)
+    def _rank(self, rank: int) -> TensorParallel:
+        size = len(self.given)
 
-        return reduce
+        def all_reduce(collective: Collective, part: Tensor) -> Tensor:
+            return torch.stack([given.float() for given in self.exchange(rank, part)]).sum(0).to(part.dtype)
+
+        def reduce_scatter(collective: Collective, part: Tensor) -> Tensor:
+            return all_reduce(collective, part).unflatten(0, (size, -1))[rank].clone()
+
+        def all_gather(own: Tensor) -> Tensor:
+            return torch.cat(self.exchange(rank, own))
+
+        return TensorParallel(rank, size, all_reduce, SequenceParallel(reduce_scatter, all_gather, self._least_tokens))
+
+    def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
+        """What every rank gives in this place, the same for all."""
+        self.given[rank].append(part.clone())
+        place = len(self.given[rank]) - 1
+        self.hand_over(rank)
+        self.wait(rank)
+        return [given[place] for given in self.given]
 
     def wait(self, rank: int) -> None:
         with self._changed:

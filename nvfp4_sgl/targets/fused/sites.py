@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
-from nvfp4_sgl.targets.fused.operands import new_rows
+from nvfp4_sgl.model.tokens import Gather
+from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     Site,
@@ -67,27 +68,33 @@ class FusedSite(nn.Module):
             names.iterations,
         )
 
-    def enter(self, streams: Tensor, step: Step) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: Step, gather: Gather | None = None) -> tuple[Operand, Mix]:
         tokens, _, d = streams.shape
-        mix = self._ready(Mix(SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)))
+        state = SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)
+        mix = self._ready(Mix(state), gather)
         hyper_connection_pre(self.site, streams, mix.state)
-        return self._input(mix), mix
+        return self._input(mix, gather), mix
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Step) -> tuple[Operand, Tensor, Mix]:
+    def advance(
+        self, output: Tensor, streams: Tensor, mix: Mix, step: Step, gather: Gather | None = None
+    ) -> tuple[Operand, Tensor, Mix]:
         """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
-        mix = self._ready(mix)
-        return self._input(mix), hyper_connection_next(self.site, output, streams, mix.state), mix
+        mix = self._ready(mix, gather)
+        streams = hyper_connection_next(self.site, output, streams, mix.state)
+        return self._input(mix, gather), streams, mix
 
     def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
         return hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)
 
-    def _ready(self, mix: Mix) -> Mix:
-        """``mix`` with NVFP4 rows if this site's form has them; rows of an earlier site are used again."""
-        if Form.NVFP4 not in self._form:
+    def _ready(self, mix: Mix, gather: Gather | None) -> Mix:
+        """``mix`` with NVFP4 rows if the site itself makes any; rows of an earlier site are used again."""
+        if Form.NVFP4 not in self._form or gather is not None:
             return Mix(replace(mix.state, quantized=None), mix.rows)
         tokens, d = mix.state.x.shape
         rows = mix.rows or new_rows(tokens, d, mix.state.x.device)
         return Mix(replace(mix.state, quantized=rows), rows)
 
-    def _input(self, mix: Mix) -> Operand:
+    def _input(self, mix: Mix, gather: Gather | None) -> Operand:
+        if gather is not None:
+            return in_form(gather(mix.state.x), self._form)
         return Operand(mix.state.x, mix.rows if Form.NVFP4 in self._form else None)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
+from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.ops.hyper_connection import (
     expand_streams,
     hyper_connection_head,
@@ -51,7 +52,7 @@ class ReferenceSite(nn.Module):
         )
         self.norm = frozen(context.read(names.norm))
 
-    def enter(self, streams: Tensor, step: Any) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: Any, gather: Gather | None = None) -> tuple[Operand, Mix]:
         config, mix = self._config, Mix()
         eps = {"hc_eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
         if self._iterations:
@@ -61,11 +62,14 @@ class ReferenceSite(nn.Module):
             mix = Mix(post, comb)
         else:
             collapsed = hyper_connection_head(streams, self.fn, self.base, self.scale, **eps)
-        return Operand(rms_norm(collapsed, self.norm, config.rms_norm_eps)), mix
+        x = rms_norm(collapsed, self.norm, config.rms_norm_eps)
+        return Operand(x if gather is None else gather(x)), mix
 
-    def advance(self, output: Tensor, streams: Tensor, mix: Mix, step: Any) -> tuple[Operand, Tensor, Mix]:
+    def advance(
+        self, output: Tensor, streams: Tensor, mix: Mix, step: Any, gather: Gather | None = None
+    ) -> tuple[Operand, Tensor, Mix]:
         streams = self.leave(output, streams, mix)
-        x, mix = self.enter(streams, step)
+        x, mix = self.enter(streams, step, gather)
         return x, streams, mix
 
     def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:

@@ -72,22 +72,25 @@ def _nan_logits(model):
 
 def _lost_share(model):
     """The second rank adds nothing to the experts of the third layer. For passes without CUDA graphs."""
-    forward, all_reduce = model.DeepseekV4ForCausalLM.forward, model.all_reduce
+    forward = model.DeepseekV4ForCausalLM.forward
     sums: list = []
 
     def forward_counted(self, *args, **kwargs):
         sums.clear()
         return forward(self, *args, **kwargs)
 
-    def all_reduce_but_one(collective, part):
-        if collective is model.Collective.EXPERT_OUTPUT:
-            sums.append(collective)
-            if len(sums) == 3 and model.private.tp_rank() == 1:
-                part = part * 0
-        return all_reduce(collective, part)
+    def all_but_one(summed):
+        def sum_of(collective, part):
+            if collective is model.Collective.EXPERT_OUTPUT:
+                sums.append(collective)
+                if len(sums) == 3 and model.private.tp_rank() == 1:
+                    part = part * 0
+            return summed(collective, part)
+
+        return sum_of
 
     model.DeepseekV4ForCausalLM.forward = forward_counted
-    model.all_reduce = all_reduce_but_one
+    model.all_reduce, model.reduce_scatter = map(all_but_one, (model.all_reduce, model.reduce_scatter))
 
 
 FAULTS = {

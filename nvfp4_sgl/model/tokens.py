@@ -1,0 +1,101 @@
+"""Whose residual streams a rank keeps between sublayers: every token's, or those of its part of the pass.
+
+Between two sublayers everything is a token's own: the sum over ranks is mixed into its streams, collapsed and
+normalised (specification §2). With all tokens on every rank, ranks do the same work. In a long pass each keeps a part
+of the tokens instead: the sum is a reduce-scatter, and an all-gather gives every rank the next sublayer's whole input.
+Together they move what an all-reduce moves. This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
+
+Gather = Callable[[Tensor], Tensor]
+"""[tokens of the pass, ...] of this rank's [own tokens, ...]."""
+
+ALIGNMENT = 16
+"""Tokens that each rank's part but the last is a multiple of: Triton compiles another variant for other numbers."""
+
+
+class Tokens(Protocol):
+    """The tokens of a pass as a rank keeps them between sublayers."""
+
+    @property
+    def gather(self) -> Gather | None:
+        """What makes a site's output whole; ``None`` where it is."""
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Of all tokens' ``rows`` [T, ...] those that this rank keeps; not copied."""
+
+    def sum(self, collective: Collective, part: Tensor) -> Tensor:
+        """The kept rows of the sum over ranks, from this rank's ``part`` of a sublayer's output, [T, d]."""
+
+
+@dataclass(frozen=True)
+class EveryToken:
+    """Each rank keeps them all."""
+
+    parallel: TensorParallel
+    gather: None = None
+
+    def own(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def sum(self, collective: Collective, part: Tensor) -> Tensor:
+        return self.parallel.all_reduce(collective, part)
+
+
+@dataclass(frozen=True)
+class DividedTokens:
+    """Each rank keeps ``each`` of ``count``; the last ones may have fewer, or none.
+
+    Collectives move ``each`` rows of every rank. Rows that stand for no token are not written, and never read.
+    """
+
+    rank: int
+    ranks: int
+    collectives: SequenceParallel
+    count: int
+
+    @property
+    def each(self) -> int:
+        return -(-self.count // (self.ranks * ALIGNMENT)) * ALIGNMENT
+
+    @property
+    def _kept(self) -> slice:
+        first = min(self.rank * self.each, self.count)
+        return slice(first, min(first + self.each, self.count))
+
+    def own(self, rows: Tensor) -> Tensor:
+        return rows[self._kept]
+
+    def sum(self, collective: Collective, part: Tensor) -> Tensor:
+        summed = self.collectives.reduce_scatter(collective, _with_room(part, self.ranks * self.each))
+        return summed[: self._kept.stop - self._kept.start]
+
+    def gather(self, own: Tensor) -> Tensor:
+        return self.collectives.all_gather(_with_room(own, self.each))[: self.count]
+
+
+def _with_room(rows: Tensor, count: int) -> Tensor:
+    """``rows`` [n, ...], or, if there are fewer, a copy in a tensor of ``count``."""
+    if len(rows) == count:
+        return rows
+    room = rows.new_empty(count, *rows.shape[1:])
+    room[: len(rows)] = rows
+    return room
+
+
+def tokens_of(parallel: TensorParallel, count: int) -> Tokens:
+    """How a rank keeps the tokens of a pass of ``count``: the same on every rank."""
+    sequence = parallel.sequence
+    if parallel.size == 1 or sequence is None or count < sequence.least_tokens:
+        return EveryToken(parallel)
+    return DividedTokens(parallel.rank, parallel.size, sequence, count)
