@@ -29,7 +29,7 @@ from nvfp4_sgl.targets.choose import Target, choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.triton_kernels import ahead
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import lone_rank
 
 META = torch.device("meta")
 """Tensors with sizes and no storage."""
@@ -139,7 +139,7 @@ def needed(
             META,
             torch.bfloat16,
             choice.mode,
-            TensorParallel(0, setting.ranks),
+            lone_rank(setting.ranks),
             setting.uniform_experts,
         )
         decoder = Decoder(context)

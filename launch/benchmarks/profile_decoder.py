@@ -36,7 +36,7 @@ from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import Target
-from nvfp4_sgl.weights.parallel import SequenceParallel, TensorParallel
+from nvfp4_sgl.weights.parallel import lone_rank
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
 DECODING, PROMPT = (1, 64), 2048
@@ -195,18 +195,10 @@ def tiny_model() -> Standalone:
         return Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
 
 
-def lone_rank(ranks: int) -> TensorParallel:
-    """The first of ``ranks`` ranks. Nothing is exchanged: sums are its own part, and its rows stand for all ranks'."""
-    sequence = SequenceParallel(
-        lambda collective, part: part[: len(part) // ranks], lambda own: own.repeat(ranks, *[1] * (own.dim() - 1))
-    )
-    return TensorParallel(0, ranks, sequence=sequence)
-
-
 def flash_model(
     layers: int, ranks: int, requests: int = max(FLASH_DECODING), context: int = FLASH_CONTEXT
 ) -> Standalone:
-    """The first layers of Flash with random weights, as the first of ``ranks`` ranks has them; nothing is reduced.
+    """The first layers of Flash with random weights, as one of ``ranks`` ranks has them, which exchanges nothing.
 
     Args:
         requests: the most of a step. context: the longest of each, for which graphs are laid out.

@@ -4,7 +4,7 @@ Between two sublayers everything is a token's own: the sum over ranks is mixed i
 normalised (specification §2). With all tokens on every rank, ranks do the same work. In a long pass each keeps a part
 of the tokens instead: the sum is a reduce-scatter, and an all-gather gives every rank the next sublayer's whole input.
 Together they move what an all-reduce moves. This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
-section 4.2.2).
+section 4.2.2). Which entries a token attends to (specification §5) is its own, too, and is selected by the same rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ ALIGNMENT = 16
 """Tokens that each rank's part but the last is a multiple of: Triton compiles another variant for other numbers."""
 
 
+def aligned(count: int) -> int:
+    """The least multiple of :data:`ALIGNMENT` that is not below ``count``."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
 class Tokens(Protocol):
     """The tokens of a pass as a rank keeps them between sublayers."""
 
     @property
     def gather(self) -> Gather | None:
-        """What makes a site's output whole; ``None`` where it is."""
+        """What makes rows of the kept tokens those of all; ``None`` where they are."""
+
+    @property
+    def kept(self) -> slice:
+        """Which tokens."""
 
     def own(self, rows: Tensor) -> Tensor:
         """Of all tokens' ``rows`` [T, ...] those that this rank keeps; not copied."""
@@ -43,7 +52,12 @@ class EveryToken:
     """Each rank keeps them all."""
 
     parallel: TensorParallel
+    count: int
     gather: None = None
+
+    @property
+    def kept(self) -> slice:
+        return slice(0, self.count)
 
     def own(self, rows: Tensor) -> Tensor:
         return rows
@@ -66,19 +80,19 @@ class DividedTokens:
 
     @property
     def each(self) -> int:
-        return -(-self.count // (self.ranks * ALIGNMENT)) * ALIGNMENT
+        return aligned(-(-self.count // self.ranks))
 
     @property
-    def _kept(self) -> slice:
+    def kept(self) -> slice:
         first = min(self.rank * self.each, self.count)
         return slice(first, min(first + self.each, self.count))
 
     def own(self, rows: Tensor) -> Tensor:
-        return rows[self._kept]
+        return rows[self.kept]
 
     def sum(self, collective: Collective, part: Tensor) -> Tensor:
         summed = self.collectives.reduce_scatter(collective, _with_room(part, self.ranks * self.each))
-        return summed[: self._kept.stop - self._kept.start]
+        return summed[: self.kept.stop - self.kept.start]
 
     def gather(self, own: Tensor) -> Tensor:
         return self.collectives.all_gather(_with_room(own, self.each))[: self.count]
@@ -97,5 +111,5 @@ def tokens_of(parallel: TensorParallel, count: int) -> Tokens:
     """How a rank keeps the tokens of a pass of ``count``: the same on every rank."""
     sequence = parallel.sequence
     if parallel.size == 1 or sequence is None or count < sequence.least_tokens:
-        return EveryToken(parallel)
+        return EveryToken(parallel, count)
     return DividedTokens(parallel.rank, parallel.size, sequence, count)

@@ -76,3 +76,19 @@ class TensorParallel:
                     f"--tp-size {self.size}: {field} is {value}, expected a multiple of {self.size * multiple};"
                     " use a smaller --tp-size"
                 )
+
+
+def lone_rank(size: int) -> TensorParallel:
+    """The last of ``size`` ranks, which exchanges nothing: it launches what a rank launches, with meaningless results.
+
+    The last, because where tokens are divided only its number of them may be any.
+    """
+    rank = size - 1
+
+    def own_rows(collective: Collective, part: Tensor) -> Tensor:
+        return part.unflatten(0, (size, -1))[rank]
+
+    def repeated(own: Tensor) -> Tensor:
+        return own.repeat(size, *[1] * (own.dim() - 1))
+
+    return TensorParallel(rank, size, sequence=SequenceParallel(own_rows, repeated))

@@ -24,11 +24,12 @@ LAYERS = range(3)
 """Window-only, CSA and HCA."""
 
 PASSES = ({0: [5, 61, 7]}, {0: [300]}, {0: list(range(100, 135))})
-"""Tokens by request: a prompt, a decode step that closes a ratio-4 window, and a second prompt's worth of tokens.
+"""Tokens by request: a short prompt, a decode step that closes a ratio-4 window, and a prompt that ranks divide.
 
-Of two ranks that divide a prompt the second has no token of the first one and a part of the second one."""
-COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1}
-"""Of a pass: sums, and if tokens are divided each site's input."""
+Of two ranks the second has three of its tokens, which choose 8 of 9 entries each; of four ranks the last has none."""
+TOPK = 8
+COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1 + 2}
+"""Of a pass: sums; if tokens are divided also each site's input, and the CSA layer's entries and their numbers."""
 
 
 ATTENTION = {ActivationMode.W4A16: 0.01, ActivationMode.W4A4: 0.2}
@@ -58,7 +59,12 @@ def checkpoint(case: tuple[native.Run, int], run: native.Run, tmp_path_factory: 
     """With a group of two heads for each rank, and as many columns of an expert as kernels take at least."""
     _, size = case
     shapes = {"num_hidden_layers": len(LAYERS), "n_routed_experts": 6}
-    shapes |= {"num_attention_heads": 2 * size, "o_groups": size, "moe_intermediate_size": 64 * size}
+    shapes |= {
+        "num_attention_heads": 2 * size,
+        "o_groups": size,
+        "moe_intermediate_size": 64 * size,
+        "index_topk": TOPK,
+    }
     return native.write_checkpoint(run.target, tmp_path_factory.mktemp("tiny"), seed=11, mode=run.mode, **shapes)
 
 
@@ -69,8 +75,8 @@ def load(run: native.Run, checkpoint: Path, parallel: TensorParallel) -> Standal
 
 @pytest.fixture(scope="module")
 def exchange(case: tuple[native.Run, int]) -> Exchange:
-    """Dividing passes of more than one token."""
-    return Exchange(case[1], least_tokens=2)
+    """Dividing passes of as many tokens as the last one's, and no sublayer that runs alone."""
+    return Exchange(case[1], least_tokens=35)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +144,7 @@ def test_log_probabilities(
     )
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert all(torch.equal(one, found[0]) for one in found)
-    collectives = COLLECTIVES["all tokens"] + 2 * COLLECTIVES["divided"]
+    collectives = 2 * COLLECTIVES["all tokens"] + COLLECTIVES["divided"]
     assert [len(given) for given in exchange.given] == [collectives] * len(ranks)
     distance, yardstick = median_distance(found[0], log_probabilities(whole)), median_distance(rounded, exact)
     print("median distance of several ranks from one, of rounded activations from fp32:", distance, yardstick)

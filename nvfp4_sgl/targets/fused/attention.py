@@ -11,6 +11,7 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
+from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
@@ -108,12 +109,12 @@ class FusedSelection(nn.Module):
     """The lightning indexer: score the visible ratio-4 entries and select the best (specification §5).
 
     Returns their slots, int32 [T, index_topk], and their numbers, int32 [T]. Queries are scored in parts of as many as
-    the pass has room for scores.
+    the pass has room for scores. Where ranks divide the tokens of a pass, each selects for its own.
     """
 
     def __init__(self, context: Context, table: RopeTable):
         super().__init__()
-        self._config, self._table = context.config, table
+        self._config, self._table, self._parallel = context.config, table, context.parallel
 
     def forward(self, index_q: Tensor, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
         config, batch, keys = self._config, step.plan.batch, packed(cache.index)
@@ -122,14 +123,20 @@ class FusedSelection(nn.Module):
         q, cos_sin = index_q.view(tokens, heads, dim), step.cos_sin[self._table]
         slots = weights.new_empty(tokens, topk, dtype=batch.owners.dtype)
         lengths = weights.new_empty(tokens, dtype=batch.owners.dtype)
-        rows = step.scores.shape[0]
-        for first in range(0, tokens, rows):
-            part = slice(first, min(first + rows, tokens))
+        rows, columns = step.scores.shape
+        chooses = columns > topk  # else every query takes all that it sees, and no score is read
+        divided = tokens_of(self._parallel, tokens)
+        own = divided.kept if chooses else slice(0, tokens)
+        for first in range(own.start, own.stop, rows):
+            part = slice(first, min(first + rows, own.stop))
             scores = step.scores[: part.stop - first]
-            query = (q[part], weights[part], cos_sin[part], factor)
-            index_scores(*query, *keys, batch, topk, scores, first=first)
+            if chooses:
+                query = (q[part], weights[part], cos_sin[part], factor)
+                index_scores(*query, *keys, batch, topk, scores, first=first)
             chosen = (slots[part], lengths[part])
             select_entries(scores, batch, topk, *chosen, first=first, candidates=step.candidates)
+        if chooses and divided.gather is not None:
+            return divided.gather(slots[own]), divided.gather(lengths[own])
         return slots, lengths
 
 

@@ -89,7 +89,7 @@ class FusedPlanner:
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
         """Passes that compile every kernel variant that passes of up to ``tokens`` tokens can need."""
-        return warm_up_passes(self.slots, tokens)
+        return warm_up_passes(self.slots, tokens, self.context.parallel)
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:

@@ -89,7 +89,7 @@ class Sm100Planner(GemmPlanner):
         def tile(count: int) -> tuple[int, int]:
             return operations.token_tile_for(count), padded_tokens(count)
 
-        return warm_up_passes(self.slots, tokens, kind, tile)
+        return warm_up_passes(self.slots, tokens, self.context.parallel, kind, tile)
 
     def products(self) -> Sequence[LayerProduct]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""

@@ -258,7 +258,7 @@ class W4A16Planner(GemmPlanner):
                 found.append((tile, padded_rows(count * visits, groups, tile) % 16 == 0))
             return tuple(found)
 
-        return warm_up_passes(self.slots, tokens, kind, padded_tokens)
+        return warm_up_passes(self.slots, tokens, self.context.parallel, kind, padded_tokens)
 
     def products(self) -> Sequence[LayerProduct]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""

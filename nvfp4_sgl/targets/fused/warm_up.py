@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from nvfp4_sgl.model.contract import PassRequest, Slots
+from nvfp4_sgl.model.tokens import aligned
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 MAX_SHORT_PROMPT = 256
 """Tokens of the largest prompt that is run from its beginning, too: for more, attention's tiles are the same at any
@@ -41,14 +43,23 @@ def last_of_each(limit: int, kind: Kind) -> list[int]:
     return sorted({(size % 16 == 0, kind(size)): size for size in range(1, limit + 1)}.values())
 
 
+def divided_sizes(limit: int, parallel: TensorParallel) -> set[int]:
+    """Sizes up to ``limit`` of which the last rank's part is each of :func:`sizes`."""
+    if parallel.sequence is None or parallel.size == 1:
+        return set()
+    found = {parallel.size * aligned(part) - (aligned(part) - part) for part in sizes(limit // parallel.size)}
+    return {size for size in found if size >= parallel.sequence.least_tokens}
+
+
 def warm_up_passes(
-    slots: Slots, tokens: int, kind: Kind = _same_for_all, tile: Kind = _same_for_all
+    slots: Slots, tokens: int, parallel: TensorParallel, kind: Kind = _same_for_all, tile: Kind = _same_for_all
 ) -> Iterator[PassRequest]:
     """Passes of every size on request slot 0 and page 0, which SGLang keeps for padding, in the dtypes of its batches.
 
     Args:
         slots: the tables of slots; row 0 of the table is all zeros, and 0 maps to 0.
         tokens: tokens of the largest prefill pass.
+        parallel: the rank's, of which others divide the tokens of long passes.
         kind: what kernels are compiled for by the number of tokens.
         tile: the part of ``kind`` for kernels that are also compiled for the number of requests.
     """
@@ -69,7 +80,8 @@ def warm_up_passes(
             added[place], left = added[place] + more, left - more
         return added
 
-    for size in sizes(min(tokens, whole * slots.requests), kind):
+    largest = min(tokens, whole * slots.requests)
+    for size in sorted({*sizes(largest, kind), *divided_sizes(largest, parallel)}):
         yield request(shared(-(-size // whole), size))  # a pass may have more tokens than one request can
     for size in sizes(min(tokens, whole, MAX_SHORT_PROMPT), kind):
         yield request([size], end=size)  # attention chooses tiles by how long its lists may be, too
