@@ -79,11 +79,11 @@ shared memory; accumulators fill half of each thread's registers. Measured on an
 TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2, 4))
 """Up to 32, or 16, heads of packed entries on Hopper in a prompt, whose queries' lists mostly agree."""
 
-TWO_QUERIES_MIN_EXTRA = 256
-"""Extra columns from which on two queries share a program. Measured on an H200, 2026-11-26, us, eight prompts of 1024,
-32 heads, against ``THIRTY_TWO_HEADS``: with ratio-4 entries 938 against 1026, but with ratio-128 ones 735 against 639.
-With so few keys a program is its beginning and its end, and a multiprocessor holds one of these, but two of those. The
-programs timed compared lists where today's compare owners."""
+TWO_QUERIES_MIN_EXTRA = 16
+"""Extra columns from which on two queries share a program. Measured on an H200, 2026-11-26, us, 32 heads, against
+``THIRTY_TWO_HEADS``: eight prompts of 1024 with ratio-4 entries 805 against 1023, with ratio-128 ones, in 16 columns,
+620 against 638, with none 601 against 551. With so few keys a program is its beginning and its end, and a
+multiprocessor holds one of these, but two of those."""
 
 MIN_TOGETHER = 256
 """Queries of a launch from which on neighbours share programs. Not measured: two queries a program are then 128
