@@ -161,19 +161,20 @@ class Embedding(Protocol):
 class Site(Protocol):
     """One mHC site with the RMSNorm behind it, or the final collapse (specification §2).
 
-    Streams, outputs and mixes are those of the tokens that the rank keeps (:mod:`.tokens`). With ``gather`` the
-    sublayer's input is that of all tokens of the pass.
+    Streams [own, n, d], outputs [own, d] and mixes are those of the tokens that the rank keeps (:mod:`.tokens`). Where
+    it does not keep them all, ``gather`` makes results those of all T tokens: a sublayer's input [T, d], the streams
+    [T, n, d] that are left.
     """
 
-    def enter(self, streams: Tensor, step: Any, gather: Gather | None = None) -> tuple[Operand, Any]:
+    def enter(self, streams: Tensor, step: Any, *, gather: Gather | None = None) -> tuple[Operand, Any]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Any, step: Any, gather: Gather | None = None
+        self, output: Tensor, streams: Tensor, mix: Any, step: Any, *, gather: Gather | None = None
     ) -> tuple[Operand, Tensor, Any]:
         """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
 
-    def leave(self, output: Tensor, streams: Tensor, mix: Any) -> Tensor:
+    def leave(self, output: Tensor, streams: Tensor, mix: Any, *, gather: Gather | None = None) -> Tensor:
         """The streams after the last sublayer of a range of layers that does not end with the final collapse."""
 
 

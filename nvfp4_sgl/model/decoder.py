@@ -92,13 +92,12 @@ class Decoder(nn.Module):
         blocks: list[Any] = [self.layers[place] for place in places]
         following = [block.hc_attn for block in blocks[1:]] + [self.hc_head]
         streams = tokens.own(streams)
-        x, mix = blocks[0].hc_attn.enter(streams, step, tokens.gather)
+        x, mix = blocks[0].hc_attn.enter(streams, step, gather=tokens.gather)
         for block, after, place in zip(blocks, following, places, strict=True):
             output = tokens.sum(Collective.ATTENTION_OUTPUT, block.attn(x, step, caches[place]))
-            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step, tokens.gather)
+            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step, gather=tokens.gather)
             output = tokens.sum(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
             if after is None:
-                streams = block.hc_ffn.leave(output, streams, mix)
-                return streams if tokens.gather is None else tokens.gather(streams)
-            x, streams, mix = after.advance(output, streams, mix, step, tokens.gather)
+                return block.hc_ffn.leave(output, streams, mix, gather=tokens.gather)
+            x, streams, mix = after.advance(output, streams, mix, step, gather=tokens.gather)
         return x.require_values()

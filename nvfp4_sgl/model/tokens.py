@@ -3,8 +3,9 @@
 Between two sublayers everything is a token's own: the sum over ranks is mixed into its streams, collapsed and
 normalised (specification §2). With all tokens on every rank, ranks do the same work. In a long pass each keeps a part
 of the tokens instead: the sum is a reduce-scatter, and an all-gather gives every rank the next sublayer's whole input.
-Together they move what an all-reduce moves. This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
-section 4.2.2). Which entries a token attends to (specification §5) is its own, too, and is selected by the same rank.
+The two move what an all-reduce moves. This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2). Which entries a token attends to (specification §5) is its own, too: the rank that keeps it selects them, and
+another all-gather hands them out.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import Tensor
 from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
 
 Gather = Callable[[Tensor], Tensor]
-"""[tokens of the pass, ...] of this rank's [own tokens, ...]."""
+"""All tokens' rows [T, ...] from every rank's own rows [own tokens, ...]."""
 
 ALIGNMENT = 16
-"""Tokens that each rank's part but the last is a multiple of: Triton compiles another variant for other numbers."""
+"""Parts begin at multiples of this many tokens, so that slices of int32 [T] begin at multiples of 16 bytes: Triton
+compiles another variant for other addresses."""
 
 
 def aligned(count: int) -> int:
@@ -34,22 +36,22 @@ class Tokens(Protocol):
 
     @property
     def gather(self) -> Gather | None:
-        """What makes rows of the kept tokens those of all; ``None`` where they are."""
+        """Makes the kept tokens' rows those of all tokens; ``None`` if this rank keeps every token."""
 
     @property
     def kept(self) -> slice:
-        """Which tokens."""
+        """The tokens that this rank keeps."""
 
     def own(self, rows: Tensor) -> Tensor:
-        """Of all tokens' ``rows`` [T, ...] those that this rank keeps; not copied."""
+        """The kept tokens' part of ``rows`` [T, ...]; a view."""
 
     def sum(self, collective: Collective, part: Tensor) -> Tensor:
-        """The kept rows of the sum over ranks, from this rank's ``part`` of a sublayer's output, [T, d]."""
+        """The kept tokens' rows of the sum over ranks of ``part`` [T, d], a sublayer's output."""
 
 
 @dataclass(frozen=True)
 class EveryToken:
-    """Each rank keeps them all."""
+    """Each rank keeps all ``count`` tokens."""
 
     parallel: TensorParallel
     count: int
@@ -68,9 +70,10 @@ class EveryToken:
 
 @dataclass(frozen=True)
 class DividedTokens:
-    """Each rank keeps ``each`` of ``count``; the last ones may have fewer, or none.
+    """Each rank keeps ``each`` of ``count`` tokens, the last one those that are left, at least one.
 
-    Collectives move ``each`` rows of every rank. Rows that stand for no token are not written, and never read.
+    Collectives move ``each`` rows of every rank. Rows behind the last token's are not initialised, and are cut off
+    after each collective.
     """
 
     rank: int
@@ -84,8 +87,7 @@ class DividedTokens:
 
     @property
     def kept(self) -> slice:
-        first = min(self.rank * self.each, self.count)
-        return slice(first, min(first + self.each, self.count))
+        return slice(self.rank * self.each, min((self.rank + 1) * self.each, self.count))
 
     def own(self, rows: Tensor) -> Tensor:
         return rows[self.kept]
@@ -108,8 +110,12 @@ def _with_room(rows: Tensor, count: int) -> Tensor:
 
 
 def tokens_of(parallel: TensorParallel, count: int) -> Tokens:
-    """How a rank keeps the tokens of a pass of ``count``: the same on every rank."""
+    """How a rank keeps the tokens of a pass of ``count``: alike on every rank.
+
+    Tokens are divided if there are :attr:`SequenceParallel.least_tokens` and all ranks get some.
+    """
     sequence = parallel.sequence
     if parallel.size == 1 or sequence is None or count < sequence.least_tokens:
         return EveryToken(parallel, count)
-    return DividedTokens(parallel.rank, parallel.size, sequence, count)
+    divided = DividedTokens(parallel.rank, parallel.size, sequence, count)
+    return divided if (parallel.size - 1) * divided.each < count else EveryToken(parallel, count)

@@ -530,9 +530,9 @@ def tp_all_reduce(tensor: Tensor) -> Tensor:
 
 
 def tp_reduce_scatter(tensor: Tensor) -> Tensor:
-    """This rank's rows of the sum of ``tensor`` [size * n, ...] over the tensor-parallel ranks."""
+    """This rank's rows of the sum of ``tensor`` [size * n, ...] over the tensor-parallel ranks; contiguous."""
     own, group = tensor.new_empty(len(tensor) // tp_size(), *tensor.shape[1:]), __getattr__("get_tp_group")()
-    if tensor.is_cpu:  # for which SGLang registers these operators in its own CPU engine alone
+    if tensor.is_cpu:  # for which SGLang has these operators in its own CPU engine alone
         torch.distributed.reduce_scatter_single(own, tensor, group=group.device_group)
     else:
         group.reduce_scatter_tensor(own, tensor)
@@ -540,7 +540,7 @@ def tp_reduce_scatter(tensor: Tensor) -> Tensor:
 
 
 def tp_all_gather(tensor: Tensor) -> Tensor:
-    """Every tensor-parallel rank's ``tensor`` [n, ...], in their order: [size * n, ...]."""
+    """Every tensor-parallel rank's ``tensor`` [n, ...], in their order: [size * n, ...]; contiguous."""
     rows, group = tensor.new_empty(len(tensor) * tp_size(), *tensor.shape[1:]), __getattr__("get_tp_group")()
     if tensor.is_cpu:
         torch.distributed.all_gather_single(rows, tensor, group=group.device_group)

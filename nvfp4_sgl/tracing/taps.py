@@ -71,15 +71,14 @@ def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], objec
     def tap(method: str) -> None:
         inner = getattr(site, method)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, gather: Gather | None = None) -> Any:
             nonlocal calls
             calls += 1
             try:
-                output = inner(*arguments)
+                output = inner(*arguments, gather=gather)
             finally:
                 calls -= 1
             if not calls:  # of a method that another one calls the caller says everything
-                gather = arguments[4] if method == "advance" and len(arguments) == 5 else None
                 for part, values in _site_parts(name, method, output, gather):
                     observe(part, values)
             return output
@@ -91,7 +90,7 @@ def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], objec
     return [functools.partial(object.__delattr__, site, method) for method in methods]
 
 
-def _site_parts(name: str, method: str, output: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
+def _site_parts(name: str, method: str, output: Any, gather: Gather | None) -> Iterator[tuple[str, Tensor]]:
     if method == "leave":
         yield f"{name}.left", output
         return

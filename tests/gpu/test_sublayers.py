@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets import choose
+from nvfp4_sgl.targets.fused import attention
 from nvfp4_sgl.targets.fused import step as step_module
 from nvfp4_sgl.targets.fused.step import Scratch
-from nvfp4_sgl.triton_kernels.indexer import topk
+from nvfp4_sgl.triton_kernels.indexer import scores, topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import (
@@ -155,6 +157,30 @@ def test_sublayers(
         experts = relative_errors(found.experts, expected.experts[1])
         assert bool((experts < bounds.experts).all()), experts
         check_writes(found.after, expected.after, expected.before, bounds.written)
+
+
+@pytest.mark.parametrize(("cached", "scored"), [(0, False), (240, False), (250, True)])
+def test_only_passes_with_a_choice_are_scored(
+    cached: int, scored: bool, ours: Standalone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 64 entries every query takes all that it sees."""
+    calls: list[Any] = []
+
+    def index_scores(*arguments: Any, **options: Any) -> None:
+        calls.append(arguments)
+        scores.index_scores(*arguments, **options)
+
+    monkeypatch.setattr(attention, "index_scores", index_scores)
+    ours.reset()
+    ours.caches.lengths[0] = cached
+    work = ours.begin({0: [7] * 12})
+    config, select = ours.config, cast(Block, ours.decoder.layers[CSA]).attn.select
+    index_q = activations(12, config.index_n_heads * config.index_head_dim, 3).bfloat16().to(DEVICE)
+    weights = activations(12, config.index_n_heads, 4).to(DEVICE)
+    slots, lengths = cast(Any, select)(index_q, weights, work.step, ours.caches.layers[CSA])
+    assert bool(calls) == scored
+    assert lengths.tolist() == [min((cached + n) // 4, config.index_topk) for n in range(1, 13)]
+    assert all(int((row >= 0).sum()) == count for row, count in zip(slots, lengths, strict=True))
 
 
 def test_the_other_mode_of_a_target_is_seen(case: Case, checkpoint: Path, bounds: Bounds, recording: Recording) -> None:

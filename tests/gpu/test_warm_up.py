@@ -13,7 +13,7 @@ import triton.language as tl
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Slots
-from nvfp4_sgl.model.tokens import tokens_of
+from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused.warm_up import MAX_SHORT_PROMPT, divided_sizes, sizes
@@ -36,15 +36,19 @@ def test_sizes_of_each_kind():
     assert [size for size in sizes(256, lambda size: size < 190) if size > 128] == [129, 176, 189, 255, 256]
 
 
+@pytest.mark.parametrize("limit", [3000, 8190, 8192])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_divided_sizes(ranks: int):
-    """The last rank keeps each of the sizes of its largest part."""
+def test_divided_sizes(ranks: int, limit: int):
+    """The last rank keeps each of the sizes of its largest part, of passes that there can be."""
     last = lone_rank(ranks)
-    found = divided_sizes(8192, last)
-    assert found and all(SEQUENCE_PARALLEL_TOKENS <= size <= 8192 for size in found)
-    parts = {len(range(8192)[tokens_of(last, size).kept]) for size in found}
-    assert parts == {part for part in sizes(8192 // ranks) if part * ranks >= SEQUENCE_PARALLEL_TOKENS}
-    assert not divided_sizes(8192, TensorParallel()) and not divided_sizes(SEQUENCE_PARALLEL_TOKENS - 1, last)
+    found = divided_sizes(limit, last)
+    assert found and all(SEQUENCE_PARALLEL_TOKENS <= size <= limit for size in found)
+    parts = {len(range(size)[tokens_of(last, size).kept]) for size in found}
+    most = limit // ranks
+    expected = {part for part in sizes(most) if part * ranks >= SEQUENCE_PARALLEL_TOKENS}
+    assert parts <= expected
+    assert expected - parts <= {part for part in expected if part % ALIGNMENT and part + ALIGNMENT > most}
+    assert not divided_sizes(limit, TensorParallel()) and not divided_sizes(SEQUENCE_PARALLEL_TOKENS - 1, last)
 
 
 def test_the_largest_short_prompt_shares_programs():

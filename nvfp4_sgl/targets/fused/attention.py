@@ -109,7 +109,8 @@ class FusedSelection(nn.Module):
     """The lightning indexer: score the visible ratio-4 entries and select the best (specification §5).
 
     Returns their slots, int32 [T, index_topk], and their numbers, int32 [T]. Queries are scored in parts of as many as
-    the pass has room for scores. Where ranks divide the tokens of a pass, each selects for its own.
+    the pass has room for scores. Where ranks divide the tokens of a pass, each selects for those that it keeps. If no
+    query can see more than index_topk entries, none is scored, and every rank takes all entries of all queries.
     """
 
     def __init__(self, context: Context, table: RopeTable):
@@ -121,22 +122,22 @@ class FusedSelection(nn.Module):
         heads, dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
         tokens, factor = index_q.shape[0], dim**-0.5 * heads**-0.5
         q, cos_sin = index_q.view(tokens, heads, dim), step.cos_sin[self._table]
-        slots = weights.new_empty(tokens, topk, dtype=batch.owners.dtype)
-        lengths = weights.new_empty(tokens, dtype=batch.owners.dtype)
         rows, columns = step.scores.shape
-        chooses = columns > topk  # else every query takes all that it sees, and no score is read
-        divided = tokens_of(self._parallel, tokens)
-        own = divided.kept if chooses else slice(0, tokens)
+        chooses, ours = columns > topk, tokens_of(self._parallel, tokens)
+        own = ours.kept if chooses else slice(0, tokens)
+        slots = weights.new_empty(own.stop - own.start, topk, dtype=batch.owners.dtype)
+        lengths = weights.new_empty(len(slots), dtype=batch.owners.dtype)
         for first in range(own.start, own.stop, rows):
             part = slice(first, min(first + rows, own.stop))
             scores = step.scores[: part.stop - first]
             if chooses:
                 query = (q[part], weights[part], cos_sin[part], factor)
                 index_scores(*query, *keys, batch, topk, scores, first=first)
-            chosen = (slots[part], lengths[part])
-            select_entries(scores, batch, topk, *chosen, first=first, candidates=step.candidates)
-        if chooses and divided.gather is not None:
-            return divided.gather(slots[own]), divided.gather(lengths[own])
+            chosen = slice(first - own.start, part.stop - own.start)
+            outputs = slots[chosen], lengths[chosen]
+            select_entries(scores, batch, topk, *outputs, first=first, candidates=step.candidates)
+        if chooses and ours.gather is not None:
+            return ours.gather(slots), ours.gather(lengths)
         return slots, lengths
 
 

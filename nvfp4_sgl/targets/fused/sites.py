@@ -68,7 +68,7 @@ class FusedSite(nn.Module):
             names.iterations,
         )
 
-    def enter(self, streams: Tensor, step: Step, gather: Gather | None = None) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: Step, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
         tokens, _, d = streams.shape
         state = SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)
         mix = self._ready(Mix(state), gather)
@@ -76,15 +76,16 @@ class FusedSite(nn.Module):
         return self._input(mix, gather), mix
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Mix, step: Step, gather: Gather | None = None
+        self, output: Tensor, streams: Tensor, mix: Mix, step: Step, *, gather: Gather | None = None
     ) -> tuple[Operand, Tensor, Mix]:
         """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
         mix = self._ready(mix, gather)
         streams = hyper_connection_next(self.site, output, streams, mix.state)
         return self._input(mix, gather), streams, mix
 
-    def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
-        return hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)
+    def leave(self, output: Tensor, streams: Tensor, mix: Mix, *, gather: Gather | None = None) -> Tensor:
+        streams = hyper_connection_post(output, streams, mix.state.post, mix.state.comb, out=streams)
+        return streams if gather is None else gather(streams)
 
     def _ready(self, mix: Mix, gather: Gather | None) -> Mix:
         """``mix`` with NVFP4 rows if the site itself makes any; rows of an earlier site are used again."""

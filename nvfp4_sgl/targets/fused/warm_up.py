@@ -48,7 +48,7 @@ def divided_sizes(limit: int, parallel: TensorParallel) -> set[int]:
     if parallel.sequence is None or parallel.size == 1:
         return set()
     found = {parallel.size * aligned(part) - (aligned(part) - part) for part in sizes(limit // parallel.size)}
-    return {size for size in found if size >= parallel.sequence.least_tokens}
+    return {size for size in found if parallel.sequence.least_tokens <= size <= limit}
 
 
 def warm_up_passes(
@@ -59,7 +59,7 @@ def warm_up_passes(
     Args:
         slots: the tables of slots; row 0 of the table is all zeros, and 0 maps to 0.
         tokens: tokens of the largest prefill pass.
-        parallel: the rank's, of which others divide the tokens of long passes.
+        parallel: this rank's share; if it divides long passes, the last rank's part has each of the sizes in turn.
         kind: what kernels are compiled for by the number of tokens.
         tile: the part of ``kind`` for kernels that are also compiled for the number of requests.
     """

@@ -52,7 +52,7 @@ class ReferenceSite(nn.Module):
         )
         self.norm = frozen(context.read(names.norm))
 
-    def enter(self, streams: Tensor, step: Any, gather: Gather | None = None) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: Any, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
         config, mix = self._config, Mix()
         eps = {"hc_eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
         if self._iterations:
@@ -66,12 +66,13 @@ class ReferenceSite(nn.Module):
         return Operand(x if gather is None else gather(x)), mix
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Mix, step: Any, gather: Gather | None = None
+        self, output: Tensor, streams: Tensor, mix: Mix, step: Any, *, gather: Gather | None = None
     ) -> tuple[Operand, Tensor, Mix]:
         streams = self.leave(output, streams, mix)
-        x, mix = self.enter(streams, step, gather)
+        x, mix = self.enter(streams, step, gather=gather)
         return x, streams, mix
 
-    def leave(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
+    def leave(self, output: Tensor, streams: Tensor, mix: Mix, *, gather: Gather | None = None) -> Tensor:
         assert mix.post is not None and mix.comb is not None, "nothing follows the final collapse"
-        return hyper_connection_post(output.to(streams.dtype), streams, mix.post, mix.comb)
+        streams = hyper_connection_post(output.to(streams.dtype), streams, mix.post, mix.comb)
+        return streams if gather is None else gather(streams)
