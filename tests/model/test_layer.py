@@ -57,8 +57,8 @@ def in_bf16(change: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Call
     """A mistake on the side whose activations are bf16, which is the one compared."""
 
     def plant(right: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(module: Any, x: Any, *arguments: Any) -> Any:
-            output = right(module, x, *arguments)
+        def wrong(module: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+            output = right(module, x, *arguments, **options)
             values = x.q_lora if isinstance(x, Columns) else x.values if isinstance(x, Operand) else x
             tensors = [values, *(given for given in arguments if isinstance(given, Tensor))]
             dtypes = {getattr(module, "_dtype", None), *(tensor.dtype for tensor in tensors)}
