@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused import step
+from nvfp4_sgl.targets.fused.attention import packed
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
@@ -24,6 +26,7 @@ from tests.support.ranks import Exchange
 DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS = range(3)
 """Window-only, CSA and HCA."""
+CSA = 1
 
 PASSES = ({0: [5, 61, 7]}, {0: [300]}, {0: list(range(100, 161))})
 """Tokens by request: a short prompt, a decode step that closes a ratio-4 window, and a prompt that ranks divide.
@@ -151,10 +154,11 @@ def test_log_probabilities(
         log_probabilities(Standalone(checkpoint, packed=True, mode=mode, dtype=dtype, requests=1, capacity=256))
         for mode, dtype in ((run.mode, torch.bfloat16), (ActivationMode.W4A16, torch.float32))
     )
+    before = len(exchange.given[0])
     found = exchange.run(lambda rank: log_probabilities(ranks[rank]))
     assert all(torch.equal(one, found[0]) for one in found)
     collectives = 2 * COLLECTIVES["all tokens"] + COLLECTIVES["divided"]
-    assert [len(given) for given in exchange.given] == [collectives] * len(ranks)
+    assert [len(given) - before for given in exchange.given] == [collectives] * len(ranks)
     expected, yardstick = log_probabilities(whole), median_distance(rounded, exact)
     (prompt,) = PASSES[-1].values()
     kept = [tokens_of(rank, len(prompt)).kept for rank in exchange.ranks]
@@ -165,6 +169,33 @@ def test_log_probabilities(
     print("median distance of several ranks from one, all and each rank's tokens of the last prompt:", distances)
     print("of rounded activations from fp32:", yardstick)
     assert max(distances) <= 2 * yardstick
+
+
+def test_divided_selection(whole: Standalone, ranks: list[Standalone], exchange: Exchange):
+    """Ranks choose for their own tokens, in parts, what one that has all chooses by the same keys and queries."""
+    config, (prompt,) = whole.config, PASSES[-1].values()
+    generator = torch.Generator().manual_seed(7)
+    width = config.index_n_heads * config.index_head_dim
+    index_q = torch.randn(len(prompt), width, generator=generator).bfloat16().to(DEVICE)
+    weights = torch.randn(len(prompt), config.index_n_heads, generator=generator).to(DEVICE)
+    pages = packed(whole.caches.layers[CSA].index)
+    rows = torch.arange(len(pages.pages) * pages.page_size, device=DEVICE)
+    keys = torch.randn(len(rows), config.index_head_dim, generator=generator).to(DEVICE)
+
+    def entries(model: Standalone) -> Tensor:
+        model.reset()
+        work, cache = model.begin({0: prompt}), model.caches.layers[CSA]
+        assert cache.index is not None
+        cache.index.write(rows, keys)
+        select = cast(Block, model.decoder.layers[CSA]).attn.select
+        slots, lengths = cast(Any, select)(index_q, weights, work.step, cache)
+        return torch.cat((slots, lengths[:, None]), dim=1)
+
+    expected = entries(whole)
+    assert expected[:, -1].tolist() == [min(n // 4, TOPK) for n in range(1, len(prompt) + 1)]
+    assert len({tuple(row) for row in expected[-8:].tolist()}) > 4, "the queries choose alike"
+    for found in exchange.run(lambda rank: entries(ranks[rank])):
+        assert torch.equal(found, expected)
 
 
 def test_a_model_that_cannot_be_split_is_refused(case: tuple[native.Run, int], run: native.Run, checkpoint: Path):
