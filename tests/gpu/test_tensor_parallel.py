@@ -35,8 +35,8 @@ Of two ranks the second has 29 of its tokens, of four the last has 13, each of w
 TOPK = 8
 COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1 + 2}
 """Of a pass: sums; if tokens are divided also each site's input, and the CSA layer's entries and their numbers."""
-SCORES_AT_ONCE = 16 * 64
-"""Scores of 16 queries: a rank scores its own in two parts at least."""
+SCORES_AT_ONCE = 10 * 64
+"""Scores of 10 queries: a rank scores its own in parts, of which the last is not whole."""
 
 
 ATTENTION = {ActivationMode.W4A16: 0.01, ActivationMode.W4A4: 0.2}
