@@ -34,7 +34,7 @@ PASSES = ({0: [5, 61, 7]}, {0: [300]}, {0: list(range(100, 161))})
 Of two ranks the second has 29 of its tokens, of four the last has 13, each of which chooses 8 of up to 16 entries."""
 TOPK = 8
 COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1 + 2}
-"""Of a pass: sums; if tokens are divided also each site's input, and the CSA layer's entries and their numbers."""
+"""How many a pass has: sums; if tokens are divided also each site's input, the CSA layer's entries, their numbers."""
 SCORES_AT_ONCE = 10 * 64
 """Scores of 10 queries: a rank scores its own in parts, of which the last is not whole."""
 

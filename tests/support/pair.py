@@ -26,7 +26,7 @@ FAULTS = Path(__file__).parent / "planted_faults"
 CHUNK = SEQUENCE_PARALLEL_TOKENS
 """Whole chunks are divided over the ranks, others are not."""
 LENGTHS = (5, 129, 700, 2500)
-"""Of prompts; the last are two chunks."""
+"""Tokens of each prompt; the last prompt is two chunks."""
 CAPACITY = 3072
 PROMPTS = [prompt(length, seed=40) for length in LENGTHS]
 SHARED, LENGTH = 768, 900

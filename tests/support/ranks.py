@@ -26,6 +26,7 @@ class Exchange:
 
     def __init__(self, size: int = 2, least_tokens: int = SEQUENCE_PARALLEL_TOKENS) -> None:
         self._turn, self._least_tokens = 0, least_tokens
+        self._failure: BaseException | None = None
         self._changed = Condition()
         self.given: tuple[list[Tensor], ...] = tuple([] for _ in range(size))
 
@@ -57,7 +58,9 @@ class Exchange:
 
     def wait(self, rank: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == rank, timeout=300)
+            assert self._changed.wait_for(lambda: self._failure or self._turn == rank, timeout=300)
+            if self._failure:
+                raise RuntimeError("another rank has failed") from self._failure
 
     def hand_over(self, rank: int) -> None:
         with self._changed:
@@ -71,6 +74,9 @@ class Exchange:
             self.wait(rank)
             try:
                 return work(rank)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
             finally:
                 self.hand_over(rank)
 
