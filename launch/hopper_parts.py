@@ -38,7 +38,7 @@ SERVER_TESTS = (
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, and with
 more requests than a pool holds.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_pair.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_four_ranks.py")
+PAIR_TESTS = ("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py")
 """Servers of two ranks on two GPUs, and of four where there are four."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
@@ -52,6 +52,7 @@ PIECES = {
     **dict.fromkeys(("quantized_attention", "attention", "hyper_connection", "routing", "topk"), 4),
     **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
     "server_formats": 5,
+    "ranks": 2,
 }
 """Files of tests that run in so many pieces, each a part; the others are one. Compiled one after the other, the tests
 of ``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25). A server with its

@@ -238,7 +238,7 @@ def test_pieces_hold_every_test_once():
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = ["pair-test_pair", "pair-test_pair_crowd", "pair-test_four_ranks"]
+    pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd"]
     pair += ["pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))

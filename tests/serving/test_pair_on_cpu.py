@@ -1,4 +1,4 @@
-"""The checks of ``tests/gpu/test_pair.py`` and its neighbours, by servers whose ranks are processes on the CPU.
+"""The checks of ``tests/gpu/test_ranks.py`` and its neighbours, by servers whose ranks are processes on the CPU.
 
 fp32 activations there, so that agreement is no surprise: what is shown is that the checks run, and see what they must.
 """

@@ -152,7 +152,7 @@ def test_in_a_cuda_graph(tokens: int, device: str) -> None:
     assert not semaphores.any()
 
 
-X, WEIGHT, SEMAPHORES = torch.ones(2, 64).bfloat16(), torch.ones(20, 64).bfloat16(), torch.zeros(2).int()
+X, WEIGHT, SEMAPHORES = torch.ones(2, 64).bfloat16(), torch.ones(20, 64).bfloat16(), torch.zeros(4).int()
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ X, WEIGHT, SEMAPHORES = torch.ones(2, 64).bfloat16(), torch.ones(20, 64).bfloat1
         (lambda: router_logits(X[:0], WEIGHT, SEMAPHORES), "tokens"),
         (lambda: router_logits(torch.ones(MAX_TOKENS + 1, 64).bfloat16(), WEIGHT, SEMAPHORES), "tokens"),
         (lambda: router_logits(X, WEIGHT, SEMAPHORES.float()), "semaphores"),
-        (lambda: router_logits(X, WEIGHT, SEMAPHORES[:1]), "number of semaphores"),
-        (lambda: router_logits(X, WEIGHT, torch.zeros(4).int()[::2]), "semaphores"),
+        (lambda: router_logits(X, WEIGHT, SEMAPHORES[:3]), "number of semaphores"),
+        (lambda: router_logits(X, WEIGHT, torch.zeros(8).int()[::2]), "semaphores"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(call: Callable[[], Tensor], named: str) -> None:
@@ -181,7 +181,7 @@ def test_a_library_takes_over_where_it_is_faster(rows: int, width: int, most: in
 
 def launches() -> None:
     for rows, width in ((256, 4096), (384, 7168)):
-        for tokens in (1, 2, 3, 17, 33):
+        for tokens in (1, 2, 3, 17):
             x, weight = operands(tokens, rows, width, "cpu")
             router_logits(x, weight, semaphores_for(weight))
 
@@ -196,7 +196,7 @@ def test_resources() -> None:
         # Of the matrix, 8 values a thread and load, and nothing of what the kernel before may write.
         early = (16 * 512,) if usage in split else (2 * 4096, 2 * 8192)
         assert usage.early_loads * 8 * 32 * usage.warps in early, usage
-    assert len(split) == 2 * 3  # whatever the model
+    assert len(split) == 2 * 2  # whatever the model
     for usage in split:
         # Small enough that four are on an SM at once; products by mma.sync, whose operands come by ldmatrix.
         assert usage.registers <= 128 and usage.shared <= 48 * 1024, usage

@@ -55,7 +55,7 @@ def logits_of_parts_of_k() -> Outputs:
 
 @case("_router_logits_split", bounds={"logits": close(0.0, 2.0**-15)})
 def logits_of_many_tokens() -> Outputs:
-    """Multiplied in steps."""
+    """More than one program takes."""
     return logits(35, 7, 600)
 
 
