@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ..common.rope import rotate
 from ..common.rounding import INTERPRETED, product, round_for
+from ..common.semaphores import count_out, wait_for
 from .quantized_output import group_scales, head_maxima, rounded, store_group_scales, store_quantized
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -91,10 +92,10 @@ def add_parts(
         # Some programs have no share: shares are a power of two, parts may be more.
         if split >= shares:
             return
-        while arrived < part_count:
-            arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
+        if arrived < part_count:
+            wait_for(semaphores, part_count)
         if len(rows) == 0:
-            _count_out(semaphores, part_count + tl.minimum(part_count, shares) - 1)
+            count_out(semaphores, part_count + tl.minimum(part_count, shares) - 1)
         share, share_step = split, part_count
     block = (values, stats, sink, cos_sin, token, first_head, heads, part_count, splits)
     for halvings in tl.static_range(1, MAX_HALVINGS + 1):
@@ -112,31 +113,6 @@ def add_parts(
                         *(HAS_COS_SIN, HEADS, 512 >> halvings, _parts_at_once(HEADS, WARPS, 512 >> halvings), 2),
                     )
                     _store_columns(total, out, token, first_head, heads, begin)
-
-
-@triton.jit
-def _count_out(semaphores, last):
-    """Count this program out: it waits no longer. The program that finds the semaphore at ``last`` resets it to zero.
-
-    One thread increments and none waits for the result: ``inc`` wraps around to zero by itself.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred first;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first red.relaxed.gpu.global.inc.u32 [$1], $2;
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [semaphores, last],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -177,9 +153,9 @@ def _quantize_shares(
     tl.debug_barrier()
     if not INTERPRETED:
         arrived = tl.atomic_add(semaphores, 1, sem="acq_rel", scope="gpu") + 1
-        while arrived < part_count + SHARES:
-            arrived = tl.atomic_add(semaphores, 0, sem="acquire", scope="gpu")
-        _count_out(semaphores, part_count + 2 * SHARES - 1)
+        if arrived < part_count + SHARES:
+            wait_for(semaphores, part_count + SHARES)
+        count_out(semaphores, part_count + 2 * SHARES - 1)
     # Bypass L1: other programs stored these during this launch.
     maxima_address = maxima_row[:, None] + tl.arange(0, 1 if INTERPRETED else SHARES)[None, :] * 3
     maxima = tl.load(maxima_address, mask=(head < heads)[:, None], other=0.0, cache_modifier=".cg")

@@ -6,9 +6,9 @@ it is one launch, whose programs have loaded their part of the matrix before the
 kernels:
 
 * Up to :data:`WHOLE_ROWS_MAX_TOKENS` tokens a program holds whole rows of the matrix and reads all tokens.
-* For more tokens that is too much for each program to read. There a program takes a block of experts and a part of K,
-  reads that part of the tokens, multiplies by tensor cores (``mma.sync``) and stores its sums. Of the programs of a
-  block, the one that comes last adds the sums of all parts, in their order.
+* For more tokens that is too much for each program to read. There a program takes a block of experts, a part of K and
+  up to :data:`BLOCK_TOKENS` tokens, multiplies by tensor cores (``mma.sync``) and stores its sums. Of the programs of a
+  block of experts and tokens, the one that comes last adds the sums of all parts, in their order.
 
 Supports up to :data:`MAX_TOKENS` tokens, any number of experts and any width. Floor: the matrix read once, 2·E·d bytes.
 """
@@ -16,7 +16,6 @@ Supports up to :data:`MAX_TOKENS` tokens, any number of experts and any width. F
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -44,40 +43,14 @@ BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16
 """Experts of a program that takes a part of K: the rows of an ``mma.sync``."""
+BLOCK_TOKENS = 32
+"""Most tokens of such a program."""
+SLICES, SLICE = 4, 128
+"""Slices of a part of K, one a warp, and the columns of each; the program adds their sums. These are 128 programs for
+256 experts of 4096 columns, 336 for 384 of 7168, and twice as many from ``BLOCK_TOKENS`` tokens on; by their registers
+and shared memory an H200 holds all of them at once. Not chosen by time: no other has been measured."""
 PARTS_AT_ONCE = tl.constexpr(8)
 """Parts whose sums are asked for before the first is added."""
-
-
-class _Tiling(NamedTuple):
-    """How the kernel that splits K does so. A part of K has ``slices * steps * step`` columns.
-
-    Attributes:
-        rows: experts of a program.
-        slices: slices of a part of K, each of adjacent columns, one a warp; the program adds their sums.
-        steps: steps in which a warp multiplies its slice. A step's tokens are asked for before the one before is
-            multiplied.
-        step: columns of a step.
-    """
-
-    rows: int
-    slices: int
-    steps: int
-    step: int
-
-    @property
-    def columns(self) -> int:
-        """Columns of a part of K."""
-        return self.slices * self.steps * self.step
-
-
-_TILINGS = {
-    16: _Tiling(SPLIT_BLOCK_ROWS, 4, 1, 128),
-    32: _Tiling(SPLIT_BLOCK_ROWS, 4, 1, 128),
-    64: _Tiling(SPLIT_BLOCK_ROWS, 4, 4, 32),
-}
-"""By the tokens that the kernel is compiled for. All have parts of 512 columns in slices of 128, for the same order of
-sums. These are 128 programs for 256 experts of 4096 columns, 336 for 384 of 7168; by their registers and
-shared memory an H200 holds all of them at once. Not chosen by time: no other has been measured."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -101,13 +74,6 @@ def _router_logits(
         logits = tl.where(token[:, None] == t, sums[None, :], logits)
     mask = (token < tokens)[:, None] & is_row[None, :]
     tl.store(out + token[:, None] * rows + row[None, :], logits, mask=mask)
-
-
-@triton.jit
-def _load_tokens(x, x_row, token, tokens, column, width):
-    """Load columns [SLICES, STEP] of the tokens [PADDED]: [SLICES, STEP, PADDED], 0 outside."""
-    mask = (token < tokens)[None, None, :] & (column < width)[:, :, None]
-    return tl.load(x + token[None, None, :] * x_row + column[:, :, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -150,48 +116,42 @@ def _sum_slices(sums):
 @triton.jit(do_not_specialize=["tokens"])
 def _router_logits_split(
     x, weight, sums, out, semaphores, tokens, rows, width, x_row,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of ROWS rows, parts of K). PADDED: 16, 32 or 64, at least ``tokens``. The rest: see ``_Tiling``.
+    """Grid: (blocks of ROWS experts, parts of K of SLICES * SLICE columns, blocks of PADDED tokens).
 
-    sums: fp32 [blocks, parts, tokens, ROWS], workspace. semaphores: int32 [blocks], see :func:`router_logits`.
+    sums: fp32 [blocks of tokens, blocks of experts, parts, PADDED, ROWS], workspace. semaphores: int32 [blocks of
+    tokens, blocks of experts], see :func:`router_logits`.
     """
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = block * ROWS + tl.arange(0, ROWS)
-    column = (part * SLICES + tl.arange(0, SLICES)[:, None]) * (STEPS * STEP) + tl.arange(0, STEP)[None, :]
+    column = (part * SLICES + tl.arange(0, SLICES)[:, None]) * SLICE + tl.arange(0, SLICE)[None, :]
+    inside = column < width
     # The matrix is a constant: it may be read before the previous kernel has ended.
-    loaded = ()  # type: tuple[tl.tensor, ...]
-    for step in tl.static_range(STEPS):
-        at = column + step * STEP
-        mask = (row < rows)[None, :, None] & (at < width)[:, None, :]
-        loaded += (tl.load(weight + row[None, :, None] * width + at[:, None, :], mask=mask, other=0.0),)
+    at = weight + row[None, :, None] * width + column[:, None, :]
+    loaded = tl.load(at, mask=(row < rows)[None, :, None] & inside[:, None, :], other=0.0)
     after_previous()
-    token = tl.arange(0, PADDED)
-    following = _load_tokens(x, x_row, token, tokens, column, width)
-    w = ()  # type: tuple[tl.tensor, ...]
-    for step in tl.static_range(STEPS):
-        w += (_not_before_here(loaded[step]),)
-    total = tl.zeros((SLICES, ROWS, PADDED), tl.float32)
-    for step in tl.static_range(STEPS):
-        values = following
-        if step + 1 < STEPS:
-            following = _load_tokens(x, x_row, token, tokens, column + (step + 1) * STEP, width)
-        total = _dot(w[step], values, total)
-    size = tokens * ROWS
-    place = sums + block * parts * size + token[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
-    here = (token < tokens)[None, :]
-    tl.store(place + part * size, _sum_slices(total), mask=here)
+    token = tl.program_id(2) * PADDED + tl.arange(0, PADDED)
+    here = token < tokens
+    values = tl.load(
+        x + token[None, None, :] * x_row + column[:, :, None], mask=here[None, None, :] & inside[:, :, None], other=0.0
+    )
+    total = _dot(_not_before_here(loaded), values, tl.zeros((SLICES, ROWS, PADDED), tl.float32))
+    size: tl.constexpr = PADDED * ROWS
+    block_of_all = tl.program_id(2) * tl.num_programs(0) + block
+    place = sums + block_of_all * parts * size + tl.arange(0, PADDED)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.store(place + part * size, _sum_slices(total), mask=here[None, :])
     # All stores of the program's warps must be in memory before the semaphore is raised.
     tl.debug_barrier()
-    if tl.atomic_add(semaphores + block, 1, sem="acq_rel", scope="gpu") == parts - 1:
-        tl.store(semaphores + block, 0)
+    if tl.atomic_add(semaphores + block_of_all, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.store(semaphores + block_of_all, 0)
         logits = tl.zeros((ROWS, PADDED), tl.float32)
         for first in range(0, parts, PARTS_AT_ONCE):
             for i in tl.static_range(PARTS_AT_ONCE):
                 # Past L1, because other programs have stored the sums.
-                stored = here & (first + i < parts)
+                stored = here[None, :] & (first + i < parts)
                 logits += tl.load(place + (first + i) * size, mask=stored, other=0.0, cache_modifier=".cg")
-        tl.store(out + token[None, :] * rows + row[:, None], logits, mask=here & (row < rows)[:, None])
+        tl.store(out + token[None, :] * rows + row[:, None], logits, mask=here[None, :] & (row < rows)[:, None])
 
 
 def max_tokens(experts: int, width: int) -> int:
@@ -201,7 +161,7 @@ def max_tokens(experts: int, width: int) -> int:
 
 def semaphores_size(experts: int) -> int:
     """Semaphores that :func:`router_logits` needs for so many experts."""
-    return cdiv(experts, SPLIT_BLOCK_ROWS)
+    return cdiv(MAX_TOKENS, BLOCK_TOKENS) * cdiv(experts, SPLIT_BLOCK_ROWS)
 
 
 def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
@@ -211,7 +171,7 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
         x: bf16 [T, d], the last dimension contiguous, T from 1 to ``MAX_TOKENS``.
         weight: bf16 [E, d], contiguous; nothing before this launch in its stream may still be writing it.
         semaphores: int32 [:func:`semaphores_size` of E, or more], contiguous; each counts the programs of a block of
-            experts that have stored their sums. Zero between launches, which leave them so.
+            experts and tokens that have stored their sums. Zero between launches, which leave them so.
 
     Returns:
         fp32 [T, E].
@@ -243,8 +203,7 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     checks.require_same_device("x", x, weight=weight, semaphores=semaphores)
     out = x.new_empty(tokens, rows, dtype=torch.float32)
     if tokens > WHOLE_ROWS_MAX_TOKENS:
-        padded = max(next_power_of_2(tokens), 16)
-        _split(x, weight, semaphores, out, padded, _TILINGS[padded])
+        _split(x, weight, semaphores, out)
         return out
     _router_logits[(cdiv(rows, BLOCK_ROWS),)](
         x,
@@ -263,15 +222,16 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     return out
 
 
-def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor, padded: int, tiling: _Tiling) -> None:
-    """Launch the kernel that splits K, compiled for ``padded`` tokens; ``tiling.rows`` rows share a semaphore."""
+def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor) -> None:
+    """Launch the kernel that splits K."""
     tokens, width = x.shape
     rows = weight.shape[0]
-    blocks, parts = cdiv(rows, tiling.rows), cdiv(width, tiling.columns)
-    _router_logits_split[(blocks, parts)](
+    padded = min(max(next_power_of_2(tokens), 16), BLOCK_TOKENS)
+    grid = cdiv(rows, SPLIT_BLOCK_ROWS), cdiv(width, SLICES * SLICE), cdiv(tokens, padded)
+    _router_logits_split[grid](
         x,
         weight,
-        out.new_empty(blocks * parts * tokens * tiling.rows),
+        out.new_empty(math.prod(grid) * padded * SPLIT_BLOCK_ROWS),
         out,
         semaphores,
         tokens,
@@ -279,7 +239,9 @@ def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor, padded: i
         width,
         x.stride(0),
         padded,
-        *tiling,
-        num_warps=tiling.slices,
+        SPLIT_BLOCK_ROWS,
+        SLICES,
+        SLICE,
+        num_warps=SLICES,
         **OVERLAPPED,
     )

@@ -15,6 +15,9 @@ import triton.language as tl
 
 from ..common.rounding import INTERPRETED
 
+POST = tl.constexpr(4)
+"""The first row of ``fn`` that *post* is computed from. Those before it are of *pre*, those from 8 on of *comb*."""
+
 
 @triton.jit
 def _reciprocal(x):
@@ -59,12 +62,12 @@ def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
 
 @triton.jit
 def _logits(sums, factor, base, FIRST: tl.constexpr):
-    """Load four of a site's sums, columns FIRST to FIRST + 3, and make them logits."""
+    """Make logits of four of a site's sums, from the FIRST row of ``fn`` on."""
     return (
-        tl.load(sums + FIRST, cache_modifier=".cg") * factor + tl.load(base + FIRST),
-        tl.load(sums + (FIRST + 1), cache_modifier=".cg") * factor + tl.load(base + (FIRST + 1)),
-        tl.load(sums + (FIRST + 2), cache_modifier=".cg") * factor + tl.load(base + (FIRST + 2)),
-        tl.load(sums + (FIRST + 3), cache_modifier=".cg") * factor + tl.load(base + (FIRST + 3)),
+        sums[FIRST - POST] * factor + tl.load(base + FIRST),
+        sums[FIRST - POST + 1] * factor + tl.load(base + (FIRST + 1)),
+        sums[FIRST - POST + 2] * factor + tl.load(base + (FIRST + 2)),
+        sums[FIRST - POST + 3] * factor + tl.load(base + (FIRST + 3)),
     )
 
 
@@ -72,9 +75,9 @@ def _logits(sums, factor, base, FIRST: tl.constexpr):
 def store_post_and_comb(sums, inverse_rms, base, scale, post, comb, here, hc_eps, ITERATIONS: tl.constexpr):
     """Compute and store *post* and *comb*, the coefficients that mix a sublayer's output into the streams.
 
-    sums: address of a token's 24 fp32 sums, contiguous in global memory; other threads of the program may have stored
-    them. post, comb: addresses of a token's 4 and 16 results. All three are of one token or vectors over tokens.
-    here: whether the token exists. ITERATIONS: of Sinkhorn.
+    sums: a token's fp32 sums with the 20 rows of ``fn`` from :data:`POST` on, a tuple. post, comb: addresses of a
+    token's 4 and 16 results. All of them are of one token or vectors over tokens. here: whether the token exists.
+    ITERATIONS: of Sinkhorn.
     """
     a, b, c, d = _logits(sums, inverse_rms * tl.load(scale + 1), base, 4)
     tl.store(post, 2 * tl.sigmoid(a), mask=here)

@@ -35,8 +35,10 @@ from triton.language import target_info
 
 from ..common.overlap import after_previous, prefetch_constants
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
+from ..common.semaphores import count_out, wait_for
 from ..quantize.nvfp4 import load_halves, store_halves
 from ..quantize.rows import store_quantized_row
+from .sinkhorn import POST as POST_ROW
 from .sinkhorn import collapse_weights, store_post_and_comb
 
 COLUMNS = tl.constexpr(32)
@@ -111,20 +113,6 @@ def _task(semaphores, blocks, splits, followers, lag, TICKETS: tl.constexpr):
     else:
         block, task = blocks - lag + (number - last) // followers, splits + (number - last) % followers
     return block, task
-
-
-@triton.jit
-def _wait(semaphore, splits):
-    """Wait until all mixers of a block have raised its semaphore; then loads that bypass L1 see their stores."""
-    while tl.atomic_add(semaphore, 0, sem="acquire", scope="gpu") < splits:
-        pass
-
-
-@triton.jit
-def _leave(semaphore, programs):
-    """Raise a block's semaphore by a program that waits no longer; the last of the block's ``programs`` leaves zero."""
-    if tl.atomic_add(semaphore, 1, sem="relaxed", scope="gpu") == programs - 1:
-        tl.store(semaphore, 0)
 
 
 @triton.jit
@@ -273,8 +261,7 @@ def _finish_row(
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, rows, semaphore, programs, first, count, tokens, d, splits, mean_of,
-    hc_eps, norm_eps,
+    streams, parts, base, scale, weight, out, rows, first, count, tokens, d, splits, mean_of, hc_eps, norm_eps,
     ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A collapser's task: ``count`` tokens from ``first`` (int64) on, at most COLLAPSED."""
@@ -283,7 +270,6 @@ def _collapse(
         # Loaded ahead of the coefficients, which are computed while the streams arrive.
         x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
     sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
-    _leave(semaphore, programs)
     s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
     inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
     p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
@@ -298,6 +284,12 @@ def _collapse(
             (w0 * x0 + w1 * x1) + (w2 * x2 + w3 * x3), (w0 * y0 + w1 * y1) + (w2 * y2 + w3 * y3), weight, out, rows,
             first + row, d, norm_eps, NORM, BLOCKS,
         )  # fmt: skip
+
+
+@triton.jit
+def _column(total, column, INDEX: tl.constexpr):
+    """Column INDEX of ``total`` [T, COLUMNS], in every thread that holds its row."""
+    return tl.sum(tl.where(column[None, :] == INDEX, total, 0.0), axis=1)
 
 
 @triton.jit
@@ -318,13 +310,25 @@ def _balance(
         mask = here[None, :, None] & (start + part < splits)[:, None, None]
         offset = ((start + part).to(tl.int64) * tokens * COLUMNS)[:, None, None] + at[None, :, :]
         total += tl.sum(tl.load(parts + offset, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
-    tl.store(sums + at, total, mask=here[:, None])
-    tl.debug_barrier()
-    # Lanes beyond the last token compute the same as the last one, and store nothing.
-    token = tl.minimum(token, tokens - 1)
-    sums += token * COLUMNS
-    inverse_rms = tl.rsqrt(tl.load(sums + ROWS, cache_modifier=".cg") / mean_of + norm_eps)
-    store_post_and_comb(sums, inverse_rms, base, scale, post + token * 4, comb + token * 16, here, hc_eps, ITERATIONS)
+    of_token = ()  # type: tuple[tl.tensor, ...]
+    if BALANCED == 1:
+        squares = _column(total, column, ROWS)
+        for row in tl.static_range(POST_ROW, ROWS):
+            of_token += (_column(total, column, row),)
+    else:
+        # Through memory, which leaves a token to each lane. Lanes beyond the last token compute the same as the last
+        # one, and store nothing.
+        tl.store(sums + at, total, mask=here[:, None])
+        tl.debug_barrier()
+        token = tl.minimum(token, tokens - 1)
+        sums += token * COLUMNS
+        squares = tl.load(sums + ROWS, cache_modifier=".cg")
+        for row in tl.static_range(POST_ROW, ROWS):
+            of_token += (tl.load(sums + row, cache_modifier=".cg"),)
+    inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
+    store_post_and_comb(
+        of_token, inverse_rms, base, scale, post + token * 4, comb + token * 16, here, hc_eps, ITERATIONS
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "lag"])
@@ -379,17 +383,17 @@ def site_kernel(
         if task < collapsers:
             begin = task * COLLAPSED
             if begin < count:
-                _wait(semaphore, splits)
+                wait_for(semaphore, splits)
+                count_out(semaphore, programs - 1)
                 _collapse(
-                    next_streams, parts, base, scale, weight, out, rows, semaphore, programs, first + begin,
-                    min(COLLAPSED, count - begin), tokens, d, splits, mean_of, hc_eps, norm_eps,
-                    ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
+                    next_streams, parts, base, scale, weight, out, rows, first + begin, min(COLLAPSED, count - begin),
+                    tokens, d, splits, mean_of, hc_eps, norm_eps, ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED
             if begin < count:
-                _wait(semaphore, splits)
-                _leave(semaphore, programs)
+                wait_for(semaphore, splits)
+                count_out(semaphore, programs - 1)
                 _balance(
                     parts, sums, base, scale, post, comb, first + begin, tokens, splits, mean_of, hc_eps, norm_eps,
                     ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,

@@ -136,6 +136,8 @@ class Launch:
                     self.runs.append(ClusterRun(self, self.pending.popleft()))
                 for run in self.runs:
                     run.advance()
+                if any(run.done for run in self.runs):
+                    self.retry()  # what the others poll for may be the last thing that it did
                 self.runs = [run for run in self.runs if not run.done]
                 if self.runs and self.stuck and not (self.pending and room):
                     raise DeadlockError(self.report())
