@@ -181,7 +181,7 @@ def test_a_library_takes_over_where_it_is_faster(rows: int, width: int, most: in
 
 def launches() -> None:
     for rows, width in ((256, 4096), (384, 7168)):
-        for tokens in (1, 2, 3, 17):
+        for tokens in (1, 2, 3, 64):
             x, weight = operands(tokens, rows, width, "cpu")
             router_logits(x, weight, semaphores_for(weight))
 
@@ -196,10 +196,10 @@ def test_resources() -> None:
         # Of the matrix, 8 values a thread and load, and nothing of what the kernel before may write.
         early = (16 * 512,) if usage in split else (2 * 4096, 2 * 8192)
         assert usage.early_loads * 8 * 32 * usage.warps in early, usage
-    assert len(split) == 2 * 2  # whatever the model
+    assert len(split) == 2  # whatever the model and the tokens
     for usage in split:
         # Small enough that four are on an SM at once; products by mma.sync, whose operands come by ldmatrix.
         assert usage.registers <= 128 and usage.shared <= 48 * 1024, usage
-        assert usage.count("mma.sync") in (16, 32, 64) and usage.count("ldmatrix") > 0, usage
+        assert usage.count("mma.sync") == 16 and usage.count("ldmatrix") > 0, usage
         assert usage.count("wgmma") == usage.count("tcgen05") == 0, usage
         assert usage.count("atom.global.gpu.acq_rel.add") == 1, usage

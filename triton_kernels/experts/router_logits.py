@@ -43,12 +43,13 @@ BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16
 """Experts of a program that takes a part of K: the rows of an ``mma.sync``."""
-BLOCK_TOKENS = 32
-"""Most tokens of such a program."""
+BLOCK_TOKENS = 16
+"""Tokens of such a program. On an H200 (2026-11-26), µs a launch in a graph of launches with 40 matrices in turn, by 16
+and by 32: 3.5 and 4.0 for 24 and 32 tokens, 4.0 and 4.5 for 48, 5.0 and 4.8 for 64; behind a site of hyper-connections
+each, site included: 13.1 and 13.3, 13.3 and 14.0, 17.1 and 18.0, 18.0 and 18.1."""
 SLICES, SLICE = 4, 128
-"""Slices of a part of K, one a warp, and the columns of each; the program adds their sums. These are 128 programs for
-256 experts of 4096 columns, 336 for 384 of 7168, and twice as many from ``BLOCK_TOKENS`` tokens on; by their registers
-and shared memory an H200 holds all of them at once. Not chosen by time: no other has been measured."""
+"""Slices of a part of K, one a warp, and the columns of each; the program adds their sums. For each 16 tokens these are
+128 programs for 256 experts of 4096 columns, 336 for 384 of 7168. Not chosen by time: no other has been measured."""
 PARTS_AT_ONCE = tl.constexpr(8)
 """Parts whose sums are asked for before the first is added."""
 
@@ -116,11 +117,11 @@ def _sum_slices(sums):
 @triton.jit(do_not_specialize=["tokens"])
 def _router_logits_split(
     x, weight, sums, out, semaphores, tokens, rows, width, x_row,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of ROWS experts, parts of K of SLICES * SLICE columns, blocks of PADDED tokens).
+    """Grid: (blocks of ROWS experts, parts of K of SLICES * SLICE columns, blocks of TOKENS tokens).
 
-    sums: fp32 [blocks of tokens, blocks of experts, parts, PADDED, ROWS], workspace. semaphores: int32 [blocks of
+    sums: fp32 [blocks of tokens, blocks of experts, parts, TOKENS, ROWS], workspace. semaphores: int32 [blocks of
     tokens, blocks of experts], see :func:`router_logits`.
     """
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -131,21 +132,21 @@ def _router_logits_split(
     at = weight + row[None, :, None] * width + column[:, None, :]
     loaded = tl.load(at, mask=(row < rows)[None, :, None] & inside[:, None, :], other=0.0)
     after_previous()
-    token = tl.program_id(2) * PADDED + tl.arange(0, PADDED)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
     values = tl.load(
         x + token[None, None, :] * x_row + column[:, :, None], mask=here[None, None, :] & inside[:, :, None], other=0.0
     )
-    total = _dot(_not_before_here(loaded), values, tl.zeros((SLICES, ROWS, PADDED), tl.float32))
-    size: tl.constexpr = PADDED * ROWS
+    total = _dot(_not_before_here(loaded), values, tl.zeros((SLICES, ROWS, TOKENS), tl.float32))
+    size: tl.constexpr = TOKENS * ROWS
     block_of_all = tl.program_id(2) * tl.num_programs(0) + block
-    place = sums + block_of_all * parts * size + tl.arange(0, PADDED)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    place = sums + block_of_all * parts * size + tl.arange(0, TOKENS)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
     tl.store(place + part * size, _sum_slices(total), mask=here[None, :])
     # All stores of the program's warps must be in memory before the semaphore is raised.
     tl.debug_barrier()
     if tl.atomic_add(semaphores + block_of_all, 1, sem="acq_rel", scope="gpu") == parts - 1:
         tl.store(semaphores + block_of_all, 0)
-        logits = tl.zeros((ROWS, PADDED), tl.float32)
+        logits = tl.zeros((ROWS, TOKENS), tl.float32)
         for first in range(0, parts, PARTS_AT_ONCE):
             for i in tl.static_range(PARTS_AT_ONCE):
                 # Past L1, because other programs have stored the sums.
@@ -226,19 +227,18 @@ def _split(x: Tensor, weight: Tensor, semaphores: Tensor, out: Tensor) -> None:
     """Launch the kernel that splits K."""
     tokens, width = x.shape
     rows = weight.shape[0]
-    padded = min(max(next_power_of_2(tokens), 16), BLOCK_TOKENS)
-    grid = cdiv(rows, SPLIT_BLOCK_ROWS), cdiv(width, SLICES * SLICE), cdiv(tokens, padded)
+    grid = cdiv(rows, SPLIT_BLOCK_ROWS), cdiv(width, SLICES * SLICE), cdiv(tokens, BLOCK_TOKENS)
     _router_logits_split[grid](
         x,
         weight,
-        out.new_empty(math.prod(grid) * padded * SPLIT_BLOCK_ROWS),
+        out.new_empty(math.prod(grid) * BLOCK_TOKENS * SPLIT_BLOCK_ROWS),
         out,
         semaphores,
         tokens,
         rows,
         width,
         x.stride(0),
-        padded,
+        BLOCK_TOKENS,
         SPLIT_BLOCK_ROWS,
         SLICES,
         SLICE,

@@ -72,7 +72,9 @@ class Tiling:
 
 
 TILINGS = (
-    (128, Tiling(tokens=16, warps=4, registers=255)),
+    (16, Tiling(tokens=16, warps=4, registers=255)),
+    (32, Tiling(tokens=32, warps=4, registers=168)),
+    (128, Tiling(tokens=32, warps=4, registers=255)),
     (256, Tiling(tokens=32, collapsed=2, balanced=16, warps=4, registers=255)),
     (
         None,
