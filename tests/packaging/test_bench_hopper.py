@@ -251,17 +251,15 @@ def fake_configure(features: int, k: int, schema: dict[str, Any], *, torch_dtype
     return FakeConfig(features, k)
 
 
-def fake_transform(
-    tensors: dict[str, Tensor], features: int, k: int, schema: dict[str, Any], *, torch_dtype: torch.dtype
-) -> tuple[FakeConfig, dict[str, Tensor]]:
+def fake_transform(config: FakeConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors as they come, whose shapes and dtypes are those that humming's schema asks for."""
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     assert shapes == {
-        "weight": ((features, k // 8), torch.int32),
-        "weight_scale": ((features, k // 16), torch.float8_e4m3fn),
+        "weight": ((config.features, config.k // 8), torch.int32),
+        "weight_scale": ((config.features, config.k // 16), torch.float8_e4m3fn),
         "weight_scale_2": ((1,), torch.float32),
     }
-    return fake_configure(features, k, schema, torch_dtype=torch_dtype), tensors
+    return tensors
 
 
 def fake_choose(config: FakeConfig) -> list[tuple[int, int, dict[str, int]]]:
@@ -286,7 +284,7 @@ def fake_humming() -> Iterator[mock.Mock]:
         "_CONFIGURE": fake_configure,
         "_CHOOSE": fake_choose,
         "_COMPILE": compiled,
-        "_PREPARE": fake_transform,
+        "_TRANSFORM": fake_transform,
         "_FORWARD": fake_forward,
     }
     modules = {name: mock.Mock() for name in ("humming", "humming.forward")}
@@ -295,6 +293,24 @@ def fake_humming() -> Iterator[mock.Mock]:
         mock.patch.dict(sys.modules, modules),
     ):
         yield compiled
+
+
+@mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def test_the_pinned_humming_takes_what_it_is_given() -> None:
+    """Its own checks of a matrix, and the names of what is called; none of its kernels runs here."""
+    transform, forward = (importlib.import_module(f"humming.{name}") for name in ("transform", "forward"))
+    config, plain = humming.configured(128, 256), nvfp4(128, 256)
+    given = humming.tensors_of(plain.packed, plain.block_scale)
+    padded = transform.check_and_pad_tensors(config, given)
+    assert {name: tensor.shape for name, tensor in padded.items()} == {name: part.shape for name, part in given.items()}
+    with pytest.raises(AssertionError):
+        transform.check_and_pad_tensors(config, {**given, "weight_scale": given["weight_scale"].float()})
+    assert list(inspect.signature(transform.transform_humming_tensors).parameters)[:2] == ["config", "tensors"]
+    asked = {"config", "inputs", "weight", "weight_scale", "weight_scale_2", "locks", "tuning_config"}
+    assert asked < set(inspect.signature(forward.humming_forward).parameters)
+    kernels = importlib.import_module("humming.kernel.humming").HummingKernel
+    assert {"layer_config", "tuning_config"} < set(inspect.signature(kernels.prepare_kernels).parameters)
+    assert "layer_config" in inspect.signature(importlib.import_module("humming.tune").get_heuristics_config).parameters
 
 
 def test_dense_weights_of_humming(fake_humming: mock.Mock) -> None:

@@ -3,7 +3,8 @@
 It compiles its kernels when they are first needed, some thirty of a matrix's size, for all numbers of tokens. Here it
 gets its own choice of them for the numbers that are timed, and :meth:`Humming.start` compiles these before anything is
 timed. It takes one global scale a matrix, in fp32; where a GEMM merges matrices, each with its own, its user scales the
-results. Groups are as many launches. Written for humming-kernels 0.1.19; it has never run.
+results. Groups are as many launches. Written for humming-kernels 0.1.12, which SGLang pins; its kernels compile on an
+H200 (30 s for Pro's at TP 4), and none has been timed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _SCHEMA = foreign(f"{PACKAGE}.schema", "HummingWeightSchema")
 _CONFIGURE = foreign(f"{PACKAGE}.transform", "prepare_layer_config")
 _CHOOSE = foreign(f"{PACKAGE}.tune", "get_heuristics_config")
 _COMPILE = foreign(f"{PACKAGE}.kernel.humming", "HummingKernel.prepare_kernels")
-_PREPARE = foreign(f"{PACKAGE}.transform", "prepare_and_transform_humming_tensors")
+_TRANSFORM = foreign(f"{PACKAGE}.transform", "transform_humming_tensors")
 _FORWARD = foreign(f"{PACKAGE}.forward", "humming_forward")
 
 
@@ -71,7 +72,7 @@ class Humming(Attempts):
             self.usable = False
             return
         # One thread: the kernels of a size are compiled in parallel already.
-        threads = ThreadPoolExecutor(max_workers=1)
+        threads = ThreadPoolExecutor(max_workers=1, initializer=_use_gpu, initargs=(_gpu(),))
         self._compiling = [threads.submit(compile_size, *size, counts) for size in dict.fromkeys(sizes)]
         threads.shutdown(wait=False)
 
@@ -83,10 +84,25 @@ class Humming(Attempts):
             print(f"humming's kernels were ready after {time.monotonic() - self._started:.0f} s", flush=True)
 
 
+def _gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _use_gpu(number: int | None) -> None:
+    """Make the GPU's context that of this thread, in which humming loads what it has compiled."""
+    if number is not None:
+        torch.cuda.set_device(number)
+
+
 def compile_size(features: int, k: int, counts: Sequence[int]) -> None:
     """Compile humming's kernels of matrices [F, K] for these numbers of tokens."""
-    config = _CONFIGURE(features, k, _SCHEMA(**NVFP4), torch_dtype=torch.bfloat16)
+    config = configured(features, k)
     _COMPILE(config.to_str(), tuning_config=choice(config, counts))
+
+
+def configured(features: int, k: int) -> Any:
+    """What humming calls a layer: a matrix [F, K] in NVFP4, bf16 activations and results."""
+    return _CONFIGURE(features, k, _SCHEMA(**NVFP4), torch_dtype=torch.bfloat16)
 
 
 def choice(config: Any, counts: Sequence[int]) -> str:
@@ -128,6 +144,15 @@ class Linear:
         return replace(self, **parts)
 
 
+def tensors_of(codes: Tensor, block_scale: Tensor) -> dict[str, Tensor]:
+    """A matrix as humming names its parts, before it transforms them."""
+    return {
+        "weight": codes.contiguous().view(torch.int32),
+        "weight_scale": block_scale.contiguous(),
+        "weight_scale_2": torch.full((1,), GLOBAL_SCALE, device=codes.device),
+    }
+
+
 def prepare(codes: Tensor, block_scale: Tensor, counts: Sequence[int]) -> Linear:
     """A matrix in NVFP4 with the global scale ``GLOBAL_SCALE``: codes [F, K/2], E4M3 block scales [F, K/16].
 
@@ -135,12 +160,8 @@ def prepare(codes: Tensor, block_scale: Tensor, counts: Sequence[int]) -> Linear
         counts: the numbers of tokens that it will be called with.
     """
     features, k = codes.shape[0], codes.shape[1] * 2
-    given = {
-        "weight": codes.contiguous().view(torch.int32),
-        "weight_scale": block_scale.contiguous(),
-        "weight_scale_2": torch.full((1,), GLOBAL_SCALE, device=codes.device),
-    }
-    config, parts = _PREPARE(given, features, k, _SCHEMA(**NVFP4), torch_dtype=torch.bfloat16)
+    config = configured(features, k)
+    parts = _TRANSFORM(config, tensors_of(codes, block_scale))
     locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)
     weight, scale, global_scale = (parts[f"weight{part}"] for part in ("", "_scale", "_scale_2"))
     return Linear(config, choice(config, counts), weight, scale, global_scale, locks)
