@@ -32,13 +32,13 @@ MAX_TOKENS = 64
 """Most tokens."""
 LARGE_VALUES, LARGE_MAX_TOKENS = 2**21, 32
 """A matrix of more values, and up to how many tokens a library's GEMM is slower for such a one; for smaller ones it is
-up to ``MAX_TOKENS``. On an H100, µs a launch in a graph of launches (2026-11-25), ours and cuBLAS's: Flash's
-[256, 4096] 2.9 and 6.3 for 9 and 16 tokens, 3.4 and 6.4 for 32, 5.3 and 6.4 for 64; Pro's [384, 7168] 4.5 and 6.7 for 9
-and 16, 6.0 and 6.8 for 32, 12.1 and 7.1 for 64. Between the two nothing was measured."""
+up to ``MAX_TOKENS``. On an H200, µs a launch in a graph of launches (2026-11-26), ours and cuBLAS's: Flash's
+[256, 4096] 2.8 and 6.2 for 4 to 16 tokens, 3.5 and 6.3 for 32, 5.2 and 6.5 for 64; Pro's [384, 7168] 4.2 to 4.4 and 6.1
+to 6.9 for 4 to 16, 5.9 and 6.8 for 32, 10.2 and 7.0 for 64. Between the last two nothing was measured."""
 WHOLE_ROWS_MAX_TOKENS = 2
-"""Most tokens of the kernel whose programs hold whole rows and read all tokens. There, for 1, 4 and 8 tokens, it took
-2.3, 3.8 and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro, the other one 2.9 and 4.5 for 9. The limit is interpolated
-from these: the other kernel has not been timed for fewer than 9."""
+"""Most tokens of the kernel whose programs hold whole rows and read all tokens. For 1, 4 and 8 tokens it took 2.3, 3.8
+and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro on an H100, where the other one took 2.9 and 4.5 for 9 (2026-11-25); 1.7
+and 2.3 for 1 on an H200. The limit is interpolated from these."""
 BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16
