@@ -358,7 +358,7 @@ def test_what_no_kernel_takes_is_refused(damage, device: str) -> None:
 
 
 def launches() -> None:
-    for tokens, d in ((1, 7168), (64, 7168), (8192, 7168)):
+    for tokens, d in ((1, 7168), (32, 7168), (64, 7168), (8192, 7168)):
         site = make_site(64, "cpu")
         site = replace(
             site, fn=torch.empty(3, 24, 4 * d, dtype=torch.bfloat16), norm=torch.empty(d, dtype=torch.bfloat16)
