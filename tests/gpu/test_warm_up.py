@@ -16,7 +16,7 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.fused.warm_up import MAX_SHORT_PROMPT, divided_sizes, sizes
+from nvfp4_sgl.targets.fused.warm_up import MAX_SHORT_PROMPT, divided_sizes, sizes, warm_up_passes
 from nvfp4_sgl.triton_kernels.attention.tiling import MIN_TOGETHER
 from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS, TensorParallel, lone_rank
 from tests.support import native
@@ -49,6 +49,16 @@ def test_divided_sizes(ranks: int, limit: int):
     assert parts <= expected
     assert expected - parts <= {part for part in expected if part % ALIGNMENT and part + ALIGNMENT > most}
     assert not divided_sizes(limit, TensorParallel()) and not divided_sizes(SEQUENCE_PARALLEL_TOKENS - 1, last)
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(512, 4096), (4096, 4096), (512, 64)])
+def test_decode_of_more_requests_than_a_chunk_has_tokens(tokens: int, requests: int):
+    """Ranks divide such passes, too: the warm-up has each of their sizes."""
+    slots = Slots(torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), requests, longest=1024)
+    passes = list(warm_up_passes(slots, tokens, lone_rank(2)))
+    found = {len(one.positions) for one in passes if one.is_decode}
+    assert max(found) == requests
+    assert {size for size in divided_sizes(requests, lone_rank(2)) if size > tokens} <= found
 
 
 def test_the_largest_short_prompt_shares_programs():

@@ -97,3 +97,6 @@ def warm_up_passes(
         for total in sorted(totals):
             if size < total <= min(tokens, whole * size):
                 yield request(shared(size, total))
+    for size in sorted(divided_sizes(slots.requests, parallel)):
+        if size > largest:  # decode alone has so many tokens
+            yield request([1] * size, decode=True)
