@@ -1,7 +1,7 @@
 """Servers of several ranks on several GPUs, beside one rank on one: NCCL, SGLang's all-reduce, CUDA graphs.
 
-For each number of ranks there are four servers. ``tests/serving/test_pair_on_cpu.py`` runs the
-same checks on CPU servers.
+For each number of ranks there are four servers. ``tests/serving/test_pair_on_cpu.py`` runs the same checks on CPU
+servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.scored import Scored, Yardstick
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470)]
 
 NEEDED = {2: TWO_GPUS, 4: FOUR_GPUS}
-"""By ranks. With four a rank has 16 heads."""
+"""What each number of ranks needs. With four, each rank has 16 heads."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(ranks, marks=mark) for ranks, mark in NEEDED.items()])

@@ -302,6 +302,15 @@ def part_of(folder: Path, name: str, body: str) -> Part:
     return Part("kernels", str(file))
 
 
+def test_tests_that_were_all_skipped_are_not_kept(results: Path):
+    """Those of four ranks on two GPUs: they must run where there are four."""
+    left_out = part_of(results, "left_out", "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n")
+    assert hopper_parts.run([left_out], "a GPU") == 0
+    result = hopper_parts.last(left_out)
+    assert result is not None and result.verdict == "passed" and result.skipped == 1
+    assert hopper_parts.kept(left_out, result.fingerprint) is None
+
+
 def test_what_passed_is_kept_and_what_did_not_runs_again(results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     good = part_of(results, "good", "import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
     bad = part_of(results, "bad", "def test_a(): pass\ndef test_wrong(): assert False\n")

@@ -16,8 +16,7 @@ from .rounding import INTERPRETED
 def wait_for(semaphore, count):
     """Wait until a semaphore has been raised ``count`` times; then loads that bypass L1 see what was stored before.
 
-    Each thread reads it for itself: none waits for another to tell it, and reads wait less for each other in L2 than
-    atomic operations.
+    Every thread polls for itself, so that no broadcast is needed; loads queue less in L2 than atomic operations.
     """
     if INTERPRETED:
         while tl.atomic_add(semaphore, 0, sem="acquire", scope="gpu") < count:

@@ -33,7 +33,7 @@ MAX_TOKENS = 64
 LARGE_VALUES, LARGE_MAX_TOKENS = 2**21, 32
 """A matrix of more values, and up to how many tokens a library's GEMM is slower for such a one; for smaller ones it is
 up to ``MAX_TOKENS``. On an H200, µs a launch in a graph of launches (2026-11-26), ours and cuBLAS's: Flash's
-[256, 4096] 2.8 and 6.2 for 4 to 16 tokens, 3.5 and 6.3 for 32, 5.2 and 6.5 for 64; Pro's [384, 7168] 4.2 to 4.4 and 6.1
+[256, 4096] 2.9 and 6.2 for 4 to 16 tokens, 3.5 and 6.3 for 32, 5.2 and 6.5 for 64; Pro's [384, 7168] 4.2 to 4.4 and 6.1
 to 6.9 for 4 to 16, 5.9 and 6.8 for 32, 10.2 and 7.0 for 64. Between the last two nothing was measured."""
 WHOLE_ROWS_MAX_TOKENS = 2
 """Most tokens of the kernel whose programs hold whole rows and read all tokens. For 1, 4 and 8 tokens it took 2.3, 3.8
@@ -44,9 +44,9 @@ BLOCK_ROWS = 2
 SPLIT_BLOCK_ROWS = 16
 """Experts of a program that takes a part of K: the rows of an ``mma.sync``."""
 BLOCK_TOKENS = 16
-"""Tokens of such a program. On an H200 (2026-11-26), µs a launch in a graph of launches with 40 matrices in turn, by 16
-and by 32: 3.5 and 4.0 for 24 and 32 tokens, 4.0 and 4.5 for 48, 5.0 and 4.8 for 64; behind a site of hyper-connections
-each, site included: 13.1 and 13.3, 13.3 and 14.0, 17.1 and 18.0, 18.0 and 18.1."""
+"""Tokens of such a program. On an H200 (2026-11-26), µs a launch in a graph of launches with 40 matrices in turn: by 16
+tokens a program 3.5, 4.0 and 5.0 for 32, 48 and 64 tokens; by 32 tokens 4.0, 4.5 and 4.8. Behind a site of
+hyper-connections, the site included: by 16 tokens 13.3, 17.1 and 18.0; by 32 tokens 14.0, 18.0 and 18.1."""
 SLICES, SLICE = 4, 128
 """Slices of a part of K, one a warp, and the columns of each; the program adds their sums. For each 16 tokens these are
 128 programs for 256 experts of 4096 columns, 336 for 384 of 7168. Not chosen by time: no other has been measured."""
@@ -103,7 +103,7 @@ def _dot(a, b, total):
 def _sum_slices(sums):
     """Add [SLICES, M, N] over the slices, the second half to the first and so on: [M, N].
 
-    Warps exchange their sums once, with two barriers; by ``tl.sum`` they would with 34 (64 tokens, Triton 3.8.0).
+    Warps exchange their sums once, with two barriers; by ``tl.sum`` they would with 34 for 64 tokens (Triton 3.8.0).
     """
     SLICES: tl.constexpr = sums.shape[0]
     if SLICES == 1:

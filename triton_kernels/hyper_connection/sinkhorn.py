@@ -62,7 +62,7 @@ def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
 
 @triton.jit
 def _logits(sums, factor, base, FIRST: tl.constexpr):
-    """Make logits of four of a site's sums, from the FIRST row of ``fn`` on."""
+    """Four logits, those of rows FIRST to FIRST + 3 of ``fn``."""
     return (
         sums[FIRST - POST] * factor + tl.load(base + FIRST),
         sums[FIRST - POST + 1] * factor + tl.load(base + (FIRST + 1)),

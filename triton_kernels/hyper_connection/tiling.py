@@ -83,11 +83,12 @@ TILINGS = (
         ),
     ),
 )
-"""(most tokens, tiling), ascending: the fastest of those tried on an H200 at 1 to 8192 tokens of 4096 columns.
+"""(most tokens, tiling), ascending: of those tried on an H200 at 1 to 8192 tokens of 4096 columns the fastest, or one
+within 1 % of it.
 
 Up to 128 tokens, of some 90 tilings in graphs of 40 sites, each with its own ``fn`` (2026-11-26), µs a site: 32 tokens
-8.0 (with 264 mixers 8.8; by blocks of 32 7.9, which spills at 7168 columns), 64 tokens 9.8 (by blocks of 16 12.1), 128
-tokens 12.9 (15.8)."""
+8.0 (with 264 mixers 8.8; by blocks of 32 with 168 registers 7.9, but spills at 7168 columns), 64 tokens 9.8 (by blocks
+of 16 12.1), 128 tokens 12.9 (15.8)."""
 
 
 def choose_tiling(tokens: int) -> Tiling:

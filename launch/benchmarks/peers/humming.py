@@ -3,8 +3,8 @@
 It compiles its kernels when they are first needed, some thirty of a matrix's size, for all numbers of tokens. Here it
 gets its own choice of them for the numbers that are timed, and :meth:`Humming.start` compiles these before anything is
 timed. It takes one global scale a matrix, in fp32; where a GEMM merges matrices, each with its own, its user scales the
-results. Groups are as many launches. Written for humming-kernels 0.1.12, which SGLang pins; its kernels compile on an
-H200 (30 s for Pro's at TP 4), and none has been timed.
+results. Groups are as many launches. Written for humming-kernels 0.1.12, which SGLang pins; none of its kernels has
+been timed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Humming(Attempts):
     def __init__(self, wanted: bool) -> None:
         super().__init__("humming", wanted)
         self._compiling: list[Future[None]] = []
-        self._started = time.monotonic()
+        self._started = self._ended = time.monotonic()
 
     def start(self, sizes: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
         """Import the package and begin to compile its kernels.
@@ -74,6 +74,8 @@ class Humming(Attempts):
         # One thread: the kernels of a size are compiled in parallel already.
         threads = ThreadPoolExecutor(max_workers=1, initializer=_use_gpu, initargs=(_gpu(),))
         self._compiling = [threads.submit(compile_size, *size, counts) for size in dict.fromkeys(sizes)]
+        for future in self._compiling:
+            future.add_done_callback(self._end)
         threads.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -81,7 +83,11 @@ class Humming(Attempts):
         for future in self._compiling:
             self.attempt(future.result)
         if self._compiling:
-            print(f"humming's kernels were ready after {time.monotonic() - self._started:.0f} s", flush=True)
+            print(f"humming's kernels were ready after {self._ended - self._started:.0f} s", flush=True)
+
+    def _end(self, future: Future[None]) -> None:
+        """A size is compiled; whoever waits may come later."""
+        self._ended = time.monotonic()
 
 
 def _gpu() -> int | None:
