@@ -64,13 +64,13 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
         self.plan = None if forward_batch.forward_mode.is_idle() else self.planner.plan(pass_request(forward_batch))
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """Compressors and indexers read the scheduler's tables of slots up to the last layer: it must wait that long.
+        """The first kernels of a graph copy what they need of the scheduler's tables of slots; layers read the copies.
 
-        SGLang's default lets it go on as soon as the slots are resolved. A request that has just ended still runs one
-        step then; with its row given to another, that step would write into the other's pages.
+        So the scheduler may prepare the next step while a graph runs. A request that has just ended still runs one
+        step then, in the pages that were its own when the step began: whoever gets them writes to them afterwards.
         """
         ends = private.SharedReadEnds
-        return ends.POST_REPLAY if mode.is_decode() else ends.UNKNOWN
+        return ends.IN_REPLAY if mode.is_decode() else ends.UNKNOWN
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """What graphs of up to ``max_bs`` requests share."""

@@ -200,6 +200,29 @@ def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyP
     assert torch.equal(padded[0], full[0])
 
 
+def test_tables_may_change_once_a_pass_is_planned(model: Standalone):
+    """The scheduler changes its tables of slots while a step's layers run; they have copies of what they need."""
+    if not ON_GPU and model.decoder.context.mode is ActivationMode.W4A4:
+        pytest.skip("interpreted in w4a16 alone: modes share what reads slots")
+    slots, full_to_swa = model.planner.slots.table, model.planner.slots.full_to_swa
+
+    def decode(*, changed: bool) -> torch.Tensor:
+        """The logits of a step that closes a ratio-4 window, most of whose tokens lie in the state."""
+        model.reset()
+        model.extend({0: tokens(7, 0)})
+        work, kept = model.begin({0: [7]}), (slots.clone(), full_to_swa.clone())
+        if changed:
+            slots.copy_(kept[0].roll(1, 0))
+            full_to_swa.copy_(kept[1].roll(256))
+        logits = model.forward(work)
+        slots.copy_(kept[0])
+        full_to_swa.copy_(kept[1])
+        return logits
+
+    assert len(slots) > 1 and bool((slots[0] != slots[1]).all())
+    assert torch.equal(decode(changed=True), decode(changed=False))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [1, 97, 256])
 def test_chunked_prefill(chunk: int, mode: ActivationMode, model: Standalone, references):

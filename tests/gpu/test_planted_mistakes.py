@@ -92,7 +92,7 @@ MISTAKES = {
     "hash layers routed by other tokens' ids": Mistake(
         "targets.fused.experts", "self.tid2eid, token_ids, *", "self.tid2eid, token_ids.flip(0), *", SWA, "experts"
     ),
-    "HCA's list of columns halved": Mistake("targets.fused.step", "longest // 128", "longest // 256", HCA),
+    "HCA's list of columns halved": Mistake("triton_kernels.plan.resolve", "longest // 128", "longest // 256", HCA),
     "candidates reused with too few columns": Mistake(
         "targets.fused.step", "rows <= known_rows and columns <= known_columns", "rows <= known_rows", CSA
     ),

@@ -270,9 +270,8 @@ def test_pools_beyond_2_gib(device: str):
     call = world.calls(wide)[0]
     world.launch([call], batch)
     shift = (last - world.pages + 1) * PAGE_TOKENS
-    full_to_swa = torch.zeros((last + 1) * PAGE_TOKENS, dtype=torch.int64, device=device)
-    full_to_swa[shift:] = batch.full_to_swa + shift
-    far = replace(batch, slots=batch.slots + shift, full_to_swa=full_to_swa)
+    window_slots = torch.where(batch.window_slots >= 0, batch.window_slots + shift, -1)
+    far = replace(batch, pages=batch.pages + shift, window_slots=window_slots)
     world.launch([replace(call, state=state, pages=pages)], far)
     assert torch.equal(bits(state[-near.state.shape[0] :]), bits(near.state))
     assert torch.equal(pages[-near.pages.shape[0] :], near.pages)

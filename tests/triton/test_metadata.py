@@ -28,7 +28,7 @@ def sequences(starts: list[int], ends: list[int], *, seed: int = 0) -> Batch:
     return Batch(torch.tensor(starts), torch.tensor(ends), requests, full, full_to_swa)
 
 
-def device_plan(batch: Batch, device: str, *, columns: int, decode: bool) -> Plan:
+def device_plan(batch: Batch, device: str, *, longest: int, decode: bool) -> Plan:
     """``resolve`` on poisoned outputs."""
     counts = batch.ends - batch.starts
     positions = torch.cat([torch.arange(a, b) for a, b in zip(batch.starts, batch.ends, strict=True)])
@@ -36,11 +36,11 @@ def device_plan(batch: Batch, device: str, *, columns: int, decode: bool) -> Pla
     slots[batch.requests, : batch.full_slots.shape[1]] = batch.full_slots.int()
     plan = Plan.allocate(
         positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
-        window=WINDOW, columns=columns,
+        window=WINDOW, longest=longest,
     )  # fmt: skip
     for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
         tensor.fill_(-77)
-    for tensor in (plan.batch.owners, plan.batch.starts, plan.batch.bounds):
+    for tensor in (plan.batch.owners, plan.batch.starts, plan.batch.bounds, plan.batch.pages):
         tensor.fill_(-77)
     resolve(plan, batch.ends.to(device), None if decode else counts.int().to(device))
     return plan
@@ -60,7 +60,7 @@ def test_equals_the_reference(name: str, device: str):
     starts, ends = CASES[name]
     batch = sequences(starts, ends)
     decode = name in ("one token", "decode")
-    found = device_plan(batch, device, columns=9, decode=decode)
+    found = device_plan(batch, device, longest=1024, decode=decode)
     expected = plan_batch(batch, window=WINDOW, ratios=frozenset({4, 128}))
     owners = torch.repeat_interleave(torch.arange(len(ends)), batch.ends - batch.starts)
     assert torch.equal(found.batch.owners.cpu().long(), owners)
@@ -74,13 +74,34 @@ def test_equals_the_reference(name: str, device: str):
     for row, length, wanted in zip(found.entry_slots.cpu(), lengths.tolist(), expected.hca_slots, strict=True):
         assert torch.equal(row[:length].long(), wanted[:length])
         assert bool((row[length:] == -77).all()), "written beyond what a query sees"
+    for row, start, end, full in zip(found.batch.pages.cpu(), starts, ends, batch.full_slots, strict=True):
+        held = -(-end // 256) if end > start else 0
+        assert torch.equal(row[:held].long(), full[::256][:held])
+        assert bool((row[held:] == -77).all()), "written beyond a request's pages, or of one that adds nothing"
+
+
+def test_every_page_of_a_long_request_is_copied(device: str):
+    """More pages than a program resolves at once."""
+    end = 256 * 1030 + 1
+    batch = sequences([end - 1, 10], [end, 11])
+    found = device_plan(batch, device, longest=end, decode=True)
+    assert torch.equal(found.batch.pages[0, :1031].cpu().long(), batch.full_slots[0, :end:256])
+    assert bool((found.batch.pages[0, 1031:] == -77).all())
+
+
+def test_nothing_else_depends_on_the_tables(device: str):
+    """What the scheduler changes afterwards changes nothing: a batch refers to neither table."""
+    plan = device_plan(sequences([0, 700], [1, 701]), device, longest=1024, decode=True)
+    tables = {plan.slots.untyped_storage().data_ptr(), plan.full_to_swa.untyped_storage().data_ptr()}
+    held = (*vars(plan.batch).values(), plan.entry_slots, plan.window_write)
+    assert not tables & {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
 def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
     """Request slot 0, length 1: everything points into page 0."""
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
-    plan = Plan.allocate(zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, columns=4)
+    plan = Plan.allocate(zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, longest=512)
     resolve(plan, zeros + 1)
     assert plan.window_write.tolist() == [0, 0, 0] and plan.entry_lengths.tolist() == [0, 0, 0]
     assert plan.window_slots[:, 0].tolist() == [0, 0, 0] and bool((plan.window_slots[:, 1:] == -1).all())
@@ -89,19 +110,19 @@ def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
 def test_refusals(device: str):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
-    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, columns=4)
+    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, longest=512)
     with pytest.raises(OperandError, match="positions: expected shape"):
         resolve(plan, zeros[:2])
     with pytest.raises(OperandError, match="seq_lens: expected shape"):
         resolve(plan, zeros, zeros[:2])
     with pytest.raises(OperandError, match="slots: expected dtype"):
-        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, columns=4)
+        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512)
         resolve(wrong, zeros[:2], zeros[:2])
 
 
 def launches() -> None:
     zeros = torch.zeros(16, dtype=torch.int64)
-    plan = Plan.allocate(zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, columns=8)
+    plan = Plan.allocate(zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, longest=1024)
     resolve(plan, zeros)
     resolve(plan, zeros, zeros)
 

@@ -10,22 +10,28 @@ import triton
 import triton.language as tl
 
 from ..common.rounding import round_for
-from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entry, unit_of_number, unit_of_token
+from .windows import (
+    ask_for_entry,
+    entry_slot,
+    load_rows,
+    pool,
+    span_of_request,
+    store_entry,
+    unit_of_number,
+    unit_of_token,
+)
 
 
 @triton.jit
-def _ring_rows(position, present, slots, full_to_swa):
-    """Return the int64 state rows of a request's positions, −1 where not present.
-
-    slots: the request's row of full slots.
-    """
-    full = tl.load(slots + position, mask=present, other=0).to(tl.int64)
-    swa = tl.load(full_to_swa + full, mask=present, other=-1)
+def _ring_rows(token, back, present, batch):
+    """Return the int64 state rows of the positions ``back`` before those of tokens, −1 where not present."""
+    at = batch.window_slots + token.to(tl.int64) * batch.window + back
+    swa = tl.load(at, mask=present, other=-1).to(tl.int64)
     return tl.where(swa >= 0, swa // 256 * 8 + swa % 8, -1)
 
 
 @triton.jit
-def _close_window(window, start, first, slots, batch, call):
+def _close_window(window, start, first, request, batch, call):
     """Pool a complete window and store its entry.
 
     Rows before position ``start`` come from the state, others from the pass.
@@ -35,7 +41,7 @@ def _close_window(window, start, first, slots, batch, call):
     position = window * 4 - 4 + row
     ring = tl.full((8,), -1, tl.int64)
     if window * 4 - 4 < start:
-        ring = _ring_rows(position, (position >= 0) & (position < start), slots, batch.full_to_swa)
+        ring = _ring_rows(first, start - position, (position >= 0) & (position < start), batch)
     new, old = (position >= start)[:, None], ((ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
@@ -45,17 +51,17 @@ def _close_window(window, start, first, slots, batch, call):
     # Without the barrier the compiler loads some of the rows only when others have arrived.
     tl.debug_barrier()
     bias = tl.load(call.ape + (row % 4 * (2 * N))[:, None] + column)
-    slot = tl.load(slots + window * 4).to(tl.int64) // 4
+    slot = entry_slot(request, window, batch, 4)
     norm, frequencies = ask_for_entry(call, batch.frequencies)
     pooled = tl.reshape(pool(values, scores + bias), (N // 64, 64))
     store_entry(pooled, norm, frequencies, window * 4, slot, call)
 
 
 @triton.jit
-def _update_state(position, kept, start, first, slots, batch, call):
+def _update_state(position, kept, start, first, batch, call):
     """Store in the state the tokens of this pass at those of the 8 positions that are ``kept`` (bool [8])."""
     N: tl.constexpr = call.N
-    ring = _ring_rows(position, kept, slots, batch.full_to_swa)
+    ring = _ring_rows(first + position - start, 0, kept, batch)
     kept = (kept & (ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     for half in tl.static_range(2):
@@ -84,9 +90,8 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
         request, window, is_head, exists = unit_of_number(number, batch, 4, PADDED)
     if exists:
         first, start, end = span_of_request(request, batch)
-        slots = batch.slots + tl.load(batch.requests + request) * batch.slots_row
         for closing in tl.range(window, tl.minimum(window + 2, end // 4)):
-            _close_window(closing, start, first, slots, batch, call)
+            _close_window(closing, start, first, request, batch, call)
         tl.debug_barrier()
 
         # A page's ring keeps the last 8 tokens of the page, or the last 8 of the pass within it. The head writes the
@@ -100,4 +105,4 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
             kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
             kept = kept & ((page > start // 256) == (part == 1))
             if tl.max(kept.to(tl.int32), 0) > 0:
-                _update_state(position, kept, start, first, slots, batch, call)
+                _update_state(position, kept, start, first, batch, call)

@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from ..common.rounding import round_for
-from .windows import ask_for_entry, load_rows, pool, span_of_request, store_entry, unit_of_number, unit_of_token
+from .windows import (
+    ask_for_entry,
+    entry_slot,
+    load_rows,
+    pool,
+    span_of_request,
+    store_entry,
+    unit_of_number,
+    unit_of_token,
+)
 
 CHANNELS_PER_PROGRAM = tl.constexpr(32)
 """Channels that a program pools: 128 bytes of a row in fp32, and few enough registers for several programs on a
@@ -62,7 +71,7 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
             tl.store(workspace.semaphores + unit, 0)
             whole = tl.arange(0, 8)[:, None] * 64 + tl.arange(0, 64)[None, :]
             pooled = tl.load(workspace.pooled + unit * 512 + whole, cache_modifier=".cg")
-            slot = tl.load(batch.slots + request * batch.slots_row + window * 128).to(tl.int64) // 128
+            slot = entry_slot(owner, window, batch, 128)
             norm, frequencies = ask_for_entry(call, batch.frequencies)
             store_entry(pooled, norm, frequencies, window * 128, slot, call)
 

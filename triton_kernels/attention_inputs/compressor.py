@@ -114,7 +114,7 @@ class Compression:
             ape=compressor.ape,
             norm=compressor.norm,
             frequencies=frequencies,
-            slots=batch.slots,
+            batch_pages=batch.pages,
         )
 
     def _check_pages(self) -> None:

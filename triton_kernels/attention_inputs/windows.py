@@ -29,10 +29,12 @@ class PassArguments(NamedTuple):
     starts: Tensor
     bounds: Tensor
     requests: Tensor
-    slots: Tensor
-    full_to_swa: Tensor
+    pages: Tensor
+    window_slots: Tensor
     frequencies: Tensor
-    slots_row: int
+    pages_row: int
+    page_columns: int
+    window: int
     tokens: int
     request_count: int
 
@@ -44,10 +46,12 @@ class PassArguments(NamedTuple):
             starts=batch.starts,
             bounds=batch.bounds,
             requests=batch.requests,
-            slots=batch.slots,
-            full_to_swa=batch.full_to_swa,
+            pages=batch.pages,
+            window_slots=batch.window_slots,
             frequencies=frequencies,
-            slots_row=batch.slots.stride(0),
+            pages_row=batch.pages.stride(0),
+            page_columns=batch.pages.shape[1],
+            window=batch.window_slots.shape[1],
             tokens=batch.tokens,
             request_count=batch.requests.shape[0],
         )
@@ -108,6 +112,14 @@ def span_of_request(request, batch):
     """Return (the request's first token in the pass, that token's position, the position after its last token)."""
     first, start = tl.load(batch.bounds + request), tl.load(batch.starts + request)
     return first, start, start + tl.load(batch.bounds + request + 1) - first
+
+
+@triton.jit
+def entry_slot(request, window, batch, RATIO: tl.constexpr):
+    """Return the int64 slot of the entry of a request's window; negative if the request's pages do not reach it."""
+    number = window * RATIO // 256
+    page = tl.load(batch.pages + request * batch.pages_row + number, mask=number < batch.page_columns, other=-256)
+    return page.to(tl.int64) // RATIO + window % (256 // RATIO)
 
 
 @triton.jit

@@ -116,11 +116,11 @@ def _quarters(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr)
 def _look_up_pages(page_slots, step, pages, PAGES: tl.constexpr):
     """Look up the first full slots, int32, of the one or two pages of a step; 0 beyond the request's ``pages``."""
     page = step * PAGES
-    one = tl.load(page_slots + page * TOKENS_PER_PAGE, mask=page < pages, other=0)
+    one = tl.load(page_slots + page, mask=page < pages, other=0)
     if PAGES == 1:
         return one, one
     else:
-        return one, tl.load(page_slots + (page + 1) * TOKENS_PER_PAGE, mask=page + 1 < pages, other=0)
+        return one, tl.load(page_slots + page + 1, mask=page + 1 < pages, other=0)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _score_pages(
 
     Args:
         first_slot, second_slot: from :func:`_look_up_pages`, for the program's first step.
-        page_slots: the request's row of full slots.
+        page_slots: the request's row of its pages' first full slots.
         pages: number of pages that the request's queries see.
         query: [128, QUERIES · HEADS], an MMA operand.
         weight: fp32 [QUERIES · HEADS].
@@ -212,7 +212,6 @@ def _scores_kernel(
     columns,
     positions,
     owners,
-    requests,
     table,
     table_stride,
     topk,
@@ -238,7 +237,7 @@ def _scores_kernel(
         owner = tl.load(owners + first + tl.minimum(row, rows - 1))
         if PREPARES:
             pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES_PER_PAGE)
-            page_slots = table + tl.load(requests + tl.max(owner, axis=0)) * table_stride
+            page_slots = table + tl.max(owner, axis=0) * table_stride
             first_slot, second_slot = _look_up_pages(page_slots, split, pages, PAGES)
             token_arguments = (q + begin * q_token, q_head, weights + begin * weights_token, cos_sin + begin * 64)
             query, weight = prepare_heads(*token_arguments, factor, tl.arange(0, HEADS), heads, PACKED, RUN)
@@ -258,7 +257,7 @@ def _scores_kernel(
             for request in range(tl.min(owner, axis=0), tl.max(owner, axis=0) + 1):
                 seen = tl.where(owner == request, visible, 0)
                 pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES_PER_PAGE)
-                page_slots = table + tl.load(requests + request) * table_stride
+                page_slots = table + request * table_stride
                 first_slot, second_slot = _look_up_pages(page_slots, split, pages, PAGES)
                 request_arguments = (first_slot, second_slot, page_slots, pages)
                 _score_pages(
@@ -345,9 +344,8 @@ def index_scores(
         columns,
         batch.positions,
         batch.owners,
-        batch.requests,
-        batch.slots,
-        batch.slots.stride(0),
+        batch.pages,
+        batch.pages.stride(0),
         topk,
         first,
         heads,

@@ -290,8 +290,8 @@ def _take_all(table, visible, slots, TOPK: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _entry_slot(table, entry, known):
-    """Return the int32 slots of a request's ratio-4 entries. table: the request's row of full slots."""
-    return tl.load(table + entry * 4, mask=known, other=0) // 4
+    """Return the int32 slots of a request's ratio-4 entries. table: the request's row of its pages' full slots."""
+    return tl.load(table + entry // 64, mask=known, other=0) // 4 + entry % 64
 
 
 @triton.jit
@@ -474,7 +474,6 @@ def _select_kernel(
     columns,
     positions,
     owners,
-    requests,
     table,
     table_stride,
     slots,
@@ -502,7 +501,7 @@ def _select_kernel(
     if (chunk == 0) | (visible > begin):
         scores += row * row_stride
         slots += row * TOPK
-        table += tl.load(requests + tl.load(owners + token)) * table_stride
+        table += tl.load(owners + token) * table_stride
         if chunk == 0:
             tl.store(lengths + row, tl.minimum(visible, TOPK))
         if visible <= TOPK:
@@ -627,9 +626,8 @@ def select_entries(
         columns,
         batch.positions,
         batch.owners,
-        batch.requests,
-        batch.slots,
-        batch.slots.stride(0),
+        batch.pages,
+        batch.pages.stride(0),
         slots,
         lengths,
         first,

@@ -1,10 +1,10 @@
 """The tokens and requests of a forward pass, as every kernel that reads or writes a cache takes them.
 
-Nothing is resolved to slots here. A request's row of ``slots`` gives the full slot of each of its positions, and
-everything else follows by arithmetic (specification §4.3). Pages hold 256 tokens. An entry of ratio r has slot
-``full // r``, and a window row the slot that ``full_to_swa`` gives. A ratio-4 state row lies in the ring of its window
-page (``swa // 256 * 8 + swa % 8``), a ratio-128 state row in the ring of its request
-(``request * 128 + position % 128``).
+The scheduler's tables of slots are not here: :func:`.resolve.resolve` has copied from them what a pass needs, so that
+the scheduler may change them while the layers run. Pages hold 256 tokens, whose full slots are contiguous, so that a
+request's ``pages`` give the full slot of each of its positions. An entry of ratio r has slot ``full // r``
+(specification §4.3). A ratio-4 state row lies in the ring of its window page (``swa // 256 * 8 + swa % 8``), a
+ratio-128 state row in the ring of its request (``request * 128 + position % 128``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Batch:
         owners: int32 [T], the request (0 to B - 1) of each token.
         starts: int32 [B], the position of each request's first new token.
         bounds: int32 [B + 1], each request's first token, and T.
-        requests: int64 [B], the request's row of ``slots``, and the owner of its ratio-128 state ring.
-        slots: int32 [request slots, columns], rows contiguous: the full slot of each position of a request, those of
-            this pass included.
-        full_to_swa: int64 [full slots], the window slot of each full slot.
+        requests: int64 [B], SGLang's slot of each request, which has the request's ratio-128 state ring.
+        pages: int32 [B, columns], rows contiguous: the first full slot of each page of a request, those that this pass
+            begins included; columns beyond them are undefined.
+        window_slots: int32 [T, window], contiguous: the slots of each token's window, its own first, -1 before position
+            0.
     """
 
     positions: Tensor
@@ -51,8 +52,8 @@ class Batch:
     starts: Tensor
     bounds: Tensor
     requests: Tensor
-    slots: Tensor
-    full_to_swa: Tensor
+    pages: Tensor
+    window_slots: Tensor
 
     @property
     def tokens(self) -> int:
@@ -77,12 +78,17 @@ class Batch:
         require_shape(f"{op}: owners", self.owners, (tokens,), "[tokens]")
         require_shape(f"{op}: starts", self.starts, (requests,), "[requests]")
         require_shape(f"{op}: bounds", self.bounds, (requests + 1,), "[requests + 1]")
-        require_dimensions(f"{op}: slots", self.slots, 2, "[request slots, columns]")
-        require_rows(f"{op}: slots", self.slots)
-        for name in ("positions", "requests", "full_to_swa"):
+        require_dimensions(f"{op}: pages", self.pages, 2, "[requests, columns]")
+        require_shape(f"{op}: pages", self.pages, (requests, self.pages.shape[1]), "[requests, columns]")
+        require_rows(f"{op}: pages", self.pages)
+        require_dimensions(f"{op}: window_slots", self.window_slots, 2, "[tokens, window]")
+        require_shape(
+            f"{op}: window_slots", self.window_slots, (tokens, self.window_slots.shape[1]), "[tokens, window]"
+        )
+        for name in ("positions", "requests"):
             require_dtype(f"{op}: {name}", getattr(self, name), torch.int64)
-        for name in ("owners", "starts", "bounds", "slots"):
+        for name in ("owners", "starts", "bounds", "pages", "window_slots"):
             require_dtype(f"{op}: {name}", getattr(self, name), torch.int32)
-        for name in ("positions", "owners", "starts", "bounds", "requests", "full_to_swa"):
+        for name in ("positions", "owners", "starts", "bounds", "requests", "window_slots"):
             require_contiguous(f"{op}: {name}", getattr(self, name))
-            require_same_device("slots", self.slots, **{f"{op}: {name}": getattr(self, name)})
+            require_same_device("pages", self.pages, **{f"{op}: {name}": getattr(self, name)})

@@ -1,10 +1,12 @@
 """The plan of a pass, built on the device: the slots that its tokens write and see (specification §3.3, §4.3).
 
 Two launches before the first layer, whose results all layers share. They can be part of a captured decode graph,
-because sizes come from shapes alone.
+because sizes come from shapes alone. Nothing else reads the scheduler's tables of slots: while the layers run, the
+scheduler may already change them for the next pass.
 
-Resolves window slots and ratio-128 entries, which follow from positions. It does not resolve ratio-4 entries: each
-layer selects its own (``indexer.topk``). Supports up to :data:`MAX_REQUESTS` requests and windows of a power of two.
+Resolves window slots and ratio-128 entries, which follow from positions, and copies the requests' pages. It does not
+resolve ratio-4 entries: each layer selects its own (``indexer.topk``). Supports up to :data:`MAX_REQUESTS` requests and
+windows of a power of two.
 
 Floor: the slots that are written, 4 bytes each, and as many read.
 """
@@ -29,7 +31,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
-from ..common.integers import next_power_of_2
+from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from .batch import PAGE_TOKENS, Batch
 
@@ -57,12 +59,16 @@ def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BL
 @triton.jit
 def _resolve(
     positions,
+    starts,
     bounds,
     requests,
     slots,
     slots_row,
     full_to_swa,
     owners,
+    pages,
+    pages_row,
+    page_columns,
     window_write,
     window_slots,
     window_lengths,
@@ -76,7 +82,10 @@ def _resolve(
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Resolve the window slots and ratio-RATIO entry slots of one token, and find the request that owns it."""
+    """Resolve the window slots and ratio-RATIO entry slots of one token, and find the request that owns it.
+
+    The program of a request's first token copies the request's pages.
+    """
     after_previous()
     token = tl.program_id(0).to(tl.int64)
     request = tl.arange(0, BLOCK_B)
@@ -102,6 +111,14 @@ def _resolve(
         place = entry % (PAGE // RATIO)
         page = tl.load(row + (entry - place).to(tl.int64) * RATIO, mask=inside, other=0)
         tl.store(entry_slots + token * entry_columns + entry, page // RATIO + place, mask=inside)
+    first = tl.load(bounds + owner)
+    if token == first:
+        end = tl.load(starts + owner) + tl.load(bounds + owner + 1) - first
+        held = tl.minimum(tl.cdiv(end, PAGE), page_columns)
+        for begin in range(0, held, BLOCK):
+            number = begin + tl.arange(0, BLOCK)
+            slot = tl.load(row + number.to(tl.int64) * PAGE, mask=number < held, other=0)
+            tl.store(pages + owner.to(tl.int64) * pages_row + number, slot, mask=number < held)
 
 
 @dataclass(frozen=True)
@@ -109,9 +126,11 @@ class Plan:
     """A batch and its slots. A captured graph keeps one for each of its sizes.
 
     Attributes:
-        batch: what the cache kernels read; :func:`resolve` writes its ``owners``, ``starts`` and ``bounds``.
+        batch: what the cache kernels read; :func:`resolve` writes all of it but ``positions`` and ``requests``.
+        slots: int32 [request slots, columns], rows contiguous: the full slot of each position of a request, those of
+            this pass included. The scheduler's.
+        full_to_swa: int64 [full slots], the window slot of each full slot. The scheduler's.
         window_write: int32 [T], the window slot of each token.
-        window_slots: int32 [T, window], the slots of each query's window, newest first, −1 before the first position.
         window_lengths: int32 [T], ``min(position + 1, window)``.
         entry_slots: int32 [T, columns], the slots of the ratio-128 entries that each query sees, in order; those beyond
             ``entry_lengths`` are not written.
@@ -119,32 +138,42 @@ class Plan:
     """
 
     batch: Batch
+    slots: Tensor
+    full_to_swa: Tensor
     window_write: Tensor
-    window_slots: Tensor
     window_lengths: Tensor
     entry_slots: Tensor
     entry_lengths: Tensor
 
+    @property
+    def window_slots(self) -> Tensor:
+        """Int32 [T, window], the slots of each query's window, newest first, −1 before the first position."""
+        return self.batch.window_slots
+
     @classmethod
     def allocate(
-        cls, positions: Tensor, requests: Tensor, slots: Tensor, full_to_swa: Tensor, *, window: int, columns: int
+        cls, positions: Tensor, requests: Tensor, slots: Tensor, full_to_swa: Tensor, *, window: int, longest: int
     ) -> Plan:
         """Room for the plan of a pass, which refers to the given tensors; contents undefined.
 
         Args:
             positions: int64 [T].
             requests: int64 [B].
-            slots, full_to_swa: as in :class:`.batch.Batch`.
+            slots, full_to_swa: the scheduler's tables, as above.
             window: tokens of a window, a power of two.
-            columns: ratio-128 entries of the longest sequence that may come.
+            longest: tokens of the longest sequence that may come.
         """
         tokens, count = positions.shape[0], requests.shape[0]
 
         def new(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=positions.device)
 
-        batch = Batch(positions, new(tokens), new(count), new(count + 1), requests, slots, full_to_swa)
-        return cls(batch, new(tokens), new(tokens, window), new(tokens), new(tokens, columns), new(tokens))
+        # Multiples of 16, because Triton compiles another variant for other strides.
+        pages, entries = cdiv(cdiv(longest, PAGE_TOKENS), 16) * 16, cdiv(max(longest // 128, 1), 16) * 16
+        batch = Batch(
+            positions, new(tokens), new(count), new(count + 1), requests, new(count, pages), new(tokens, window)
+        )
+        return cls(batch, slots, full_to_swa, new(tokens), new(tokens), new(tokens, entries), new(tokens))
 
 
 def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> None:
@@ -165,6 +194,11 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     """
     op, batch = "resolve", plan.batch
     batch.check(op)
+    require_dimensions(f"{op}: slots", plan.slots, 2, "[request slots, columns]")
+    require_dtype(f"{op}: slots", plan.slots, torch.int32)
+    require_rows(f"{op}: slots", plan.slots)
+    require_dtype(f"{op}: full_to_swa", plan.full_to_swa, torch.int64)
+    require_contiguous(f"{op}: full_to_swa", plan.full_to_swa)
     tokens, count = batch.tokens, batch.requests.shape[0]
     window, columns = plan.window_slots.shape[1], plan.entry_slots.shape[1]
     require_range(f"{op}: requests", count, 0, MAX_REQUESTS)
@@ -176,7 +210,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
             require_contiguous(f"{op}: {name}", tensor)
     if new_tokens is None:
         require_shape(f"{op}: positions", batch.positions, (count,), "[requests], as new_tokens are not given")
-    for name in ("window_write", "window_slots", "window_lengths", "entry_slots", "entry_lengths"):
+    for name in ("window_write", "window_lengths", "entry_slots", "entry_lengths"):
         tensor = getattr(plan, name)
         require_dtype(f"{op}: {name}", tensor, torch.int32)
         require_rows(f"{op}: {name}", tensor)
@@ -185,6 +219,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
         require_same_device("positions", batch.positions, **{f"{op}: {name}": tensor})
     require_dimensions(f"{op}: entry_slots", plan.entry_slots, 2, "[tokens, columns]")
     require_same_device("positions", batch.positions, seq_lens=seq_lens, new_tokens=new_tokens)
+    require_same_device("positions", batch.positions, slots=plan.slots, full_to_swa=plan.full_to_swa)
     if not tokens:
         return
     block = next_power_of_2(count)
@@ -194,8 +229,9 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
         **OVERLAPPED,
     )  # fmt: skip
     _resolve[(tokens,)](
-        batch.positions, batch.bounds, batch.requests, batch.slots, batch.slots.stride(0), batch.full_to_swa,
-        batch.owners, plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
+        batch.positions, batch.starts, batch.bounds, batch.requests, plan.slots, plan.slots.stride(0), plan.full_to_swa,
+        batch.owners, batch.pages, batch.pages.stride(0), batch.pages.shape[1],
+        plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
         count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
         num_warps=4,
         **OVERLAPPED,

@@ -22,12 +22,13 @@ from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOK
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries import index_entry, kv_entry
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
 from . import Case, Peer, one_after_the_other
 
 RANKS = {"flash": 1024, "pro": 1536}
 EPS, PAGE_SIZE = 1e-6, 256
-CONTEXT = 65536
+CONTEXT, WINDOW = 65536, 128
 REQUESTS = (1, 8, 64, 256)
 PREFILL = 8192
 SMALLER = (TWO_LAUNCH_MIN_TOKENS // 2, TWO_LAUNCH_MIN_TOKENS)
@@ -42,14 +43,15 @@ def cases() -> Iterator[Case]:
     for requests in REQUESTS:
         for kind, phase in DECODE.items():
             phases = torch.arange(requests) % 128 if phase is None else torch.full((requests,), phase)
-            yield from _layers(_batch(CONTEXT - 256 + phases, torch.ones_like(phases)), f"decode {kind}")
+            yield from _layers(_plan(CONTEXT - 256 + phases, torch.ones_like(phases)), f"decode {kind}")
     for tokens in (*SMALLER, PREFILL):
-        yield from _layers(_batch(torch.tensor([CONTEXT - tokens]), torch.tensor([tokens])), "prefill")
+        yield from _layers(_plan(torch.tensor([CONTEXT - tokens]), torch.tensor([tokens])), "prefill")
     starts = torch.arange(64) * 37
-    yield from _layers(_batch(starts, torch.full_like(starts, PREFILL // 64)), "prefill of 64")
+    yield from _layers(_plan(starts, torch.full_like(starts, PREFILL // 64)), "prefill of 64")
 
 
-def _layers(batch: Batch, kind: str) -> Iterator[Case]:
+def _layers(plan: Plan, kind: str) -> Iterator[Case]:
+    batch = plan.batch
     """The parts of a layer alone, then whole layers."""
     frequencies = inverse_frequencies(64, 160000.0).cuda()
     workspace = new_workspace(batch.tokens, batch.requests.shape[0], "cuda")
@@ -64,12 +66,12 @@ def _layers(batch: Batch, kind: str) -> Iterator[Case]:
             f"latents/{model}/{kind}/{batch.tokens}", partial(run, mine, []), _latent_bytes(mine), peers=peers[model]
         )
     layers = {
-        "csa": [_compression(batch, 4, 512), _compression(batch, 4, 128)],
-        "hca": [_compression(batch, 128, 512)],
+        "csa": [_compression(plan, 4, 512), _compression(plan, 4, 128)],
+        "hca": [_compression(plan, 128, 512)],
     }
     for layer, calls in layers.items():
         size = sum(_bytes(batch, call) for call in calls)
-        theirs = compress_peers(calls, batch, frequencies, partial(run, None))
+        theirs = compress_peers(calls, plan, frequencies, partial(run, None))
         yield Case(f"compress {layer}/{kind}/{batch.tokens}", partial(run, None, calls), size, peers=theirs)
         for model, mine in latents.items():
             yield Case(
@@ -123,29 +125,24 @@ def _latent_peers(latents: Latents, batch: Batch, frequencies: Tensor) -> dict[s
     return {"sgl_kernel norm, sglang store (nvcc)": compared(run, latents.q_out, own)}
 
 
-def _batch(starts: Tensor, counts: Tensor) -> Batch:
+def _plan(starts: Tensor, counts: Tensor) -> Plan:
     requests = len(starts)
     owners = torch.repeat_interleave(torch.arange(requests), counts)
     bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     positions = starts[owners] + torch.arange(len(owners)) - bounds[owners]
     # A prefill's pages are all its own.
     pages = max(OWN_PAGES, int(counts.max()) // PAGE_TOKENS + 2)
-    column = torch.arange(CONTEXT)
-    slots = column // PAGE_TOKENS % pages * PAGE_TOKENS + column % PAGE_TOKENS
-    slots = torch.arange(requests)[:, None] * (pages * PAGE_TOKENS) + slots
-    batch = Batch(
-        positions=positions,
-        owners=owners.int(),
-        starts=starts.int(),
-        bounds=bounds.int(),
-        requests=torch.arange(requests),
-        slots=slots.int(),
-        full_to_swa=torch.arange(requests * pages * PAGE_TOKENS),
-    )
-    return Batch(**{name: tensor.cuda() for name, tensor in vars(batch).items()})
+    column, last = torch.arange(CONTEXT), pages * PAGE_TOKENS
+    slots = torch.arange(requests)[:, None] * last + column // PAGE_TOKENS % pages * PAGE_TOKENS + column % PAGE_TOKENS
+    plan = Plan.allocate(
+        positions.cuda(), torch.arange(requests).cuda(), slots.int().cuda(), torch.arange(requests * last).cuda(),
+        window=WINDOW, longest=CONTEXT,
+    )  # fmt: skip
+    resolve(plan, (starts + counts).cuda(), counts.cuda())
+    return plan
 
 
-def _compression(batch: Batch, ratio: int, n: int) -> Compression:
+def _compression(plan: Plan, ratio: int, n: int) -> Compression:
     width = 2 * n if ratio == 4 else n
     compressor = Compressor(
         ratio,
@@ -153,9 +150,9 @@ def _compression(batch: Batch, ratio: int, n: int) -> Compression:
         torch.ones(n, device="cuda", dtype=torch.bfloat16),
         1e-6,
     )
-    product = torch.randn(batch.tokens, 2 * width + 2048, device="cuda")
-    pages = batch.full_to_swa.shape[0] // PAGE_TOKENS
-    owners = pages if ratio == 4 else batch.requests.shape[0]
+    product = torch.randn(plan.batch.tokens, 2 * width + 2048, device="cuda")
+    pages = plan.full_to_swa.shape[0] // PAGE_TOKENS
+    owners = pages if ratio == 4 else plan.batch.requests.shape[0]
     page_size = PAGE_TOKENS // ratio
     entry = kv_entry if n == kv_entry.DIM else index_entry
     return Compression(

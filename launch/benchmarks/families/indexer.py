@@ -35,7 +35,6 @@ ENTRIES = 1 << 24
 def _batch(requests: int, tokens: int, context: int) -> Batch:
     """Each request's last tokens of a context of its own."""
     pages = torch.randperm(requests * context // PAGE_TOKENS, device="cuda", dtype=torch.int32)
-    slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device="cuda")).int().view(requests, context)
     bounds = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * tokens
     return Batch(
         positions=torch.arange(context - tokens, context, device="cuda").repeat(requests),
@@ -43,8 +42,8 @@ def _batch(requests: int, tokens: int, context: int) -> Batch:
         starts=torch.full((requests,), context - tokens, device="cuda", dtype=torch.int32),
         bounds=bounds,
         requests=torch.arange(requests, device="cuda"),
-        slots=slots,
-        full_to_swa=torch.zeros(1, device="cuda", dtype=torch.int64),
+        pages=(pages * PAGE_TOKENS).view(requests, -1),
+        window_slots=torch.zeros(requests * tokens, 1, device="cuda", dtype=torch.int32),
     )
 
 

@@ -35,19 +35,19 @@ def cases() -> Iterator[Case]:
 
 def _resolve(name: str, requests: int, added: int, context: int) -> Case:
     """Each request's last tokens of a context of its own."""
-    pages = torch.arange(requests * context // PAGE_TOKENS, device="cuda") % (SLOTS // PAGE_TOKENS)
-    slots = (pages.int()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device="cuda")).int()
+    held = torch.arange(requests * context // PAGE_TOKENS, device="cuda") % (SLOTS // PAGE_TOKENS)
+    slots = (held.int()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device="cuda")).int()
     slots = slots.view(requests, context)
     positions = torch.arange(context - added, context, device="cuda").repeat(requests)
     owners = torch.arange(requests, device="cuda")
     full_to_swa = torch.arange(SLOTS, device="cuda")
-    columns = context // RATIO
-    plan = Plan.allocate(positions, owners, slots, full_to_swa, window=WINDOW, columns=columns)
+    plan = Plan.allocate(positions, owners, slots, full_to_swa, window=WINDOW, longest=context)
     lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
     new = None if added == 1 else torch.full_like(lengths, added)
 
-    written = len(positions) * (WINDOW + 4) * 4 + 4 * int(((positions + 1) // RATIO).sum())
-    read = requests * ((min(WINDOW - 1, context - added) + added) * 12 + columns * 4) + positions.nbytes
+    pages = requests * (context // PAGE_TOKENS) * 4
+    written = len(positions) * (WINDOW + 4) * 4 + 4 * int(((positions + 1) // RATIO).sum()) + pages
+    read = requests * ((min(WINDOW - 1, context - added) + added) * 12 + context // RATIO * 4) + positions.nbytes
     return Case(
         name,
         partial(resolve, plan, lengths, new),

@@ -14,7 +14,8 @@ from benchmarks.families import Peer, relative_error
 from benchmarks.peers import foreign, installed
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression
-from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
+from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS
+from nvfp4_sgl.triton_kernels.plan.resolve import Plan
 
 COMPRESS = "sglang.kernels.ops.attention.dsv4.compress"
 _POOL, _STORE = foreign(COMPRESS, "compress_forward"), foreign(COMPRESS, "compress_norm_rope_store")
@@ -24,7 +25,7 @@ _PREFILL = foreign(COMPRESS, "CompressorPrefillPlan.generate")
 Ours = Callable[[list[Compression]], object]
 
 
-def compress_peers(calls: list[Compression], batch: Batch, frequencies: Tensor, ours: Ours) -> dict[str, Peer]:
+def compress_peers(calls: list[Compression], plan: Plan, frequencies: Tensor, ours: Ours) -> dict[str, Peer]:
     """Peers of the compressors of one layer, all of one ratio.
 
     Args:
@@ -32,10 +33,10 @@ def compress_peers(calls: list[Compression], batch: Batch, frequencies: Tensor, 
     """
     if not installed("sglang"):
         return {}
-    ratio = calls[0].compressor.ratio
-    angles = torch.arange(batch.slots.shape[1], device=frequencies.device, dtype=torch.float32)[:, None] * frequencies
+    ratio, batch = calls[0].compressor.ratio, plan.batch
+    angles = torch.arange(plan.slots.shape[1], device=frequencies.device, dtype=torch.float32)[:, None] * frequencies
     table = torch.polar(torch.ones_like(angles), angles)
-    full = batch.slots[batch.requests[batch.owners.long()], batch.positions].long()
+    full = plan.slots[batch.requests[batch.owners.long()], batch.positions].long()
     inputs = [torch.cat([call.kv, call.score], dim=1) for call in calls]
     # Of ratio 4 first the halves that overlap, then the others.
     biases = [torch.cat(call.compressor.ape.split(call.compressor.size, dim=1)) for call in calls]
@@ -44,7 +45,7 @@ def compress_peers(calls: list[Compression], batch: Batch, frequencies: Tensor, 
 
     def run_on(copies: list[Compression]) -> None:
         if not plans:
-            plans.append(_plan(batch, ratio))
+            plans.append(_plan(plan, ratio))
         for call, rows, ape, norm in zip(copies, inputs, biases, norms, strict=True):
             compressor, n = call.compressor, call.compressor.size
             state = call.state.view(-1, ratio, 2 * compressor.width)
@@ -75,10 +76,11 @@ def _copies(calls: list[Compression]) -> list[Compression]:
     return [replace(call, state=call.state.clone(), pages=call.pages.clone()) for call in calls]
 
 
-def _plan(batch: Batch, ratio: int) -> Any:
+def _plan(plan: Plan, ratio: int) -> Any:
     """The lengths of a prefill's requests are the host's."""
+    batch = plan.batch
     added = batch.bounds.diff().long()
-    places = {"req_to_token": batch.slots, "full_to_state": batch.full_to_swa, "req_pool_indices": batch.requests}
+    places = {"req_to_token": plan.slots, "full_to_state": plan.full_to_swa, "req_pool_indices": batch.requests}
     sizes = {"swa_page_size": PAGE_TOKENS, "ring_size": STATE_RING[ratio]}
     lengths = batch.starts + added
     if batch.is_decode:

@@ -85,7 +85,7 @@ def score_peers(
     peers = {f"{before}deep_gemm fp8_paged_mqa_logits (nvcc)": peer(run_paged)}
     if not batch.is_decode and batch.requests.shape[0] == 1:
         flat = foreign("deep_gemm", "fp8_mqa_logits")
-        order = batch.slots[0, ::PAGE_TOKENS].long() // PAGE_TOKENS
+        order = batch.pages[0].long() // PAGE_TOKENS
         ordered = pages[order]
         key_codes = ordered[:, : PAGE * DIM].reshape(-1, DIM).view(torch.float8_e4m3fn)
         key_scales = ordered[:, PAGE * DIM :].contiguous().view(torch.float32).view(-1)
@@ -130,4 +130,4 @@ def _visible(batch: Batch) -> Tensor:
 
 def _page_table(batch: Batch) -> Tensor:
     """int32 [T, pages], each query's."""
-    return (batch.slots[:, ::PAGE_TOKENS] // PAGE_TOKENS)[batch.owners.long()].contiguous()
+    return (batch.pages // PAGE_TOKENS)[batch.owners.long()].contiguous()

@@ -144,9 +144,7 @@ class Step:
             scores: from :meth:`new_scores` for as many tokens or more; allocated unless given.
         """
         tokens, device = positions.shape[0], positions.device
-        # A multiple of 16, because Triton compiles another variant for other strides.
-        columns = -(-max(longest // 128, 1) // 16) * 16
-        plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, columns=columns)
+        plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, longest=longest)
         rows = tokens if decode else min(tokens, _scores_at_once(longest))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)

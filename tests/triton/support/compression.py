@@ -19,6 +19,7 @@ from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
 from nvfp4_sgl.triton_kernels.plan.batch import Batch
+from tests.triton.support.passes import moved, resolved
 
 EPS = 1e-6
 FREQUENCIES = inverse_frequencies(64, 160000.0)
@@ -120,16 +121,8 @@ class World:
         owners = torch.repeat_interleave(torch.arange(len(counts)), lengths)
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
         positions = torch.tensor(starts)[owners] + torch.arange(len(owners)) - bounds[owners]
-        batch = Batch(
-            positions=positions,
-            owners=owners.int(),
-            starts=torch.tensor(starts, dtype=torch.int32),
-            bounds=bounds.int(),
-            requests=torch.tensor(requests),
-            slots=self.slots,
-            full_to_swa=self.full_to_swa,
-        )
-        return Batch(**{name: tensor.to(self.device) for name, tensor in vars(batch).items()})
+        tables = torch.tensor(requests), self.slots, self.full_to_swa
+        return moved(resolved(positions, owners, torch.tensor(starts), bounds, *tables), self.device)
 
     def suppose(self, counts: dict[int, int]) -> None:
         """A pass of the reference's that counts as the kernel's, too."""

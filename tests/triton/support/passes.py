@@ -5,12 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nvfp4_sgl.cache import plan as reference
 from nvfp4_sgl.triton_kernels.plan.batch import PAGE_TOKENS, Batch
 
+WINDOW = 128
 UNALLOCATED = 2**30
 """Slot of a position that a sequence has not reached."""
+
+
+def resolved(
+    positions: Tensor, owners: Tensor, starts: Tensor, bounds: Tensor, requests: Tensor, slots: Tensor, swa: Tensor
+) -> Batch:
+    """The kernels' batch from the scheduler's tables of slots, which ``swa`` maps to window slots; on the CPU."""
+    back = positions[:, None] - torch.arange(WINDOW)
+    full = slots[requests[owners.long(), None], back.clamp(min=0)].long()
+    window_slots = torch.where(back >= 0, swa[full.clamp(max=len(swa) - 1)], -1)
+    return Batch(
+        positions=positions,
+        owners=owners.int(),
+        starts=starts.int(),
+        bounds=bounds.int(),
+        requests=requests,
+        pages=slots[requests, ::PAGE_TOKENS].contiguous(),
+        window_slots=window_slots.int(),
+    )
+
+
+def moved(batch: Batch, device: str) -> Batch:
+    return Batch(**{name: tensor.to(device) for name, tensor in vars(batch).items()})
 
 
 @dataclass(frozen=True)
@@ -41,17 +65,10 @@ def new_pass(spans: list[tuple[int, int]], device: str, *, seed: int = 0) -> Pas
     requests = torch.randperm(len(spans) + 3, generator=generator)[: len(spans)]
     full_to_swa = torch.arange((len(pages) + 1) * PAGE_TOKENS)
     plan = reference.plan_batch(
-        reference.Batch(starts, ends, requests, full, full_to_swa), window=128, ratios=frozenset({4})
+        reference.Batch(starts, ends, requests, full, full_to_swa), window=WINDOW, ratios=frozenset({4})
     )
     table = torch.full((len(spans) + 3, columns), UNALLOCATED, dtype=torch.int32)
     table[requests] = full.int()
-    batch = Batch(
-        positions=plan.positions.to(device),
-        owners=torch.repeat_interleave(torch.arange(len(spans)), ends - starts).int().to(device),
-        starts=starts.int().to(device),
-        bounds=torch.tensor(plan.bounds, dtype=torch.int32, device=device),
-        requests=requests.to(device),
-        slots=table.to(device),
-        full_to_swa=full_to_swa.to(device),
-    )
-    return Pass(plan, batch, len(pages) + 1)
+    owners = torch.repeat_interleave(torch.arange(len(spans)), ends - starts)
+    batch = resolved(plan.positions, owners, starts, torch.tensor(plan.bounds), requests, table, full_to_swa)
+    return Pass(plan, moved(batch, device), len(pages) + 1)

@@ -128,16 +128,16 @@ def copies_of_rows() -> Outputs:
 def plan_of(plan: Plan) -> Outputs:
     names = ("window_write", "window_slots", "window_lengths", "entry_slots", "entry_lengths")
     found = {name: getattr(plan, name) for name in names}
-    return {**found, **{name: getattr(plan.batch, name) for name in ("owners", "starts", "bounds")}}
+    return {**found, **{name: getattr(plan.batch, name) for name in ("owners", "starts", "bounds", "pages")}}
 
 
 @case("_split", "_resolve")
 def slots_of_a_decode_step() -> Outputs:
     starts, ends = test_metadata.CASES["decode"]
-    return plan_of(test_metadata.device_plan(test_metadata.sequences(starts, ends), "cpu", columns=9, decode=True))
+    return plan_of(test_metadata.device_plan(test_metadata.sequences(starts, ends), "cpu", longest=1024, decode=True))
 
 
 @case("_split", "_resolve")
 def slots_of_chunks() -> Outputs:
     batch = test_metadata.sequences([64, 10, 3, 300], [65, 10, 5, 310])
-    return plan_of(test_metadata.device_plan(batch, "cpu", columns=9, decode=False))
+    return plan_of(test_metadata.device_plan(batch, "cpu", longest=1024, decode=False))
