@@ -1,6 +1,7 @@
 """The router's logits of up to 64 tokens: a small bf16 GEMM in one launch (specification §6.1).
 
-``logits[t, e] = sum_k x[t, k] · weight[e, k]``, fp32. The matrix is never quantised. For so few tokens what counts is
+``logits[t, e] = sum_k x[t, k] · weight[e, k]``, fp32. The matrix is never quantised. The indexer's head weights of 9 to
+64 tokens are such a product, too (specification §5): heads then stand for experts. For so few tokens what counts is
 the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own. Here
 it is one launch, whose programs have loaded their part of the matrix before the previous kernel ends. There are two
 kernels:

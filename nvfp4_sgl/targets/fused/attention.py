@@ -13,11 +13,12 @@ from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, 
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
+from nvfp4_sgl.targets.fused.products_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import fuses_quantization
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor
-from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import IndexWeights
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS, IndexWeights
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import prepare_attention
 from nvfp4_sgl.triton_kernels.indexer.scores import index_scores
@@ -55,7 +56,10 @@ class FusedCompressor(nn.Module):
 
 
 class FusedAttentionInputs(nn.Module):
-    """Latents, window rows, compressed entries, index keys and compressor states, in one or two launches."""
+    """Latents, window rows, compressed entries, index keys and compressor states, in one or two launches.
+
+    Index weights of up to ``MAX_TOKENS`` tokens are computed in the same launch, of more in one before.
+    """
 
     def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
         super().__init__()
@@ -95,11 +99,12 @@ class FusedAttentionInputs(nn.Module):
         weights = columns.index_weights
         deferred_weights = None
         if isinstance(weights, Unmultiplied):
-            values = x.require_values()
-            deferred_weights = IndexWeights(
-                values, weights.weight, torch.empty(tokens, len(weights.weight), dtype=torch.float32, device=device)
-            )
-            weights = deferred_weights.out
+            values, matrix = x.require_values(), weights.weight
+            if tokens <= MAX_TOKENS:
+                weights = torch.empty(tokens, len(matrix), dtype=torch.float32, device=device)
+                deferred_weights = IndexWeights(values, matrix, weights)
+            else:
+                weights = multiply_small(values, matrix, step.small_product_semaphores)
         batch, workspace = step.plan.batch, step.workspace
         prepare_attention(latents, calls, batch, self._frequencies, workspace=workspace, index_weights=deferred_weights)
         return Prepared(q_lora, weights)

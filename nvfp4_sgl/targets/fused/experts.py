@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.uniform_experts import UniformExperts
-from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.targets.fused.products_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
-from nvfp4_sgl.triton_kernels.experts.router_logits import max_tokens, router_logits
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from nvfp4_sgl.weights.source import frozen
 
@@ -51,10 +49,7 @@ class FusedRouter(nn.Module):
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
-        if len(x) <= max_tokens(*self.weight.shape):
-            logits = router_logits(x, self.weight, step.router_semaphores)
-        else:
-            logits = multiply(x, self.weight, torch.float32)
+        logits = multiply_small(x, self.weight, step.small_product_semaphores)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
-from nvfp4_sgl.targets.fused.products_bf16 import dequantized, multiply
+from nvfp4_sgl.targets.fused.products_bf16 import dequantized
 from nvfp4_sgl.targets.reference.projections import columns_of
-from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -30,10 +29,7 @@ class MergedProjection(Protocol):
 
 
 class InputColumns(nn.Module):
-    """The columns of ``projection`` and of the index weights.
-
-    Up to ``MAX_TOKENS`` tokens, the kernel that prepares attention computes the index weights: they take no launch.
-    """
+    """The columns of ``projection``; the index weights are left to what prepares attention."""
 
     def __init__(self, context: Context, projection: MergedProjection, index_weights: Shard | None):
         super().__init__()
@@ -51,6 +47,4 @@ class InputColumns(nn.Module):
         columns = columns_of(self.projection.product(x, torch.float32), indexed=False)
         if self.index_weights is None:
             return columns
-        if len(x.require_values()) <= MAX_TOKENS:
-            return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
-        return replace(columns, index_weights=multiply(x.require_values(), self.index_weights, torch.float32))
+        return replace(columns, index_weights=Unmultiplied(self.index_weights.data))

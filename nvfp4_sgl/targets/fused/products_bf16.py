@@ -21,6 +21,7 @@ from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+from nvfp4_sgl.triton_kernels.experts.router_logits import max_tokens, router_logits
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.matrix import load_matrix
@@ -43,6 +44,19 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     return torch.mm(x, weight.t(), out=out)
+
+
+def multiply_small(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
+    """``x @ weight^T`` in fp32 for a small matrix: by the kernel for few tokens where that is faster than the library.
+
+    Args:
+        x: bf16 [T, K].
+        weight: bf16 [N, K].
+        semaphores: int32, the step's ``small_product_semaphores``.
+    """
+    if len(x) <= max_tokens(*weight.shape):
+        return router_logits(x, weight, semaphores)
+    return multiply(x, weight, torch.float32)
 
 
 class Bf16Projection(nn.Module):

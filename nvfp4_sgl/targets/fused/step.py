@@ -49,13 +49,14 @@ class Scratch:
 
     Attributes:
         route_semaphore: int32 [1], counts the routing programs that are done; zero between launches.
-        router_semaphores: int32, those of ``router_logits``, for the most experts that can be routed; zero as well.
+        small_product_semaphores: int32, those of ``router_logits``, for the most experts that can be routed; zero as
+            well.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self.route_semaphore = torch.zeros(1, dtype=torch.int32, device=device)
-        self.router_semaphores = torch.zeros(semaphores_size(MAX_EXPERTS), dtype=torch.int32, device=device)
+        self.small_product_semaphores = torch.zeros(semaphores_size(MAX_EXPERTS), dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._attention_semaphores: list[Tensor] = []
         self._site_semaphores: list[tuple[int, Tensor]] = []
@@ -101,8 +102,8 @@ class Step:
         cos_sin: fp32 [T, rope_dim] by table, cos and sin of each position.
         scores: fp32 [rows, ratio-4 entries], room for the index scores of ``rows`` queries at once.
         workspace: workspace of the ratio-128 compressors.
-        attention_semaphores, site_semaphores, router_semaphores, route_semaphore: int32, zero between launches: the
-            semaphores of sparse attention, hyper-connections, the router's logits and routing.
+        attention_semaphores, site_semaphores, small_product_semaphores, route_semaphore: int32, zero between launches:
+            the semaphores of sparse attention, hyper-connections, router's logits and index weights, and routing.
         candidates: workspace of the selection of ratio-4 entries.
     """
 
@@ -112,7 +113,7 @@ class Step:
     workspace: Workspace
     attention_semaphores: Tensor
     site_semaphores: Tensor
-    router_semaphores: Tensor
+    small_product_semaphores: Tensor
     route_semaphore: Tensor
     candidates: Candidates
 
@@ -158,7 +159,7 @@ class Step:
             workspace,
             semaphores,
             scratch.site_semaphores(tokens),
-            scratch.router_semaphores,
+            scratch.small_product_semaphores,
             scratch.route_semaphore,
             candidates,
         )

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl import standalone
-from nvfp4_sgl.targets.fused import experts, input_columns
+from nvfp4_sgl.targets.fused import products_bf16
 from nvfp4_sgl.triton_kernels.common.overlap import OVERLAPPED, after_previous
 
 ROWS, COLUMNS, DEPTH = 16, 32, 64
@@ -52,6 +52,6 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def emulated_library() -> Iterator[None]:
     """The decoder's bf16 GEMMs inside are this kernel."""
     with ExitStack() as patches:
-        for module in (standalone, experts, input_columns):
+        for module in (standalone, products_bf16):
             patches.enter_context(mock.patch.object(module, "multiply", multiply))
         yield
