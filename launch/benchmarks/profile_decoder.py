@@ -15,7 +15,7 @@ import pkgutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -196,24 +196,32 @@ def tiny_model() -> Standalone:
 
 
 def flash_model(
-    layers: int, ranks: int, requests: int = max(FLASH_DECODING), context: int = FLASH_CONTEXT
+    layers: int,
+    ranks: int,
+    requests: int = max(FLASH_DECODING),
+    capacity: int = FLASH_CONTEXT,
+    context: int = FLASH_CONTEXT,
 ) -> Standalone:
     """The first layers of Flash with random weights, as one of ``ranks`` ranks has them, which exchanges nothing.
 
     Args:
-        requests: the most of a step. context: the longest of each, for which graphs are laid out.
+        requests: the most of a step.
+        capacity: tokens of each that pools hold.
+        context: tokens of each that graphs are laid out for; more than ``capacity`` compares layouts over one pool.
     """
     with tempfile.TemporaryDirectory() as folder:
         verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, layers))
-        return Standalone(
+        model = Standalone(
             verified,
             target=Target.SM90,
             device="cuda",
             requests=requests,
-            capacity=context,
+            capacity=capacity,
             parallel=lone_rank(ranks),
             uniform_experts=True,
         )
+    model.planner.slots = replace(model.planner.slots, longest=context)
+    return model
 
 
 def main() -> None:
@@ -240,18 +248,17 @@ def main() -> None:
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
     if arguments.flash:
-        context = max([arguments.context, *(given.tokens for given in arguments.prompts)])
+        capacity = max([FLASH_CONTEXT, *(given.tokens for given in arguments.prompts)])
         requests = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
-        model = flash_model(arguments.flash, arguments.ranks, requests, context)
+        model = flash_model(arguments.flash, arguments.ranks, requests, capacity, max(capacity, arguments.context))
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     what = f"tiny, {SHAPES}"
     if arguments.flash:
-        what = (
-            f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {model.caches.capacity} tokens"
-        )
+        context = model.planner.slots.longest
+        what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {context} tokens"
     print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
     flash, requests, prompts = arguments.flash, arguments.requests, arguments.prompts
