@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -81,6 +82,26 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
             most = MAX_LAUNCHES[kind] + (requests > GATHERED_REQUESTS)
             most += kind is LayerKind.CSA and requests > MAX_TOKENS  # index weights
             assert len(launches) <= most, f"{kind.name}: {Counter(launch.name for launch in launches)}"
+
+
+def test_a_layout_for_a_million_tokens_tiles_attention_as_a_short_one(tmp_path: Path, monkeypatch):
+    """Its lists of ratio-128 entries are wide, but mostly few columns count."""
+    write_tiny(
+        tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6, num_attention_heads=32
+    )
+    with dry_gemms("sm_90a"), torch.no_grad():
+        model = Standalone(tmp_path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+        slots = model.planner.slots
+
+        def tilings(longest: int) -> list[object]:
+            """Heads of a program of attention, layer by layer."""
+            monkeypatch.setattr(model.planner, "slots", replace(slots, longest=longest))
+            with dry_launches() as launches:
+                model.forward(model.begin({request: [7] for request in range(16)}))
+            return [dict(launch.variant)["HEADS"] for launch in launches if launch.name == "attend"]
+
+        short = tilings(16384)
+        assert len(short) == len(LAYERS) and tilings(1 << 20) == short
 
 
 @contextmanager

@@ -23,6 +23,10 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
 from tests.triton.support.attention import BOUND, Problem, check, cos_sin_of, named, problem
 from tests.triton.support.interpreter import run_backwards
 
+HCA = 128
+LONG = (128, 8192)
+"""Columns of a graph's HCA layers for a million tokens; ``HCA`` of the second are expected to count."""
+
 
 def test_given_partials_are_used(device: str) -> None:
     case = problem(8, [70, 30], tokens=1)
@@ -142,12 +146,16 @@ def test_the_measured_tilings() -> None:
         (1, 64, (128,), SIXTEEN_HEADS, 4),
         (1, 64, (128, 512), SIXTEEN_HEADS, 20),
         (1, 64, (128, 1024), SIXTEEN_HEADS, 18),
-        (1, 64, (128, 8192), SIXTEEN_HEADS, 65),
-        (2, 64, (128, 8192), HOPPER, 65),
+        (1, 64, LONG, SIXTEEN_HEADS, 65),
+        (2, 64, LONG, SIXTEEN_HEADS, 33),
+        (16, 64, LONG, SIXTEEN_HEADS, 4),
+        (64, 64, LONG, HOPPER, 2),
+        (16, 32, LONG, SIXTEEN_HEADS, 8),
+        (64, 32, LONG, THIRTY_TWO_HEADS, 4),
         (4, 64, (128, 512), SIXTEEN_HEADS, 8),
         (8, 64, (128,), SIXTEEN_HEADS, 4),
         (8, 64, (128, 512), HOPPER, 10),
-        (8, 64, (128, 8192), HOPPER, 16),
+        (8, 64, LONG, SIXTEEN_HEADS, 8),
         (16, 64, (128,), SIXTEEN_HEADS, 1),
         (16, 64, (128, 512), HOPPER, 8),
         (32, 64, (128,), SIXTEEN_HEADS, 1),
@@ -163,7 +171,7 @@ def test_the_measured_tilings() -> None:
         (64, 128, (128,), HOPPER_TWO_TILES, 1),
         (8192, 8, (128, 512), SIXTEEN_HEADS, 1),
     ]:
-        tiling = choose_tiling(queries, heads, columns, 132, packed=True)
+        tiling = choose_tiling(queries, heads, columns, 132, packed=True, expected=HCA if columns == LONG else None)
         if default_tiling(64, packed=True) != HOPPER and expected != SIXTEEN_HEADS:
             continue
         assert tiling == expected, (queries, heads, columns)
@@ -188,7 +196,7 @@ def test_a_step_and_the_graph_that_pads_it_split_alike(heads: int) -> None:
         for columns in ((128,), (128, 512), (128, 8192)):
             alone, padded = (
                 (
-                    tiling := choose_tiling(count, heads, columns, 132, packed=True),
+                    tiling := choose_tiling(count, heads, columns, 132, packed=True, expected=HCA),
                     choose_splits(count, heads, columns, 132, tiling),
                 )
                 for count in (queries, graph)

@@ -139,6 +139,7 @@ def sparse_attention(
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
     owners: Tensor | None = None,
+    expected_extra: int | None = None,
 ) -> None:
     """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (specification §3.3).
 
@@ -175,6 +176,8 @@ def sparse_attention(
             ``window_slots`` is the slot of the c-th position back from a query's own, and ``window_lengths`` the number
             of these that there are, at least 1; and extra slots of the one are the first of those of the next. ``None``
             where lists may differ otherwise.
+        expected_extra: columns of ``extra_slots`` that mostly count, where its width is that of the longest list that
+            may come: the tiling is then chosen for so many. By default all.
 
     Raises:
         OperandTypeError: a dtype is not one of the above, neither ``out`` nor ``out_rows`` is given, or ``query_eps``
@@ -199,7 +202,8 @@ def sparse_attention(
     processors = chip.processors(q.device)
     if tiling is None:
         shares = owners is not None and out is not None and out_rows is None and splits in (None, 1)
-        tiling = choose_tiling(tokens, heads, columns, processors, packed=packed, together=shares)
+        sizes = tokens, heads, columns, processors
+        tiling = choose_tiling(*sizes, packed=packed, together=shares, expected=expected_extra)
     if splits is None:
         splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)

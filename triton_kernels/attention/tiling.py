@@ -110,22 +110,26 @@ def fuses_quantization(heads: int, groups: int) -> bool:
     return groups > 0 and heads % groups == 0 and SIXTEEN_HEADS.heads % (heads // groups) == 0
 
 
-MAX_COUNTED_TILES = 128
-"""Tiles of ``SIXTEEN_HEADS`` that :func:`choose_tiling` counts at most. HCA's slot list is as wide as the longest
-context has entries, but mostly few of its columns count."""
-
-
 MAX_UNSPLIT_TILES = 8
 """Tiles of ``SIXTEEN_HEADS`` that one program may walk where twice as many programs would not fit."""
 
 
 def choose_tiling(
-    queries: int, heads: int, columns: Sequence[int], processors: int, *, packed: bool, together: bool = False
+    queries: int,
+    heads: int,
+    columns: Sequence[int],
+    processors: int,
+    *,
+    packed: bool,
+    together: bool = False,
+    expected: int | None = None,
 ) -> Tiling:
     """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
 
     together: whether lists of neighbouring queries mostly agree (``sparse_attention``'s ``owners``), and values are
     written. Where a query has few heads, neighbours then share programs.
+
+    expected: columns of the second list that mostly count (``sparse_attention``'s ``expected_extra``).
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
     chip holds all programs at once: more of the chip then works on them. Measured on an H200, 2026-11-22, in us,
@@ -147,8 +151,9 @@ def choose_tiling(
             if fits and sum(columns[1:]) >= extra:
                 return tiling
     queries = next_power_of_2(queries)
-    tiles = min(sum(cdiv(width, SIXTEEN_HEADS.keys) for width in columns), MAX_COUNTED_TILES)
-    programs = queries * cdiv(heads, SIXTEEN_HEADS.heads) * cdiv(tiles, 2)
+    counted = columns if expected is None else (columns[0], *(min(width, expected) for width in columns[1:]))
+    tiles, counted_tiles = (sum(cdiv(width, SIXTEEN_HEADS.keys) for width in widths) for widths in (columns, counted))
+    programs = queries * cdiv(heads, SIXTEEN_HEADS.heads) * cdiv(counted_tiles, 2)
     if programs <= processors * SIXTEEN_HEADS.resident:
         return SIXTEEN_HEADS
     if tiles <= MAX_UNSPLIT_TILES and queries * cdiv(heads, SIXTEEN_HEADS.heads) <= processors:
