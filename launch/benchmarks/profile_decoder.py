@@ -207,7 +207,7 @@ def flash_model(
     Args:
         requests: the most of a step.
         capacity: tokens of each that pools hold.
-        context: tokens of each that graphs are laid out for; more than ``capacity`` compares layouts over one pool.
+        context: tokens of each that graphs are laid out for, at least ``capacity``: layouts are compared over one pool.
     """
     with tempfile.TemporaryDirectory() as folder:
         verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, layers))
@@ -220,7 +220,7 @@ def flash_model(
             parallel=lone_rank(ranks),
             uniform_experts=True,
         )
-    model.planner.slots = replace(model.planner.slots, longest=context)
+    model.planner.slots = replace(model.planner.slots, longest=max(capacity, context))
     return model
 
 
@@ -250,7 +250,7 @@ def main() -> None:
     if arguments.flash:
         capacity = max([FLASH_CONTEXT, *(given.tokens for given in arguments.prompts)])
         requests = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
-        model = flash_model(arguments.flash, arguments.ranks, requests, capacity, max(capacity, arguments.context))
+        model = flash_model(arguments.flash, arguments.ranks, requests, capacity, arguments.context)
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first

@@ -192,7 +192,7 @@ class Columns:
     Attributes:
         q_lora: [T, q_lora_rank]. kv: [T, head_dim].
         compressor, index_compressor: (kv, score) of each compressor, [T, w].
-        index_weights: [T, index heads], or their matrix where ``prepare_attention`` multiplies.
+        index_weights: [T, index heads], or their matrix: then ``prepare_attention`` has them multiplied.
     """
 
     q_lora: Tensor

@@ -45,10 +45,6 @@ CLASSES = {
     "AttentionBackend": Private(
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend", "base class of our attention backend"
     ),
-    "SharedReadEnds": Private(
-        "sglang.srt.layers.attention.base_attn_backend:SharedReadEnds",
-        "until when a pass reads the tables of slots that the scheduler changes",
-    ),
     "VocabParallelEmbedding": Private(
         "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", "token embedding, split over TP ranks"
     ),

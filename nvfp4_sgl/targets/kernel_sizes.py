@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
 
+MIN_CSA_WINDOW = 8
+"""Least window of a model with CSA layers."""
 STREAMS, MAX_HIDDEN_SIZE = 4, 16384
 """Residual streams of an mHC site, and the most values of each."""
 MAX_Q_LORA_RANK = 16384
@@ -66,7 +68,8 @@ def _limits(config: ModelConfig) -> Iterator[tuple[str, bool, str]]:
     limited = MIN_SWIGLU_LIMIT <= config.swiglu_limit <= MAX_SWIGLU_LIMIT
     yield "swiglu_limit", limited, f"{MIN_SWIGLU_LIMIT:g} to {MAX_SWIGLU_LIMIT:g}"
     yield "rms_norm_eps", config.rms_norm_eps <= MAX_QUERY_EPS, f"at most {MAX_QUERY_EPS:g}"
-    if LayerKind.CSA in config.layer_kinds:  # other layers have no indexer
+    if LayerKind.CSA in config.layer_kinds:  # other layers have no indexer, nor state in rings of window pages
+        yield "sliding_window", window >= MIN_CSA_WINDOW, f"at least {MIN_CSA_WINDOW}"
         yield "index_head_dim", config.index_head_dim == INDEX_HEAD_DIM, str(INDEX_HEAD_DIM)
         yield "index_n_heads", config.index_n_heads <= MAX_INDEX_HEADS, f"at most {MAX_INDEX_HEADS}"
         yield "index_topk", config.index_topk <= MAX_INDEX_TOPK, f"at most {MAX_INDEX_TOPK}"

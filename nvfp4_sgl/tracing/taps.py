@@ -108,7 +108,7 @@ def named_parts(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, operand_values(output)
         case Columns() | Prepared():
             for field in fields(output):
-                # Made here or by ``prepare``, which hands them on, by the number of tokens.
+                # Made here or by ``prepare``, which hands them on: by the target.
                 if not (isinstance(output, Columns) and field.name == "index_weights"):
                     yield from named_parts(f"{name}.{field.name}", getattr(output, field.name))
         case None:

@@ -84,7 +84,7 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
             assert len(launches) <= most, f"{kind.name}: {Counter(launch.name for launch in launches)}"
 
 
-def test_a_layout_for_a_million_tokens_tiles_attention_as_a_short_one(tmp_path: Path, monkeypatch):
+def test_a_layout_for_a_million_tokens_tiles_attention_of_few_requests_as_a_short_one(tmp_path: Path, monkeypatch):
     """Its lists of ratio-128 entries are wide, but mostly few columns count."""
     write_tiny(
         tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6, num_attention_heads=32

@@ -20,7 +20,6 @@ from tests.support.interpreted import ON_GPU
 
 CSA = 1
 TOKENS = 6
-"""So few that a GPU multiplies index weights in another boundary than the reference."""
 PROMPT = 9
 """Two ratio-4 entries, which the decode step chooses from."""
 

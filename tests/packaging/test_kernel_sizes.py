@@ -24,6 +24,7 @@ from nvfp4_sgl.triton_kernels.indexer import query, scores, topk
         ("HEAD_DIM", [kv_entry.DIM]),
         ("ROPE_DIM", [kv_entry.ROPE_DIM, compressor.ROPE_DIM, query.ROPE_DIM]),
         ("INDEX_HEAD_DIM", [index_entry.DIM]),
+        ("MIN_CSA_WINDOW", [compressor.MIN_WINDOW]),
         ("MAX_INDEX_HEADS", [scores.MAX_HEADS]),
         ("MAX_INDEX_TOPK", [topk.MAX_TOPK]),
         ("CHUNK_SCORES", [topk.CHUNK]),

@@ -182,6 +182,7 @@ def test_sizes_that_hoppers_fp8_gemms_do_not_take_are_named():
         ({"head_dim": 256}, 1, "head_dim is 256, expected 512"),
         ({"qk_rope_head_dim": 32}, 1, "qk_rope_head_dim is 32, expected 64"),
         ({"sliding_window": 192}, 1, "sliding_window is 192, expected a power of two"),
+        ({"sliding_window": 4}, 1, "sliding_window is 4, expected at least 8"),
         ({"swiglu_limit": 2.0**-11}, 1, "swiglu_limit is 0.00048828125, expected 0.000976562 to 1.15292e.18"),
         ({"rms_norm_eps": 1.5}, 1, "rms_norm_eps is 1.5, expected at most 1"),
         ({"index_head_dim": 64}, 1, "index_head_dim is 64, expected 128"),

@@ -244,7 +244,7 @@ def test_refusals(device: str):
 
 def launches() -> None:
     for cases in LAYERS.values():
-        world = World(cases, "cpu")
+        world = World(cases, "cpu", capacity=TWO_LAUNCH_MIN_TOKENS)
         world.workspace = new_workspace(256, 256, "cpu")
         decode = [world.batch([1] * tokens, [0] * tokens, [1] * tokens) for tokens in (16, 256)]
         for batch in (world.batch([1], [0], [64]), world.batch([1], [0], [TWO_LAUNCH_MIN_TOKENS]), *decode):

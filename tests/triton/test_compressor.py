@@ -222,6 +222,9 @@ def test_refusals():
         prepare_attention(None, [csa, hca], batch, FREQUENCIES)
     with pytest.raises(OperandError, match="frequencies: expected shape"):
         prepare_attention(None, [csa, index], batch, FREQUENCIES[:8])
+    with pytest.raises(OperandError, match=r"window_slots' columns: .*, found 4"):
+        narrow = replace(batch, window_slots=batch.window_slots[:, :4].contiguous())
+        prepare_attention(None, [csa, index], narrow, FREQUENCIES)
 
 
 @pytest.mark.gpu

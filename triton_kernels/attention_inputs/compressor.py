@@ -14,6 +14,7 @@ and of those that the next window overlaps, stay in SGLang's state rings. Kernel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from ..plan.batch import Batch
 from .windows import CompressionArguments, unit_limit
 
 ROPE_DIM = 64
+MIN_WINDOW = 8
+"""Least window with compressors of ratio 4: their kernel finds the state of so many tokens by the window's slots."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Compression:
             checks.require_dtype(f"compress: {name}", rows, *floats)
             checks.require_shape(f"compress: {name}", rows, (batch.tokens, width), "[T, w]")
             checks.require_rows(f"compress: {name}", rows)
+        if compressor.ratio == 4:
+            checks.require_range("compress: window_slots' columns", batch.window_slots.shape[1], MIN_WINDOW, math.inf)
         checks.require_dtype("compress: state", self.state, *floats)
         checks.require_dimensions("compress: state", self.state, 2, "[rows, 2w]")
         checks.require_shape("compress: state", self.state, (self.state.shape[0], 2 * width), "[rows, 2w]")

@@ -23,7 +23,7 @@ from ..common.overlap import prefetch_constants
 
 MAX_TOKENS = 8
 """Tokens of a pass at most: a program holds all of them, so that it reads its rows of the weight once. For more
-tokens a library's GEMM computes the weights."""
+tokens ``experts.router_logits`` computes the weights in a launch of its own, or a library's GEMM."""
 ROWS_PER_PROGRAM = tl.constexpr(1)
 """Rows of the weight, that is heads, of one program."""
 VALUES_PER_STEP = tl.constexpr(4096)

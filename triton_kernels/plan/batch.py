@@ -42,9 +42,9 @@ class Batch:
         bounds: int32 [B + 1], each request's first token, and T.
         requests: int64 [B], SGLang's slot of each request, which has the request's ratio-128 state ring.
         pages: int32 [B, columns], rows contiguous: the first full slot of each page of a request, those that this pass
-            begins included; columns beyond them are undefined.
+            begins included; columns beyond them, and rows of requests that add no token, are undefined.
         window_slots: int32 [T, window], contiguous: the slots of each token's window, its own first, -1 before position
-            0.
+            0. Compression at ratio 4 needs windows of 8 or more.
     """
 
     positions: Tensor

@@ -128,8 +128,8 @@ class Plan:
     Attributes:
         batch: what the cache kernels read; :func:`resolve` writes all of it but ``positions`` and ``requests``.
         slots: int32 [request slots, columns], rows contiguous: the full slot of each position of a request, those of
-            this pass included. The scheduler's.
-        full_to_swa: int64 [full slots], the window slot of each full slot. The scheduler's.
+            this pass included; the scheduler changes it.
+        full_to_swa: int64 [full slots], the window slot of each full slot; the scheduler changes it.
         window_write: int32 [T], the window slot of each token.
         window_lengths: int32 [T], ``min(position + 1, window)``.
         entry_slots: int32 [T, columns], the slots of the ratio-128 entries that each query sees, in order; those beyond

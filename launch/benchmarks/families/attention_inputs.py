@@ -51,8 +51,8 @@ def cases() -> Iterator[Case]:
 
 
 def _layers(plan: Plan, kind: str) -> Iterator[Case]:
-    batch = plan.batch
     """The parts of a layer alone, then whole layers."""
+    batch = plan.batch
     frequencies = inverse_frequencies(64, 160000.0).cuda()
     workspace = new_workspace(batch.tokens, batch.requests.shape[0], "cuda")
 

@@ -26,10 +26,10 @@ from nvfp4_sgl.triton_kernels.indexer.topk import select_entries
 from nvfp4_sgl.weights.source import frozen
 
 HCA_ENTRIES = 128
-"""Ratio-128 entries, those of 16,384 tokens, for which HCA's attention is tiled at most: a graph has columns for the
-longest context, but its requests are mostly short. Laid out for a million tokens rather than for 16,384, a step of 16
-requests of 1024 tokens took 5 µs longer in each HCA layer, in programs of 32 heads instead of 16 (Flash as one rank of
-two, H200, 2026-11-26)."""
+"""Ratio-128 entries, those of 16,384 tokens, for which HCA's attention is tiled at most in decode: a graph has columns
+for the longest context, but its requests are mostly short. Laid out for a million tokens rather than for 16,384, a step
+of 16 requests of 1024 tokens took 5 µs longer in each HCA layer, in programs of 32 heads instead of 16 (Flash as one
+rank of two, H200, 2026-11-26). What programs of 16 heads cost requests that are long has not been measured."""
 
 
 def packed(rows: RowStore | None) -> Entries:
@@ -199,7 +199,7 @@ class FusedAttentionCore(nn.Module):
             out=out,
             out_rows=rows,
             owners=None if plan.batch.is_decode or chooses else plan.batch.owners,
-            expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA else None,
+            expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA and plan.batch.is_decode else None,
         )
         values = None if out is None else out.view(tokens, self._groups, width)
         if rows is None and values is not None:

@@ -1,4 +1,4 @@
-"""The first GEMMs of an attention layer: the merged ones; in CSA layers that of the index weights in bf16."""
+"""The first GEMMs of an attention layer: the merged ones; and the bf16 matrix of a CSA layer's index weights."""
 
 from __future__ import annotations
 
