@@ -5,9 +5,9 @@ dependent launch, programs of the next kernel take the places that become free, 
 the graph of a decode pass of one request took 585 us rather than 655, of 64 requests 760 rather than 793 (six layers of
 a tiny model; the same bits).
 
-Every kernel begins with :func:`after_previous` and is launched with :data:`OVERLAPPED`; the compile checks of the tests
-refuse a kernel that touches memory before it. A kernel launched the ordinary way after one of these waits until that
-one has completed, as always.
+Every kernel begins with :func:`after_previous` and is launched with :data:`OVERLAPPED`; only attention is launched the
+ordinary way (``attention/sparse_attention.py`` says why). The compile checks of the tests refuse a kernel that touches
+memory before it. A kernel launched the ordinary way after one of these waits until that one has completed, as always.
 """
 
 from __future__ import annotations

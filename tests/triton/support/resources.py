@@ -29,6 +29,8 @@ SHARED_LIMIT = 227 * 1024
 """Bytes a block may have, on both."""
 READ_CONSTANTS_EARLY = {"_router_logits", "_router_logits_split"}
 """Kernels that read before they have waited for the previous kernel: nothing but weights, which none writes."""
+LAUNCHED_ORDINARILY = {"attend", "attend_block"}
+"""Kernels that begin when the previous one has ended."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,14 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
 
 
 def _require_it_waits(metadata: Any, machine_code: str) -> None:
-    """Kernels begin during the one before them; none touches memory until it has waited (ACQBULK) for its end.
+    """Kernels may begin during the one before them; none touches memory until it has waited (ACQBULK) for its end.
+
+    Those of attention are launched the ordinary way, which ``sparse_attention`` says why.
 
     But for weights that some read, which are constants; those read the rest, and they do read some, afterwards.
     """
     before, wait, after = machine_code.partition("ACQBULK")
-    if not (wait and metadata.launch_pdl):
+    if not wait or metadata.launch_pdl == (metadata.name in LAUNCHED_ORDINARILY):
         raise RuntimeError(f"{metadata.name}: expected after_previous() first, and OVERLAPPED at its launch")
     early = set(re.findall(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG)\.", before))
     if early - ({"LDG"} if metadata.name in READ_CONSTANTS_EARLY else set()):
