@@ -95,6 +95,18 @@ def test_weights_loaded_before_the_counts_are_known_are_noticed(monkeypatch: pyt
         run_layer(MODES["immediate"], gate_up=early)
 
 
+@pytest.mark.parametrize(
+    "shape", [GATE_UP.shape, GATHERING.shape, DOWN.shape, KernelShape(8), KernelShape(128)], ids=str
+)
+def test_the_next_kernel_begins_when_the_last_loads_have_been_sent_for(shape: KernelShape) -> None:
+    """Earlier its CTAs would slow these down, later nothing of its start would be hidden."""
+    ptx = compile_shape(shape).ptx
+    trigger = ptx.index("griddepcontrol.launch_dependents")
+    assert ptx.count("griddepcontrol.launch_dependents") == 1
+    loads = [found.start() for found in re.finditer(r"cp\.async\.[\w.]*shared(::cta)?\.global", ptx)]
+    assert loads and max(loads) < trigger
+
+
 PLAIN = ProductCase(KernelShape(8), tokens=8, features=16, k=192)
 WORDS = 64
 """Words of the weights that a kernel writes, as they are."""
@@ -120,7 +132,7 @@ def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dense_gemms_do_not_keep_weights_from_being_read_too_early(mode: str) -> None:
-    """A dense GEMM lets the next kernel begin before it has waited for the one before itself."""
+    """That a dense GEMM has waited for what was written before does not mean that the next kernel sees it."""
     assert run_after_a_write(MODES[mode], False).isfinite().all()
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_after_a_write(MODES[mode], True)
