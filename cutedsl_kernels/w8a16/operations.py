@@ -4,7 +4,7 @@ Each writes into ``out``, which it allocates unless given. Weights are expanded 
 then one rounding to the output dtype.
 
 Programmatic dependent launch: a GEMM loads its weights before the kernel before it has ended, and lets the next one
-begin before that. So neither that kernel nor one from which such GEMMs alone separate it may write them
+begin before its own end. So neither the kernel before nor one from which such GEMMs alone separate it may write them
 (``launcher.CudaLauncher``).
 
 Limits: K a multiple of 64; the address of every operand, every stride, and a row of outputs a multiple of 16 bytes
