@@ -3,8 +3,7 @@
 It compiles its kernels when they are first needed, some thirty of a matrix's size, for all numbers of tokens. Here it
 gets its own choice of them for the numbers that are timed, and :meth:`Humming.start` compiles these before anything is
 timed. It takes one global scale a matrix, in fp32; where a GEMM merges matrices, each with its own, its user scales the
-results. Groups are as many launches. Written for humming-kernels 0.1.12, which SGLang pins; none of its kernels has
-been timed.
+results. Groups are as many launches. Written for humming-kernels 0.1.12, which SGLang pins.
 """
 
 from __future__ import annotations
