@@ -19,7 +19,7 @@ unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp
 Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
 previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
 read the counts, which say whose weights are needed. The next kernel may begin once every CTA has sent for its last
-tile.
+tile, or has it, where tokens are gathered.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K. With tiles of 8
 tokens every other 16 of K have a sum of their own, and the two are added; with split_k the partial sums of slices of K
@@ -235,9 +235,9 @@ class W4A16Gemm(Gemm):
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
                 # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the
-                # end. Let in before the first loads, they slow these down: eight layers of Flash as a rank of two on an
-                # H200 (2026-11-26, twice by turns), us of a step of 1, 16 and 64 requests: 855, 1992 and 3896 then,
-                # 856, 1981 and 3881 so.
+                # end. Let in before the first loads instead, a step takes as long or longer: eight layers of Flash as a
+                # rank of two on an H200 (2026-11-26, twice by turns), us of a step of 1, 16 and 64 requests: 855, 1992
+                # and 3896 then, 856, 1980 and 3881 so.
                 cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit

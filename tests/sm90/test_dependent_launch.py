@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
-from tests.sm90.support.products import ExpertCase, ProductCase, compile_anew, compile_shape, span
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import CONSUMER_WARPS, KernelShape
+from tests.sm90.support.products import ExpertCase, ProductCase, compile_anew, compile_shape, run, span
 from tests.sm100.emulator import Compiled, HazardError, Options, emulated
 from tests.sm100.support.snippets import make_launch
 
@@ -21,6 +21,7 @@ GATE_UP = ExpertCase(KernelShape(8, gated=True, grouped=True), (3, 0, 8), featur
 GATHERING = replace(GATE_UP, shape=replace(GATE_UP.shape, gathers=True))
 DOWN = ExpertCase(KernelShape(8, grouped=True), GATE_UP.counts, features=72, k=GATE_UP.features)
 WAIT = "griddepcontrol.wait;"
+TRIGGER = "griddepcontrol.launch_dependents;"
 TOO_EARLY = r"without griddepcontrol\.wait"
 
 ROUTE = """mov.u32 %r0, %tid.x; ld.param.b64 %q0, [p0]; ld.param.b64 %q1, [p1];
@@ -96,15 +97,25 @@ def test_weights_loaded_before_the_counts_are_known_are_noticed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "shape", [GATE_UP.shape, GATHERING.shape, DOWN.shape, KernelShape(8), KernelShape(128)], ids=str
+    "shape", [GATE_UP.shape, GATHERING.shape, DOWN.shape, KernelShape(8), KernelShape(256)], ids=str
 )
-def test_the_next_kernel_begins_when_the_last_loads_have_been_sent_for(shape: KernelShape) -> None:
-    """Earlier its CTAs would slow these down, later nothing of its start would be hidden."""
+def test_the_next_kernel_begins_after_the_last_load(shape: KernelShape) -> None:
     ptx = compile_shape(shape).ptx
-    trigger = ptx.index("griddepcontrol.launch_dependents")
-    assert ptx.count("griddepcontrol.launch_dependents") == 1
     loads = [found.start() for found in re.finditer(r"cp\.async\.[\w.]*shared(::cta)?\.global", ptx)]
-    assert loads and max(loads) < trigger
+    assert loads and max(loads) < ptx.index(TRIGGER) == ptx.rindex(TRIGGER)
+
+
+@pytest.mark.parametrize("token_tile", [8, 256])
+def test_only_the_load_warp_lets_the_next_kernel_in(token_tile: int) -> None:
+    """A CTA counts from its first warp that does; beside wide tiles three warps have nothing to do."""
+    case = ProductCase(KernelShape(token_tile), tokens=8, features=16, k=192)
+    call, _ = case.build()
+    of_another_warp = f"""{{ .reg .b32 %warp; .reg .pred %other; mov.u32 %warp, %tid.x; shr.u32 %warp, %warp, 5;
+        setp.ne.u32 %other, %warp, {CONSUMER_WARPS}; @%other trap; }}"""
+    compiled = compile_shape(case.shape)
+    run(call, compiled=compiled.patched(TRIGGER, f"{TRIGGER} {of_another_warp}"))
+    with pytest.raises(HazardError, match="trap"):
+        run(call, compiled=compiled.patched(TRIGGER, of_another_warp.replace("setp.ne", "setp.eq")))
 
 
 PLAIN = ProductCase(KernelShape(8), tokens=8, features=16, k=192)
@@ -132,7 +143,7 @@ def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dense_gemms_do_not_keep_weights_from_being_read_too_early(mode: str) -> None:
-    """That a dense GEMM has waited for what was written before does not mean that the next kernel sees it."""
+    """A dense GEMM may let the next kernel begin before it has waited itself: a CTA without a tile does not wait."""
     assert run_after_a_write(MODES[mode], False).isfinite().all()
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_after_a_write(MODES[mode], True)

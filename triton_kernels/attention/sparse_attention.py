@@ -259,11 +259,12 @@ def _tiling_constants(tiling: Tiling) -> dict[str, Any]:
     """Constants and launch options that follow from the tiling alone, for either kernel.
 
     The launch is an ordinary one, not ``OVERLAPPED`` like those of all other kernels. Placed while the kernel before
-    still runs, programs of attention gather on the multiprocessors that become free first, and behind a selection all
-    of them mostly wait some 4 us more for each load that depends on another (shown by stamps of the global timer; why
-    is not known). The gap of an ordinary launch costs less: eight layers of Flash as a rank of two on an H200
+    still runs, programs of attention gather on the multiprocessors that become free first. Behind a selection, under
+    long layouts often, all of them stand still for 4 us twice (shown by stamps of the global timer; why is not known).
+    The gap of an ordinary launch costs less. Measured for eight layers of Flash as a rank of two on an H200
     (2026-11-26, twice by turns), us of a step of 1, 16 and 64 requests: 877, 2003 and 3914 overlapped, 855, 1992 and
-    3896 so; laid out for a million tokens 897, 2012 and 3938 overlapped, 857, 1996 and 3917 so.
+    3896 so; laid out for a million tokens, of 1 and 16, 897 and 2012 overlapped, 857 and 1996 so, and nothing gained
+    at 64. On Blackwell it has not been measured.
     """
     constants: dict[str, Any] = {"HEADS": tiling.heads, "KEYS": tiling.keys, "STAGES": tiling.stages}
     constants |= {"LOGITS_IN_BRANCH": tiling.apart, "PIECES": tiling.pieces}

@@ -20,7 +20,8 @@ import triton.language as tl
 from .rounding import INTERPRETED
 
 OVERLAPPED: dict[str, Any] = {} if INTERPRETED.value else {"launch_pdl": True}
-"""Launch option of the kernels that begin with :func:`after_previous`, and of no others; empty in the interpreter."""
+"""Launch option of the kernels that begin with :func:`after_previous`, but attention's, and of no others; empty in the
+interpreter."""
 
 
 @triton.jit

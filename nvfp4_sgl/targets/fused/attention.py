@@ -30,7 +30,7 @@ HCA_ENTRIES = 128
 for the longest context, but its requests are mostly short. In columns for a million tokens, us of a graph of one launch
 of 32 heads, in programs of 16 heads against 32 as for full columns: 16 requests with 8 entries 14.2 against 16.6, 512
 21.1 against 25.3, 2048 39 against 37, 8192 106 against 83; 64 with 8 entries 20.4 against 23.3, 128 24.5 against 25.2,
-512 42 against 38, 8192 370 against 259 (H200, 2026-11-26; an empty graph takes 3.4)."""
+512 42 against 38, 8192 370 against 259 (H200, 2026-11-26; L2 flushed before each; one addition takes 3.4)."""
 
 
 def packed(rows: RowStore | None) -> Entries:

@@ -30,7 +30,7 @@ SHARED_LIMIT = 227 * 1024
 READ_CONSTANTS_EARLY = {"_router_logits", "_router_logits_split"}
 """Kernels that read before they have waited for the previous kernel: nothing but weights, which none writes."""
 LAUNCHED_ORDINARILY = {"attend", "attend_block"}
-"""Kernels that begin when the previous one has ended."""
+"""Kernels that begin when the previous one has ended; ``sparse_attention`` says why."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
 def _require_it_waits(metadata: Any, machine_code: str) -> None:
     """Kernels may begin during the one before them; none touches memory until it has waited (ACQBULK) for its end.
 
-    Those of attention are launched the ordinary way, which ``sparse_attention`` says why.
-
     But for weights that some read, which are constants; those read the rest, and they do read some, afterwards.
     """
     before, wait, after = machine_code.partition("ACQBULK")
-    if not wait or metadata.launch_pdl == (metadata.name in LAUNCHED_ORDINARILY):
-        raise RuntimeError(f"{metadata.name}: expected after_previous() first, and OVERLAPPED at its launch")
+    overlapped = metadata.name not in LAUNCHED_ORDINARILY
+    if not (wait and metadata.launch_pdl == overlapped):
+        how = "" if overlapped else "no "
+        raise RuntimeError(f"{metadata.name}: expected after_previous() first, and {how}OVERLAPPED at its launch")
     early = set(re.findall(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG)\.", before))
     if early - ({"LDG"} if metadata.name in READ_CONSTANTS_EARLY else set()):
         raise RuntimeError(f"{metadata.name}: {sorted(early)} before it waits for the previous kernel")
