@@ -139,9 +139,9 @@ def choose_tiling(
     17.5, of 64 with 128 18.7 against 14.2.
 
     So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split: 32 heads of 64
-    queries with 136 keys 12.6 against 15.2 in programs of 32 (2026-11-25); with 384 keys 25.9 against 23.0. With columns
-    for a million tokens, of which 128 are expected, keys are split in two, and it still pays: 20.4 us against 23.3
-    with 136 keys, 24.5 against 25.2 with 256 (2026-11-26, a graph's launch included). On Blackwell not measured.
+    queries with 136 keys 12.6 against 15.2 in programs of 32 (2026-11-25); with 384 keys 25.9 against 23.0. With
+    columns for a million tokens, of which 128 are expected, keys are split in two, and it still pays: 20.4 us against
+    23.3 with 136 keys, 24.5 against 25.2 with 256 (2026-11-26, a graph's launch included). On Blackwell not measured.
 
     Programs of one or two tiles have nothing to fetch two tiles ahead; if there are few of them, they begin sooner with
     three stages: 13.5 us against 14.2 for 64 heads of 64 queries with 128 keys. For 256 queries, more programs than
