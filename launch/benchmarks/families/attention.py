@@ -18,6 +18,7 @@ from benchmarks.peers import compared, foreign, installed
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_partials, new_semaphores, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
+from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entries
 
 from . import Case, Peer
@@ -28,7 +29,10 @@ GROUP_HEADS = 8
 HEADS_AND_TOPK = {"flash": (64, 512), "flash-tp8": (8, 512), "pro": (128, 1024)}
 LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192, 2)}
 """Compressed entries per query (``None``: the model's top-k) and their page size."""
-QUERIES = (1, 8, 64, 256, 8192)
+PROMPT = 8192
+QUERIES = (1, 8, 64, 256, PROMPT)
+LEAST_ENTRIES, MOST_ENTRIES = 4096, 1 << 20
+"""Entries of a pool."""
 SCALE = 512**-0.5
 EPS = 1e-6
 
@@ -141,14 +145,15 @@ def _prefill(q: Tensor, rows: Tensor, slots: Tensor, sink: Tensor, out: Tensor) 
 
 def cases() -> Iterator[Case]:
     """Bytes: every listed entry once per query, q and o; entries that queries share may come from the cache."""
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    processors = chip.processors(torch.device("cuda"))
     for model, (heads, topk) in HEADS_AND_TOPK.items():
         for layer, (columns, page_size) in LAYERS.items():
             width = topk if columns is None else columns
             for queries in QUERIES:
                 if queries * width > 8192 * 1024:
                     continue
-                in_window, in_extra = max(queries * WINDOW, 4096), min(max(queries * width, 4096), 1 << 20)
+                in_window = max(queries * WINDOW, LEAST_ENTRIES)
+                in_extra = min(max(queries * width, LEAST_ENTRIES), MOST_ENTRIES)
                 window, extra = _pool(in_window, WINDOW_PAGE), _pool(in_extra, page_size) if width else None
                 window_slots = _lists(queries, WINDOW, in_window)
                 extra_slots = _lists(queries, width, in_extra) if width else None
@@ -197,9 +202,9 @@ def cases() -> Iterator[Case]:
 
 def _prefill_of_rows(model: str, heads: int, width: int) -> Case:
     """Rows of bf16 in one pool, one list a query: the job of FlashMLA's prefill."""
-    queries, count = 8192, 1 << 20
-    rows = torch.randn(count, 512, device="cuda", dtype=torch.bfloat16)
-    slots = _lists(queries, width, count)
+    queries = PROMPT
+    rows = torch.randn(MOST_ENTRIES, 512, device="cuda", dtype=torch.bfloat16)
+    slots = _lists(queries, width, MOST_ENTRIES)
     q = torch.randn(queries, heads, 512, device="cuda", dtype=torch.bfloat16)
     sink, out = torch.randn(heads, device="cuda"), torch.empty_like(q)
     entries = Entries(rows.view(-1, WINDOW_PAGE * 512), WINDOW_PAGE)
