@@ -222,8 +222,10 @@ that rounds to the other side may move an FP4 code by a quarter of its value; {E
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="both unless given")
+    parser = argparse.ArgumentParser(prog="launch/check_true_width", description=__doc__)
+    parser.add_argument(
+        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help=f"of {', '.join(MODELS)}; both unless given"
+    )
     parser.add_argument("--torch-gemms", action="store_true", help="compute GEMMs in torch")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()

@@ -6,6 +6,7 @@ committed files against what this module draws.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -163,6 +164,7 @@ def draw(chart: Chart) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="charts", description=(__doc__ or "").splitlines()[0]).parse_args()
     PICTURES.mkdir(exist_ok=True)
     for name, chart in CHARTS.items():
         (PICTURES / f"{name}.svg").write_text(draw(chart()), encoding="utf-8")

@@ -26,8 +26,10 @@ LOADED_TP_SIZE = 8
 
 def main() -> int:
     """Write the source if it is not there; convert it, check the result, load it; print a table."""
-    parser = argparse.ArgumentParser(description="Measure nvfp4-sgl convert on tensors of Flash's shapes.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write, 20 GB by default")
+    parser = argparse.ArgumentParser(
+        prog="launch/bench_convert", description="Measure nvfp4-sgl convert on tensors of Flash's shapes."
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; two layers are 9.25 GB")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
     parser.epilog = "What follows -- goes to nvfp4-sgl convert."
     given = [*sys.argv[1:], "--"]

@@ -1,6 +1,6 @@
-"""The benchmark behind launch/bench_full: Flash at full size with dummy weights, ours and stock SGLang's, one after the
-other on the same GPUs, with the same flags and client.
+"""Times Flash at full size with dummy weights: ours, then stock SGLang, on the same GPUs.
 
+Both have the same flags and client.
 Ours serves every matrix in NVFP4, stock what SGLang recommends on Hopper at low latency: FP8 and MXFP4 through Marlin.
 Both route uniformly: the routers of dummy weights would send 64 tokens to 9 of 256 experts. Client: SGLang's own.
 """
