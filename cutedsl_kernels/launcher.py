@@ -54,8 +54,8 @@ class CudaLauncher:
         programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they write nothing
             and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So
             between a launch that writes weights and the GEMM that reads them there must be an ordinary one, or one that
-            waits before it lets the next begin: Triton's kernels and GEMMs over experts do. A dense GEMM need not: on
-            SM100 it does not, on Hopper a CTA without a tile does not.
+            waits before it lets the next begin: Triton's kernels and GEMMs over experts do. Of dense GEMMs those of
+            Hopper happen to, SM100's do not: nothing may rely on it.
     """
 
     def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = True) -> None:

@@ -3,9 +3,9 @@
 Each writes into ``out``, which it allocates unless given. Weights are expanded to bf16, which is exact; sums are fp32;
 then one rounding to the output dtype.
 
-Programmatic dependent launch: a GEMM loads its weights before the kernel before it has ended, and may let the next one
-begin before that, too: a CTA without a tile does not wait. So neither that kernel nor one from which such GEMMs alone
-separate it may write them (``launcher.CudaLauncher``).
+Programmatic dependent launch: a GEMM loads its weights before the kernel before it has ended. So neither that kernel
+nor one from which such GEMMs alone separate it may write them: nothing may rely on how these wait
+(``launcher.CudaLauncher``).
 
 Limits: K a multiple of 64; the address of every operand, every stride, and a row of outputs a multiple of 16 bytes
 (features in multiples of 8 for bf16, 4 for fp32).

@@ -143,7 +143,7 @@ def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dense_gemms_do_not_keep_weights_from_being_read_too_early(mode: str) -> None:
-    """A dense GEMM may let the next kernel begin before it has waited itself: a CTA without a tile does not wait."""
+    """The next kernel reads weights before it waits, and may not rely on the GEMM before it having done so."""
     assert run_after_a_write(MODES[mode], False).isfinite().all()
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_after_a_write(MODES[mode], True)

@@ -1,4 +1,4 @@
-"""Every case of ``launch/bench_kernels`` at a small size: it is built, runs, and agrees with its peers in torch."""
+"""Every case of ``launch/bench_kernels`` at a small size is built and runs; where torch is a peer, it agrees."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192
 PROMPT = 8192
 QUERIES = (1, 8, 64, 256, PROMPT)
 LEAST_ENTRIES, MOST_ENTRIES = 4096, 1 << 20
-"""Entries of a pool."""
+"""Entries of a pool, at least and at most."""
 SCALE = 512**-0.5
 EPS = 1e-6
 
