@@ -1,8 +1,8 @@
 """The one ASGI middleware in front of SGLang's HTTP application, for servers of our model only.
 
-It refuses paths and bodies by :mod:`nvfp4_sgl.serving.endpoints`, answers 503 to new requests while the server drains,
-and gives a stream that begins with an error the status of that error: SGLang has sent status 200 before it knows. Only
-CORS stands in front of it, so that a browser may read what it says.
+It refuses paths and bodies by :mod:`nvfp4_sgl.serving.endpoints` and :mod:`nvfp4_sgl.serving.fields`, answers 503 to
+new requests while the server drains, and gives a stream that begins with an error the status of that error: SGLang has
+sent status 200 before it knows. Only CORS stands in front of it, so that a browser may read what it says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_body,
     refuse_path,
 )
+from nvfp4_sgl.serving.fields.bodies import body_fault
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 
@@ -83,6 +84,8 @@ class Guard:
                 if body is None:
                     return  # the client has hung up
                 refusal = refuse_body(body)
+                if refusal is None and (fault := body_fault(path, body)) is not None:
+                    refusal = Refusal(400, fault)
                 receive, send = replayed(body, receive), StreamStatus(send)
         if refusal is not None:
             await answer(send, refusal)

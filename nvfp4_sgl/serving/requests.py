@@ -16,15 +16,14 @@ from typing import Any
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
 from nvfp4_sgl.serving.endpoints import is_deeper
-
-MAX_TOP_K = 2**30
-"""SGLang's own value for the whole vocabulary; it keeps top-k in int32."""
-
-LARGEST = 1e30
-"""Largest logit bias, and inverse of the smallest repetition penalty.
-
-Divided by the lowest temperature that is not greedy (1e-6), a logit that large still is an fp32 number.
-"""
+from nvfp4_sgl.serving.fields.limits import (
+    LARGEST,
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
+    MAX_TOP_K,
+)
 
 EMBEDDINGS = ("input_embeds", "positional_embed_overrides")
 """Fields of a request that replace token ids, by which the first layers route."""
@@ -47,12 +46,6 @@ NOT_OFFERED = (
 )
 """Fields of a request that select what is not implemented, or that only SGLang's own processes set."""
 
-MAX_CHOICES = 128
-"""Bound on ``n``, OpenAI's: SGLang keeps the state of every choice, and each has its own copy of the prompt."""
-
-MAX_SEQUENCES = 4096
-"""Bound on prompts times ``n`` of one request."""
-
 MAX_GRAMMAR_CHARACTERS = 2**16
 """Bound on the text of a schema, regular expression or grammar: the slowest ones of that length compile in seconds."""
 
@@ -64,12 +57,6 @@ xgrammar has a bound of its own for regular expressions and EBNF, and takes litt
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Fields of a request that hold one."""
-
-MAX_LOGIT_BIASES = 1024
-"""Bound on tokens with a bias; SGLang writes them one by one whenever the batch changes."""
-
-MAX_STOP_CHARACTERS = 4096
-"""Bound on the stop strings of a request together; the end of the answer is searched for them at every token."""
 
 RESERVED_TOKENS = 4
 """What SGLang's bound on prompts, which they must stay below, lacks to the longest sequence of prompt and answer."""

@@ -143,10 +143,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 def test_a_body_is_not_read_without_the_key() -> None:
     guard = Guard(echo, Access(api_key="secret"), lambda: False)
     for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-        sent, unread = ask(guard, "/generate", b'{"a"', b": 1}", **header)
+        sent, unread = ask(guard, "/generate", b'{"text"', b': "x"}', **header)
         assert sent[0]["status"] == 401 and unread == ["http.request", "http.request", "http.disconnect"]
-    sent, _ = ask(guard, "/generate", b'{"a"', b": 1}", authorization="Bearer secret")
-    assert sent[0]["status"] == 200 and sent[1]["body"] == b'{"a": 1}'
+    sent, _ = ask(guard, "/generate", b'{"text"', b': "x"}', authorization="Bearer secret")
+    assert sent[0]["status"] == 200 and sent[1]["body"] == b'{"text": "x"}'
 
 
 def test_the_free_call_is_not_spent_by_strangers() -> None:
@@ -185,8 +185,8 @@ def stream_of(*chunks: bytes) -> Any:
 
 
 def test_body_arrives_whole_and_a_disconnect_after_it() -> None:
-    sent, left = ask(Guard(echo, OPEN, lambda: False), "/generate", b'{"a"', b": 1}")
-    assert sent[0]["status"] == 200 and sent[1]["body"] == b'{"a": 1}' and left == ["http.disconnect"]
+    sent, left = ask(Guard(echo, OPEN, lambda: False), "/generate", b'{"text"', b': "x"}')
+    assert sent[0]["status"] == 200 and sent[1]["body"] == b'{"text": "x"}' and left == ["http.disconnect"]
 
 
 def test_body_that_is_too_long_is_not_read_to_its_end() -> None:

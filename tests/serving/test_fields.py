@@ -1,0 +1,97 @@
+"""The table of request fields: it knows every field of SGLang's classes, and its samples are what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nvfp4_sgl.serving.fields import checks
+from nvfp4_sgl.serving.fields import field as fields
+from nvfp4_sgl.serving.fields.bodies import BODIES, body_fault
+from nvfp4_sgl.serving.fields.field import Field, Table, Verdict, object_fault
+from nvfp4_sgl.serving.fields.generate import GENERATE, SAMPLING_PARAMS
+
+CLASSES: dict[str, Table] = {
+    "sglang.srt.managers.io_struct:GenerateReqInput": GENERATE,
+    "sglang.srt.sampling.sampling_params:SamplingParams": SAMPLING_PARAMS,
+}
+"""SGLang's classes, each with the table of its fields."""
+
+TABLES: dict[str, Table] = {**BODIES, "sampling_params": SAMPLING_PARAMS}
+
+RECORDS = [(f"{where} {name}", field) for where, table in TABLES.items() for name, field in table.items()]
+
+
+def field_names(path: str) -> set[str]:
+    """Names that a client of the HTTP path may send for a dataclass, pydantic model or msgspec structure."""
+    from pkgutil import resolve_name
+
+    cls = resolve_name(path)
+    if dataclasses.is_dataclass(cls):
+        return {one.name for one in dataclasses.fields(cls)}
+    if hasattr(cls, "model_fields"):
+        return set(cls.model_fields)
+    return set(cls.__struct_fields__)
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_every_field_of_sglang_has_its_verdict(path: str) -> None:
+    known, listed = field_names(path), set(CLASSES[path])
+    assert not known - listed, "fields of SGLang without a verdict"
+    assert not listed - known, "fields that SGLang does not have"
+
+
+@pytest.mark.parametrize(("name", "field"), RECORDS, ids=[name for name, _ in RECORDS])
+def test_samples(name: str, field: Field) -> None:
+    """Values inside are taken, values outside are refused by name with what was found."""
+    where = name.split()[-1]
+    if field.null:
+        assert field.fault(where, None) is None
+    if field.check is None:
+        assert field.verdict is Verdict.REFUSED and where in (field.fault(where, "x") or "")
+        return
+    for value in field.check.inside:
+        if field.is_offered or field.verdict is not Verdict.OFFERED:
+            assert field.fault(where, value) is None, value
+        else:
+            assert field.why in (field.fault(where, value) or "")
+    for value in field.check.outside:
+        assert (field.fault(where, value) or "").startswith(where), value
+
+
+def test_reasons() -> None:
+    for name, field in RECORDS:
+        assert bool(field.why) == (field.verdict is not Verdict.OFFERED or field.mode is not None), name
+
+
+def test_a_mode_offers_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = SAMPLING_PARAMS["sampling_seed"]
+    assert "not honoured" in (seed.fault("sampling_seed", 5) or "")
+    monkeypatch.setattr(fields, "MODES", {"seeds"})
+    assert seed.fault("sampling_seed", 5) is None and seed.fault("sampling_seed", 2**63) is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (b'{"text": "x", "sampling_params": {"temperature": NaN}}', "found NaN"),
+        (b'{"text": "x", "sampling_params": {"logit_bias": {"3": -Infinity}}}', "found -Infinity"),
+        (b'{"text": "x", "txet": 1}', "txet: unknown field"),
+        (b'{"text": "x", "sampling_params": [{}, {"top_q": 1}]}', "sampling_params[1].top_q: unknown field"),
+        (b'{"text": "x", "sampling_params": {"top_k": true}}', "sampling_params"),
+        (b'{"input_ids": [1, 2, true]}', "input_ids: token id True at 2"),
+        (b'{"input_ids": [1' + b"0" * 5000 + b"]}", "body: expected JSON"),
+        (b'{"input_ids": [-1]}', "input_ids: token id -1"),
+        (b'{"text": "x",', "body: expected JSON"),
+    ],
+)
+def test_bodies(body: bytes, part: str) -> None:
+    assert part in (body_fault("/generate", body) or "")
+
+
+def test_a_body_without_a_required_field() -> None:
+    table = {"text": fields.offered(checks.text(), required=True)}
+    assert object_fault(table, {}) == "text: missing; expected a string"
+    assert "text: found None" in (object_fault(table, {"text": None}) or "")
+    assert object_fault(table, {"text": "x"}) is None
