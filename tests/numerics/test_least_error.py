@@ -75,6 +75,40 @@ def test_it_is_worth_it() -> None:
     assert 0.80 < ours / by_maximum < 0.90
 
 
+@pytest.mark.parametrize("power", [-80, 80])
+def test_powers_of_two_change_nothing(power: int) -> None:
+    """Of weights and global scale alike: squared errors neither vanish nor overflow."""
+    w = weights("outliers", 33, 96)
+    g = w.abs().amax() / 2688
+    plain, scaled = quantize_weight_least_error(w, g), quantize_weight_least_error(w * 2.0**power, g * 2.0**power)
+    assert torch.equal(scaled.packed, plain.packed)
+    assert torch.equal(scaled.block_scale.view(torch.uint8), plain.block_scale.view(torch.uint8))
+
+
+def test_the_farthest_scales_are_chosen_where_they_are_best() -> None:
+    """Blocks on the grid of a scale up to six codes above or three below the one that their largest value asks for."""
+    generator = torch.Generator().manual_seed(5)
+    grid = torch.tensor([[0.5, 1.0, 1.5, 2.0, 3.0, 4.0], [1.5, 1.5, 3.0, 3.0, 4.0, 4.0]]).repeat_interleave(2000, 0)
+    offsets = torch.arange(4000) % 10 - 3
+    w = grid.gather(1, torch.randint(6, (4000, 16), generator=generator)) * (1 + (offsets % 8) / 8)[:, None]
+    w *= 2.0 ** (offsets // 8)[:, None]
+    w[:, 5] = 5.82 + 0.55 * torch.rand(4000, generator=generator)
+    g = torch.tensor(1.0)
+    found = quantize_weight_least_error(w, g)
+    first = quantize_weight(w, g).block_scale.view(torch.uint8).numpy().astype(int)
+    by_offset = []
+    for offset in range(-3, 7):
+        scale = (first + offset).astype(np.uint8)
+        packed, _ = numpy_nvfp4.encode(w.numpy(), scale, g.numpy())
+        by_offset.append(
+            errors(NvFp4Tensor(torch.from_numpy(packed), torch.from_numpy(scale).view(torch.float8_e4m3fn), g), w)
+        )
+    best = np.stack(by_offset)
+    chosen = found.block_scale.view(torch.uint8).numpy().astype(int) - first
+    assert {-3, 6} <= set(chosen.flatten().tolist())
+    assert np.all(errors(found, w) <= best.min(0) * (1 + 2**-15))
+
+
 def test_codes_are_those_of_the_scales() -> None:
     w = weights("outliers", 33, 96)
     found = quantize_weight_least_error(w, w.abs().amax() / 2688)

@@ -80,13 +80,26 @@ def test_equals_the_reference(name: str, device: str):
         assert bool((row[held:] == -77).all()), "written beyond a request's pages, or of one that adds nothing"
 
 
-def test_every_page_of_a_long_request_is_copied(device: str):
-    """More pages than a program resolves at once."""
+def test_every_page_and_entry_of_a_long_request(device: str):
+    """More pages, and more ratio-128 entries, than a program resolves at once: the first entries are kept."""
     end = 256 * 1030 + 1
     batch = sequences([end - 1, 10], [end, 11])
     found = device_plan(batch, device, longest=end, decode=True)
     assert torch.equal(found.batch.pages[0, :1031].cpu().long(), batch.full_slots[0, :end:256])
     assert bool((found.batch.pages[0, 1031:] == -77).all())
+    entries = batch.full_slots[0, 127 : end - 1 : 128] // 128  # an entry has the slot of its last token
+    assert len(entries) == 2060 and found.entry_lengths.tolist() == [2060, 0]
+    assert torch.equal(found.entry_slots[0, :2060].cpu().long(), entries)
+    assert bool((found.entry_slots[0, 2060:] == -77).all()) and bool((found.entry_slots[1] == -77).all())
+
+
+def test_no_page_beyond_the_plan_is_written(device: str):
+    """A request that is longer than the plan was laid out for: the next request's pages stay its own."""
+    batch = sequences([256 * 20, 10], [256 * 20 + 1, 11])
+    found = device_plan(batch, device, longest=256 * 16, decode=True)
+    assert found.batch.pages.shape[1] == 16
+    assert torch.equal(found.batch.pages[0].cpu().long(), batch.full_slots[0, : 256 * 16 : 256])
+    assert int(found.batch.pages[1, 0]) == int(batch.full_slots[1, 0]) and bool((found.batch.pages[1, 1:] == -77).all())
 
 
 def test_nothing_else_depends_on_the_tables(device: str):

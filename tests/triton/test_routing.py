@@ -158,7 +158,8 @@ def test_hash(tokens: int, topk: int, shared: bool, ids: torch.dtype, device: st
 
 
 def test_an_unknown_token_is_not_routed(device: str) -> None:
-    table = torch.tensor([[0, 1], [1, 9]], device=device)
+    """Token 2 is the first behind the table, where memory holds a row of valid experts; −1 has one before it."""
+    table = torch.tensor([[3, 2], [0, 1], [1, 9], [2, 3]], device=device)[1:3]
     logits, ids = torch.zeros(3, 4, device=device), torch.tensor([2, 1, -1], device=device)
     out = by_table(logits, table, ids, groups=10)
     assert out.experts.tolist() == [[-1, -1], [1, -1], [-1, -1]]

@@ -29,11 +29,12 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, device: str):
 
 
 def test_nan_stays_nan(device: str):
-    gate_up = torch.zeros(2, 256, device=device)
+    """In the gate alone, in the up alone, the other being an ordinary number; and in both."""
+    gate_up = torch.full((2, 256), 0.5, device=device)
     gate_up[0, 3], gate_up[1, 130] = torch.nan, torch.nan
-    gate_up[1, 2] = 1.0
+    gate_up[0, [7, 135]] = torch.nan
     found = swiglu(gate_up, LIMIT, torch.zeros(2, 128, device=device))
-    assert found.isnan().nonzero().tolist() == [[0, 3], [1, 2]]
+    assert found.isnan().nonzero().tolist() == [[0, 3], [0, 7], [1, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

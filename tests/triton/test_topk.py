@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,12 @@ def best(scores: Tensor, entries: Tensor, topk: int) -> list[int]:
 
 
 def choose(
-    made: Pass, scores: Tensor, topk: int, *, first: int = 0, candidates: Candidates | None = None
+    made: Pass, scores: Tensor, topk: int, *, first: int = 0, candidates: Candidates | None = None, poison: int = -77
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel makes of the scores; columns that a token does not see are poisoned here."""
+    """What the kernel makes of the scores; columns that a token does not see are poisoned here.
+
+    poison: what stands in ``candidates`` beforehand.
+    """
     device = made.batch.positions.device
     visible = made.plan.csa_visible[first : first + len(scores)]
     poisoned = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], torch.nan)
@@ -46,15 +50,17 @@ def choose(
     lengths = torch.full((len(scores),), -77, dtype=torch.int32, device=device)
     given = poisoned.to(device)
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
-    candidates.nominated.fill_(-77)
+    candidates.nominated.fill_(poison)
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
     assert not candidates.semaphores.any()
     assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
     return slots.cpu(), lengths.cpu()
 
 
-def check(made: Pass, scores: Tensor, topk: int, *, first: int = 0, candidates: Candidates | None = None) -> None:
-    slots, lengths = choose(made, scores, topk, first=first, candidates=candidates)
+def check(made: Pass, scores: Tensor, topk: int, **options: Any) -> None:
+    """Compare with the best by sorting; ``options`` are those of :func:`choose`."""
+    slots, lengths = choose(made, scores, topk, **options)
+    first = options.get("first", 0)
     owners = made.batch.owners.cpu()
     for row in range(len(scores)):
         visible = int(made.plan.csa_visible[first + row])
@@ -119,6 +125,16 @@ def test_rows_at_the_borders_of_small_chunks(order: str, monkeypatch: pytest.Mon
             scores = scores.mul(3).round()
         check(made, scores, topk, candidates=candidates)
     assert not candidates.semaphores.any()
+
+
+def test_a_last_chunk_of_few_scores_nominates_no_more(monkeypatch: pytest.MonkeyPatch, device: str):
+    """What an earlier launch left behind a short chunk's nominations is better than any score, and is no candidate."""
+    chunk, topk = 256, 40
+    monkeypatch.setattr(topk_module, "CHUNK", chunk)
+    visible = [chunk + 1, chunk + topk - 1, 3 * chunk + 7]
+    made, scores = new_pass(at_sight(visible), device), random_scores(3, 4 * chunk)
+    candidates = new_candidates(3, 4 * chunk, topk, device)
+    check(made, scores, topk, candidates=candidates, poison=2**31 - 1)
 
 
 def test_ties_go_to_the_lower_entry(device: str):
