@@ -140,6 +140,15 @@ def test_no_expert_has_a_token(shape: KernelShape) -> None:
     assert statistics.engine_bytes["tma_load"] == statistics.engine_bytes["tma_store"] == 0
 
 
+@pytest.mark.parametrize("counts", [(1, 0, 0), (0, 8, 0, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("token_tile", [8, 16])
+def test_more_ctas_than_tiles(token_tile: int, overlap: bool, counts: tuple[int, ...]) -> None:
+    """The last experts, or all, have no token: a CTA without a tile reads nothing behind the rows."""
+    case = ExpertCase(gather(token_tile), counts, features=8, k=128, spare=0 if any(counts) else 1)
+    case.check(Options(overlap=overlap), clusters=3)
+
+
 def test_only_experts_with_tokens_are_read() -> None:
     """Their weights once; rows of whole tiles are written."""
     statistics = ExpertCase(gate_up(8), (0, 5, 0, 0, 1), features=64, k=256).check()

@@ -37,11 +37,17 @@ def best(scores: Tensor, entries: Tensor, topk: int) -> list[int]:
 
 
 def choose(
-    made: Pass, scores: Tensor, topk: int, *, first: int = 0, candidates: Candidates | None = None, poison: int = -77
+    made: Pass,
+    scores: Tensor,
+    topk: int,
+    *,
+    first: int = 0,
+    candidates: Candidates | None = None,
+    poison: tuple[int, int] = (-77, -77),
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of the scores; columns that a token does not see are poisoned here.
 
-    poison: what stands in ``candidates`` beforehand.
+    poison: keys and entries that stand in ``candidates`` beforehand.
     """
     device = made.batch.positions.device
     visible = made.plan.csa_visible[first : first + len(scores)]
@@ -50,7 +56,8 @@ def choose(
     lengths = torch.full((len(scores),), -77, dtype=torch.int32, device=device)
     given = poisoned.to(device)
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
-    candidates.nominated.fill_(poison)
+    for part, value in enumerate(poison):
+        candidates.nominated[:, :, part] = value
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
     assert not candidates.semaphores.any()
     assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
@@ -134,7 +141,7 @@ def test_a_last_chunk_of_few_scores_nominates_no_more(monkeypatch: pytest.Monkey
     visible = [chunk + 1, chunk + topk - 1, 3 * chunk + 7]
     made, scores = new_pass(at_sight(visible), device), random_scores(3, 4 * chunk)
     candidates = new_candidates(3, 4 * chunk, topk, device)
-    check(made, scores, topk, candidates=candidates, poison=2**31 - 1)
+    check(made, scores, topk, candidates=candidates, poison=(2**31 - 1, 0))
 
 
 def test_ties_go_to_the_lower_entry(device: str):
