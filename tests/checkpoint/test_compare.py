@@ -190,6 +190,27 @@ def test_bounds_apply(files: Files, capsys: Any) -> None:
             cli.main(["verify", str(files["bf16"]), "--max-rms", wrong])
 
 
+@pytest.mark.parametrize(
+    ("suffix", "change", "said"),
+    [
+        # One of 1,536 block scales halved: that block is off by half, the matrix by hardly more than before.
+        ("weight_scale", lambda d, s, data: set_byte(5, data[5] - 8)(d, s, data), "block"),
+        # A global scale 15 % too large: no block is off by 0.4, the matrix by 0.18.
+        ("weight_scale_2", lambda *stored: scaled(1.15)(*stored), "relative RMS error 0.1"),
+    ],
+)
+def test_mistakes_between_quantisation_and_the_default_thresholds(
+    suffix: str, change: Change, said: str, files: Files, tmp_path: Path, capsys: Any
+) -> None:
+    """Each is seen by one threshold alone, at its default value; an undamaged copy passes both."""
+    directory = copy_checkpoint(files["nvfp4-full"], tmp_path / "copy")
+    assert run(capsys, directory, "--against", files["bf16"])[0] == 0
+    change_tensor(directory, f"{EXPERT}.{suffix}", change)
+    status, report = run(capsys, directory, "--against", files["bf16"])
+    assert status == 1 and [tensor for _, tensor in problems(report)] == [EXPERT]
+    assert said in report["problems"][0]["message"]
+
+
 def test_chunks_do_not_matter(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, source = verify(files["nvfp4-experts"]), verify(files["bf16"])
     once = compare(ours, source, threads=1)
