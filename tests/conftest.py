@@ -9,7 +9,8 @@ import pytest
 DEFAULT_SERVER = frozenset(
     f"tests/serving/test_{name}.py"
     for name in (
-        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "examples", "logprobs"),
+        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "examples", "fields_served"),
+        "logprobs",
         "server_info",
     )
 )

@@ -58,6 +58,7 @@ def register_all() -> None:
                 "chat_sampling": requests.bound_tools,
                 "responses_sampling": requests.bound_tools,
                 "validate_in_front_end": requests.validate_in_front_end,
+                "validate_for_transport": requests.validate_for_transport,
                 "update_weights": update_request.update_weights,
                 "dispatch_update": update_request.dispatch_update,
             }
@@ -83,6 +84,7 @@ def register_scheduler() -> None:
             "internal_state": runtime_info.add_to_internal_state,
             "worker_info": requests.worker_info,
             "validate_in_scheduler": requests.validate_in_scheduler,
+            "validate_when_admitted": requests.validate_when_admitted,
             "compile_grammar": grammars.compile_grammar,
             "fill_grammar_mask": grammars.fill_mask,
             "accept_prefill_grammar": grammars.accept_prefill,

@@ -11,11 +11,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
 from nvfp4_sgl.serving.endpoints import is_deeper
+from nvfp4_sgl.serving.fields.checks import depth_of, is_int
+from nvfp4_sgl.serving.fields.field import Verdict
+from nvfp4_sgl.serving.fields.generate import GENERATE, PER_PROMPT
 from nvfp4_sgl.serving.fields.limits import (
     LARGEST,
     MAX_CHOICES,
@@ -28,23 +32,16 @@ from nvfp4_sgl.serving.fields.limits import (
 EMBEDDINGS = ("input_embeds", "positional_embed_overrides")
 """Fields of a request that replace token ids, by which the first layers route."""
 
-NOT_OFFERED = (
-    "audio_data",
-    "bootstrap_host",
-    "bootstrap_pair_key",
-    "bootstrap_port",
-    "bootstrap_room",
-    "custom_logit_processor",
-    "decode_tp_size",
-    "http_worker_ipc",
-    "image_data",
-    "lora_id",
-    "multi_item_delimiter_indices",
-    "return_indexer_topk",
-    "return_routed_experts",
-    "video_data",
+SET_BY_SGLANG = frozenset(
+    {"background", "custom_labels", "external_trace_header", "log_metrics", "lora_path", "received_time"}
+    | {"token_indices_to_pool"}
 )
-"""Fields of a request that select what is not implemented, or that only SGLang's own processes set."""
+"""Fields that clients may not send and that SGLang's own routes set; an adapter is refused by SGLang."""
+
+NOT_OFFERED = tuple(
+    name for name, field in GENERATE.items() if field.verdict is Verdict.REFUSED and name not in SET_BY_SGLANG
+)
+"""Fields that no route may have set: they select what is not implemented."""
 
 MAX_GRAMMAR_CHARACTERS = 2**16
 """Bound on the text of a schema, regular expression or grammar: the slowest ones of that length compile in seconds."""
@@ -108,8 +105,10 @@ def normalize_request(original: Callable[..., None], request: Any) -> None:
 def request_fault(request: Any) -> str | None:
     """Why SGLang's ``GenerateReqInput``, not yet expanded, cannot be followed, or ``None``."""
     for name in NOT_OFFERED:
-        if getattr(request, name, None):
-            return f"{name}: not offered for this model; leave it out"
+        if (value := getattr(request, name, None)) and (fault := GENERATE[name].fault(name, value)) is not None:
+            return fault
+    if request.text is not None and request.input_ids is not None:
+        return "text, input_ids: found both; expected one of them"
     given = request.sampling_params
     for params in given if isinstance(given, list) else [given or {}]:
         if not isinstance(params, dict):
@@ -117,10 +116,29 @@ def request_fault(request: Any) -> str | None:
         n = params.get("n", 1)
         if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
             return f"n: found {n!r:.80}; expected 1 to {MAX_CHOICES}"
-        prompts = request.text if request.text is not None else request.input_ids
-        batched = isinstance(prompts, list) and (not prompts or not isinstance(prompts[0], int))
-        if batched and n * len(prompts) > MAX_SEQUENCES:
-            return f"prompts times n: found {n * len(prompts)}; expected {MAX_SEQUENCES} or less; send several requests"
+        count = prompt_count(request)
+        if count is not None and n * count > MAX_SEQUENCES:
+            return f"prompts times n: found {n * count}; expected {MAX_SEQUENCES} or less; send several requests"
+    return count_fault(request)
+
+
+def prompt_count(request: Any) -> int | None:
+    """How many prompts a request that is not yet expanded has; ``None`` if it is a single one, in no array."""
+    prompts = request.text if request.text is not None else request.input_ids
+    return len(prompts) if isinstance(prompts, list) and (not prompts or not isinstance(prompts[0], int)) else None
+
+
+def count_fault(request: Any) -> str | None:
+    """Why arrays of one value for each prompt do not fit the prompts, or ``None``."""
+    count = prompt_count(request)
+    for name, depth in PER_PROMPT.items():
+        value: Any = getattr(request, name, None)
+        if depth_of(value) <= depth:
+            continue
+        if count is None:
+            return f"{name}: found {value!r:.80}; expected no array of them, as there is one prompt"
+        if len(value) != count:
+            return f"{name}: found {len(value)} entries; expected one for each of {count} prompts"
     return None
 
 
@@ -145,6 +163,7 @@ def validate_in_front_end(original: Callable[..., None], manager: Any, request: 
             raise ValueError(f"{given}: this model takes token ids; its first layers route by them")
         top = getattr(request, "top_logprobs_num", 0)
         message = prompt_fault(ids, top, manager.model_config.vocab_size)
+        message = message or logprob_fault(request, len(ids), manager.model_config.vocab_size)
         if message := message or length_fault(len(ids), manager):
             raise ValueError(message)
     original(manager, request, ids)
@@ -156,6 +175,44 @@ def validate_in_scheduler(original: Callable[..., str | None], request: Any, *ar
     if message is None and serves_our_model():
         message = prompt_fault(request.origin_input_ids, request.logprob.top_logprobs_num, request.vocab_size)
     return message
+
+
+def validate_when_admitted(original: Callable[..., bool], manager: Any, request: Any) -> bool:
+    """Hook around the scheduler's look at a request's grammar, the last before it waits for its turn."""
+    if serves_our_model() and request.to_finish is None:
+        parts = {name: getattr(request, name) for name in ("logprob_start_len", "token_indices_to_pool")}
+        asked = SimpleNamespace(**parts, token_ids_logprob=request.logprob.token_ids_logprob)
+        if message := logprob_fault(asked, len(request.origin_input_ids), request.vocab_size):
+            request.set_finish_with_abort(message)
+            return False
+    return original(manager, request)
+
+
+def validate_for_transport(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Hook around the message to the scheduler, which ends at one that it cannot read."""
+    message = original(*args, **kwargs)
+    if serves_our_model() and (fault := private.transport_fault(message)) is not None:
+        raise ValueError(f"the request is malformed ({fault})")
+    return message
+
+
+def logprob_fault(request: Any, tokens: int, vocab_size: int) -> str | None:
+    """Why the log-probabilities that one request asks for cannot be given, or ``None``.
+
+    Args:
+        tokens: of its prompt.
+    """
+    start = getattr(request, "logprob_start_len", None)
+    if start is not None and not (is_int(start) and -1 <= start <= tokens):
+        return f"logprob_start_len: found {start!r:.80}; expected -1 to {tokens}, the tokens of the prompt"
+    for name, bound in (("token_ids_logprob", vocab_size), ("token_indices_to_pool", tokens)):
+        given = getattr(request, name, None)
+        if not given:
+            continue
+        values = given if isinstance(given, list) else [given]
+        if not all(is_int(value) and 0 <= value < bound for value in values):
+            return f"{name}: found {given!r:.80}; expected integers from 0 to {bound - 1}"
+    return None
 
 
 def length_fault(tokens: int, manager: Any) -> str | None:
@@ -191,7 +248,12 @@ def sampling_fault(params: Any, vocab_size: int) -> str | None:
             return f"stop_token_ids: token id {token} is outside the vocabulary; expected 0 to {vocab_size - 1}"
     if params.stop_regex_strs or params.stop_regex:
         return "stop_regex: not offered, since one search may hold up every other request; use stop"
-    stops = params.stop_strs or params.stop or ()
+    given = params.stop_strs or params.stop or ()
+    stops = [given] if isinstance(given, str) else given
+    if "" in stops or params.stop == "" or params.stop_strs == "":
+        return "stop: found an empty string, which would end every answer at once; leave it out"
+    if stops and params.min_new_tokens:
+        return "min_new_tokens: does not delay stop strings, found both; use stop_token_ids, or leave one out"
     if len("".join(stops)) > MAX_STOP_CHARACTERS:
         return f"stop: found {len(''.join(stops))} characters; expected {MAX_STOP_CHARACTERS} or fewer"
     return grammar_fault(params)

@@ -17,6 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import msgspec
 import torch.distributed
 from torch import Tensor
 
@@ -142,6 +143,14 @@ HOOKS = {
     "validate_in_scheduler": Private(
         "sglang.srt.managers.scheduler.validate_input_length", "same, for requests of other front ends"
     ),
+    "validate_when_admitted": Private(
+        "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
+        "where a request's log-probabilities are settled; SGLang checks their start against the prompt's end alone",
+    ),
+    "validate_for_transport": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "sends the scheduler fields of types that it does not read, which ends it",
+    ),
     "normalize_sampling": Private(
         "sglang.srt.sampling.sampling_params.SamplingParams.normalize", "answers an invalid stop_regex with status 500"
     ),
@@ -244,7 +253,9 @@ MODULES = {
         "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
     ),
     "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
-    "io_struct": Private("sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers"),
+    "io_struct": Private(
+        "sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers; its codec"
+    ),
     "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
     "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
@@ -440,6 +451,16 @@ def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:
         for secret in secrets:
             command = command.replace(secret, REDACTED)
         server_args._launch_command = command
+
+
+def transport_fault(message: Any) -> str | None:
+    """Why the scheduler could not read ``message`` to it, or ``None``; its times are pickled when it is sent."""
+    module = importlib.import_module(MODULES["io_struct"].path)
+    try:
+        module.msgpack_decode(module.msgpack_encode(msgspec.structs.replace(message, time_stats=None)))
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def abort(request: Any, message: str) -> None:

@@ -190,6 +190,32 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "native: too many prompts": (generate(input_ids=[[30]] * 4097), "prompts times n: found 4097"),
     "native: names for one request": (generate(rid=["a", "b"]), "rid"),
     "native: top log-probabilities in a list": (generate(return_logprob=True, top_logprobs_num=[2]), "[2]"),
+    "native: start of log-probabilities below -1": (
+        generate(return_logprob=True, logprob_start_len=-2),
+        "logprob_start_len: found -2",
+    ),
+    "native: tokens to pool": (
+        generate(return_logprob=True, token_ids_logprob=[1], token_indices_to_pool=[999]),
+        "token_indices_to_pool: set by /v1/score",
+    ),
+    "native: text and ids": (generate(text="x"), "text, input_ids: found both"),
+    "native: names of too few": (generate(input_ids=[[30]] * 3, rid=["a", "b"]), "rid: found 2 entries"),
+    "native: starts of too few": (
+        generate(input_ids=[[30]] * 3, return_logprob=True, logprob_start_len=[0]),
+        "logprob_start_len: found 1 entries",
+    ),
+    "native: one bad start of two": (
+        generate(input_ids=[[30]] * 2, return_logprob=True, logprob_start_len=[0, 9]),
+        "logprob_start_len: found 9",
+    ),
+    "native: parameters of too few": (generate(input_ids=[[30]] * 3, sampling_params=[{}]), "sampling_params: found 1"),
+    "native: name of a health check": (generate(rid="HEALTH_CHECK_1"), "rid: found 'HEALTH_CHECK_1'"),
+    "native: fractional max_new_tokens": (sampling(max_new_tokens=3.0), "max_new_tokens: found 3.0"),
+    "native: parameters as if they were checked": (sampling(is_normalized=True), "is_normalized: set by SGLang"),
+    "native: empty stop string": (sampling(stop=[""]), "stop[0]: found ''"),
+    "completion: empty stop string": (completion(stop=["a", ""]), "stop"),
+    "chat: empty stop string": (chat(stop=""), "stop"),
+    "completion: min_tokens with stop": (completion(min_tokens=2, stop="a"), "min_new_tokens: does not delay stop"),
     "native: picture": (generate(image_data="x"), "image_data"),
     "native: another process's socket": (generate(http_worker_ipc="ipc://x"), "http_worker_ipc"),
     "native: longer than the pool in a stream": (

@@ -119,13 +119,75 @@ def test_sequences() -> None:
     assert fault(input_ids=[[30]] * 64, sampling_params={"n": 64}) is None
     assert "prompts times n: found 4160" in (fault(input_ids=[[30]] * 65, sampling_params={"n": 64}) or "")
     assert fault(input_ids=[30] * 100_000, sampling_params={"n": 64}) is None, "one prompt"
-    assert "4097" in (fault(text=["x"] * 4097) or "")
+    assert "4097" in (fault(text=["x"] * 4097, input_ids=None) or "")
 
 
 @pytest.mark.parametrize("name", requests.NOT_OFFERED)
 def test_fields_that_are_not_offered(name: str) -> None:
     assert name in (fault(**{name: "x"}) or "")
     assert fault(**{name: None}) is None and fault(**{name: False}) is None
+
+
+def test_counts() -> None:
+    """Arrays of one value for each prompt."""
+    assert fault(logprob_start_len=0, token_ids_logprob=[1, 2]) is None
+    assert "one prompt" in (fault(logprob_start_len=[0]) or "") and "one prompt" in (fault(rid=["a"]) or "")
+    assert fault(input_ids=[[30], [31]], logprob_start_len=[0, 1], token_ids_logprob=[[1], [2]]) is None
+    assert fault(input_ids=[[30], [31]], token_ids_logprob=[1, 2, 3]) is None, "the same for both"
+    assert "found 1 entries" in (fault(input_ids=[[30], [31]], token_ids_logprob=[[1]]) or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"logprob_start_len": -2}, "logprob_start_len: found -2; expected -1 to 3"),
+        ({"logprob_start_len": 4}, "logprob_start_len: found 4"),
+        ({"logprob_start_len": True}, "logprob_start_len: found True"),
+        ({"logprob_start_len": [0]}, "logprob_start_len: found [0]"),
+        ({"token_ids_logprob": [512]}, "token_ids_logprob: found [512]"),
+        ({"token_ids_logprob": [-1]}, "token_ids_logprob: found [-1]"),
+        ({"token_ids_logprob": [[1]]}, "token_ids_logprob: found [[1]]"),
+        ({"token_indices_to_pool": [999]}, "token_indices_to_pool: found [999]; expected integers from 0 to 2"),
+        ({"logprob_start_len": 3, "token_ids_logprob": [0, 511], "token_indices_to_pool": [0, 2]}, None),
+    ],
+)
+def test_logprobs_in_both_processes(fields: dict[str, Any], part: str | None) -> None:
+    """What the front end refuses, a scheduler refuses, too, of requests from elsewhere."""
+    front = requests.logprob_fault(SimpleNamespace(**fields), 3, 512)
+    given = {"logprob_start_len": -1, "token_indices_to_pool": None, "token_ids_logprob": None} | fields
+    logprob, refusals = SimpleNamespace(token_ids_logprob=given.pop("token_ids_logprob")), list[str]()
+    request = SimpleNamespace(
+        **given,
+        logprob=logprob,
+        to_finish=None,
+        origin_input_ids=[1, 2, 3],
+        vocab_size=512,
+        set_finish_with_abort=refusals.append,
+    )
+    waits = requests.validate_when_admitted(lambda manager, request: True, None, request)
+    if part is None:
+        assert front is None and waits and not refusals
+    else:
+        assert part in (front or "") and not waits and part in refusals[0]
+
+
+def test_stop_strings() -> None:
+    def stops(**fields: Any) -> str:
+        params = {"n": 1, "sampling_seed": None, "beam_width": None, "top_k": 1, "repetition_penalty": 1.0}
+        params |= {
+            "logit_bias": None,
+            "stop_token_ids": None,
+            "stop_regex_strs": None,
+            "stop_regex": None,
+            "stop": None,
+        }
+        params |= {"min_new_tokens": 0, "stop_strs": None, **dict.fromkeys(requests.GRAMMARS)}
+        return requests.sampling_fault(SimpleNamespace(**params | fields), 512) or ""
+
+    for empty in ({"stop_strs": [""]}, {"stop_strs": ["a", ""]}, {"stop": ""}, {"stop": ["a", ""]}, {"stop_strs": ""}):
+        assert "empty string" in stops(**empty)
+    assert not stops(stop_strs=["a"]) and not stops(min_new_tokens=2) and not stops(stop_strs=[], min_new_tokens=2)
+    assert "min_new_tokens: does not delay" in stops(stop_strs=["a"], min_new_tokens=1)
 
 
 def test_malformed_requests_are_the_clients_fault() -> None:

@@ -45,7 +45,7 @@ class Field:
     def fault(self, where: str, value: Any) -> str | None:
         """Why ``value`` is not taken, or ``None``."""
         if value is None:
-            return None if self.null else found(where, value, self.check.expected if self.check else "no such field")
+            return None if self.null else found(where, value, self.check.expected if self.check else "nothing")
         if self.is_offered or self.verdict is Verdict.NO_EFFECT:
             assert self.check is not None
             return self.check.fault(where, value)
@@ -67,18 +67,18 @@ def offered(
     return Field(Verdict.OFFERED, check, why, null and not required, mode, required)
 
 
-def without_effect(check: Check, why: str) -> Field:
+def without_effect(check: Check, why: str, *, null: bool = True) -> Field:
     """A field that clients send and that changes nothing."""
-    return Field(Verdict.NO_EFFECT, check, why)
+    return Field(Verdict.NO_EFFECT, check, why, null)
 
 
-def refused(why: str, *, harmless: Check | None = None) -> Field:
-    """A field that is refused unless it is ``null`` or ``harmless``.
+def refused(why: str, *, harmless: Check | None = None, null: bool = True) -> Field:
+    """A field that is refused unless it is ``null``, if that is taken, or ``harmless``.
 
     Args:
         why: the reason and what to do.
     """
-    return Field(Verdict.REFUSED, harmless, why)
+    return Field(Verdict.REFUSED, harmless, why, null)
 
 
 def object_fault(table: Table, value: Any, *, where: str = "") -> str | None:
@@ -100,11 +100,11 @@ def object_fault(table: Table, value: Any, *, where: str = "") -> str | None:
     return f"{prefix}{missing}: missing; expected {table[missing].check.expected}" if missing else None  # type: ignore[union-attr]
 
 
-def object_of(table: Table) -> Check:
-    """An object whose fields ``table`` knows."""
+def object_of(table: Table, *inside: Mapping[str, Any]) -> Check:
+    """An object whose fields ``table`` knows, such as those ``inside``."""
     return Check(
         "an object",
         lambda where, value: object_fault(table, value, where=where),
-        ({},),
+        inside or ({},),
         ({"no_such_field": 1}, [], "{}", 5, True),
     )

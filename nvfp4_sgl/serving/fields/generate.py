@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nvfp4_sgl.serving.fields.checks import (
     INT64,
     MAX_TOKENS,
@@ -36,7 +38,7 @@ NO_SEEDS = "not honoured by this server, since deterministic inference is not im
 
 def off() -> Field:
     """A refused switch: ``false`` is harmless."""
-    return refused(NOT_IMPLEMENTED, harmless=one_of(False))
+    return refused(NOT_IMPLEMENTED, harmless=one_of(False), null=False)
 
 
 MAX_STREAM_INTERVAL = 2**20
@@ -73,15 +75,15 @@ SAMPLING_PARAMS: Table = {
     "sampling_seed": offered(integer(-INT64 - 1, INT64), mode=SEEDS, why=NO_SEEDS),
     "custom_params": refused("read by custom logit processors, which are not offered; leave it out"),
     "watermark": refused(NOT_IMPLEMENTED),
-    "stop_strs": refused(INTERNAL),
-    "stop_regex_strs": refused(INTERNAL),
-    "stop_str_max_len": refused(INTERNAL),
-    "stop_regex_max_len": refused(INTERNAL),
-    "is_normalized": refused(INTERNAL),
-    "ebnf_full_assistant": refused(INTERNAL),
+    "stop_strs": refused(INTERNAL, null=False),
+    "stop_regex_strs": refused(INTERNAL, null=False),
+    "stop_str_max_len": refused(INTERNAL, null=False),
+    "stop_regex_max_len": refused(INTERNAL, null=False),
+    "is_normalized": refused(INTERNAL, null=False),
+    "ebnf_full_assistant": refused(INTERNAL, null=False),
 }
 
-SAMPLING = object_of(SAMPLING_PARAMS)
+SAMPLING = object_of(SAMPLING_PARAMS, {"max_new_tokens": 2})
 
 GENERATE: Table = {
     # the prompt
@@ -111,7 +113,7 @@ GENERATE: Table = {
     "sampling_logprobs_mode": refused(NOT_IMPLEMENTED),
     "return_hidden_states": off(),
     "return_routed_experts": off(),
-    "routed_experts_start_len": refused(NOT_IMPLEMENTED, harmless=one_of(0)),
+    "routed_experts_start_len": refused(NOT_IMPLEMENTED, harmless=one_of(0), null=False),
     "return_indexer_topk": off(),
     "return_entropy": off(),
     # other requests
@@ -124,14 +126,16 @@ GENERATE: Table = {
     "routing_key": without_effect(text(), "orders requests under --schedule-policy routing-key alone"),
     "routed_dp_rank": without_effect(one_of(0), "there is one data-parallel rank, 0"),
     "data_parallel_rank": without_effect(one_of(0), "there is one data-parallel rank, 0"),
-    "no_logs": without_effect(boolean(), "SGLang 0.5.23 reads it nowhere; prompts are not logged by default"),
+    "no_logs": without_effect(
+        boolean(), "SGLang 0.5.23 reads it nowhere; prompts are not logged by default", null=False
+    ),
     # pictures and sound
     "image_data": refused(NO_PICTURES),
     "video_data": refused(NO_PICTURES),
     "audio_data": refused(NO_PICTURES),
     "mm_hashes": refused(NO_PICTURES),
     "mm_content_hashes": refused(NO_PICTURES),
-    "use_audio_in_video": refused(NO_PICTURES, harmless=one_of(False)),
+    "use_audio_in_video": refused(NO_PICTURES, harmless=one_of(False), null=False),
     "video_config": refused(NO_PICTURES),
     "modalities": refused(NO_PICTURES),
     "max_dynamic_patch": refused(NO_PICTURES),
@@ -155,12 +159,24 @@ GENERATE: Table = {
     "kv_hints": refused("set by an orchestrator for caches that are not offered; leave it out"),
     # between SGLang's processes
     "http_worker_ipc": refused(INTERNAL),
-    "background": refused(INTERNAL, harmless=one_of(False)),
-    "log_metrics": refused(INTERNAL, harmless=one_of(True)),
+    "background": refused(INTERNAL, harmless=one_of(False), null=False),
+    "log_metrics": refused(INTERNAL, harmless=one_of(True), null=False),
     "custom_labels": refused(INTERNAL),
-    "return_bytes": refused(INTERNAL, harmless=one_of(False)),
+    "return_bytes": refused(INTERNAL, harmless=one_of(False), null=False),
     "external_trace_header": refused(INTERNAL),
     "received_time": refused(INTERNAL),
     "multi_item_delimiter_indices": refused(INTERNAL),
     "token_indices_to_pool": refused("set by /v1/score, from score_extraction_token; leave it out"),
 }
+
+PER_PROMPT: Mapping[str, int] = {
+    "rid": 0,
+    "sampling_params": 0,
+    "return_logprob": 0,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 0,
+    "token_ids_logprob": 1,
+    "extra_key": 0,
+    "cache_salt": 0,
+}
+"""Fields that take one value, or an array of one for each prompt; and how deep arrays of one value are."""
