@@ -109,8 +109,10 @@ class Refusal:
             self.status, "invalid_request_error" if self.status < 500 else "service_unavailable"
         )
 
-    def as_json(self) -> dict[str, object]:
-        """The body of the answer."""
+    def as_json(self, path: str = "") -> dict[str, object]:
+        """The body of the answer to a request to ``path``: Anthropic's paths have a shape of their own."""
+        if path.startswith("/v1/messages"):
+            return {"type": "error", "error": {"type": self.kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.status}}
 
 

@@ -24,7 +24,7 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_body,
     refuse_path,
 )
-from nvfp4_sgl.serving.fields.bodies import body_fault
+from nvfp4_sgl.serving.fields.bodies import checked_body
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 
@@ -84,11 +84,12 @@ class Guard:
                 if body is None:
                     return  # the client has hung up
                 refusal = refuse_body(body)
-                if refusal is None and (fault := body_fault(path, body)) is not None:
-                    refusal = Refusal(400, fault)
+                if refusal is None:
+                    fault, body = checked_body(path, body)
+                    refusal = Refusal(400, fault) if fault is not None else None
                 receive, send = replayed(body, receive), StreamStatus(send)
         if refusal is not None:
-            await answer(send, refusal)
+            await answer(send, refusal, path)
         else:
             await self._application(scope, receive, send)
 
@@ -117,9 +118,9 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def answer(send: Send, refusal: Refusal) -> None:
-    """Send ``refusal`` as JSON."""
-    body = json.dumps(refusal.as_json()).encode()
+async def answer(send: Send, refusal: Refusal, path: str = "") -> None:
+    """Send ``refusal`` of a request to ``path`` as JSON."""
+    body = json.dumps(refusal.as_json(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -178,7 +178,16 @@ HOOKS = {
         "makes a grammar of a client's tools, which is refused under another name",
     ),
     "responses_sampling": Private(
-        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params", "same, for /v1/responses"
+        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
+        "same, for /v1/responses; generates two tokens fewer than max_output_tokens",
+    ),
+    "check_response_model": Private(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model",
+        "refuses names of the model that chats take",
+    ),
+    "message_chat": Private(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
+        "has a last message of the assistant read as the user's, where Anthropic's API continues it",
     ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"

@@ -2,7 +2,7 @@
 
 Two levels divide the work:
 
-* :func:`.bodies.body_fault`, in :mod:`nvfp4_sgl.serving.guard`, sees the JSON that a client sends, before SGLang
+* :func:`.bodies.checked_body`, in :mod:`nvfp4_sgl.serving.guard`, sees the JSON that a client sends, before SGLang
   parses it. It refuses unknown names, fields that are not offered, and values of the wrong type or range. What a range
   depends on must be known without the model.
 * The hooks of :mod:`nvfp4_sgl.serving.requests` see what SGLang has made of it, from whichever path it came. They check

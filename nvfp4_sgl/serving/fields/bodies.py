@@ -1,4 +1,4 @@
-"""The table of each path that takes a body, and the one function that checks a body against it."""
+"""The table of each path that takes a body, and the one function that checks and translates a body by it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,54 @@ import json
 from collections.abc import Mapping
 from typing import NoReturn
 
+from nvfp4_sgl.serving.fields.chat import CHAT
+from nvfp4_sgl.serving.fields.completions import COMPLETION
 from nvfp4_sgl.serving.fields.field import Table, object_fault
 from nvfp4_sgl.serving.fields.generate import GENERATE
+from nvfp4_sgl.serving.fields.messages import COUNTED, MESSAGES
+from nvfp4_sgl.serving.fields.responses import RESPONSE
+from nvfp4_sgl.serving.fields.thinking import Contradiction
+from nvfp4_sgl.serving.fields.translation import TRANSLATIONS, without_idle_seed
 
 BODIES: Mapping[str, Table] = {
     "/generate": GENERATE,
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNTED,
+    "/v1/responses": RESPONSE,
 }
 """Fields of the body, by path."""
 
+SEEDED = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose bodies may have a seed, as evaluations send it with every request."""
+
 
 def body_fault(path: str, body: bytes) -> str | None:
-    """Why a body is refused, or ``None``. NaN and infinities, which Python reads, are no JSON."""
+    """Why a body is refused, or ``None``."""
+    return checked_body(path, body)[0]
+
+
+def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
+    """Why a body is refused, or ``None``; and the body for SGLang, rewritten only where it must be.
+
+    NaN and infinities, which Python reads, are no JSON.
+    """
     table = BODIES.get(path)
     if table is None:
-        return None
+        return None, body
     try:
-        parsed = json.loads(body, parse_constant=_refuse_constant)
+        given = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        return f"body: expected JSON; {error}"
-    return object_fault(table, parsed)
+        return f"body: expected JSON; {error}", body
+    parsed = without_idle_seed(given) if path in SEEDED else given
+    if (fault := object_fault(table, parsed)) is not None or path not in TRANSLATIONS:
+        return fault, body
+    try:
+        translated = TRANSLATIONS[path](parsed)
+    except Contradiction as error:
+        return str(error), body
+    return None, body if translated == given else json.dumps(translated).encode()
 
 
 def _refuse_constant(name: str) -> NoReturn:

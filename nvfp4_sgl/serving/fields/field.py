@@ -15,6 +15,7 @@ class Verdict(Enum):
 
     OFFERED = "does what it says"
     NO_EFFECT = "is checked and changes nothing"
+    TRANSLATED = "is rewritten into the word that SGLang reads"
     REFUSED = "is refused by name"
 
 
@@ -24,7 +25,8 @@ class Field:
 
     Attributes:
         check: values that are taken; of a refused field, those that ask for nothing.
-        why: of a field without effect, why that is harmless; of a refused one, the reason and what to do.
+        why: of a field without effect, why that is harmless; of a translated one, into what; of a refused one, the
+            reason and what to do.
         null: whether ``null`` is taken, as if the field were left out.
         mode: the field is offered by servers of this mode alone, and refused by others with :attr:`why`.
         required: whether the body must have it.
@@ -46,7 +48,7 @@ class Field:
         """Why ``value`` is not taken, or ``None``."""
         if value is None:
             return None if self.null else found(where, value, self.check.expected if self.check else "nothing")
-        if self.is_offered or self.verdict is Verdict.NO_EFFECT:
+        if self.is_offered or self.verdict in (Verdict.NO_EFFECT, Verdict.TRANSLATED):
             assert self.check is not None
             return self.check.fault(where, value)
         harmless = self.verdict is Verdict.REFUSED and self.check and self.check.fault(where, value) is None
@@ -70,6 +72,15 @@ def offered(
 def without_effect(check: Check, why: str, *, null: bool = True) -> Field:
     """A field that clients send and that changes nothing."""
     return Field(Verdict.NO_EFFECT, check, why, null)
+
+
+def translated(check: Check, why: str) -> Field:
+    """A field that :mod:`nvfp4_sgl.serving.fields.translation` rewrites.
+
+    Args:
+        why: into what.
+    """
+    return Field(Verdict.TRANSLATED, check, why)
 
 
 def refused(why: str, *, harmless: Check | None = None, null: bool = True) -> Field:
