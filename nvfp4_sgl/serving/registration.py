@@ -28,6 +28,7 @@ from nvfp4_sgl.serving import (
     requests,
     runtime_info,
     stages,
+    stop_sequences,
     update_request,
 )
 from nvfp4_sgl.serving import sglang_private as private
@@ -60,6 +61,9 @@ def register_all() -> None:
                 "responses_sampling": handlers.responses_sampling,
                 "check_response_model": handlers.check_response_model,
                 "message_chat": handlers.continue_last_message,
+                "message_answer": stop_sequences.convert_response,
+                "message_stream": stop_sequences.stream_message,
+                "chat_stream": stop_sequences.note_in_chat,
                 "validate_in_front_end": requests.validate_in_front_end,
                 "validate_for_transport": requests.validate_for_transport,
                 "update_weights": update_request.update_weights,

@@ -189,6 +189,17 @@ HOOKS = {
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
         "has a last message of the assistant read as the user's, where Anthropic's API continues it",
     ),
+    "message_answer": Private(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_response",
+        "says end_turn of an answer that a stop sequence ended",
+    ),
+    "message_stream": Private(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._generate_anthropic_stream", "same, in a stream"
+    ),
+    "chat_stream": Private(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+        "where the stop sequence of a message's stream is known",
+    ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -254,6 +255,24 @@ def test_answers_can_be_sent_back(server):
         said = json.loads(post(server, RESPONSE, {**response, **reasoning})[1])["output"]
         status, text = post(server, RESPONSE, {**response, **reasoning, "input": [*HELLO, *said, again]})
         assert said and status == 200, (said, text)
+
+
+def test_a_message_says_which_stop_sequence_ended_it(server):
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    words = re.findall("[A-Za-z]{3}", json.loads(post(server, MESSAGE, body)[1])["content"][0]["text"])
+    body["stop_sequences"] = ["no such text", words[-1]]
+    answer = json.loads(post(server, MESSAGE, body)[1])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", words[-1])
+    ends = [
+        event
+        for event in events(post(server, MESSAGE, {**body, "stream": True})[1])
+        if event["type"] == "message_delta"
+    ]
+    assert [end["delta"] for end in ends] == [{"stop_reason": "stop_sequence", "stop_sequence": words[-1]}]
+    assert ends[0]["usage"]["output_tokens"] == answer["usage"]["output_tokens"]
+    for stream in (False, True):
+        text = post(server, MESSAGE, {**body, "stop_sequences": ["no such text"], "stream": stream})[1]
+        assert '"stop_reason":"max_tokens"' in text and '"stop_sequence":"' not in text
 
 
 def test_a_completion_echoes_its_prompt(server):

@@ -292,5 +292,15 @@ def test_the_documented_fields() -> None:
             assert names == set(re.findall("`([a-z_]+)`", cell)), (path, verdict)
 
 
+def test_arguments_of_a_call_have_a_bound() -> None:
+    """SGLang parses them, and Python's recursion ends in status 500."""
+    where = "messages[0].tool_calls[0].function.arguments: found objects and arrays more than 120 deep"
+    for levels in (120, 121):
+        function = {"name": "f", "arguments": '{"a":' * levels + "1" + "}" * levels}
+        calling = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
+        fault, _ = checked("chat/completions", {"messages": [calling]})
+        assert (fault is None) if levels == 120 else (where in (fault or ""))
+
+
 def test_a_body_that_is_no_json() -> None:
     assert "body: expected JSON" in (body_fault("/v1/messages", b'{"model": ') or "")

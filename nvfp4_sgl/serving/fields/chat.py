@@ -31,6 +31,7 @@ from nvfp4_sgl.serving.fields.openai import (
     THINKING,
     TIERS,
     VERBOSITIES,
+    arguments,
 )
 from nvfp4_sgl.serving.fields.values import request_name
 
@@ -59,7 +60,10 @@ ASSISTANT_PARTS = {"text": TEXT_PART, "thinking": REASONING_PART, "reasoning": R
 PARTS = array_of(tagged({"text": TEXT_PART}, others=PICTURES))
 """Parts of the content of a message that is not the model's."""
 
-FUNCTION_CALL: Table = {"name": offered(text(1), required=True), "arguments": offered(either(text(), json_object()))}
+FUNCTION_CALL: Table = {
+    "name": offered(text(1), required=True),
+    "arguments": offered(arguments()),
+}
 
 TOOL_CALL: Table = {
     "id": offered(text()),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from nvfp4_sgl.serving.endpoints import MAX_BODY_DEPTH, is_deeper
 from nvfp4_sgl.serving.fields.checks import (
     INT64,
     MAX_TOKENS,
+    Check,
     array_of,
     boolean,
     either,
+    found,
     integer,
     json_object,
     one_of,
@@ -213,5 +218,20 @@ FUNCTION: Table = {
     "parameters": offered(json_object()),
     "strict": offered(boolean()),
 }
+
+
+def arguments() -> Check:
+    """Arguments of a call in the history. SGLang parses a string of them, and answers 500 if that nests deeply."""
+    expected = "a string or an object"
+
+    def fault(where: str, value: Any) -> str | None:
+        if not isinstance(value, str | dict):
+            return found(where, value, expected)
+        deep = isinstance(value, str) and is_deeper(value, MAX_BODY_DEPTH)
+        return f"{where}: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less" if deep else None
+
+    nested = "[" * (MAX_BODY_DEPTH + 1) + "]" * (MAX_BODY_DEPTH + 1)
+    return Check(expected, fault, ('{"a": 1}', "{", {"a": 1}), (nested, 5, True, []))
+
 
 NO_DEFERRED = "deferred tools are not implemented for this model; leave it out"

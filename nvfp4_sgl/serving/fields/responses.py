@@ -20,6 +20,7 @@ from nvfp4_sgl.serving.fields.openai import (
     THINKING,
     TIERS,
     VERBOSITIES,
+    arguments,
 )
 from nvfp4_sgl.serving.fields.values import request_name
 
@@ -77,7 +78,7 @@ REASONING_TEXT = array_of(
 ITEM = tagged(
     {
         "message": ITEM_MESSAGE,
-        "function_call": {**CALL, "arguments": offered(text(), required=True)},
+        "function_call": {**CALL, "arguments": offered(arguments(), required=True)},
         "function_call_output": OUTPUT,
         "custom_tool_call": {**CALL, "input": offered(text(), required=True)},
         "custom_tool_call_output": OUTPUT,
