@@ -57,7 +57,12 @@ OVERRIDABLE = ("activation_mode", CONVERT_AT_LOAD)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields.
 Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too."""
 
+PARSERS = {"reasoning_parser": "deepseek-v4", "tool_call_parser": "deepseekv4"}
+"""The output parsers that fit the encoder of our prompts. SGLang would derive ``auto`` from a chat template's text, and
+choose the encoder by the name of the tool-call parser."""
+
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    **{name: (None, "auto", parser) for name, parser in PARSERS.items()},
     "load_format": ("auto", "safetensors", DUMMY),
     "model_impl": ("auto", "sglang"),
     "page_size": (None, 256),
@@ -94,6 +99,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "grpc_mode": _OFF,
     "smg_grpc_mode": _OFF,
     "grpc_port": _OFF,
+    # other prompts than DeepSeek's encoder writes
+    "chat_template": _OFF,
+    "hf_chat_template_name": _OFF,
+    "trust_request_chat_template": _OFF,
     # code that a client sends
     "enable_custom_logit_processor": _OFF,
     # answers that are kept without bound
@@ -169,9 +178,6 @@ ROUND_ROBIN = "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"
 CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 """Environment variable: CPUs of each rank, groups separated by ``|``."""
 
-PARSERS = ("reasoning_parser", "tool_call_parser")
-"""Output parsers that SGLang derives from the architecture if they say ``auto``, as they do unless one is named."""
-
 
 def is_our_checkpoint(path: str | Path | None) -> bool:
     """Whether ``path`` is a directory whose config.json names our architecture."""
@@ -202,9 +208,8 @@ def preflight(server_args: Any) -> None:
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
-    parsers = {name: "auto" for name in PARSERS if given[name] is None}
     # The count of cached tokens is there in any case; this only lets answers say it.
-    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **parsers)
+    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **PARSERS)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

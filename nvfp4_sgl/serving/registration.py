@@ -19,6 +19,7 @@ from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
 from nvfp4_sgl.serving import (
     arguments,
+    chat_template,
     finite_logits,
     grammars,
     guard,
@@ -29,6 +30,7 @@ from nvfp4_sgl.serving import (
     runtime_info,
     stages,
     stop_sequences,
+    tool_calls,
     update_request,
 )
 from nvfp4_sgl.serving import sglang_private as private
@@ -64,6 +66,13 @@ def register_all() -> None:
                 "message_answer": stop_sequences.convert_response,
                 "message_stream": stop_sequences.stream_message,
                 "chat_stream": stop_sequences.note_in_chat,
+                "load_chat_template": chat_template.load_chat_template,
+                "init_output_parser": tool_calls.init_output_parser,
+                "output_deltas": tool_calls.output_deltas,
+                "finish_output": tool_calls.finish_output,
+                "chat_parser": tool_calls.chat_parser,
+                "responses_parser": tool_calls.responses_parser,
+                "parse_call_text": tool_calls.parse_call_text,
                 "validate_in_front_end": requests.validate_in_front_end,
                 "validate_for_transport": requests.validate_for_transport,
                 "update_weights": update_request.update_weights,

@@ -200,6 +200,33 @@ HOOKS = {
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
         "where the stop sequence of a message's stream is known",
     ),
+    "load_chat_template": Private(
+        "sglang.srt.parser.template_manager.TemplateManager.load_chat_template",
+        "derives from a template, or from the checkpoint's path, what contradicts the encoder that writes the prompts",
+    ),
+    "init_output_parser": Private(
+        "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser.__init__",
+        "reads malformed tool calls, with other arguments than the model wrote",
+    ),
+    "output_deltas": Private(
+        "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser._deltas", "where calls are read instead"
+    ),
+    "finish_output": Private(
+        "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser.finish", "same, at the answer's end"
+    ),
+    "chat_parser": Private(
+        "sglang.srt.entrypoints.openai.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter._new_output_parser",
+        "reads calls of functions that the request does not declare",
+    ),
+    "responses_parser": Private(
+        "sglang.srt.entrypoints.openai.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter._new_responses_parser",
+        "same, for /v1/responses",
+    ),
+    "parse_call_text": Private(
+        "sglang.srt.entrypoints.openai.serving_deepseek_recipe"
+        ".DeepSeekRecipeChatEncodingAdapter.parse_function_call_text",
+        "same, for /parse_function_call",
+    ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
     ),
@@ -269,6 +296,9 @@ HOOKS = {
 """Targets of the hooks that :mod:`nvfp4_sgl.serving.registration` installs."""
 
 MODULES = {
+    "recipe_output": Private(
+        "sglang.srt.parser.deepseek_recipe_output", "RecipeOutputDelta and RecipeToolCallDelta, what a parser answers"
+    ),
     "grammar_backend": Private(
         "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
     ),
@@ -536,6 +566,24 @@ def metric_labels(scheduler: Any) -> dict[str, Any] | None:
     """SGLang's own labels of the metrics of ``scheduler``; ``None`` if it publishes none."""
     reporter = scheduler.metrics_reporter
     return dict(reporter.metrics_collector.labels) if reporter.current_scheduler_metrics_enabled else None
+
+
+def use_no_template(manager: Any) -> None:
+    """Have SGLang's ``TemplateManager`` as it is for a checkpoint without a template."""
+    manager._jinja_template_content_format = "string"
+
+
+def replace_processor(parser: Any, token: str, replacement: Callable[..., Any]) -> None:
+    """Have an output parser of SGLang's go through ``replacement(processor, id of token, chunk of token ids)``."""
+    tokens = parser._recipe.InferenceChunk.tokens
+    parser._processor = replacement(parser._processor, parser._hf_tokenizer.token_to_id(token), tokens)
+
+
+def output_delta(reasoning: str, content: str, calls: Sequence[tuple[int, str, str | None]]) -> Any:
+    """What an output parser of SGLang's answers; ``calls`` are index, arguments and name of pieces."""
+    module = importlib.import_module(MODULES["recipe_output"].path)
+    pieces = tuple(module.RecipeToolCallDelta(*call) for call in calls)
+    return module.RecipeOutputDelta(reasoning=reasoning, content=content, tool_calls=pieces)
 
 
 def invalid_grammar(message: str) -> Any:
