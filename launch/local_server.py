@@ -19,6 +19,8 @@ START_SECONDS = 600
 """Ample: a busy machine, and the first start also compiles bytecode."""
 PROGRESS_SECONDS = 5
 LOG_TAIL_LINES = 40
+STAGE = "] nvfp4_sgl: "
+"""What stands before a stage's name in the log, behind the time."""
 PORTS = (20_000, 32_768)
 """Ports of servers whose caller names none: below those that Linux gives outgoing connections."""
 
@@ -67,8 +69,11 @@ def free_port() -> int:
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:
-    """Return when ``/health`` answers 200; :class:`ServerError` if the server ends or takes too long."""
-    shown = started
+    """Return when ``/health`` answers 200; :class:`ServerError` if the server ends or takes too long.
+
+    Meanwhile each stage of the start is shown when the log says it.
+    """
+    shown, seen = started, 0
     while True:
         status = process.poll()
         now = time.monotonic()
@@ -81,11 +86,18 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, star
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
-        if now - shown >= PROGRESS_SECONDS:
+        found = stages(log)
+        for words in found[seen:] or ["(still at it)"] * (now - shown >= PROGRESS_SECONDS):
             shown = now
-            last = tail(log, 1) or "(no output yet)"
-            print(f"   {now - started:3.0f} s  {last[:100]}", flush=True)
+            print(f"   {now - started:3.0f} s  {words[:100]}", flush=True)
+        seen = len(found)
         time.sleep(0.5)
+
+
+def stages(log: Path) -> list[str]:
+    """What the log says of the start's stages, a line each."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.partition(STAGE)[2] for line in lines if STAGE in line]
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:

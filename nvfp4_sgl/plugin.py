@@ -38,8 +38,10 @@ def activate() -> str | None:
         return None
     try:
         from nvfp4_sgl.serving.probe import hide_kernel_folders
+        from nvfp4_sgl.serving.start_log import leave_out_import_warnings
 
         hide_kernel_folders()
+        leave_out_import_warnings()
         if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             return None
         from nvfp4_sgl.serving.sglang_private import require_supported_version

@@ -7,14 +7,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-STAGES = ("config", "memory", "weights", "warm-up", "ready")
+STAGES = ("config", "memory", "weights", "warm-up", "scheduler", "ready")
 STAGE = re.compile(r"^\[(?P<at>[\d-]+ [\d:]+)[^\]]*\] nvfp4_sgl: (?P<name>[a-z-]+): (?P<words>.*)$", re.MULTILINE)
-SECONDS = re.compile(r"([\d.]+) s(?: since the start of this process)?$")
+SECONDS = re.compile(r"([\d.]+) s(?: since the start of (?:this process|the server))?$")
 COMPILED = re.compile(r"(compil(?:ed|ing) .*(?:processor time|processes).*)$", re.MULTILINE)
 
 
 def stages(log: str) -> dict[str, float | None]:
-    """Seconds of each stage that the log names, ``None`` if it says none; ``ready``'s since its process began."""
+    """Seconds of each stage that the log names, ``None`` if it says none; the last two's of processes."""
     found = {}
     for match in STAGE.finditer(log):
         if match["name"] in STAGES:

@@ -24,6 +24,7 @@ from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving import start_log
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import Target, choose, detect_target, mode_of
@@ -196,6 +197,7 @@ def preflight(server_args: Any) -> None:
         require_finished(Path(given["model_path"]), ConfigError)
     if not is_our_checkpoint(given["model_path"]):
         return
+    start_log.leave_out_false_lines()
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
     check_keys(given)

@@ -41,7 +41,6 @@ class DeepseekV4ForCausalLM(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
         super().__init__()
         self.config = config
-        stages.leave_out_false_warnings()
         with stages.stage("config") as words:
             self.verified = arguments.served_here()
             words.append(f"{self.verified.inventory.directory} verified")

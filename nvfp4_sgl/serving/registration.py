@@ -29,6 +29,7 @@ from nvfp4_sgl.serving import (
     requests,
     runtime_info,
     stages,
+    start_log,
     stop_sequences,
     tool_calls,
     update_request,
@@ -58,6 +59,7 @@ def register_all() -> None:
                 "normalize_request": requests.normalize_request,
                 "launch_server": arguments.launch_server,
                 "run_http_server": guard.serve_guarded,
+                "warm_up_server": stages.warm_up_server,
                 "child_failed": guard.name_the_dead,
                 "chat_sampling": requests.bound_tools,
                 "responses_sampling": handlers.responses_sampling,
@@ -145,10 +147,10 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
-    stages.begin()
     try:
         ours = arguments.is_our_checkpoint(private.model_path())
         if ours:
+            start_log.leave_out_false_lines()
             arguments.use_bound_cpus(private.tp_rank())
             private.install_hooks(finite_logits.HOOKS)
         original(scheduler, *args, **kwargs)

@@ -48,8 +48,8 @@ def log(scheduler: Any) -> None:
     words.append(f"routing {info['routing']}")
     if info["note"]:
         words.append(f"NOTE: {info['note']}")
-    stages.say("boundaries", *(f"{name} {where}" for name, where in info["boundaries"].items()))
-    stages.ready(*words)
+    stages.say("boundaries", *(f"{name} {where.rpartition('.')[2]}" for name, where in info["boundaries"].items()))
+    stages.begun(*words)
 
 
 def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

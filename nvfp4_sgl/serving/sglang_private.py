@@ -169,6 +169,9 @@ HOOKS = {
         "sglang.srt.entrypoints.http_server.launch_server",
         "binds its port after weights are loaded; an Engine has none",
     ),
+    "warm_up_server": Private(
+        "sglang.srt.entrypoints.http_server._wait_and_warmup", "where the server is ready, in the launcher"
+    ),
     "child_failed": Private(
         "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
         "ends the server without saying which process died, if another one noticed it first",
@@ -307,7 +310,7 @@ MODULES = {
         "sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers; its codec"
     ),
     "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
-    "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app"),
+    "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app, and what it serves"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
     "registry": Private("sglang.srt.models.registry", "ModelRegistry.models maps architecture to class"),
     "kv_cache_configurator": Private(
@@ -459,6 +462,12 @@ def shorten_requests(info: Any, *, pages: int) -> Any:
     tokens, size = info[0], int(resolved("page_size"))
     excess = max(0, info[4] - (tokens - pages * size + 1))
     return (*info[:4], info[4] - excess, info[5] - excess, *info[6:])
+
+
+def is_healthy() -> bool:
+    """Whether ``/health`` answers 200, in the process that serves it."""
+    state = importlib.import_module(MODULES["http_server"].path)._global_state
+    return str(getattr(state.tokenizer_manager.server_status, "name", "")) == "Up"
 
 
 def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:

@@ -1,34 +1,23 @@
 """The stages of a server's start, a line each in the log, with the seconds that they took.
 
-``config``, ``memory``, ``weights``, ``warm-up``, ``boundaries`` (what implements each) and ``ready``, in this order,
-each on the first rank alone. What SGLang says between them that does not hold for our model is left out
-(:func:`leave_out_false_warnings`).
+``config``, ``memory``, ``weights``, ``warm-up``, ``boundaries`` (what implements each) and ``scheduler`` (the modes),
+in this order, each on the first rank alone; at last ``ready`` by the launcher, when ``/health`` answers 200.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.requests import serves_our_model
 
 logger = logging.getLogger(__name__)
-
-FALSE_WARNINGS = {
-    "sglang.srt.model_executor.model_runner_components.load_model_utils": "Using FP8 KV cache but no scaling factors",
-}
-"""How messages begin that are wrong for our model, by SGLang's logger: packed entries carry a scale for each 64 values
-themselves, and have no factors beside them."""
-
-_started = time.monotonic()
-
-
-def begin() -> None:
-    """Count the seconds of ``ready`` from now."""
-    global _started
-    _started = time.monotonic()
 
 
 @contextmanager
@@ -40,24 +29,26 @@ def stage(name: str) -> Iterator[list[str]]:
     say(name, *words, f"{time.monotonic() - before:.1f} s")
 
 
-def ready(*words: str) -> None:
-    """Log the last line: ``words``, and the seconds since :func:`begin`."""
-    say("ready", *words, f"{time.monotonic() - _started:.1f} s since the start of this process")
+def begun(*words: str) -> None:
+    """Log the last line of the scheduler's start: ``words``, and the seconds since its process began."""
+    say("scheduler", *words, f"{process_seconds():.1f} s since the start of this process")
+
+
+def warm_up_server(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Hook around SGLang's wait for its own first request: log ``ready`` when ``/health`` answers 200."""
+    original(*args, **kwargs)
+    if serves_our_model() and private.is_healthy():
+        logger.info("nvfp4_sgl: ready: %.1f s since the start of the server", process_seconds())
+
+
+def process_seconds() -> float:
+    """Seconds since this process began."""
+    # Field 22, in clock ticks since the system's start; the second field, a name, ends with the last parenthesis.
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def say(name: str, *words: str) -> None:
     """Log a line of the start."""
     if private.tp_rank() == 0:
         logger.info("nvfp4_sgl: %s: %s", name, ", ".join(words))
-
-
-def leave_out_false_warnings() -> None:
-    """Drop :data:`FALSE_WARNINGS` in this process; call where the model is known to be ours."""
-    for name in FALSE_WARNINGS:
-        target = logging.getLogger(name)
-        target.removeFilter(_is_true)
-        target.addFilter(_is_true)
-
-
-def _is_true(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(FALSE_WARNINGS[record.name])

@@ -20,7 +20,8 @@ LOG = """\
 [2026-11-23 10:02:04 TP0] nvfp4_sgl: weights: RANDOM (full NVFP4), 161.70 GB stored, 53.0 s
 [2026-11-23 10:03:00 TP0] compiled in 108.1 s, with 900 s of processor time
 [2026-11-23 10:03:02 TP0] nvfp4_sgl: warm-up: 12.5 s
-[2026-11-23 10:03:10 TP0] nvfp4_sgl: ready: target sm_90a, w4a16, 151.0 s since the start of this process
+[2026-11-23 10:03:10 TP0] nvfp4_sgl: scheduler: target sm_90a, w4a16, 151.0 s since the start of this process
+[2026-11-23 10:03:14] nvfp4_sgl: ready: 163.5 s since the start of the server
 [2026-11-23 10:09:00] nvfp4_sgl: process scheduler_1 (tensor-parallel rank 1) has ended with SIGKILL
 """
 READY = datetime(2026, 11, 23, 10, 3, 14).timestamp() + 0.5
@@ -36,12 +37,21 @@ def test_the_start(tmp_path: Path) -> None:
 
     (tmp_path / "log").write_text(LOG)
     found = start.described(tmp_path / "log", READY)
-    stages = {"config": 2.1, "memory": None, "weights": 53.0, "warm-up": 12.5, "ready": 151.0}
+    stages = {"config": 2.1, "memory": None, "weights": 53.0, "warm-up": 12.5, "scheduler": 151.0, "ready": 163.5}
     assert found["stages"] == stages and tuple(stages) == start.STAGES
     assert found["ready after weights"] == 70.5
     compiling, compiled = found["compiled"]
     assert compiling.startswith("compiling 33 GEMMs") and compiled.startswith("compiled in 108.1 s")
     assert start.after_weights("", READY) is None
+
+
+def test_the_stages_that_a_waiting_script_shows(tmp_path: Path) -> None:
+    import local_server
+
+    (tmp_path / "log").write_text(LOG)
+    shown = local_server.stages(tmp_path / "log")
+    assert [line.partition(":")[0] for line in shown[:3]] == ["config", "memory", "weights"]
+    assert shown[0] == "config: DIR verified, 134,762 tensors, 2.1 s" and shown[-2].startswith("ready: 163.5 s")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.serving.test_startup_errors import assert_one_error
 from tests.support.golden import Golden
 from tests.support.server import Server, wait_for_none
 from tests.support.server_processes import process
+from tests.support.start_log import check_start
 from tests.support.start_ups import StartUps
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -48,6 +49,11 @@ def forked(checkpoint, tmp_path_factory) -> Iterator[Server]:
     """A server as most tests have it (:mod:`tests.support.forks`)."""
     with Server.launch(checkpoint, *FLAGS, log=tmp_path_factory.mktemp("forked") / "log", admin=False) as server:
         yield server.wait_ready()
+
+
+def test_the_log_of_a_start(pair) -> None:
+    """Up to ``ready`` it is short, and warns of nothing but what is so."""
+    check_start(pair[0])
 
 
 def test_servers_answer_alike(pair, forked: Server) -> None:

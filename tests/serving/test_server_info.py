@@ -11,6 +11,7 @@ import pytest
 from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
 from nvfp4_sgl.targets.choose import Target, choose
 from tests.support.server import Server, ServerPool
+from tests.support.start_log import STAGES, wait_for_last_stage
 
 pytestmark = [pytest.mark.server]
 
@@ -33,17 +34,18 @@ def test_what_is_running(server: Server) -> None:
     assert info["boundaries"] == choose(Target.CPU).boundaries.names()
 
 
-def test_the_start_is_six_lines(server: Server) -> None:
+def test_the_start_is_seven_lines(server: Server) -> None:
+    wait_for_last_stage(server)
     lines = re.findall(r"nvfp4_sgl: ([\w-]+): (.*)", server.text())
-    assert [name for name, _ in lines] == ["config", "memory", "weights", "warm-up", "boundaries", "ready"]
+    assert tuple(name for name, _ in lines) == STAGES
     said = dict(lines)
     assert all(re.search(r"\d+\.\d s", said[name]) for name in said if name not in ("memory", "boundaries"))
     assert (
         "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
     )
-    assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["ready"]
+    assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["scheduler"]
     names = choose(Target.CPU).boundaries.names()
-    assert said["boundaries"] == ", ".join(f"{name} {where}" for name, where in names.items())
+    assert said["boundaries"] == ", ".join(f"{name} {where.rpartition('.')[2]}" for name, where in names.items())
 
 
 def test_defaults(server: Server) -> None:

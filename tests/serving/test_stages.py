@@ -1,11 +1,11 @@
-"""The lines of a server's start: timed, on the first rank alone, and without SGLang's that are wrong for our model."""
+"""The lines of a server's start: timed, on the first rank alone, and ``ready`` when the server is."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Iterator
-from pathlib import Path
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -13,12 +13,9 @@ from nvfp4_sgl.serving import stages
 
 
 @pytest.fixture(autouse=True)
-def first_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def first_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("nvfp4_sgl.serving.sglang_private.tp_rank", lambda: 0)
-    yield
-    for name in stages.FALSE_WARNINGS:
-        logging.getLogger(name).filters.clear()
 
 
 def test_a_stage_says_its_words_and_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,20 +36,20 @@ def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(("name", "start"), stages.FALSE_WARNINGS.items())
-def test_false_warnings_alone_are_left_out(name: str, start: str, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = logging.getLogger(name)
-    theirs.warning("%s provided", start)
-    stages.leave_out_false_warnings()
-    stages.leave_out_false_warnings()
-    theirs.warning("%s provided", start)
-    theirs.warning("something else")
-    assert caplog.messages == [f"{start} provided", "something else"]
-    assert len(theirs.filters) == 1
+def test_seconds_of_this_process() -> None:
+    """Those that a process finds of itself."""
+    script = "import time; time.sleep(0.5); from nvfp4_sgl.serving import stages; print(stages.process_seconds())"
+    before = time.monotonic()
+    found = float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert 0.5 <= found <= time.monotonic() - before + 0.02
 
 
-@pytest.mark.parametrize(("name", "start"), stages.FALSE_WARNINGS.items())
-def test_sglang_says_so_there(name: str, start: str) -> None:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
-    assert start in Path(spec.origin).read_text() and "logging.getLogger(__name__)" in Path(spec.origin).read_text()
+@pytest.mark.parametrize(("ours", "healthy", "lines"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_ready_is_said_once_health_is(
+    ours: bool, healthy: bool, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stages, "serves_our_model", lambda: ours)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang_private.is_healthy", lambda: healthy)
+    stages.warm_up_server(lambda arguments, callback=None: logging.getLogger("sglang").info("fired up"), "arguments")
+    assert caplog.messages[0] == "fired up" and len(caplog.messages) == 1 + lines
+    assert all(line.startswith("nvfp4_sgl: ready: ") for line in caplog.messages[1:])

@@ -150,7 +150,7 @@ def check_target(server: Server) -> None:
     assert (info["target"], info["activation_mode"], info["dtype"]) == ("sm_100a", "w4a4", "bfloat16")
     assert info["boundaries"]["experts"].endswith("products_sm100:experts") and "584-byte" in info["kv_rows"]
     log = server.text()
-    assert re.search(r"nvfp4_sgl: ready: target sm_100a, w4a4, bfloat16, packed 584-byte entries", log)
+    assert re.search(r"nvfp4_sgl: scheduler: target sm_100a, w4a4, bfloat16, packed 584-byte entries", log)
 
 
 def check_weights(server: Server, checkpoint: Path) -> None:
