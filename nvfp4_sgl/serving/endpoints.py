@@ -94,6 +94,13 @@ MAX_BODY_DEPTH = 120
 MAX_BODY_BRACKETS = 2**19
 """Bound on opening brackets in a body, strings included: each may be an object, and parsing millions takes seconds."""
 
+MAX_BODY_COMMAS = 2**22
+"""Bound on commas in a body, strings included: parsing so many token ids takes 0.4 s, and all else waits."""
+
+MAX_BODY_CONTAINERS = 2**15
+"""Bound on objects and arrays in a body: SGLang takes a second to make its requests of so many, and nothing else runs
+meanwhile."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -159,8 +166,14 @@ def refuse_body(body: bytes) -> Refusal | None:
         return Refusal(400, f"body: expected a JSON object, found {body[:40].decode(errors='replace')!r}")
     if (found := opening_brackets(body)) > MAX_BODY_BRACKETS:
         return Refusal(400, f"body: found {found} opening brackets; expected {MAX_BODY_BRACKETS} or fewer")
-    if is_deeper(body, MAX_BODY_DEPTH):
-        return Refusal(400, f"body: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less")
+    if (found := body.count(b",")) > MAX_BODY_COMMAS:
+        return Refusal(400, f"body: found {found} commas; expected {MAX_BODY_COMMAS} or fewer; send several requests")
+    if opening_brackets(body) > MAX_BODY_DEPTH:
+        levels = level_sizes(body, MAX_BODY_DEPTH)
+        if len(levels) > MAX_BODY_DEPTH:
+            return Refusal(400, f"body: found objects and arrays more than {MAX_BODY_DEPTH} deep; expected less")
+        if (found := sum(levels)) > MAX_BODY_CONTAINERS:
+            return Refusal(400, f"body: found {found} objects and arrays; expected {MAX_BODY_CONTAINERS} or fewer")
     return None
 
 
@@ -175,18 +188,25 @@ def is_deeper(text: bytes | str, bound: int) -> bool:
     ``False`` for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
     """
     encoded = text.encode(errors="replace") if isinstance(text, str) else text
-    if opening_brackets(encoded) <= bound:
-        return False
+    return opening_brackets(encoded) > bound and len(level_sizes(encoded, bound)) > bound
+
+
+def level_sizes(text: bytes, most: int) -> list[int]:
+    """How many objects and arrays of a JSON text are on each level, of which ``most + 1`` are looked at.
+
+    Empty for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
+    """
     try:
-        level = [json.loads(encoded)]
+        root = json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    for _ in range(bound):
+        return []
+    sizes: list[int] = []
+    level = [root] if type(root) in (dict, list) else []
+    while level and len(sizes) <= most:
+        sizes.append(len(level))
         children = (container.values() if type(container) is dict else container for container in level)
         level = [child for values in children for child in values if type(child) in (dict, list)]
-        if not level:
-            return False
-    return True
+    return sizes
 
 
 def has_key(authorization: bytes, key: str) -> bool:

@@ -27,6 +27,8 @@ from nvfp4_sgl.serving.endpoints import (
 from nvfp4_sgl.serving.fields.bodies import checked_body
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
+from nvfp4_sgl.serving.tokenizing import limit_texts
+from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, Client, ClientLeft, answering, in_worker
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +85,37 @@ class Guard:
                 body = await read_body(receive)
                 if body is None:
                     return  # the client has hung up
-                refusal = refuse_body(body)
-                if refusal is None:
-                    fault, body = checked_body(path, body)
-                    refusal = Refusal(400, fault) if fault is not None else None
-                receive, send = replayed(body, receive), StreamStatus(send)
+                await self._infer(path, body, scope, receive, send)
+                return
         if refusal is not None:
             await answer(send, refusal, path)
         else:
             await self._application(scope, receive, send)
+
+    async def _infer(self, path: str, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request that computes, unless its client hangs up first."""
+        client = Client(receive, len(body))
+        answering(client)
+        try:
+            long = LONG_BODY_BYTES < len(body) <= MAX_BODY_BYTES
+            refusal, body = await in_worker(checked_request, path, body) if long else checked_request(path, body)
+            if refusal is not None:
+                await answer(send, refusal, path)
+            else:
+                await self._application(scope, replayed(body, receive), StreamStatus(send))
+        except ClientLeft:
+            pass
+        finally:
+            client.served()
+
+
+def checked_request(path: str, body: bytes) -> tuple[Refusal | None, bytes]:
+    """Why a request that computes is not passed on, or ``None``, and the body to pass on."""
+    refusal = refuse_body(body)
+    if refusal is not None:
+        return refusal, body
+    fault, body = checked_body(path, body)
+    return Refusal(400, fault) if fault is not None else None, body
 
 
 async def read_body(receive: Receive) -> bytes | None:
@@ -186,6 +210,7 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
     """Hook around SGLang's start of its HTTP server: put :class:`Guard` in front of every other middleware."""
     if serves_our_model():
         advertise_length(manager)
+        limit_texts(manager)
         access = Access(
             private.resolved("admin_api_key"), private.resolved("device") == "cpu", private.resolved("api_key")
         )

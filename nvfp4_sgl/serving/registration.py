@@ -31,6 +31,7 @@ from nvfp4_sgl.serving import (
     stages,
     start_log,
     stop_sequences,
+    tokenizing,
     tool_calls,
     update_request,
 )
@@ -79,6 +80,7 @@ def register_all() -> None:
                 "validate_for_transport": requests.validate_for_transport,
                 "update_weights": update_request.update_weights,
                 "dispatch_update": update_request.dispatch_update,
+                **tokenizing.HOOKS,
             }
         )
     if private.MODULES["scheduler"].path in sys.modules:

@@ -43,6 +43,9 @@ class Private:
 
 
 CLASSES = {
+    "OpenAIServingChat": Private(
+        "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat", "tells chats from OpenAI's other requests"
+    ),
     "AttentionBackend": Private(
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend", "base class of our attention backend"
     ),
@@ -232,6 +235,44 @@ HOOKS = {
     ),
     "run_http_server": Private(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", "where our middleware is installed"
+    ),
+    "tokenize_texts": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts",
+        "tokenises in the event loop, texts of any length",
+    ),
+    "tokenize": Private(
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request", "same"
+    ),
+    "detokenize": Private(
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
+        "decodes in the event loop, any number of ids",
+    ),
+    "score": Private(
+        "sglang.srt.entrypoints.openai.serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "joins the query to every item, without a bound; tokenises in the event loop where a token is extracted",
+    ),
+    "openai_request": Private(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "converts chats for clients that have hung up, as many at once as asyncio has threads",
+    ),
+    "messages": Private(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_non_streaming",
+        "renders and tokenises in the event loop",
+    ),
+    "messages_stream": Private("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming", "same"),
+    "convert_chat": Private(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        "where what was converted before is handed over",
+    ),
+    "count_tokens": Private(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
+        "renders and tokenises in the event loop",
+    ),
+    "responses": Private(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._make_request", "same"
+    ),
+    "encode_chat": Private(
+        "sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode", "tokenises messages of any length"
     ),
     "update_weights": Private(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
@@ -489,6 +530,13 @@ def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
         return application
 
     app.build_middleware_stack = stack
+
+
+def json_response(answer: Any) -> Any:
+    """The HTTP response that SGLang would make of ``answer``, a Pydantic model, made without the event loop."""
+    from starlette.responses import Response
+
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 def watched_processes(handler: Any) -> list[tuple[str, Any]]:

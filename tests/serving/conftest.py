@@ -13,6 +13,8 @@ from tests.support.server import Server, ServerPool
 from tests.support.start_ups import StartUps
 
 FAULTS = Path(__file__).resolve().parents[1] / "support" / "planted_faults"
+SLOW_SECONDS = 0.6
+"""What a text with the word "slow" takes more to be tokenised where that is planted."""
 
 
 @pytest.fixture(scope="session")
@@ -55,8 +57,13 @@ def planted_nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watched_arguments(
     tiny_checkpoints: Callable[[str], Path], planted_nan: Path
 ) -> tuple[Path, tuple[str, ...], dict[str, str]]:
-    """Checkpoint, flags and environment of a server with metrics, in which NaN can be planted."""
-    environment = {"PYTHONPATH": str(FAULTS), "PLANTED_FAULT": "nan", "PLANTED_NAN": str(planted_nan)}
+    """Checkpoint, flags and environment of a server with metrics, in which NaN can be planted, and slow texts."""
+    environment = {
+        "PYTHONPATH": str(FAULTS),
+        "PLANTED_FAULT": "nan, slow",
+        "PLANTED_NAN": str(planted_nan),
+        "SLOW_SECONDS": str(SLOW_SECONDS),
+    }
     return tiny_checkpoints("nvfp4-full"), ("--enable-metrics",), environment
 
 

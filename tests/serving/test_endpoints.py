@@ -92,6 +92,14 @@ def test_depth_of_bodies() -> None:
     assert "brackets" in refuse_body(b'{"prompt": ["' + b"[]," * 10**6 + b"1]}").message
 
 
+def test_size_of_bodies() -> None:
+    """What would hold up the front end while it is parsed; brackets in strings cost little."""
+    assert refuse_body(b'{"input_ids": [' + b"1," * 2**22 + b"1]}") is None
+    assert "commas" in refuse_body(b'{"input_ids": [' + b"1," * (2**22 + 1) + b"1]}").message
+    assert refuse_body(b'{"messages": [' + b"{}," * (2**15 - 3) + b"{}]}") is None
+    assert "32769 objects and arrays" in refuse_body(b'{"messages": [' + b"{}," * (2**15 - 2) + b"{}]}").message
+
+
 @pytest.mark.parametrize(
     ("chunk", "expected"),
     [

@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH, with PLANTED_FAULT naming one of FAULTS, to have every process make that mistake."""
+"""Put on PYTHONPATH, with PLANTED_FAULT naming one of FAULTS, or several, to have every process make it."""
 
 import importlib.util
 import os
@@ -93,11 +93,36 @@ def _lost_share(model):
     model.all_reduce, model.reduce_scatter = map(all_but_one, (model.all_reduce, model.reduce_scatter))
 
 
+def _slow(original):
+    """``original``, which takes SLOW_SECONDS longer where its text says so. It prints that, and holds no lock."""
+
+    def slow(self, text, *args, **kwargs):
+        if "slow" in str(text):
+            print("planted: a slow text", flush=True)
+            time.sleep(float(os.environ["SLOW_SECONDS"]))
+        return original(self, text, *args, **kwargs)
+
+    return slow
+
+
+def _slow_tokenizer(module):
+    module.TokenizersBackend._encode_plus = _slow(module.TokenizersBackend._encode_plus)
+
+
+def _slow_chats(module):
+    module.DeepSeekRecipe.encode = _slow(module.DeepSeekRecipe.encode)
+
+
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "share": {"nvfp4_sgl.serving.model": _lost_share},
+    "slow": {
+        "transformers.tokenization_utils_tokenizers": _slow_tokenizer,
+        "sglang.srt.parser.deepseek_recipe_renderer": _slow_chats,
+    },
     "e2m1": {"tests.sm100.emulator.formats": _ties_up},
 }
-on_import.patch_on_import(FAULTS[os.environ["PLANTED_FAULT"]])
+for fault in os.environ["PLANTED_FAULT"].split(", "):
+    on_import.patch_on_import(FAULTS[fault])
