@@ -16,6 +16,8 @@ MAX_INDEX_BYTES = 256 * 2**20
 """An index of 290,000 tensors, the largest released, takes 27 MB."""
 UNFINISHED = ".nvfp4_sgl_convert"
 """Folder in a directory that ``nvfp4-sgl convert`` writes, until it is done; config.json comes last."""
+MANIFEST = "nvfp4_sgl_manifest.json"
+"""What a finished conversion has beside its weights: where it comes from, and a checksum of each tensor."""
 SHOWN_CHARACTERS = 120
 """Characters of a value that an error quotes."""
 
@@ -71,6 +73,13 @@ def require_finished(directory: Path, error: type[ConfigError] | type[Checkpoint
             f"{directory}: an unfinished conversion, not a checkpoint; run the same 'nvfp4-sgl convert' command again:"
             " it goes on where it was"
         )
+
+
+def fetch_again(file: Path, otherwise: str = "fetch the file again") -> str:
+    """What to do about a damaged file of weights: ``otherwise``, unless a conversion wrote it."""
+    if (file.parent / MANIFEST).exists():
+        return "run the same 'nvfp4-sgl convert' command again: it writes damaged files anew"
+    return otherwise
 
 
 def require_file(path: Path, error: type[ConfigError] | type[CheckpointError], remedy: str) -> int:

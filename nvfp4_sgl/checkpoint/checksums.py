@@ -11,9 +11,9 @@ from pathlib import Path
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import MAX_INDEX_BYTES, read_json, shown
+from nvfp4_sgl.files import MANIFEST, MAX_INDEX_BYTES, read_json, shown
 
-FILE = "nvfp4_sgl_manifest.json"
+FILE = MANIFEST
 TENSORS = "tensors"
 """Field of the manifest: SHA-256 of a tensor's bytes, by its name in the file."""
 BUFFER = 16 << 20

@@ -21,7 +21,7 @@ from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.transformers_names import MARKS, PREFIX, original_name
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import MAX_INDEX_BYTES, read_json, require_directory, shown
+from nvfp4_sgl.files import MAX_INDEX_BYTES, fetch_again, read_json, require_directory, shown
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _check_files(directory: Path, listed: set[str], present: set[str]) -> None:
     if absent := sorted(listed - present):
         raise CheckpointError(
             f"{directory}: {len(absent)} of {len(listed)} files listed in {INDEX} are absent: {_shorten(absent)};"
-            " fetch them"
+            f" {fetch_again(directory / INDEX, 'fetch them')}"
         )
     if stray := sorted(present - listed):
         raise CheckpointError(

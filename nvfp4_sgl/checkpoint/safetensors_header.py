@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import foreign_kind, parse_json, require_file, shown
+from nvfp4_sgl.files import fetch_again, foreign_kind, parse_json, require_file, shown
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -43,7 +43,7 @@ def called(name: str, entry: Entry) -> str:
 
 def read_header(file: Path) -> list[Entry]:
     """Entries of ``file`` in the order of their data; CheckpointError if the file breaks a rule of the format."""
-    size = require_file(file, CheckpointError, "fetch it again")
+    size = require_file(file, CheckpointError, fetch_again(file, "fetch it again"))
     try:
         with file.open("rb") as stream:
             if kind := foreign_kind(stream.read(256)):
@@ -55,7 +55,7 @@ def read_header(file: Path) -> list[Entry]:
                 expected = LENGTH_BYTES + (length if len(prefix) == LENGTH_BYTES else 0)
                 raise CheckpointError(
                     f"{file}: truncated: expected at least {expected} bytes for the header, found {size};"
-                    " fetch the file again"
+                    f" {fetch_again(file)}"
                 )
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
@@ -114,6 +114,6 @@ def _check_layout(file: Path, entries: list[Entry], start: int, size: int) -> No
             )
         position += entry.nbytes
     if size < position:
-        raise CheckpointError(f"{file}: truncated: expected {position} bytes, found {size}; fetch the file again")
+        raise CheckpointError(f"{file}: truncated: expected {position} bytes, found {size}; {fetch_again(file)}")
     if size > position:
         raise CheckpointError(f"{file}: expected {position} bytes, found {size}: data that no tensor accounts for")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from nvfp4_sgl.checkpoint import checksums
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.compare import Compared, Comparison, compare
 from nvfp4_sgl.checkpoint.findings import Finding
@@ -109,6 +110,8 @@ class Verification:
         notes = self.inspection.scan.notes if self.inspection and self.inspection.scan else []
         if self.comparison is not None:
             lines += [*table(self.class_rows(), left=2), "", *self._tensor_lines(self.comparison)]
+        if self.inspection is not None:
+            lines.append(self._checksums(self.inspection.checksums))
         return [*lines, *finding_lines(self.problems, notes), f"{self.directory}: {self.verdict()}"]
 
     def class_rows(self) -> list[tuple[str, ...]]:
@@ -134,6 +137,13 @@ class Verification:
             f"right: {equal} of {counted(len(matrices), 'matrix')} equal those of {self.source}, the others within"
             f" {limits.rms:g} (RMS) and {limits.block:g} (block)"
         )
+
+    def _checksums(self, differing: list[str] | None) -> str:
+        """What the manifest of a conversion has told."""
+        if differing is None:
+            return f"checksums: none to hold the tensors against, since there is no {checksums.FILE}"
+        matching = f"not all tensors match {checksums.FILE}" if differing else f"all tensors match {checksums.FILE}"
+        return f"checksums: {matching}"
 
     def _tensor_lines(self, comparison: Comparison) -> list[str]:
         lossless = [matrix for matrix in comparison.matrices if matrix.lossless]
@@ -181,15 +191,20 @@ def verify_checkpoint(
 ) -> Verification:
     """Check all of ``directory``, and with ``source`` what has become of that checkpoint's values.
 
+    Where a conversion has left its manifest, every tensor is held against its checksum: a bit that has flipped gives
+    another value that may be as good as the right one.
+
     Raises:
         Nvfp4SglError: ``source`` cannot be read.
     """
     original = verify(source) if source is not None else None
     try:
         ours = verify(directory)
+        has_manifest = (ours.inventory.directory / checksums.FILE).exists()
+        differing = checksums.check(ours.inventory) if has_manifest else None
     except Nvfp4SglError as error:
         return Verification(directory, source, error=error)
-    inspection = inspect(ours, scan(ours, threads=threads, progress=progress))
+    inspection = inspect(ours, scan(ours, threads=threads, progress=progress), differing)
     comparison = None
     if original is not None:
         comparison = compare(ours, original, thresholds, threads=threads, progress=progress)

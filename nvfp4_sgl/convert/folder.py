@@ -40,8 +40,8 @@ class Folder:
         self._work = directory / UNFINISHED
 
     @classmethod
-    def begin(cls, directory: Path, job: Mapping[str, Any]) -> Folder:
-        """Start a conversion in a new or empty directory, or go on with one.
+    def begin(cls, directory: Path, job: Mapping[str, Any], *, finished: bool = False) -> Folder:
+        """Start a conversion in a new or empty directory, or go on with one; or open one that is ``finished`` again.
 
         Raises:
             CheckpointError: the directory holds other files, a conversion of another source or with other options, or
@@ -53,7 +53,8 @@ class Folder:
                 directory.mkdir(parents=True)
             require_directory(directory, CheckpointError)
             if not work.exists():
-                _require_empty(directory)
+                if not finished:
+                    _require_empty(directory)
                 work.mkdir()
             lock = (work / "lock").open("wb")
         except OSError as error:

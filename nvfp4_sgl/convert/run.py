@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, differenc
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.convert.plan import Plan, Shard, make_plan
 from nvfp4_sgl.convert.progress import Progress
-from nvfp4_sgl.convert.shard import ShardWriter, Stopped
+from nvfp4_sgl.convert.shard import ShardWriter, Stopped, is_whole
 from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
-from nvfp4_sgl.files import MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
+from nvfp4_sgl.files import MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory, shown
 
 NOT_COPIED = {"config.json", INDEX, MANIFEST, checksums.FILE, MARKER}
 """Small files that are written anew, or that say of a directory what does not hold for its copy."""
@@ -61,7 +61,7 @@ def convert(
         dry_run: print what would be done, and do nothing.
 
     Returns:
-        What happened to the matrices; ``None`` if nothing was done.
+        What happened to the matrices; ``None`` if nothing was done, or if only damaged files were written again.
 
     Raises:
         ConfigError, CheckpointError: the source cannot be read, or the target not be written.
@@ -76,11 +76,17 @@ def convert(
     if dry_run:
         return None
     job = describe(source, options.as_json(), __version__)
-    if _is_done(target, job):
-        print(f"{target}: converted already, from this source and with these options")
+    finished = _is_done(target, job)
+    if finished and not (damaged := _damaged(target, plan.shards, checksums.read(target), jobs)):
+        # A process that was killed at the very end leaves its notes behind.
+        shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+        print(f"{target}: converted already, from this source and with these options; every file is whole")
         return None
-    folder = Folder.begin(target, job)
+    folder = Folder.begin(target, job, finished=finished)
     try:
+        if finished:
+            _mend(verified, damaged, options, folder, device=device, jobs=jobs)
+            return None
         tally = _write(verified, plan, options, folder, device=device, jobs=jobs)
         _publish(source, verified, plan, folder, tally)
         folder.finish()
@@ -111,20 +117,58 @@ def _is_done(target: Path, job: dict[str, Any]) -> bool:
     if not (target / "config.json").exists() or not (target / checksums.FILE).exists():
         return False
     manifest = read_json(target / checksums.FILE, CheckpointError, MAX_INDEX_BYTES, "name another directory")
-    if not isinstance(manifest, dict) or differences(manifest.get(MANIFEST_FIELD), job):
-        return False
-    # A process that was killed at the very end leaves its notes behind.
-    shutil.rmtree(target / UNFINISHED, ignore_errors=True)
-    return True
+    return isinstance(manifest, dict) and not differences(manifest.get(MANIFEST_FIELD), job)
+
+
+def _damaged(directory: Path, shards: Sequence[Shard], sums: Mapping[str, object], jobs: int) -> list[Shard]:
+    """Those of ``shards`` that are not what was written, by the checksums of all their tensors."""
+    if shards:
+        print(f"reading {len(shards)} files that are there, to hold them against their checksums", flush=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        whole = list(pool.map(lambda shard: is_whole(directory, shard, sums), shards))
+    damaged = [shard for shard, is_right in zip(shards, whole, strict=True) if not is_right]
+    for shard in damaged:
+        print(f"{directory / shard.file}: not what was written there; it is written again")
+    return damaged
+
+
+def _mend(
+    source: Verified, damaged: list[Shard], options: Options, folder: Folder, *, device: torch.device, jobs: int
+) -> None:
+    """Write damaged files of a finished conversion again; they must get the checksums that they had."""
+    _write_files(source, damaged, options, folder, device=device, jobs=jobs)
+    sums, records = checksums.read(folder.directory), folder.records()
+    for shard in damaged:
+        for name, found in records[shard.file]["tensors"].items():
+            if found != sums.get(name):
+                raise CheckpointError(
+                    f"{folder.directory / shard.file}: tensor '{name}': expected the SHA-256 of {checksums.FILE},"
+                    f" {shown(sums.get(name))}, found {found}; remove the directory and convert again"
+                )
+    folder.finish()
+    print(f"{folder.directory}: wrote {len(damaged)} damaged files again; the others are whole")
 
 
 def _write(source: Verified, plan: Plan, options: Options, folder: Folder, *, device: torch.device, jobs: int) -> Tally:
-    """Write the files that are not there yet; returns the sum of all records."""
-    done = folder.records().keys()
-    left = [shard for shard in plan.shards if shard.file not in done]
-    _require_room(folder.directory, sum(shard.nbytes for shard in left))
+    """Write the files that are not there yet, or not as they were written; returns the sum of all records."""
+    records = folder.records()
+    there = [shard for shard in plan.shards if shard.file in records]
+    sums = {name: checksum for record in records.values() for name, checksum in record["tensors"].items()}
+    damaged = _damaged(folder.directory, there, sums, jobs)
+    left = [shard for shard in plan.shards if shard.file not in records or shard in damaged]
     if len(left) < len(plan.shards):
         print(f"{len(plan.shards) - len(left)} of {len(plan.shards)} files are there already")
+    _write_files(source, left, options, folder, device=device, jobs=jobs)
+    tally, records = Tally(), folder.records()
+    for shard in plan.shards:
+        tally.add(Tally.from_json(records[shard.file]["tally"]))
+    return tally
+
+
+def _write_files(
+    source: Verified, left: list[Shard], options: Options, folder: Folder, *, device: torch.device, jobs: int
+) -> None:
+    _require_room(folder.directory, sum(shard.nbytes for shard in left))
     jobs = max(min(jobs, len(left)), 1)
     print(f"writing {len(left)} files, {jobs} at once, arithmetic on {device}", flush=True)
     progress, stop = Progress(sum(shard.cost for shard in left)), threading.Event()
@@ -133,10 +177,6 @@ def _write(source: Verified, plan: Plan, options: Options, folder: Folder, *, de
         _in_threads(writer, left, jobs, stop)
     finally:
         progress.end()
-    tally, records = Tally(), folder.records()
-    for shard in plan.shards:
-        tally.add(Tally.from_json(records[shard.file]["tally"]))
-    return tally
 
 
 def _in_threads(writer: ShardWriter, shards: list[Shard], jobs: int, stop: threading.Event) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.checksums import stored_bytes
+from nvfp4_sgl.checkpoint.checksums import checksum, stored_bytes
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, LENGTH_BYTES, Entry
 from nvfp4_sgl.checkpoint.verified import Verified
@@ -91,6 +93,28 @@ class ShardWriter:
                 parts = (matrix.packed, matrix.block_scale, matrix.global_scale)
                 for output, part in zip(step.outputs, parts, strict=True):
                     yield output, [_bytes_of(part)]
+
+
+def is_whole(directory: Path, shard: Shard, sums: Mapping[str, object]) -> bool:
+    """Whether a file is what was written: its header, its size, and the checksum of every tensor. Reads all of it.
+
+    Args:
+        sums: the checksums that were recorded, by tensor.
+    """
+    file = directory / shard.file
+    header, offsets = _layout(shard.outputs)
+    nbytes = sum(output.nbytes for output in shard.outputs)
+    try:
+        with file.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_size != len(header) + nbytes or stream.read(len(header)) != header:
+                return False
+    except OSError:
+        return False
+    entries = (
+        Entry(output.name, file, output.dtype, output.shape, len(header) + offsets[output.name], output.nbytes)
+        for output in shard.outputs
+    )
+    return all(sums.get(entry.name) == checksum(entry) for entry in entries)
 
 
 def _layout(outputs: list[Output]) -> tuple[bytes, dict[str, int]]:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nvfp4_sgl import cli
+from nvfp4_sgl.checkpoint import checksums
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.convert import progress, run, shard
@@ -117,6 +118,91 @@ def test_files_that_are_whole_are_not_written_again(
     assert written == [files[1].name]
     assert f"{len(files) - 1} of {len(files)} files are there already" in capsys.readouterr().out
     assert not (unfinished / UNFINISHED).exists()
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    replace_bytes(file, bytes(data))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut": lambda file: replace_bytes(file, file.read_bytes()[:-1]),
+    "one bit flipped": flip_a_bit,
+    "another header": lambda file: replace_bytes(file, file.read_bytes().replace(b'"pt"', b'"np"', 1)),
+    "empty": lambda file: replace_bytes(file, b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_before_the_conversion_goes_on_is_written_again(
+    damage: str, unfinished: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted(unfinished.glob("*.safetensors"))
+    before = contents(unfinished)
+    DAMAGES[damage](files[1])
+    assert contents(unfinished) != before
+    convert_here(source, unfinished)
+    out = capsys.readouterr().out
+    assert f"reading {len(files)} files that are there" in out and "writing 1 files" in out
+    assert f"{files[1]}: not what was written there; it is written again" in out
+    assert contents(unfinished)[files[1].name] == before[files[1].name]
+    assert checksums.check(verify(unfinished).inventory) == []
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "removed"])
+def test_a_damaged_file_of_a_finished_conversion_is_written_again(
+    damage: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "to"
+    convert_here(source, target)
+    before = contents(target)
+    file = sorted(target.glob("*.safetensors"))[2]
+    DAMAGES.get(damage, Path.unlink)(file)
+    if damage in ("cut", "empty", "removed"):
+        assert cli.main(["inspect", str(target)]) == 2
+        assert "run the same 'nvfp4-sgl convert' command again" in capsys.readouterr().err
+    capsys.readouterr()
+    convert_here(source, target)
+    out = capsys.readouterr().out
+    assert f"{target}: wrote 1 damaged files again; the others are whole" in out and "converted already" not in out
+    assert contents(target) == before
+
+
+def test_a_damaged_file_that_does_not_become_what_it_was_is_said(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another kind of device rounds otherwise."""
+    target = tmp_path / "to"
+    convert_here(source, target)
+    manifest = json.loads((target / checksums.FILE).read_text())
+    name = next(iter(manifest["tensors"]))
+    manifest["tensors"][name] = "0" * 64
+    (target / checksums.FILE).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}': expected the SHA-256 of .*; remove the directory"):
+        convert_here(source, target)
+
+
+def test_verify_holds_a_conversion_against_its_checksums(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block scale with one bit flipped is as good a scale as the right one."""
+    target = tmp_path / "to"
+    convert_here(source, target)
+    assert cli.main(["verify", str(target)]) == 0
+    assert "checksums: all tensors match nvfp4_sgl_manifest.json" in capsys.readouterr().out
+    change_tensor(
+        target,
+        "layers.1.ffn.experts.3.w2.weight_scale",
+        lambda dtype, shape, data: (dtype, shape, bytes([data[0] ^ 1]) + data[1:]),
+    )
+    for command in (["verify", str(target)], ["verify", str(target), "--against", str(source)]):
+        assert cli.main(command) == 1
+        out = capsys.readouterr().out
+        assert "problem: 'layers.1.ffn.experts.3.w2.weight_scale' in" in out and "expected SHA-256" in out
+    (target / checksums.FILE).unlink()
+    assert cli.main(["verify", str(target)]) == 0
+    assert "there is no nvfp4_sgl_manifest.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
