@@ -9,9 +9,8 @@ import pytest
 DEFAULT_SERVER = frozenset(
     f"tests/serving/test_{name}.py"
     for name in (
-        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "examples", "fields_served"),
-        "logprobs",
-        "server_info",
+        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "ends_of_answers", "examples"),
+        *("fields_served", "logprobs", "server_info"),
     )
 )
 """Files that talk to the same server, started with default flags."""

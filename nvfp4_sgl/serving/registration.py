@@ -18,6 +18,7 @@ from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
 from nvfp4_sgl.serving import (
+    answer_parser,
     arguments,
     chat_template,
     finite_logits,
@@ -31,6 +32,8 @@ from nvfp4_sgl.serving import (
     stages,
     start_log,
     stop_sequences,
+    stop_strings,
+    token_bytes,
     tokenizing,
     tool_calls,
     update_request,
@@ -70,12 +73,14 @@ def register_all() -> None:
                 "message_stream": stop_sequences.stream_message,
                 "chat_stream": stop_sequences.note_in_chat,
                 "load_chat_template": chat_template.load_chat_template,
-                "init_output_parser": tool_calls.init_output_parser,
+                "init_output_parser": answer_parser.prepare,
                 "output_deltas": tool_calls.output_deltas,
                 "finish_output": tool_calls.finish_output,
                 "chat_parser": tool_calls.chat_parser,
                 "responses_parser": tool_calls.responses_parser,
                 "parse_call_text": tool_calls.parse_call_text,
+                "cut_at_stop": answer_parser.cut_at_stop,
+                "has_byte_tokens": token_bytes.has_byte_tokens,
                 "validate_in_front_end": requests.validate_in_front_end,
                 "validate_for_transport": requests.validate_for_transport,
                 "update_weights": update_request.update_weights,
@@ -83,6 +88,8 @@ def register_all() -> None:
                 **tokenizing.HOOKS,
             }
         )
+    if private.MODULES["detokenizer"].path in sys.modules:
+        private.install_hooks({"printable": token_bytes.printable})
     if private.MODULES["scheduler"].path in sys.modules:
         register_scheduler()
 
@@ -154,7 +161,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
         if ours:
             start_log.leave_out_false_lines()
             arguments.use_bound_cpus(private.tp_rank())
-            private.install_hooks(finite_logits.HOOKS)
+            private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS)
         original(scheduler, *args, **kwargs)
         if ours:
             metrics.watch(scheduler)

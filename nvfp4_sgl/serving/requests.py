@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.answer_text import longest
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
 from nvfp4_sgl.serving.endpoints import is_deeper
 from nvfp4_sgl.serving.fields.checks import depth_of, is_int
@@ -73,11 +74,16 @@ _is_ours = functools.cache(is_our_checkpoint)
 
 
 def normalize_sampling(original: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook around SGLang's preparation of stop conditions: an invalid regular expression is the client's error."""
+    """Hook around SGLang's preparation of stop conditions: an invalid regular expression is the client's error.
+
+    SGLang looks for stop strings in as many tokens as the tokenizer needs for them; a model may need more.
+    """
     try:
         original(params, *args, **kwargs)
     except re.error as error:
         raise ValueError(f"stop_regex: not a regular expression ({error})") from error
+    if serves_our_model():
+        params.stop_str_max_len = longest(params.stop_strs)
 
 
 def verify_sampling(original: Callable[..., None], params: Any, vocab_size: int) -> None:

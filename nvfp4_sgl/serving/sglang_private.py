@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
+import tokenizers.decoders
 import torch.distributed
 from torch import Tensor
 
@@ -212,7 +213,8 @@ HOOKS = {
     ),
     "init_output_parser": Private(
         "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser.__init__",
-        "reads malformed tool calls, with other arguments than the model wrote",
+        "reads malformed tool calls, with other arguments than the model wrote; loses the text before an incomplete"
+        " character, and holds back text that is no stop string",
     ),
     "output_deltas": Private(
         "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser._deltas", "where calls are read instead"
@@ -311,6 +313,30 @@ HOOKS = {
     "cache_grammar": Private(
         "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache", "its cache has no bound"
     ),
+    "send_tokens": Private(
+        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
+        "sends what a stop string may begin with, which nothing takes back",
+    ),
+    "hold_back": Private(
+        "sglang.srt.managers.schedule_batch.Req.check_match_stop_str_prefix",
+        "same: lets all tokens of a request wait or none, and knows no incomplete character",
+    ),
+    "find_stop": Private(
+        "sglang.srt.managers.schedule_batch.Req._check_str_based_finish",
+        "takes the stop string that was given first, not the one that is complete first",
+    ),
+    "cut_at_stop": Private(
+        "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser._cut_at_stop_string",
+        "finds no stop string that begins within a character, and encodes a half of one anew",
+    ),
+    "printable": Private(
+        "sglang.srt.managers.detokenizer_manager.find_printable_text",
+        "ends at a space, now behind a Chinese character, now in front: what has been sent is sent again",
+    ),
+    "has_byte_tokens": Private(
+        "sglang.srt.entrypoints.openai.utils._is_byte_level_tokenizer",
+        "takes a tokenizer whose first ids are DeepSeek's special tokens for one without bytes",
+    ),
     "sample": Private("sglang.srt.layers.sampler.Sampler.forward", "samples from NaN logits, whatever comes of it"),
     "check_token_ids": Private(
         "sglang.srt.managers.schedule_batch.Req._check_vocab_boundary_finish",
@@ -350,13 +376,16 @@ MODULES = {
     "io_struct": Private(
         "sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers; its codec"
     ),
-    "schedule_batch": Private("sglang.srt.managers.schedule_batch", "FINISH_ABORT, how a request is failed"),
+    "schedule_batch": Private(
+        "sglang.srt.managers.schedule_batch", "FINISH_ABORT and FINISH_MATCHED_STR, how a request is failed and stopped"
+    ),
     "http_server": Private("sglang.srt.entrypoints.http_server", "its FastAPI application, app, and what it serves"),
     "scheduler": Private("sglang.srt.managers.scheduler", "imported first in a process that runs a scheduler"),
     "registry": Private("sglang.srt.models.registry", "ModelRegistry.models maps architecture to class"),
     "kv_cache_configurator": Private(
         "sglang.srt.mem_cache.kv_cache_configurator", "its global DeepSeekV4TokenToKVPool is the class that it builds"
     ),
+    "detokenizer": Private("sglang.srt.managers.detokenizer_manager", "imported first in a process that decodes"),
     "tokenizer_manager": Private("sglang.srt.managers.tokenizer_manager", "the front end of requests"),
     "hook_registry": Private("sglang.srt.plugins.hook_registry", "HookRegistry, HookType"),
 }
@@ -584,6 +613,43 @@ def fail(request: Any, message: str) -> None:
     # The detokenizer ends at an id that is none: neither the answer nor its log-probabilities may take one there.
     request.output_ids[-1] = max(0, request.output_ids[-1])
     request.return_logprob = False
+
+
+@contextlib.contextmanager
+def answer_ends_at(request: Any, tokens: int) -> Iterator[None]:
+    """Inside the context SGLang sends no more than the first ``tokens`` of the answer of ``request``, which goes on."""
+    request.finished_len = tokens
+    try:
+        yield
+    finally:
+        request.finished_len = None
+
+
+def match_stop(request: Any, stop: str | None) -> None:
+    """Let ``stop``, unless it is ``None``, be the stop string that has ended ``request``, instead of another one."""
+    finish = importlib.import_module(MODULES["schedule_batch"].path).FINISH_MATCHED_STR
+    if stop is not None and isinstance(request.finished_reason, finish):
+        request.finished_reason = finish(matched=stop)
+
+
+def wrap_answer_processor(parser: Any, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper(processor, recipe, tokenizer)`` in the place of the processor of deepseek-recipe in ``parser``.
+
+    Nor does SGLang's parser let tokens wait any more because a stop string may begin in them.
+    """
+    parser._processor = wrapper(parser._processor, parser._recipe, parser._hf_tokenizer)
+    parser._stop_hold_chars = 0
+
+
+def answer_tokenizer(parser: Any) -> Any:
+    """The ``tokenizers.Tokenizer`` of SGLang's parser of answers."""
+    return parser._hf_tokenizer
+
+
+def is_byte_level(tokenizer: Any) -> bool:
+    """Whether SGLang's tokenizer spells tokens in bytes, as byte-level BPE does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return isinstance(getattr(backend, "decoder", None), tokenizers.decoders.ByteLevel)
 
 
 def end_outside_vocabulary(request: Any, new_tokens: int) -> bool:
