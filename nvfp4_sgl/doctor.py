@@ -1,4 +1,4 @@
-"""``nvfp4-sgl doctor``: what would run here, and what stands in its way.
+"""``nvfp4-sgl doctor``: what would run here, or with the flags of a plan elsewhere, and what stands in its way.
 
 Collects versions against the pins of this distribution, the device, the implementation of every op on it, the modes,
 and whether SGLang will find the plugin. Nothing is started and nothing is changed.
@@ -19,25 +19,27 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
+from nvfp4_sgl.memory import plan as plans
+from nvfp4_sgl.memory.plan import Plan
 from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
-from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
 from nvfp4_sgl.terminal import fitted
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
     from nvfp4_sgl.ops.modes import ActivationMode
-    from nvfp4_sgl.targets.choose import Choice
+    from nvfp4_sgl.targets.choose import Choice, Target
 
 DISTRIBUTION = "nvfp4-sgl"
 PLUGIN_NAME = "nvfp4_sgl"
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLUGIN_GROUP = "sglang.srt.plugins"
-TARGETS = ("cpu", "sm_90a", "sm_100a")
 KV_ROW_MODES = {
     "exact": "rows in the model's dtype (--kv-cache-dtype auto, the default)",
     "packed": "SGLang's 584-byte entries (--kv-cache-dtype fp8_e4m3)",
 }
+
+FITS = {True: "yes", False: "no", None: "unknown: give --gpu-memory"}
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,24 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl doctor``."""
     parser.add_argument("dir", nargs="?", type=Path, metavar="DIR", help="a checkpoint directory to verify as well")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that memory is forecast for")
-    parser.add_argument(
-        "--target",
-        choices=TARGETS,
-        help="forecast memory for this target rather than this machine's; what is free is then unknown",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    plans.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if a server would start here, 1 if something stands in its way."""
-    report = examine(args.dir, args.tp, args.target)
+    """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way."""
+    plan = plans.from_arguments(args)
+    if args.dir is None and plan != Plan():
+        raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
+    report = examine(args.dir, plan)
     print(json.dumps(asdict(report), indent=2) if args.json else fitted(render(report)))
     return 1 if report.problems else 0
 
 
-def examine(directory: Path | None = None, ranks: int = 1, target: str | None = None) -> Report:
+def examine(directory: Path | None = None, plan: Plan | None = None) -> Report:
     """Examine this process's surroundings, and the checkpoint in ``directory`` if one is given.
 
-    The memory that one of ``ranks`` needs is forecast for ``target``, this machine's unless given.
+    The memory of a rank is forecast for the server of ``plan``, one with default flags here unless given.
 
     Findings that would stop a server are put into ``problems``; only defects raise.
     """
@@ -131,7 +131,7 @@ def examine(directory: Path | None = None, ranks: int = 1, target: str | None = 
         return report
     examine_target(report)
     if directory is not None:
-        examine_checkpoint(report, directory, ranks, target)
+        examine_checkpoint(report, directory, plan or Plan())
     return report
 
 
@@ -207,7 +207,7 @@ def device_name(index: int) -> str:
     )
 
 
-def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str | None) -> None:
+def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
     from nvfp4_sgl.targets.choose import Target, choose, mode_of
@@ -216,55 +216,44 @@ def examine_checkpoint(report: Report, directory: Path, ranks: int, target: str 
 
     try:
         verified = verify(directory) if holds_weights(directory) else verify_dummy(directory)
-        TensorParallel(size=ranks).check(verified.config)
+        TensorParallel(size=plan.ranks).check(verified.config)
     except Nvfp4SglError as error:
         report.problems.append(f"checkpoint: {error}")
         return
     summary = verified.summary
-    report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": verified.describe()}
+    weights = f"none here; counted by config.json, {summary.format}" if verified.is_dummy else verified.describe()
+    report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": weights}
     report.checkpoint_table = summary.table()
-    if chosen := target or report.target:
+    if chosen := plan.target or report.target:
         mode = None
         try:
             mode = mode_of(Target(chosen), verified.raw.get("activation_mode"))
-            check_target(Target(chosen), verified.config, ranks, verified.inventory.storage, mode)
+            check_target(Target(chosen), verified.config, plan.ranks, verified.inventory.storage, mode, plan.context)
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
         if chosen == report.target:
             fill_in(report, choose(Target(chosen), mode))
-        examine_memory(report, verified, ranks, target, mode)
+        examine_memory(report, verified, Target(chosen), plan, mode)
 
 
-def examine_memory(
-    report: Report, verified: Verified, ranks: int, target: str | None, mode: ActivationMode | None
-) -> None:
-    """Forecast the memory of one of ``ranks`` with SGLang's defaults, or on a CPU with ours."""
-    from nvfp4_sgl.memory.forecast import Setting, forecast
-    from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
-    from nvfp4_sgl.targets.choose import Target
+def examine_memory(report: Report, verified: Verified, target: Target, plan: Plan, mode: ActivationMode | None) -> None:
+    """Forecast the memory of a rank on ``target``.
 
-    chosen, context = Target(target or report.target), verified.config.max_position_embeddings
-    if chosen is Target.CPU:
-        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, CPU_SWA_RATIO
+    Raises:
+        ConfigError: a flag of ``plan`` that the target or the model does not take.
+    """
+    from nvfp4_sgl.memory.forecast import forecast
 
-        setting = Setting(
-            ranks,
-            requests=CPU_DEFAULTS["max_running_requests"],
-            context=context,
-            chunk=CPU_DEFAULTS["chunked_prefill_size"],
-            dtype_bytes=4,
-            row_bytes=4,
-            swa_ratio=CPU_SWA_RATIO,
-            fraction=CPU_DEFAULTS["mem_fraction_static"],
-            most_tokens=CPU_DEFAULTS["max_total_tokens"],
-        )
-    else:
-        setting = Setting(ranks, REQUESTS, context, CHUNK, 2, None, PACKED_SWA_RATIO, FRACTION)
-    free = free_bytes(ranks) if chosen.value == report.target else None
-    found = forecast(verified, chosen, setting, free, mode)
-    report.memory, report.memory_lines = found.as_json(), found.lines()
-    if problem := found.problem():
-        report.problems.append(f"memory: {problem}")
+    free = None
+    if plan.gpu_memory is not None:
+        free = int(plan.gpu_memory * 2**30)
+    elif target.value == report.target:
+        free = free_bytes(plan.ranks)
+    found = forecast(verified, target, plan.setting(target, verified.config), free, mode)
+    shortage = found.shortage()
+    report.memory, report.memory_lines = found.as_json() | {"fits": found.fits}, found.lines()
+    if shortage is not None:
+        report.problems.append(f"memory: {shortage}")
 
 
 def free_bytes(ranks: int) -> int:
@@ -300,5 +289,6 @@ def render(report: Report) -> str:
     if report.memory is not None:
         lines += ["", f"Memory of a rank, --tp-size {report.memory['setting']['ranks']}, a forecast"]
         lines += [f"  {line}" for line in report.memory_lines]
+        lines.append(f"  fits                {FITS[report.memory['fits']]}")
     lines += ["", *(f"PROBLEM: {problem}" for problem in report.problems)] if report.problems else ["", "No problems."]
     return "\n".join(lines)

@@ -108,8 +108,18 @@ class Forecast:
             words += [f"free {gb(self.free).strip()}", f"room for {self.tokens:,d} tokens"]
         return ", ".join(words)
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether a server would start; ``None`` if what is free is unknown."""
+        return None if self.free is None else self.shortage() is None
+
     def problem(self) -> str | None:
-        """Why a server would not start, with the arithmetic and the flags to change; ``None`` if it would."""
+        """:meth:`shortage` with the arithmetic."""
+        shortage = self.shortage()
+        return None if shortage is None else "".join((shortage, *(f"\n  {line}" for line in self.lines())))
+
+    def shortage(self) -> str | None:
+        """Why a server would not start, and the flags to change; ``None`` if it would."""
         if self.free is None or self.tokens is None:
             return None
         setting = self.setting
@@ -135,8 +145,7 @@ class Forecast:
         if not short:
             return None
         flags = "a larger --tp-size, a smaller --max-running-requests or --context-length, or another device"
-        arithmetic = "".join(f"\n  {line}" for line in self.lines())
-        return f"too little memory on a rank of --tp-size {setting.ranks}: {'; '.join(short)}; use {flags}{arithmetic}"
+        return f"too little memory on a rank of --tp-size {setting.ranks}: {'; '.join(short)}; use {flags}"
 
     def check(self) -> None:
         """:class:`UnsupportedError` with :meth:`problem` if there is one."""

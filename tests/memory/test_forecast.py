@@ -318,7 +318,8 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     model(tmp_path)
     assert cli.main(["doctor", str(tmp_path), "--tp", "2"]) == 0
     out = capsys.readouterr().out
-    assert "weights: RANDOM" in out and "Memory of a rank, --tp-size 2" in out and "ratio-128 states" in out
+    assert "weights: none here; counted by config.json" in out and "RANDOM" not in out
+    assert "Memory of a rank, --tp-size 2" in out and "ratio-128 states" in out
     assert cli.main(["doctor", str(tmp_path), "--tp", "2", "--target", "sm_100a", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["free"] is None and memory["weights"][EXPERTS] > 0

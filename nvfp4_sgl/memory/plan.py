@@ -1,0 +1,174 @@
+"""A server that is not there: the flags on which its memory depends, in SGLang's words, and what it does without."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.config import ModelConfig
+    from nvfp4_sgl.memory.forecast import Setting
+    from nvfp4_sgl.targets.choose import Target
+
+MAX_GPU_GIB = 4096
+MAX_REQUESTS = 1 << 20
+MAX_RANKS = 1024
+GPU_DTYPE_BYTES = 2
+"""Of an element of the model dtype, bfloat16."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a server would be asked for; ``None`` is what it does by itself.
+
+    Attributes:
+        ranks: ``--tp-size``.
+        target: by name; this machine's if ``None``.
+        gpu_memory: GiB that are free on each GPU before the server starts.
+        requests, context, fraction, kv_cache_dtype: ``--max-running-requests``, ``--context-length``,
+            ``--mem-fraction-static``, ``--kv-cache-dtype``.
+    """
+
+    ranks: int = 1
+    target: str | None = None
+    gpu_memory: float | None = None
+    requests: int | None = None
+    context: int | None = None
+    fraction: float | None = None
+    kv_cache_dtype: str = "auto"
+
+    def setting(self, target: Target, config: ModelConfig) -> Setting:
+        """The forecast's setting on ``target``.
+
+        Raises:
+            ConfigError: a flag that ``target`` or the model does not take, with what it takes.
+        """
+        from nvfp4_sgl.memory.forecast import Setting
+        from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
+        from nvfp4_sgl.targets.choose import Target, choose
+
+        taken = choose(target).kv_cache_dtypes
+        if self.kv_cache_dtype not in taken:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}: expected one of {', '.join(taken)} on {target.value}"
+            )
+        longest = config.max_position_embeddings
+        if self.context is not None and self.context > longest:
+            raise ConfigError(
+                f"--context-length {self.context}: expected 1 to {longest}, config.json's max_position_embeddings"
+            )
+        if target is Target.CPU:
+            return self._on_cpu(longest)
+        return Setting(
+            self.ranks,
+            requests=self.requests or REQUESTS,
+            context=self.context or longest,
+            chunk=CHUNK,
+            dtype_bytes=GPU_DTYPE_BYTES,
+            row_bytes=None,
+            swa_ratio=PACKED_SWA_RATIO,
+            fraction=self.fraction or FRACTION,
+            window_by_ratio=self.requests is None,
+        )
+
+    def _on_cpu(self, longest: int) -> Setting:
+        from nvfp4_sgl.memory.forecast import Setting
+        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, CPU_SWA_RATIO
+
+        if self.gpu_memory is not None:
+            raise ConfigError("--gpu-memory: the target is cpu, which has none; name a GPU's with --target")
+        return Setting(
+            self.ranks,
+            requests=self.requests or CPU_DEFAULTS["max_running_requests"],
+            context=self.context or longest,
+            chunk=CPU_DEFAULTS["chunked_prefill_size"],
+            dtype_bytes=4,
+            row_bytes={"auto": 4, "bfloat16": 2}.get(self.kv_cache_dtype),
+            swa_ratio=CPU_SWA_RATIO,
+            fraction=self.fraction or CPU_DEFAULTS["mem_fraction_static"],
+            most_tokens=CPU_DEFAULTS["max_total_tokens"],
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a :class:`Plan`."""
+    group = parser.add_argument_group("the server whose memory is forecast")
+    ranks = whole_number(MAX_RANKS)
+    group.add_argument("--tp", "--tp-size", type=ranks, default=1, metavar="N", dest="ranks", help="its ranks")
+    group.add_argument(
+        "--target",
+        choices=("cpu", "sm_90a", "sm_100a"),
+        help="its target, if not this machine's; what is free there is then unknown, unless --gpu-memory says so",
+    )
+    group.add_argument(
+        "--gpu-memory",
+        type=number_up_to(MAX_GPU_GIB),
+        metavar="GIB",
+        help="GiB free on each GPU before it starts; this machine's if not given",
+    )
+    group.add_argument(
+        "--max-running-requests",
+        type=whole_number(MAX_REQUESTS),
+        metavar="N",
+        dest="requests",
+        help=f"requests at once (default: {REQUESTS} on a GPU)",
+    )
+    group.add_argument(
+        "--context-length",
+        type=whole_number(1 << 30),
+        metavar="TOKENS",
+        dest="context",
+        help="tokens of the longest request (default: the model's)",
+    )
+    group.add_argument(
+        "--mem-fraction-static",
+        type=number_up_to(1),
+        metavar="SHARE",
+        dest="fraction",
+        help=f"share of free memory that weights and pools may take (default: {FRACTION} on a GPU)",
+    )
+    group.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of cache rows (default: auto)")
+
+
+def from_arguments(args: argparse.Namespace) -> Plan:
+    """The plan that the flags of :func:`add_arguments` give."""
+    return Plan(
+        args.ranks,
+        target=args.target,
+        gpu_memory=args.gpu_memory,
+        requests=args.requests,
+        context=args.context,
+        fraction=args.fraction,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
+
+
+def whole_number(most: int) -> Callable[[str], int]:
+    """An argparse type: 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and 1 <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, found '{text}'")
+
+    return parse
+
+
+def number_up_to(most: float) -> Callable[[str], float]:
+    """An argparse type: more than 0 and at most ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if 0 < value <= most:
+            return value
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to {most}, found '{text}'")
+
+    return parse
