@@ -209,6 +209,7 @@ def device_name(index: int) -> str:
 
 def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
+    from nvfp4_sgl.checkpoint.beside import check_beside
     from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
     from nvfp4_sgl.targets.choose import Target, choose, mode_of
     from nvfp4_sgl.targets.requirements import check_target
@@ -217,6 +218,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     try:
         verified = verify(directory) if holds_weights(directory) else verify_dummy(directory)
         TensorParallel(size=plan.ranks).check(verified.config)
+        check_beside(directory, verified.config.vocab_size, needs_tokenizer=holds_weights(directory))
     except Nvfp4SglError as error:
         report.problems.append(f"checkpoint: {error}")
         return

@@ -86,10 +86,12 @@ def run_inspect(args: argparse.Namespace) -> int:
     wrong before that raises; with ``--json`` it is printed and 2 is returned.
     """
     from nvfp4_sgl.checkpoint import checksums
+    from nvfp4_sgl.checkpoint.beside import check_beside
     from nvfp4_sgl.checkpoint.inspection import broken_as_json, inspect
 
     try:
         verified, found = verify(args.directory), None
+        check_beside(args.directory, verified.config.vocab_size)
         if args.values or args.scales:
             from nvfp4_sgl.checkpoint.scan import scan
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint import overrides as config_overrides
+from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
@@ -205,6 +206,7 @@ def preflight(server_args: Any) -> None:
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
+    check_files_beside(given, verified.config.vocab_size)
     _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
     for name in CRASH_DIAGNOSTICS:
@@ -212,6 +214,14 @@ def preflight(server_args: Any) -> None:
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     # The count of cached tokens is there in any case; this only lets answers say it.
     private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **PARSERS)
+
+
+def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
+    """Refuse damaged files beside the weights; a tokenizer may be elsewhere, or not be asked for."""
+    elsewhere = given["tokenizer_path"]
+    check_beside(Path(given["model_path"]), vocab_size, needs_tokenizer=not (elsewhere or given["skip_tokenizer_init"]))
+    if elsewhere and Path(elsewhere).is_dir():
+        check_beside(Path(elsewhere), vocab_size)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

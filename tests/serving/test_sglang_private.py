@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.checkpoint.beside import DEFAULTS
 from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving import sglang_private as private
 
@@ -155,3 +156,18 @@ def test_flags_win_over_the_platform_defaults(monkeypatch: pytest.MonkeyPatch) -
     chosen = SimpleNamespace(model_path="other", _raw_input={"attention_backend": "triton"}, attention_backend="triton")
     current_platform.apply_server_args_defaults(chosen)
     assert chosen.attention_backend == "triton"
+
+
+def test_defaults_of_sampling_have_the_bounds_of_sglang() -> None:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    for name, allowed in DEFAULTS.items():
+        for value in (-1, 0, 0.5, 1, 2, 2.5):
+            if allowed.whole and isinstance(value, float):
+                continue
+            try:
+                SamplingParams(**{name: value}).verify(512)
+            except ValueError:
+                assert not allowed.allows(value), (name, value)
+            else:
+                assert allowed.allows(value), (name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,20 @@ def save_as_transformers(path: Path) -> None:
     model.save_pretrained(path)
 
 
+def cut_tokenizer(path: Path) -> None:
+    file = path / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pipe_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+    os.mkfifo(path / "tokenizer.json")
+
+
+def default_nan(path: Path) -> None:
+    (path / "generation_config.json").write_text('{"temperature": NaN}')
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "missing tensor": (remove_tensor, (f"{MATRIX}.weight_scale",)),
     "extra tensor": (add_tensor, ("layers.0.surprise",)),
@@ -91,6 +106,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "config without compress_ratios": (lambda path: edit_config(path, compress_ratios=None), ("compress_ratios",)),
     "unknown quant_algo": (lambda path: edit_quantization(path, quant_algo="NVFP3"), ("quant_algo", "NVFP3")),
     "directory saved by transformers": (save_as_transformers, ("compress_ratios", "save_pretrained")),
+    "cut tokenizer": (cut_tokenizer, ("tokenizer.json", "not valid JSON")),
+    "pipe in place of a tokenizer": (pipe_tokenizer, ("tokenizer.json", "found a named pipe")),
+    "default that is no number": (default_nan, ("generation_config.json", "NaN")),
     "unknown activation mode": (lambda path: edit_config(path, activation_mode="w2a2"), ("activation_mode", "w2a2")),
 }
 
