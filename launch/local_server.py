@@ -87,7 +87,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, star
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         found = stages(log)
-        for words in found[seen:] or ["(still at it)"] * (now - shown >= PROGRESS_SECONDS):
+        for words in found[seen:] or ["(no further stage yet)"] * (now - shown >= PROGRESS_SECONDS):
             shown = now
             print(f"   {now - started:3.0f} s  {words[:100]}", flush=True)
         seen = len(found)
