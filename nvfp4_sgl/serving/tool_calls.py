@@ -120,13 +120,15 @@ def init_output_parser(
     parse_json_output: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Hook around the making of an output parser: deepseek-recipe reads no tool calls.
+    """Hook around the making of an output parser: deepseek-recipe reads no tool calls, and no JSON.
 
-    Nor does it blank what stands around JSON, which markup would be: an answer in JSON is written under a grammar.
+    It would blank what stands around an object or an array: markup, and the whole of an answer in JSON of another type.
+    SGLang has every answer in JSON written under a grammar, so there is nothing to look for.
     """
-    ours = parse_tool_calls and serves_our_model()
-    options = {"parse_tool_calls": parse_tool_calls, "parse_json_output": parse_json_output}
-    original(parser, *args, **(dict.fromkeys(options, False) if ours else options), **kwargs)
+    other = not serves_our_model()
+    ours = parse_tool_calls and not other
+    options = {"parse_tool_calls": parse_tool_calls and other, "parse_json_output": parse_json_output and other}
+    original(parser, *args, **options, **kwargs)
     setattr(parser, SCANNERS, Scanners(_declared.get()) if ours else None)
     if ours:
         private.replace_processor(parser, TOKEN, MarkingProcessor)
