@@ -1,9 +1,8 @@
 """Keeps a grammar that a request brings from ending the scheduler, stalling it or filling its memory.
 
-A grammar may reach a state in which no token is allowed (``{"$ref": "#"}`` begins in one): its mask would make every
-probability NaN. An ambiguous one (``root ::= root root | "a"``) takes longer with every token, in the scheduler's own
-thread. Such a request is failed with status 400; the others go on. xgrammar compiles in threads that let the scheduler
-go on, and :mod:`nvfp4_sgl.serving.requests` bounds what they are given.
+A grammar may reach a state in which no token is allowed: its mask would make every probability NaN. An ambiguous one
+(``root ::= root root | "a"``) takes longer with every token, in the scheduler's own thread. Such a request is failed
+with status 400; the others go on. :mod:`nvfp4_sgl.serving.grammar_compiler` compiles, and refuses what begins so.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.finite_logits import has_failed
+from nvfp4_sgl.serving.grammar_process import AMBIGUOUS, MAX_MASK_SECONDS, NO_TOKEN
 from nvfp4_sgl.serving.requests import serves_our_model
-
-MAX_STEP_SECONDS = 0.25
-"""Bound on one mask. Those of JSON schemas and regular expressions take about a millisecond."""
 
 MAX_CACHED_GRAMMARS = 128
 """Bound on compiled grammars that are kept; SGLang keeps all."""
@@ -25,20 +22,11 @@ MAX_CACHED_GRAMMARS = 128
 FAULT = "nvfp4_sgl_fault"
 """Attribute of a grammar object that says why its request cannot go on."""
 
-NO_TOKEN = "the grammar allows no token here; does a rule refer to nothing but itself?"
+MAX_CACHED_BYTES = 512 << 20
+"""Bound on their memory."""
 
 ALL_TOKENS = -1
 """A word of the mask with every bit set."""
-
-
-def compile_grammar(original: Callable[..., Any], backend: Any, key: Any, reasoning: bool) -> Any:
-    """Hook around the compilation of a grammar, in a thread of its own: one that allows no token at all is invalid."""
-    grammar = original(backend, key, reasoning)
-    if not serves_our_model() or not hasattr(grammar, "matcher"):
-        return grammar
-    mask = grammar.allocate_vocab_mask(grammar.vocab_size, 1, "cpu")
-    grammar.copy().matcher.fill_next_token_bitmask(mask, 0)
-    return grammar if mask.any() else private.invalid_grammar(NO_TOKEN)
 
 
 def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) -> None:
@@ -54,9 +42,9 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
     if not mask[row].any():
         mask[row] = ALL_TOKENS
         setattr(grammar, FAULT, NO_TOKEN)
-    elif seconds > MAX_STEP_SECONDS and private.tp_size() == 1:
+    elif seconds > MAX_MASK_SECONDS and private.tp_size() == 1:
         # Ranks would come to different ends, so only a single one may go by its clock.
-        setattr(grammar, FAULT, f"the grammar is too ambiguous: one token took more than {MAX_STEP_SECONDS} s")
+        setattr(grammar, FAULT, AMBIGUOUS)
 
 
 def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, **kwargs: Any) -> None:
@@ -88,12 +76,23 @@ def fault(grammar: Any) -> str | None:
 
 
 def cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:
-    """Hook around the keeping of a compiled grammar: forget all of them once there are :data:`MAX_CACHED_GRAMMARS`.
+    """Hook around the keeping of a compiled grammar: forget all of them once there are too many.
 
-    A backend for reasoning models wraps the one whose compiler keeps grammars, too, and does not reset it.
+    One that was refused is not kept: for want of time or memory, it may be compiled later. A backend for reasoning
+    models wraps the one whose compiler keeps grammars, too, and does not reset it.
     """
-    if serves_our_model() and len(backend.cache) >= MAX_CACHED_GRAMMARS:
-        for one in (backend, getattr(backend, "grammar_backend", None)):
-            if one is not None:
-                one.reset()
-    original(backend, key, value)
+    if not serves_our_model():
+        original(backend, key, value)
+    elif (size := memory(value)) is not None:
+        kept = sum(memory(one) or 0 for one in backend.cache.values())
+        if len(backend.cache) >= MAX_CACHED_GRAMMARS or kept + size > MAX_CACHED_BYTES:
+            for one in (backend, getattr(backend, "grammar_backend", None)):
+                if one is not None:
+                    one.reset()
+        original(backend, key, value)
+
+
+def memory(grammar: Any) -> int | None:
+    """Bytes of a compiled grammar; ``None`` for one that was refused."""
+    context = getattr(getattr(grammar, "grammar", grammar), "ctx", None)
+    return None if context is None else int(context.memory_size_bytes)

@@ -40,6 +40,10 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 DRAINING = Refusal(503, "the server is shutting down; it finishes what runs and takes nothing new")
 FREEZE_GC = "/freeze_gc"
 
+CLIENT_POLL_SECONDS = 0.4
+"""How often a waiting request's client is looked for, so that what is done for one who has left ends within a second.
+SGLang's four seconds are long for the compilation of a grammar."""
+
 
 class Guard:
     """ASGI application around ``application``.
@@ -211,6 +215,7 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
     if serves_our_model():
         advertise_length(manager)
         limit_texts(manager)
+        private.look_for_clients(CLIENT_POLL_SECONDS)
         access = Access(
             private.resolved("admin_api_key"), private.resolved("device") == "cpu", private.resolved("api_key")
         )

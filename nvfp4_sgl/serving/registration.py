@@ -22,6 +22,7 @@ from nvfp4_sgl.serving import (
     arguments,
     chat_template,
     finite_logits,
+    grammar_compiler,
     grammars,
     guard,
     handlers,
@@ -112,7 +113,8 @@ def register_scheduler() -> None:
             "worker_info": requests.worker_info,
             "validate_in_scheduler": requests.validate_in_scheduler,
             "validate_when_admitted": requests.validate_when_admitted,
-            "compile_grammar": grammars.compile_grammar,
+            "grammar_queue": grammar_compiler.start,
+            "ready_grammars": grammar_compiler.take_ready,
             "fill_grammar_mask": grammars.fill_mask,
             "accept_prefill_grammar": grammars.accept_prefill,
             "accept_grammar_tokens": grammars.accept_tokens,
@@ -160,6 +162,8 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
         ours = arguments.is_our_checkpoint(private.model_path())
         if ours:
             start_log.leave_out_false_lines()
+            if private.tp_rank() == 0:
+                grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(private.tp_rank())
             private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS)
         original(scheduler, *args, **kwargs)

@@ -45,7 +45,8 @@ NOT_OFFERED = tuple(
 """Fields that no route may have set: they select what is not implemented."""
 
 MAX_GRAMMAR_CHARACTERS = 2**16
-"""Bound on the text of a schema, regular expression or grammar: the slowest ones of that length compile in seconds."""
+"""Bound on the text of a schema, regular expression or grammar; :mod:`nvfp4_sgl.serving.grammar_process` bounds what it
+takes to compile them."""
 
 MAX_SCHEMA_DEPTH = 128
 """Bound on objects and arrays within each other in a schema, 64 properties in each other: compiling 300 takes 8 s.

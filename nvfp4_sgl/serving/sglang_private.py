@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -292,9 +293,13 @@ HOOKS = {
     "resolved_arguments": Private(
         "sglang.srt.server_args.ServerArgs.resolved_dict", "the log and /server_info print it, with the keys"
     ),
-    "compile_grammar": Private(
-        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch",
-        "compiles a grammar that no text follows without a word",
+    "grammar_queue": Private(
+        "sglang.srt.constrained.grammar_manager.GrammarManager.__init__",
+        "compiles in the scheduler's process, without a bound on memory, and on after the client has left",
+    ),
+    "ready_grammars": Private(
+        "sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests",
+        "where all ranks agree on the grammars that are ready, each by the clock of its own compilation",
     ),
     "fill_grammar_mask": Private(
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask",
@@ -369,9 +374,6 @@ MODULES = {
     "recipe_output": Private(
         "sglang.srt.parser.deepseek_recipe_output", "RecipeOutputDelta and RecipeToolCallDelta, what a parser answers"
     ),
-    "grammar_backend": Private(
-        "sglang.srt.constrained.base_grammar_backend", "InvalidGrammarObject, how a grammar is refused"
-    ),
     "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
     "io_struct": Private(
         "sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers; its codec"
@@ -386,7 +388,9 @@ MODULES = {
         "sglang.srt.mem_cache.kv_cache_configurator", "its global DeepSeekV4TokenToKVPool is the class that it builds"
     ),
     "detokenizer": Private("sglang.srt.managers.detokenizer_manager", "imported first in a process that decodes"),
-    "tokenizer_manager": Private("sglang.srt.managers.tokenizer_manager", "the front end of requests"),
+    "tokenizer_manager": Private(
+        "sglang.srt.managers.tokenizer_manager", "the front end of requests; its global _REQUEST_STATE_WAIT_TIMEOUT"
+    ),
     "hook_registry": Private("sglang.srt.plugins.hook_registry", "HookRegistry, HookType"),
 }
 """Modules of which a global is read or replaced."""
@@ -568,6 +572,12 @@ def json_response(answer: Any) -> Any:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
+def look_for_clients(seconds: float) -> None:
+    """Have the front end look every so many seconds whether the client of a request that waits has left."""
+    module: Any = importlib.import_module(MODULES["tokenizer_manager"].path)
+    module._REQUEST_STATE_WAIT_TIMEOUT = seconds
+
+
 def watched_processes(handler: Any) -> list[tuple[str, Any]]:
     """Name and ``multiprocessing`` process of a server's processes; names are ``scheduler_RANK`` and ``detokenizer``.
 
@@ -709,9 +719,46 @@ def output_delta(reasoning: str, content: str, calls: Sequence[tuple[int, str, s
     return module.RecipeOutputDelta(reasoning=reasoning, content=content, tool_calls=pieces)
 
 
-def invalid_grammar(message: str) -> Any:
-    """What SGLang takes in place of a compiled grammar to refuse its request with ``message``."""
-    return importlib.import_module(MODULES["grammar_backend"].path).InvalidGrammarObject(message)
+def has_grammars(manager: Any) -> bool:
+    """Whether SGLang's ``GrammarManager`` compiles any."""
+    return manager.grammar_backend is not None
+
+
+def grammar_tokenizer(manager: Any) -> Any:
+    """xgrammar's ``TokenizerInfo`` of a ``GrammarManager``."""
+    return _compiling_backend(manager)._tokenizer_info
+
+
+def use_grammar_compiler(manager: Any, executor: Any, compiler: Any) -> None:
+    """Have a ``GrammarManager`` submit grammars to ``executor`` and compile them by ``compiler``, without its own bound
+    on time, which counts scheduler steps."""
+    manager.grammar_backend.executor = executor
+    _compiling_backend(manager).grammar_compiler = compiler
+    manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = sys.maxsize
+
+
+def _compiling_backend(manager: Any) -> Any:
+    """The backend for xgrammar, which one for reasoning models wraps."""
+    return getattr(manager.grammar_backend, "grammar_backend", manager.grammar_backend)
+
+
+def wait_for_grammars(manager: Any, seconds: float) -> None:
+    """Let a ``GrammarManager`` wait so long for grammars before a step; 10 times as long if no request is running."""
+    idle = manager.scheduler.running_batch.is_empty()
+    manager.SGLANG_GRAMMAR_POLL_INTERVAL = seconds * (10 if idle else 1)
+
+
+def waiting_grammars(manager: Any) -> list[Any]:
+    """The futures of requests in the queue of a ``GrammarManager``."""
+    return [request.grammar for request in manager.grammar_queue]
+
+
+def from_first_rank(manager: Any, value: Any) -> Any:
+    """``value`` of the first of the ranks that share the queue of a ``GrammarManager``; all of them call this."""
+    found = [value]
+    if manager.grammar_sync_size > 1:
+        torch.distributed.broadcast_object_list(found, src=manager.grammar_sync_entry, group=manager.grammar_sync_group)
+    return found[0]
 
 
 def activation_mode(hf_config: Any) -> str | None:

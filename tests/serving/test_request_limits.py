@@ -73,7 +73,7 @@ def test_mask_that_takes_long(ranks: int, working: bool, failed: bool, monkeypat
         time.sleep(0 if working else 0.02)
 
     monkeypatch.setattr(private, "tp_size", lambda: ranks)
-    monkeypatch.setattr(grammars, "MAX_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(grammars, "MAX_MASK_SECONDS", 0.01)
     grammar = SimpleNamespace()
     grammars.fill_mask(fill, grammar, torch.full((1, 16), -1, dtype=torch.int32), 0)
     wrapped = SimpleNamespace(grammar=grammar)  # as after a reasoning part
@@ -92,12 +92,22 @@ def test_cached_grammars_are_bounded() -> None:
             self.cache.clear()
             self.resets += 1
 
+    def compiled(size: int) -> Any:
+        return SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=size))
+
+    def keep(key: Any, value: Any) -> None:
+        grammars.cache(lambda backend, key, value: backend.cache.update({key: value}), outer, key, value)
+
     inner = Backend()
     outer = Backend(inner)
     for key in range(300):
-        grammars.cache(lambda backend, key, value: backend.cache.update({key: value}), outer, key, "compiled")
+        keep(key, SimpleNamespace(grammar=compiled(1)))  # as after a reasoning part
         assert len(outer.cache) <= grammars.MAX_CACHED_GRAMMARS and key in outer.cache
     assert outer.resets == inner.resets == 2
+    keep("large", compiled(grammars.MAX_CACHED_BYTES))
+    assert list(outer.cache) == ["large"]
+    keep("refused", SimpleNamespace(error_message="takes too long"))
+    assert list(outer.cache) == ["large"], "it may be compiled when the server is less busy"
 
 
 # --- requests ---------------------------------------------------------------------------------------------------

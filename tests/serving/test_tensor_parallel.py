@@ -6,7 +6,10 @@ The tests run in this order on one server, which begins with the weights of one 
 from __future__ import annotations
 
 import functools
+import re
+import urllib.error
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.serving.grammar_process import TITLE
 from nvfp4_sgl.standalone import Standalone
 from tests.support.damage import change_json, copy_checkpoint, damaged_copy
 from tests.support.golden import Golden
@@ -72,6 +76,27 @@ def test_log_probabilities(server: Server, old: Path) -> None:
     for length in (1, 129, 513):
         check(generate(server, prompts[length], logprob_start_len=0), prompts[length], oracle)
     check_concurrently(server, oracle, [(prompts[n], TOKENS) for n in (127, 128, 131, 513)])
+
+
+def test_ranks_take_the_first_ones_grammars(server: Server) -> None:
+    """One process compiles for both, and both fail a request whose grammar takes too much."""
+    process(server, TITLE)
+
+    def ask(regex: str) -> tuple[int, str]:
+        body = {"input_ids": [30, 31], "sampling_params": {"regex": regex, "max_new_tokens": 8, "temperature": 0}}
+        try:
+            return 200, server.post("/generate", body)["text"]
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    with ThreadPoolExecutor(6) as threads:
+        hostile = threads.submit(ask, "a?" * 20000)
+        answers = list(threads.map(ask, ["[ab]{3}", "[ab]{3}", "x(yz)+", "[ab]{3}", "(a|"]))
+    assert [status for status, _ in answers] == [200, 200, 200, 200, 400]
+    assert all(re.fullmatch("[ab]{3}", answers[n][1]) for n in (0, 1, 3)) and answers[2][1].startswith("xyz")
+    status, message = hostile.result()
+    assert status == 400 and "compiling the grammar takes more than" in message
+    assert ask("[ab]{3}") == answers[0], "kept"
 
 
 def test_checkpoints_that_do_not_fit_change_nothing(server: Server, old: Path, new: Path, tmp_path: Path) -> None:
