@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.config_fields import DSPARK, FIXED, READ, REPEATS, Number, same
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, require_finished, shown
+from nvfp4_sgl.rope_fields import RopeSaid, YarnConfig, check_parameters, read_yarn
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
-MAX_DIMENSION = 2**31 - 1
-MAX_NUMBER = 3.0e38
-MAX_LAYERS = 1024
-MAX_EXPERTS = 4096
-"""Beyond these config.json is damaged; Pro has 61 layers of 384 experts. They bound what is built before files are
-looked at."""
 DSPARK_STAGES = 8
 """Most draft stages of a DSpark release that ``compress_ratios`` may have entries for; Flash-0731 has three."""
 
@@ -36,16 +32,6 @@ class LayerKind(enum.Enum):
     """Window plus entries that compress 4 tokens, selected by the lightning indexer."""
     HCA = 128
     """Window plus every entry that compresses 128 tokens."""
-
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """YaRN parameters of the compressed layers' RoPE (``rope_scaling``)."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
 
 
 class _Parser:
-    """Reads fields with types and ranges; every complaint names the file and the field."""
+    """Reads fields by the table of :mod:`.config_fields`; every complaint names the file and the field."""
 
     def __init__(self, raw: Mapping[str, Any], source: str):
         self.raw, self.source = raw, source
@@ -126,21 +112,19 @@ class _Parser:
         found = shown(self.raw[field]) if field in self.raw else "nothing"
         return ConfigError(f"{self.source}: field '{field}': expected {expected}, found {found}")
 
-    def integer(self, field: str, minimum: int = 1, maximum: int = MAX_DIMENSION) -> int:
-        value = self.raw.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.fail(field, f"an integer from {minimum} to {maximum}")
-        return value
+    def integer(self, field: str) -> int:
+        return int(self.read(field))
 
     def number(self, field: str) -> float:
-        value = self.raw.get(field)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
-            raise self.fail(field, "a number > 0 that fp32 can hold")
-        return float(value)
+        return float(self.read(field))
 
-    def require(self, field: str, expected: object) -> None:
-        if self.raw.get(field, expected) != expected:
-            raise self.fail(field, f"{expected!r} (nothing else is implemented)")
+    def read(self, field: str) -> int | float:
+        """A number within its bounds."""
+        rule, value = READ[field], self.raw.get(field)
+        if not rule.takes(value):
+            raise self.fail(field, f"{rule} ({rule.reason})")
+        assert isinstance(value, int | float)
+        return value
 
     def layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
         ratios = self.raw.get("compress_ratios")
@@ -169,74 +153,43 @@ class _Parser:
 
     def has_dspark(self) -> bool:
         """Whether the release bundles a DSpark draft, whose stages num_nextn_predict_layers does not count."""
-        return any(field.startswith("dspark_") for field in self.raw)
+        return any(field.startswith(DSPARK) for field in self.raw)
 
     def draft_layers(self) -> int:
         """``num_nextn_predict_layers``, which may be absent."""
         present = "num_nextn_predict_layers" in self.raw
-        return self.integer("num_nextn_predict_layers", 0, MAX_LAYERS) if present else 0
+        return self.integer("num_nextn_predict_layers") if present else 0
 
-    def yarn(self) -> YarnConfig:
-        scaling = self.raw.get("rope_scaling")
-        if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "yarn":
-            raise self.fail("rope_scaling", "an object with type 'yarn'")
-        inner = _Parser(scaling, f"{self.source}: rope_scaling")
-        return YarnConfig(
-            factor=inner.number("factor"),
-            original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
-            beta_fast=inner.number("beta_fast"),
-            beta_slow=inner.number("beta_slow"),
-        )
+    def check_fixed(self) -> None:
+        """Refuse another architecture, and fields that say what is not implemented."""
+        architectures = self.raw.get("architectures")
+        if not isinstance(architectures, list) or architectures[:1] != [ARCHITECTURE]:
+            raise self.fail("architectures", f"a list that begins with '{ARCHITECTURE}'")
+        for field, rule in FIXED.items():
+            if not rule.takes(self.raw.get(field, rule.values[0])):
+                raise self.fail(field, f"{rule} ({rule.reason}; nothing else is implemented)")
+        if "model_type" not in self.raw:
+            raise self.fail("model_type", str(FIXED["model_type"]))
 
     def parse(self) -> ModelConfig:
-        architectures = self.raw.get("architectures")
-        if architectures is not None and not names_architecture(architectures):
-            raise self.fail("architectures", f"a list with '{ARCHITECTURE}'")
-        for field, expected in (
-            ("num_key_value_heads", 1),
-            ("n_shared_experts", 1),
-            ("scoring_func", "sqrtsoftplus"),
-            ("topk_method", "noaux_tc"),
-            ("norm_topk_prob", True),
-            ("tie_word_embeddings", False),
-            ("hidden_act", "silu"),
-            ("attention_bias", False),
-        ):
-            self.require(field, expected)
-        layers = self.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        self.check_fixed()
+        layers = self.integer("num_hidden_layers")
         kinds = self.layer_kinds(layers)  # first: what transformers' save_pretrained loses beside it needs no mention
-        config = ModelConfig(
-            vocab_size=self.integer("vocab_size"),
-            hidden_size=self.integer("hidden_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=self.integer("num_attention_heads"),
-            head_dim=self.integer("head_dim"),
-            qk_rope_head_dim=self.integer("qk_rope_head_dim"),
-            q_lora_rank=self.integer("q_lora_rank"),
-            o_groups=self.integer("o_groups"),
-            o_lora_rank=self.integer("o_lora_rank"),
-            sliding_window=self.integer("sliding_window"),
-            moe_intermediate_size=self.integer("moe_intermediate_size"),
-            n_routed_experts=self.integer("n_routed_experts", maximum=MAX_EXPERTS),
-            num_experts_per_tok=self.integer("num_experts_per_tok"),
-            routed_scaling_factor=self.number("routed_scaling_factor"),
-            swiglu_limit=self.number("swiglu_limit"),
-            num_hash_layers=self.integer("num_hash_layers", 0),
-            index_n_heads=self.integer("index_n_heads"),
-            index_head_dim=self.integer("index_head_dim"),
-            index_topk=self.integer("index_topk"),
-            hc_mult=self.integer("hc_mult"),
-            hc_sinkhorn_iters=self.integer("hc_sinkhorn_iters"),
-            hc_eps=self.number("hc_eps"),
-            rms_norm_eps=self.number("rms_norm_eps"),
-            rope_theta=self.number("rope_theta"),
-            compress_rope_theta=self.number("compress_rope_theta"),
-            yarn=self.yarn(),
-            max_position_embeddings=self.integer("max_position_embeddings"),
-            num_nextn_predict_layers=self.draft_layers(),
-            layer_kinds=kinds,
+        numbers: dict[str, Any] = {
+            field: self.number(field) if isinstance(rule, Number) else self.integer(field)
+            for field, rule in READ.items()
+            if field != "num_nextn_predict_layers"
+        }
+        said = RopeSaid(
+            numbers["rope_theta"],
+            numbers["compress_rope_theta"],
+            numbers["qk_rope_head_dim"] / numbers["head_dim"],
         )
+        yarn = read_yarn(self.raw.get("rope_scaling"), self.source, said)
+        config = ModelConfig(**numbers, yarn=yarn, num_nextn_predict_layers=self.draft_layers(), layer_kinds=kinds)
         self.check_relations(config)
+        check_parameters(self.raw.get("rope_parameters"), self.source, yarn, said)
+        self.check_repeated(config)
         return config
 
     def check_relations(self, config: ModelConfig) -> None:
@@ -254,3 +207,17 @@ class _Parser:
             raise self.fail("qk_rope_head_dim", "at most head_dim and index_head_dim")
         if config.num_experts_per_tok > config.n_routed_experts:
             raise self.fail("num_experts_per_tok", f"at most n_routed_experts ({config.n_routed_experts})")
+
+    def check_repeated(self, config: ModelConfig) -> None:
+        """Refuse fields that contradict those that are read."""
+        for field, rule in REPEATS.items():
+            value, expected = self.raw.get(field), rule.expected(config)
+            if isinstance(value, list) and isinstance(expected, list):
+                value = value[: len(expected)]  # entries of draft layers follow
+            if value is not None and not same(value, expected):
+                raise self.fail(field, f"{shown(expected)}, as {rule.source} gives ({rule.reason}), or nothing")
+        groups, chosen = (1 if self.raw.get(field) is None else self.raw[field] for field in ("n_group", "topk_group"))
+        if type(groups) is not int or not same(groups, chosen):
+            field = "n_group" if "n_group" in self.raw else "topk_group"
+            expected = "n_group and topk_group to be the same number, as experts of every group may be chosen"
+            raise self.fail(field, f"{expected} (found {shown(groups)} and {shown(chosen)})")

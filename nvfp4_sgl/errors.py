@@ -3,9 +3,17 @@
 Each message names the file, tensor or flag at fault, what was expected, what was found, and what to do.
 """
 
+MAX_MESSAGE = 16384
+"""Characters of a message. What it quotes of a file is cut where it is quoted; this holds whatever a file says."""
+
 
 class Nvfp4SglError(RuntimeError):
     """Base of every deliberate error of this package."""
+
+    def __init__(self, message: str = "", *more: object):
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]}… ({len(message)} characters)"
+        super().__init__(message, *more)
 
 
 class ConfigError(Nvfp4SglError):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ MANIFEST = "nvfp4_sgl_manifest.json"
 """What a finished conversion has beside its weights: where it comes from, and a checksum of each tensor."""
 SHOWN_CHARACTERS = 120
 """Characters of a value that an error quotes."""
+MAX_NAME = 256
+"""Characters of a tensor's or a file's name; released ones have fewer than 80."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FOREIGN = (
@@ -38,7 +41,10 @@ def escaped(text: str) -> str:
 
 def shown(value: object) -> str:
     """``repr`` of what a file holds, cut where it gets long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python prints no integer of thousands of digits, nor what is nested deeply
+        return f"a value of type {type(value).__name__} that is too long to print"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}… ({len(text)} characters)"
 
 
@@ -120,13 +126,22 @@ def read_json(path: Path, error: type[ConfigError] | type[CheckpointError], limi
 def parse_json(raw: bytes, where: str, error: type[ConfigError] | type[CheckpointError]) -> Any:
     """The value of a JSON text; ``error`` names ``where`` it came from."""
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise error(f"{where}: not valid JSON (nested too deeply)") from None
     except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError, too; numbers of thousands of digits
         if kind := foreign_kind(raw[:256]):
             raise error(f"{where}: not valid JSON: {kind}") from None
         raise error(f"{where}: not valid JSON ({str(problem)[:SHOWN_CHARACTERS]})") from problem
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose fields are there once: readers do not agree on which of two counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"a field is there twice: {shown(name)}")
+    return found
 
 
 def _refuse_constant(name: str) -> float:

@@ -27,7 +27,7 @@ def check(inventory: Inventory) -> list[str]:
     """
     expected = read(inventory.directory)
     entries = {entry.name: entry for entry in inventory.entries.values()}
-    problems = [f"'{name}': in {FILE}, but in no file" for name in expected if name not in entries]
+    problems = [f"{shown(name)}: in {FILE}, but in no file" for name in expected if name not in entries]
     problems += [
         f"'{name}' in {entry.file.name}: not in {FILE}" for name, entry in entries.items() if name not in expected
     ]

@@ -198,7 +198,7 @@ class MxFp4AsNvFp4(Decoder):
     writers = frozenset({Writer.MODELOPT})
     parts = (
         Part(("weight",), ("I8", "U8"), (1, 2), values.anything),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (1, MXFP4_BLOCK), values.power_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (1, MXFP4_BLOCK), values.mxfp4_scales),
     )
     block = (1, MXFP4_BLOCK)
     is_packed = True
@@ -256,7 +256,7 @@ class Fp8PowerScales(Decoder):
     writers = frozenset(Writer)
     parts = (
         Part(("weight",), ("F8_E4M3",), (1, 1), values.e4m3_values),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (FP8_BLOCK, FP8_BLOCK), values.power_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (FP8_BLOCK, FP8_BLOCK), values.fp8_power_scales),
     )
     block = (FP8_BLOCK, FP8_BLOCK)
     has_mxfp8 = True
@@ -317,7 +317,7 @@ class Plain(Decoder):
 
     scheme = ""
     writers = frozenset(Writer)
-    parts = (Part(("weight",), ("BF16", "F32"), (1, 1), values.finite),)
+    parts = (Part(("weight",), ("BF16", "F32"), (1, 1), values.plain),)
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         return True

@@ -18,7 +18,7 @@ from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec
 from nvfp4_sgl.checkpoint.patterns import Targets, Wildcards, modules_around
 from nvfp4_sgl.checkpoint.transformers_names import PREFIX
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.files import shown
+from nvfp4_sgl.files import MAX_NAME, shown
 from nvfp4_sgl.formats.blocks import FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK
 
 NVFP4, MXFP4, FP8, PLAIN = "NVFP4", "MXFP4", "FP8", ""
@@ -89,6 +89,8 @@ class Claims:
 
     def error(self, name: str, expected: str, found: object) -> ConfigError:
         """The error that names field ``name``."""
+        if len(name) > MAX_NAME:
+            name = shown(name)
         return ConfigError(
             f"{self.source}.{name}': expected {expected}, found {shown(found)};"
             " correct the field or use the checkpoint that it describes"

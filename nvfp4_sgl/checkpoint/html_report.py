@@ -37,8 +37,8 @@ def page(found: Verification) -> str:
     body = [f"<h1>{_text(found.directory)}</h1>", f"<p{wrong}><strong>{_text(found.verdict())}</strong></p>"]
     if found.problems:
         body += ["<h2>Problems</h2>", _findings(found.problems)]
-    if found.inspection is not None and found.inspection.scan is not None and found.inspection.scan.notes:
-        body += ["<h2>Notes</h2>", _findings(found.inspection.scan.notes)]
+    if found.inspection is not None and found.inspection.notes:
+        body += ["<h2>Notes</h2>", _findings(found.inspection.notes)]
     if found.comparison is not None:
         body += _comparison(found, found.comparison)
     if found.inspection is not None:

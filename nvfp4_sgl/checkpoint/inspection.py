@@ -12,8 +12,9 @@ from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.config_fields import unknown_fields
 from nvfp4_sgl.errors import Nvfp4SglError
-from nvfp4_sgl.files import escaped
+from nvfp4_sgl.files import escaped, shown
 from nvfp4_sgl.targets.choose import Target, mode_of
 from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.storages import how
@@ -49,6 +50,14 @@ class Inspection:
             found.insert(0, Finding(None, "not-served", f"no target serves it: {self.refused[Target.CPU]}"))
         return found
 
+    @property
+    def notes(self) -> list[Finding]:
+        """What may be right: fields of config.json that are not known here, and what the values gave."""
+        unknown = unknown_fields(self.verified.raw)
+        text = "is not known here and was not read: nothing that is computed depends on it"
+        found = [Finding(None, "field-not-read", f"config.json: field {shown(name)} {text}") for name in unknown]
+        return found + (list(self.scan.notes) if self.scan else [])
+
     def as_json(self) -> dict[str, Any]:
         """The report as an object that JSON can hold."""
         summary = self.verified.summary
@@ -75,7 +84,7 @@ class Inspection:
             "values": _values(self.scan) if self.scan else None,
             "checksums": None if self.checksums is None else not self.checksums,
             "problems": [finding._asdict() for finding in self.problems],
-            "notes": [finding._asdict() for finding in self.scan.notes] if self.scan else [],
+            "notes": [finding._asdict() for finding in self.notes],
         }
 
     def lines(self) -> list[str]:
@@ -87,7 +96,7 @@ class Inspection:
             lines += _value_lines(self.scan)
         if self.checksums == []:
             lines.append(f"checksums: all {len(self.verified.inventory.entries)} tensors match")
-        lines += finding_lines(self.problems, self.scan.notes if self.scan else [])
+        lines += finding_lines(self.problems, self.notes)
         return [*lines, f"{self.verified.inventory.directory}: {self._verdict()}"]
 
     def _verdict(self) -> str:
@@ -95,7 +104,7 @@ class Inspection:
             return f"WRONG, {counted(len(self.problems), 'problem')}"
         if self.scan is None:
             return "complete, by its headers (--values reads the tensors)"
-        notes = f", {counted(len(self.scan.notes), 'note')}" if self.scan.notes else ""
+        notes = f", {counted(len(self.notes), 'note')}" if self.notes else ""
         what = "values are right" if self.scan.whole else "scales are right (--values reads the other tensors)"
         return f"complete, and its {what}{notes}"
 

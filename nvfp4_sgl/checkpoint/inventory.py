@@ -21,7 +21,7 @@ from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.transformers_names import MARKS, PREFIX, original_name
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import MAX_INDEX_BYTES, fetch_again, read_json, require_directory, shown
+from nvfp4_sgl.files import MAX_INDEX_BYTES, MAX_NAME, fetch_again, read_json, require_directory, shown
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,12 @@ def _read_index(file: Path) -> dict[str, str]:
     # Released checkpoints list 290 000 tensors in 95 files: each file name is looked at once.
     good: set[str] = set()
     for name, target in weight_map.items():
+        if len(name) > MAX_NAME:
+            raise CheckpointError(f"{file}: expected names of at most {MAX_NAME} characters, found {shown(name)}")
         if isinstance(target, str) and target in good:
             continue
-        if not isinstance(target, str) or Path(target).name != target or not target.endswith(".safetensors"):
+        is_name = isinstance(target, str) and len(target) <= MAX_NAME and Path(target).name == target
+        if not is_name or not target.endswith(".safetensors"):
             raise CheckpointError(
                 f"{file}: tensor '{name}': expected the name of a safetensors file, found {shown(target)}"
             )

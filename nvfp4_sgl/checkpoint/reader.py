@@ -33,7 +33,7 @@ from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 logger = logging.getLogger(__name__)
 
 CHECKED_BYTES = 64 << 20
-"""Tables are checked in pieces of this size on a GPU: intermediate results of a vocabulary's would take gigabytes."""
+"""Tables are checked in pieces of this size: intermediate results of a vocabulary's would take gigabytes."""
 
 
 class CheckpointReader:
@@ -78,8 +78,8 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: there is no such tensor, the range does not fit, or the part that is read holds a value
-                that no checkpoint may hold: NaN or infinity; a NaN or negative block scale; a scalar scale that is
-                not finite and positive; an expert id out of range. On a GPU such a value is told later, by another
+                that no checkpoint may hold (:mod:`.values`): NaN, infinity or a value beyond the bounds of its kind; a
+                negative block scale; an expert id out of range. On a GPU such a value is told later, by another
                 read or by :meth:`check_read`.
         """
         part = self.read_unchecked(name, rows, cols)
@@ -102,19 +102,26 @@ class CheckpointReader:
 
     def check_values(self, name: str, part: Tensor, rows: slice | None = None, cols: slice | None = None) -> None:
         """CheckpointError if ``part``, the given ranges of tensor ``name``, holds what no checkpoint may hold."""
-        entry = self._entry(name)
-        bad, expected = self._invalid(entry, name, part)
-        if bad is None or not bool(bad.any()):
+        entry, start, count = self._entry(name), 0, 0
+        first: tuple[list[int], float, str] | None = None
+        for piece in self._checked_pieces(name, part):
+            bad, expected = self._invalid(entry, name, piece)
+            if bad is not None and bool(bad.any()):
+                count += int(bad.sum())
+                if first is None:
+                    index = bad.nonzero()[0].tolist()
+                    value = piece[tuple(index)].float().item()
+                    first = [start + index[0], *index[1:]] if index else [], value, expected
+            start += len(piece) if piece.dim() else 0
+        if first is None:
             return
-        index = bad.nonzero()[0].tolist()
-        value = part[tuple(index)]
+        index, value, expected = first
         for dim, extent in ((0, rows), (1, cols)):
             if extent is not None:
                 index[dim] += extent.start or 0
         raise CheckpointError(
-            f"tensor {called(name, entry)} in {entry.file}: expected {expected}, found {value.float().item()} at index"
-            f" {index}"
-            f" ({int(bad.sum())} such values); the file is damaged or was exported wrongly"
+            f"tensor {called(name, entry)} in {entry.file}: expected {expected}, found {value} at index {index}"
+            f" ({count} such values); the file is damaged or was exported wrongly"
         )
 
     def read_plain(self, name: str, rows: slice | None = None) -> Tensor:
@@ -298,13 +305,18 @@ class CheckpointReader:
 
     def _check_later(self, name: str, part: Tensor, rows: slice | None, cols: slice | None) -> None:
         """Flag ``part``, where it is, if it holds what no checkpoint may hold; nothing waits for the device."""
-        entry, pieces = self._entry(name), [part]
-        if self._part_of(name) is None and part.nbytes > CHECKED_BYTES:
-            pieces = list(part.split(max(CHECKED_BYTES * len(part) // part.nbytes, 1)))
-        masks = (self._invalid(entry, name, piece)[0] for piece in pieces)
+        entry = self._entry(name)
+        masks = (self._invalid(entry, name, piece)[0] for piece in self._checked_pieces(name, part))
         flags = [mask.any() for mask in masks if mask is not None]
         if flags:
             self._late.add(Checked(name, rows, cols), flags[0] if len(flags) == 1 else torch.stack(flags).any())
+
+    def _checked_pieces(self, name: str, part: Tensor) -> Sequence[Tensor]:
+        """``part``, in pieces of rows if it is a large table of BF16 or F32."""
+        of_matrix = self._part_of(name)
+        if (of_matrix is not None and of_matrix.rule is not values.plain) or part.nbytes <= CHECKED_BYTES:
+            return [part]
+        return part.split(max(CHECKED_BYTES * len(part) // part.nbytes, 1))
 
     def _explain(self, checked: Checked) -> None:
         """Raise for a part that holds what it must not on the device: as the CPU does, from the file."""
@@ -363,7 +375,7 @@ class CheckpointReader:
         if of_matrix is not None:
             return of_matrix.rule(part)
         if part.is_floating_point():
-            return values.finite(part)
+            return values.rule_of(name)(part)
         if name.endswith(".tid2eid"):
             experts = self._config.n_routed_experts
             return (part < 0) | (part >= experts), f"expert ids in [0, {experts})"

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import fetch_again, foreign_kind, parse_json, require_file, shown
+from nvfp4_sgl.files import MAX_NAME, fetch_again, foreign_kind, parse_json, require_file, shown
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+MAX_RANK, MAX_SIZE = 8, 2**40
+"""Most dimensions of a shape, which are two here, and the largest size or offset: they bound products and messages."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -77,6 +79,10 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"{file}: safetensors header: expected names of at most {MAX_NAME} characters, found {shown(name)}"
+        )
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]  # type: ignore[index]
         well_formed = isinstance(dtype, str) and isinstance(shape, list) and type(begin) is type(end) is int
@@ -90,12 +96,18 @@ def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
         raise CheckpointError(
             f"{file}: tensor '{name}': unknown dtype {shown(dtype)}; expected one of {', '.join(ITEM_BYTES)}"
         )
-    if shape and (set(map(type, shape)) != {int} or min(shape) < 0):
+    if len(shape) > MAX_RANK or any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in shape):
         raise CheckpointError(
-            f"{file}: tensor '{name}': expected a shape of non-negative integers, found {shown(shape)}"
+            f"{file}: tensor '{name}': expected a shape of at most {MAX_RANK} non-negative integers, each at most"
+            f" {MAX_SIZE}, found {shown(shape)}"
+        )
+    if not 0 <= begin <= end <= MAX_SIZE:
+        raise CheckpointError(
+            f"{file}: tensor '{name}': expected data_offsets from 0 to {MAX_SIZE}, the first not beyond the second,"
+            f" found [{shown(begin)}, {shown(end)}]"
         )
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if begin < 0 or end - begin != nbytes:
+    if end - begin != nbytes:
         raise CheckpointError(
             f"{file}: tensor '{name}': {dtype} {shown(shape)} takes {shown(nbytes)} bytes, but data_offsets"
             f" [{shown(begin)}, {shown(end)}] hold {shown(end - begin)}"

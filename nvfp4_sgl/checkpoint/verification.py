@@ -107,7 +107,7 @@ class Verification:
     def lines(self) -> list[str]:
         """The report for a person; the last line is the verdict."""
         lines = []
-        notes = self.inspection.scan.notes if self.inspection and self.inspection.scan else []
+        notes = self.inspection.notes if self.inspection else []
         if self.comparison is not None:
             lines += [*table(self.class_rows(), left=2), "", *self._tensor_lines(self.comparison)]
         if self.inspection is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nvfp4_sgl.config import YarnConfig
 from nvfp4_sgl.ops.norm import rms_norm
+from nvfp4_sgl.rope_fields import YarnConfig
 
 
 def inverse_frequencies(rope_dim: int, base: float, yarn: YarnConfig | None = None) -> Tensor:

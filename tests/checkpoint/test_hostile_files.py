@@ -15,7 +15,7 @@ import pytest
 
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError
-from nvfp4_sgl.files import escaped, foreign_kind, parse_json
+from nvfp4_sgl.files import escaped, foreign_kind, parse_json, shown
 from tests.support.damage import INDEX, change_json, copy_checkpoint, replace_bytes
 
 SECONDS = 20
@@ -50,8 +50,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a hundred million experts": ({"n_routed_experts": 10**8}, ("n_routed_experts", "4096")),
     "four thousand experts": ({"n_routed_experts": 4000}, ("4000 experts", "tensors")),
     "huge dimension": ({"hidden_size": 10**400}, ("hidden_size", "an integer from 1 to")),
-    "huge number": ({"swiglu_limit": 10**400}, ("swiglu_limit", "fp32")),
-    "number beyond fp32": ({"rope_theta": 1e300}, ("rope_theta", "fp32", "1e+300")),
+    "huge number": ({"swiglu_limit": 10**400}, ("swiglu_limit", "65536", "401 char")),
+    "number beyond fp32": ({"rope_theta": 1e300}, ("rope_theta", "1e+12", "1e+300")),
     "dimension is a string": ({"head_dim": "512"}, ("head_dim", "'512'")),
     "ratios are strings": ({"compress_ratios": ["4", "4"]}, ("compress_ratios",)),
     "million layers": ({"num_hidden_layers": 10**6}, ("num_hidden_layers", "1024")),
@@ -103,6 +103,9 @@ TEXTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "deep in an object": (b'{"a":' * 100_000, ("nested too deeply",)),
     "number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", ("not valid JSON",)),
     "NaN": (b'{"swiglu_limit": NaN}', ("NaN",)),
+    "field twice": (b'{"weight_map": {}, "hidden_size": 1, "hidden_size": 2}', ("there twice: 'hidden_size'",)),
+    "field twice, deep inside": (b'{"a": [{"b": {"c": 1, "c": 1}}]}', ("there twice: 'c'",)),
+    "long field twice": (b'{"%s": 1, "%s": 2}' % (b"x" * 10**6, b"x" * 10**6), ("there twice",)),
     "no UTF-8": (b'{"a": "\xff"}', ("not valid JSON",)),
     "empty": (b"", ("not valid JSON",)),
     "git-lfs pointer": (LFS, ("git-lfs pointer", "git lfs pull")),
@@ -131,9 +134,33 @@ HEADERS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(100), ("GGUF",)),
     "gzip": (b"\x1f\x8b\x08" + bytes(100), ("compressed",)),
     "deep header": ((100_000).to_bytes(8, "little") + b"[" * 100_000, ("header", "nested too deeply")),
-    "huge shape": (
-        b"",
-        ("takes", "characters"),
+}
+
+
+def one_entry(shape: object, offsets: object = (0, 4), name: str = "x") -> bytes:
+    return json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": offsets}}).encode()
+
+
+ENTRIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "sizes of 300 digits": (one_entry([10**300, 10**300]), ("'x'", "shape of at most 8", "characters")),
+    "400 sizes of 20,000": (one_entry([20_000] * 400), ("'x'", "shape of at most 8", "characters")),
+    "100 sizes of 50 digits": (one_entry([10**50] * 100), ("'x'", "shape of at most 8", "characters")),
+    "a hundred thousand dimensions": (one_entry([1] * 10**5, (0, 2)), ("'x'", "shape of at most 8", "characters")),
+    "sizes that no disk holds": (one_entry([2**40] * 8), ("'x'", "takes", "data_offsets [0, 4] hold 4")),
+    "a size that is true": (one_entry([True, 2]), ("'x'", "integers")),
+    "offsets of 4000 digits": (one_entry([2], (0, 10**4000)), ("'x'", "data_offsets from 0 to", "characters")),
+    "offsets below zero": (one_entry([2], (-(10**4299), 4)), ("'x'", "data_offsets from 0 to", "characters")),
+    "offsets backwards": (one_entry([0], (4, 0)), ("'x'", "data_offsets from 0 to", "[4, 0]")),
+    "offsets that are words": (one_entry([2], ("0", "4")), ("'x'", "expected dtype, shape and data_offsets")),
+    "a name of a million characters": (one_entry([2], name="x" * 10**6), ("at most 256 characters", "characters)")),
+    "a shape twice": (
+        b'{"x": {"dtype": "BF16", "shape": [1], "shape": [2], "data_offsets": [0, 4]}}',
+        ("header", "there twice: 'shape'"),
+    ),
+    "a tensor twice": (
+        b'{"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]},'
+        b' "x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}',
+        ("header", "there twice: 'x'"),
     ),
 }
 
@@ -141,13 +168,35 @@ HEADERS: dict[str, tuple[bytes, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_weights(damaged: Path, name: str) -> None:
     data, mentions = HEADERS[name]
-    if not data:
-        shape = [10**300, 10**300]
-        text = json.dumps({"x": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 4]}}).encode()
-        data = len(text).to_bytes(8, "little") + text + bytes(4)
     file = sorted(damaged.glob("*.safetensors"))[1]
     replace_bytes(file, data)
     refused(damaged, file.name, *mentions)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_of_a_header(damaged: Path, name: str) -> None:
+    text, mentions = ENTRIES[name]
+    file = sorted(damaged.glob("*.safetensors"))[1]
+    replace_bytes(file, len(text).to_bytes(8, "little") + text + bytes(4))
+    refused(damaged, file.name, *mentions)
+
+
+@pytest.mark.parametrize(
+    "entries", [{"x" * 10**6: "model.safetensors"}, {"x": "y" * 10**6 + ".safetensors"}, {"x": "../y.safetensors"}]
+)
+def test_an_index_of_names_that_no_file_has(damaged: Path, entries: dict[str, str]) -> None:
+    replace_bytes(damaged / INDEX, json.dumps({"weight_map": entries}).encode())
+    refused(damaged, INDEX, "expected", "found")
+
+
+def test_no_message_grows_with_a_file() -> None:
+    """Whatever quotes a file, and however."""
+    assert len(str(CheckpointError("x" * 10**6))) < 17_000 and str(ConfigError("short")) == "short"
+    assert "int that is too long to print" in shown(10**5000)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "too long to print" in shown(deep)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "model-00002-of-00003.safetensors"])

@@ -139,7 +139,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     "NaN power scale": ("deepseek", lambda d: change_tensor(d, f"{EXPERT}.scale", set_byte(9, 255)), "value", EXPERT),
     "exponents too wide": (
         "deepseek",
-        lambda d: change_tensor(d, f"{EXPERT}.scale", set_byte(9, 254)),
+        lambda d: change_tensor(d, f"{EXPERT}.scale", set_byte(9, 100)),
         "not-exact",
         EXPERT,
     ),

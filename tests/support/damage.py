@@ -233,7 +233,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "huge global scale": Damage(
         _change(f"{_Q}.weight_scale_2", set_float(0, 1e38)),
-        (f"{_Q}.weight_scale_2", "2^116", "found 9.99", ".safetensors"),
+        (f"{_Q}.weight_scale_2", "2^8", "found 9.99", ".safetensors"),
         needs_values=True,
     ),
     "block scales that are all zero": Damage(
