@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nvfp4_sgl.serving.fields import chat, messages, responses
 from nvfp4_sgl.serving.fields.bodies import BODIES
 from nvfp4_sgl.serving.fields.objects import not_taken, samples, taken
 from tests.support import client_bodies, posting
@@ -129,9 +130,59 @@ def test_samples_of_every_field(path, server):
     assert server.is_ready()
 
 
-def test_objects_within_bodies_have_samples():
-    """The samples of a body reach into its messages, tools and formats."""
-    assert len(samples(BODIES[CHAT])[1]) > 300
+USER = {"role": "user", "content": "hi"}
+
+
+def chats() -> Iterator[dict[str, Any]]:
+    """Chats with each sample of a message, where such a message can stand."""
+    for sample in chat.MESSAGE.inside:
+        message: dict[str, Any] = {**sample, **({"content": "a"} if sample.get("prefix") else {})}
+        role = message["role"]
+        calls = [{"id": "x", **call} for call in message.get("tool_calls") or ()]
+        message |= {"tool_calls": calls} if calls else {}
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "y"} for call in calls]
+        function = {"name": "f", "arguments": "{}"}
+        called = {"role": "assistant", "tool_calls": [{"id": message.get("tool_call_id"), "function": function}]}
+        before: list[Any] = [USER, called] if role == "tool" else [USER] if role == "assistant" else []
+        after = [] if message.get("prefix") or role == "tool" else [*results, USER]
+        tools: list[Any] = message.get("tools") or []
+        if len(calls) + len(tools) < 2:  # several of one name cannot be told apart
+            yield {**BASE[CHAT], "messages": [*before, message, *after]}
+
+
+def message_requests() -> Iterator[dict[str, Any]]:
+    """Messages with each sample of a block."""
+    for kind, table in messages.USER_BLOCKS.items():
+        for block in samples(table, {"type": kind})[0]:
+            called = {"type": "tool_use", "id": block.get("tool_use_id"), "name": "f", "input": {}}
+            before = [USER, {"role": "assistant", "content": [called]}] if kind == "tool_result" else []
+            yield {**BASE[MESSAGE], "messages": [*before, {"role": "user", "content": [block]}]}
+    for kind, table in {"text": messages.TEXT_BLOCK, "thinking": messages.THINKING_BLOCK}.items():
+        for block in samples(table, {"type": kind})[0]:
+            yield {**BASE[MESSAGE], "messages": [USER, {"role": "assistant", "content": [block]}, USER]}
+    for block in samples(messages.TOOL_USE, {"type": "tool_use"})[0]:
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "y"}
+        answered = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+        yield {**BASE[MESSAGE], "messages": [USER, *answered]}
+
+
+def responses_requests() -> Iterator[dict[str, Any]]:
+    """Responses with each sample of an item."""
+    for item in responses.ITEM.inside:
+        kind = item.get("type", "message")
+        call = {"type": "function_call", "call_id": item.get("call_id"), "name": "f", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": item.get("call_id"), "output": "y"}
+        before = [USER, call] if kind.endswith("output") else [USER]
+        after = [output] if kind.endswith("call") else [] if kind.endswith("output") else [USER]
+        yield {**BASE[RESPONSE], "input": [*before, item, *after]}
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGE, RESPONSE])
+def test_samples_of_messages(path, server):
+    bodies = {CHAT: chats, MESSAGE: message_requests, RESPONSE: responses_requests}[path]()
+    answers = posting.post_all(server, ((path, body) for body in bodies))
+    wrong = [str(answer) for answer in answers if answer.status != 200]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("client", client_bodies.BODIES)

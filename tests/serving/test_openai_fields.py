@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nvfp4_sgl.serving import handlers, requests
 from nvfp4_sgl.serving.fields import chat, messages, openai, responses
 from nvfp4_sgl.serving.fields.bodies import BODIES, body_fault, checked_body
 from nvfp4_sgl.serving.fields.chat import CHAT
@@ -290,6 +291,19 @@ def test_the_documented_fields() -> None:
         for verdict, cell in zip((Verdict.TRANSLATED, Verdict.NO_EFFECT), cells, strict=True):
             names = {name for name, field in BODIES[path].items() if field.verdict is verdict}
             assert names == set(re.findall("`([a-z_]+)`", cell)), (path, verdict)
+
+
+def test_a_response_has_the_tokens_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And OpenAI's default temperature; other architectures keep SGLang's rules."""
+    request_type = resolve_name(f"{PROTOCOL}ResponsesRequest")
+    request, original = request_type(input="x", max_output_tokens=3), request_type.to_sampling_params
+    for ours, expected in ((True, (3, 1.0)), (False, (1, 0.7))):
+        for module in (handlers, requests):
+            monkeypatch.setattr(module, "serves_our_model", lambda ours=ours: ours)
+        params = handlers.responses_sampling(original, request, None, {})
+        assert (params["max_new_tokens"], params["temperature"]) == expected
+    monkeypatch.setattr(handlers, "serves_our_model", lambda: True)
+    assert handlers.responses_sampling(original, request_type(input="x"), None, None)["max_new_tokens"] is None
 
 
 def test_arguments_of_a_call_have_a_bound() -> None:

@@ -62,7 +62,7 @@ PARTS = array_of(tagged({"text": TEXT_PART}, others=PICTURES))
 
 FUNCTION_CALL: Table = {
     "name": offered(text(1), required=True),
-    "arguments": offered(arguments()),
+    "arguments": offered(arguments(), required=True),
 }
 
 TOOL_CALL: Table = {
@@ -132,7 +132,7 @@ MESSAGE = tagged(
         "user": USER,
         "assistant": ASSISTANT,
         "tool": TOOL_RESULT,
-        "latest_reminder": USER,
+        "latest_reminder": {**USER, "content": offered(text(), required=True)},
     },
     "role",
     others={

@@ -42,9 +42,9 @@ TEXT_BLOCK: Table = {
 }
 
 SEARCH_RESULT: Table = {
-    "source": offered(either(text(), json_object())),
-    "title": offered(text()),
-    "content": offered(array_of(tagged({"text": TEXT_BLOCK}))),
+    "source": offered(either(text(), json_object()), required=True),
+    "title": offered(text(), required=True),
+    "content": offered(array_of(tagged({"text": TEXT_BLOCK}), least=1), required=True),
     "citations": without_effect(json_object(), "answers cite nothing"),
     "cache_control": CACHE_CONTROL,
 }

@@ -87,8 +87,8 @@ def with_schema(response_format: Any) -> Any:
 
 
 def with_continuation(body: Body) -> Body:
-    """``prefix`` of the last message, DeepSeek's word, as ``continue_final_message``; ``reasoning`` renamed."""
-    messages = [with_reasoning(message) for message in body["messages"]]
+    """``prefix`` of the last message, DeepSeek's word, as ``continue_final_message``; all messages complete."""
+    messages = [complete(message) for message in body["messages"]]
     wanted = [place for place, message in enumerate(messages) if message.pop("prefix", False)]
     if wanted and wanted != [len(messages) - 1]:
         raise Contradiction(f"messages[{wanted[0]}].prefix: only the last message is continued; leave it out of others")
@@ -102,9 +102,12 @@ def with_continuation(body: Body) -> Body:
     return {**body, "messages": messages}
 
 
-def with_reasoning(message: Body) -> Body:
-    """A message whose ``reasoning`` is called ``reasoning_content``; without fields that are ``null``."""
+def complete(message: Body) -> Body:
+    """A message for DeepSeek's encoder: ``reasoning`` by its other name, types of tools and calls, nothing ``null``."""
     message = without_nulls(message)
+    for name in ("tools", "tool_calls"):
+        if name in message:
+            message[name] = [{"type": "function", **without_nulls(one)} for one in message[name]]
     reasoning = message.pop("reasoning", None)
     if reasoning is not None and message.setdefault("reasoning_content", reasoning) != reasoning:
         raise Contradiction("messages: reasoning and reasoning_content differ; send one of them")
