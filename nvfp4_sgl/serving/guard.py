@@ -24,7 +24,7 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_body,
     refuse_path,
 )
-from nvfp4_sgl.serving.fields.bodies import checked_body
+from nvfp4_sgl.serving.fields.bodies import BODIES, checked_body
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 from nvfp4_sgl.serving.tokenizing import limit_texts
@@ -80,8 +80,9 @@ class Guard:
             refusal = Refusal(400, f"Authorization: expected one, found {len(authorizations)}")
         elif path == FREEZE_GC and self._may_freeze and self._is_own(authorization):
             self._may_freeze, refusal = False, None
-        if refusal is None and kind_of(path) is Kind.INFERENCE and scope["method"] in ("POST", "PUT"):
-            if self._draining():
+        if refusal is None and takes_body(path, scope["method"]):
+            inference = kind_of(path) is Kind.INFERENCE
+            if inference and self._draining():
                 refusal = DRAINING
             elif headers.get(b"content-encoding", b"identity") != b"identity":
                 refusal = Refusal(415, "Content-Encoding: not supported; send the body as it is")
@@ -89,8 +90,12 @@ class Guard:
                 body = await read_body(receive)
                 if body is None:
                     return  # the client has hung up
-                await self._infer(path, body, scope, receive, send)
-                return
+                if inference:
+                    await self._infer(path, body, scope, receive, send)
+                    return
+                if body:  # administrative paths may be sent none
+                    refusal, body = checked_request(path, body)
+                receive = replayed(body, receive)
         if refusal is not None:
             await answer(send, refusal, path)
         else:
@@ -114,12 +119,19 @@ class Guard:
 
 
 def checked_request(path: str, body: bytes) -> tuple[Refusal | None, bytes]:
-    """Why a request that computes is not passed on, or ``None``, and the body to pass on."""
+    """Why a request with a body is not passed on, or ``None``, and the body to pass on."""
     refusal = refuse_body(body)
     if refusal is not None:
         return refusal, body
     fault, body = checked_body(path, body)
     return Refusal(400, fault) if fault is not None else None, body
+
+
+def takes_body(path: str, method: str) -> bool:
+    """Whether a body is looked at. SGLang reads those of administrative paths whatever the method."""
+    if kind_of(path) is Kind.INFERENCE:
+        return method in ("POST", "PUT")
+    return kind_of(path) is Kind.ADMINISTRATIVE and path in BODIES
 
 
 async def read_body(receive: Receive) -> bytes | None:

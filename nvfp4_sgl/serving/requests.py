@@ -156,10 +156,24 @@ def worker_info(original: Callable[..., Any], worker: Any) -> Any:
 
 
 def advertise_length(manager: Any) -> None:
-    """Let ``/v1/models`` say how long a sequence the pool can hold, where that is less than the model's context."""
+    """Let ``/v1/models`` say how long a sequence the pool can hold, where that is less than the model's context.
+
+    ``/tokenize`` says what the tokenizer has, which nothing else reads: SGLang never has it cut a text short.
+    """
+    config = manager.model_config
     if manager.max_req_input_len is not None:
-        config = manager.model_config
         config.context_len = min(config.context_len, manager.max_req_input_len + RESERVED_TOKENS)
+    if manager.tokenizer is not None:
+        manager.tokenizer.model_max_length = config.context_len
+
+
+def tokens_fault(tokens: Sequence[Any], vocab_size: int) -> str | None:
+    """Why token ids, or lists of them, are no text, or ``None``."""
+    for ids in tokens if depth_of(tokens) > 1 else [tokens]:
+        for token in ids:
+            if not (is_int(token) and 0 <= token < vocab_size):
+                return f"tokens: token id {token} is outside the vocabulary; expected 0 to {vocab_size - 1}"
+    return None
 
 
 def validate_in_front_end(original: Callable[..., None], manager: Any, request: Any, ids: Any) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.requests import serves_our_model, tokens_fault
 from nvfp4_sgl.serving.text_limits import TextLimit, contents, longest_token, score_fault
 from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, in_worker, run_to_end
 
@@ -102,6 +102,8 @@ async def detokenize(original: Callable[..., Any], serving: Any, adapted: Any, r
     for ids in tokens if tokens and isinstance(tokens[0], list) else [tokens]:
         if _limit is not None and (fault := _limit.ids_fault("tokens", ids)):
             raise ValueError(fault)
+    if fault := tokens_fault(request.tokens, serving.tokenizer_manager.model_config.vocab_size):
+        raise ValueError(fault)
     return await in_worker(run_to_end, original, serving, adapted, request, raw)
 
 

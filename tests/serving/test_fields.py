@@ -6,15 +6,29 @@ import dataclasses
 
 import pytest
 
-from nvfp4_sgl.serving.fields import checks
+from nvfp4_sgl.serving.endpoints import PATHS, Kind
+from nvfp4_sgl.serving.fields import administrative, checks, native
 from nvfp4_sgl.serving.fields import field as fields
 from nvfp4_sgl.serving.fields.bodies import BODIES, body_fault
 from nvfp4_sgl.serving.fields.field import Field, Table, Verdict, object_fault
 from nvfp4_sgl.serving.fields.generate import GENERATE, SAMPLING_PARAMS
 
+MESSAGES, PROTOCOL = "sglang.srt.managers.io_struct", "sglang.srt.entrypoints.openai.protocol"
+
 CLASSES: dict[str, Table] = {
-    "sglang.srt.managers.io_struct:GenerateReqInput": GENERATE,
+    f"{MESSAGES}:GenerateReqInput": GENERATE,
     "sglang.srt.sampling.sampling_params:SamplingParams": SAMPLING_PARAMS,
+    f"{PROTOCOL}:TokenizeRequest": native.TOKENIZE,
+    f"{PROTOCOL}:DetokenizeRequest": native.DETOKENIZE,
+    f"{PROTOCOL}:ScoringRequest": native.SCORE,
+    f"{PROTOCOL}:EmbeddingRequest": native.EMBEDDINGS,
+    f"{MESSAGES}:ParseFunctionCallReq": native.PARSE_FUNCTION_CALL,
+    f"{MESSAGES}:SeparateReasoningReqInput": native.SEPARATE_REASONING,
+    f"{MESSAGES}:AbortReq": administrative.ABORT_REQUEST,
+    f"{MESSAGES}:ConfigureLoggingReq": administrative.CONFIGURE_LOGGING,
+    f"{MESSAGES}:PauseGenerationReqInput": administrative.PAUSE_GENERATION,
+    f"{MESSAGES}:ContinueGenerationReqInput": administrative.CONTINUE_GENERATION,
+    f"{MESSAGES}:ProfileReq": administrative.START_PROFILE,
 }
 """SGLang's classes, each with the table of its fields."""
 
@@ -40,6 +54,11 @@ def test_every_field_of_sglang_has_its_verdict(path: str) -> None:
     known, listed = field_names(path), set(CLASSES[path])
     assert not known - listed, "fields of SGLang without a verdict"
     assert not listed - known, "fields that SGLang does not have"
+
+
+def test_every_path_with_a_body_has_its_table() -> None:
+    paths = {path for path, kind in PATHS.items() if kind is not Kind.READ}
+    assert set(BODIES) == paths - {"/update_weights_from_disk"}, "which nvfp4_sgl.serving.update_request checks"
 
 
 @pytest.mark.parametrize(("name", "field"), RECORDS, ids=[name for name, _ in RECORDS])
@@ -88,6 +107,14 @@ def test_a_mode_offers_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bodies(body: bytes, part: str) -> None:
     assert part in (body_fault("/generate", body) or "")
+
+
+def test_an_abort_names_what_it_aborts() -> None:
+    for body in (b"{}", b'{"rid": null}', b'{"abort_all": false}'):
+        assert "rid: missing" in (body_fault("/abort_request", body) or "")
+    assert body_fault("/abort_request", b'{"rid": "x"}') is None
+    assert body_fault("/abort_request", b'{"abort_all": true}') is None
+    assert "x: unknown field" in (body_fault("/flush_cache", b'{"x": 1}') or "")
 
 
 def test_a_body_without_a_required_field() -> None:

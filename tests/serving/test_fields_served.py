@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 
+from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.endpoints import PATHS, Kind
+from nvfp4_sgl.serving.fields.bodies import BODIES
 from nvfp4_sgl.serving.fields.checks import depth_of
 from nvfp4_sgl.serving.fields.field import Field, Table, Verdict
-from nvfp4_sgl.serving.fields.generate import GENERATE, PER_PROMPT, SAMPLING_PARAMS
+from nvfp4_sgl.serving.fields.generate import PER_PROMPT, SAMPLING_PARAMS
 from tests.support.golden import Golden
 from tests.support.posting import Answer, post, post_all
+from tests.support.request_bodies import BASES, PROMPT, SAMPLING
 from tests.support.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
-SAMPLING = {"max_new_tokens": 2, "temperature": 0}
 UP_TO_THE_MODEL = {
     *("max_new_tokens", "min_new_tokens", "logprob_start_len", "top_logprobs_num"),
     *("json_schema", "structural_tag", "ebnf", "return_flat_raw_top_logprobs_b64", "rid", "text", "input_ids"),
+    *("prompt", "messages", "tools", "tool_choice", "reasoning_effort", "items", "label_token_ids", "query"),
+    *("score_extraction_token", "temperature", "continue_final_message", "add_generation_prompt", "tokens"),
 }
 """Fields of which some values inside their range are refused: for the model's size, or for what they go with."""
 
@@ -39,18 +44,21 @@ def server(serve, checkpoint) -> Iterator[Server]:
     before.assert_same(Golden.ask(server))
 
 
-def generate(name: str, value: Any) -> dict[str, Any]:
-    """A body of ``/generate`` with a field, and with as many prompts as it has entries."""
-    prompts: Any = [30, 31, 32]
-    if name in PER_PROMPT and depth_of(value) > PER_PROMPT[name]:
-        prompts = [prompts] * max(1, len(value))
-    body = {"sampling_params": SAMPLING, name: value}
-    return body if name in ("text", "input_ids") else {"input_ids": prompts, **body}
+def body(path: str, name: str, value: Any) -> dict[str, Any]:
+    """A body of ``path`` with a field, and of ``/generate`` with as many prompts as the field has entries."""
+    base = {**BASES[path], name: value}
+    if path == "/generate" and name in PER_PROMPT and depth_of(value) > PER_PROMPT[name]:
+        base["input_ids"] = [PROMPT] * max(1, len(value))
+    if name == "text" and path == "/generate":
+        del base["input_ids"]
+    if name == "messages":
+        base.pop("prompt", None)
+    return base
 
 
 def sampling(name: str, value: Any) -> dict[str, Any]:
     short = {"regex": "ab"} if (name, value) == ("max_new_tokens", None) else {}
-    return {"input_ids": [30, 31, 32], "sampling_params": {**SAMPLING, **short, name: value}}
+    return {"input_ids": PROMPT, "sampling_params": {**SAMPLING, **short, name: value}}
 
 
 def values(table: Table, *, inside: bool) -> Iterator[tuple[str, Field, Any]]:
@@ -63,23 +71,30 @@ def values(table: Table, *, inside: bool) -> Iterator[tuple[str, Field, Any]]:
             yield name, field, "x"
 
 
-CASES = {"/generate": (GENERATE, generate), "sampling_params": (SAMPLING_PARAMS, sampling)}
+CASES = ("sampling_params", *BASES)
 
 
 def ask(server: Server, which: str, *, inside: bool) -> Sequence[tuple[str, Field, Answer]]:
-    table, body = CASES[which]
-    asked = list(values(table, inside=inside))
-    answers = post_all(server, (("/generate", body(name, value)) for name, _, value in asked))
+    within = which == "sampling_params"
+    path = "/generate" if within else which
+    asked = list(values(SAMPLING_PARAMS if within else BODIES[path], inside=inside))
+    bodies = (sampling(name, value) if within else body(path, name, value) for name, _, value in asked)
+    answers = post_all(server, ((path, one) for one in bodies), admin=PATHS[path] is Kind.ADMINISTRATIVE)
     found = [(name, field, answer) for (name, field, _), answer in zip(asked, answers, strict=True)]
-    assert post(server, "/health_generate", {}).status in (200, 405)
     assert server.is_ready()
     return found
 
 
 @pytest.mark.parametrize("which", CASES)
 def test_values_inside_are_served(which: str, server: Server) -> None:
+    if which == "/pause_generation":
+        return  # whoever pauses a server must let it go on: test_a_pause
     for name, field, answer in ask(server, which, inside=True):
-        may_fail = name in UP_TO_THE_MODEL or (field.verdict is Verdict.OFFERED and not field.is_offered)
+        may_fail = (
+            which == "/abort_request"
+            or name in UP_TO_THE_MODEL
+            or (field.verdict is Verdict.OFFERED and not field.is_offered)
+        )
         assert answer.status == 200 or (may_fail and answer.is_refusal), answer
 
 
@@ -87,3 +102,40 @@ def test_values_inside_are_served(which: str, server: Server) -> None:
 def test_values_outside_are_refused_by_name(which: str, server: Server) -> None:
     for name, _, answer in ask(server, which, inside=False):
         assert answer.status == 400 and answer.is_refusal and name in answer.text, answer
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract", None])
+def test_a_pause(mode: str | None, server: Server) -> None:
+    assert post(server, "/pause_generation", {"mode": mode} if mode else {}, admin=True).status == 200
+    assert post(server, "/continue_generation", {}, admin=True).status == 200
+    assert post(server, "/generate", BASES["/generate"]).status == 200
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+TEXTS = ("", "x", '{"name": "f", "arguments": {"x": 1}}', "a</think>b", "<tool_call>f</tool_call>")
+
+
+def test_every_parser_that_is_named_runs(server: Server) -> None:
+    """Or is refused: SGLang runs some with their own model's tokenizer alone."""
+    answer = post(server, "/parse_function_call", {"text": "x", "tools": [], "tool_call_parser": "no such parser"})
+    assert answer.status == 400 and "deepseekv4" in answer.text
+    calls = ((name, text, tools) for name in private.tool_call_parsers() for text in TEXTS for tools in ([], TOOLS))
+    bodies = ({"text": text, "tools": tools, "tool_call_parser": name} for name, text, tools in calls)
+    requests: list[tuple[str, Any]] = [("/parse_function_call", one) for one in bodies]
+    for name in private.reasoning_parsers():
+        requests += [("/separate_reasoning", {"text": text, "reasoning_parser": name}) for text in TEXTS]
+    for answer in post_all(server, requests):
+        assert answer.status == 200 or (answer.is_refusal and "its model's tokenizer" in answer.text), answer
+
+
+@pytest.mark.parametrize("tokens", [[-1], [512], [[30], [512]], [2**40]])
+def test_ids_outside_the_vocabulary_are_no_text(tokens: Any, server: Server) -> None:
+    for path in ("/detokenize", "/v1/detokenize"):
+        answer = post(server, path, {"tokens": tokens})
+        assert answer.status == 400 and "token id" in answer.text
+    assert post(server, "/detokenize", {"tokens": [0, 511]}).status == 200
+
+
+def test_tokenize_and_models_say_the_same_length(server: Server) -> None:
+    length = server.get("/v1/models")["data"][0]["max_model_len"]
+    assert server.post("/tokenize", {"prompt": "x"})["max_model_len"] == length

@@ -213,12 +213,13 @@ def test_malformed_requests_are_the_clients_fault() -> None:
 
 
 def test_length_that_is_advertised() -> None:
-    manager = SimpleNamespace(max_req_input_len=None, model_config=SimpleNamespace(context_len=1000))
+    config, tokenizer = SimpleNamespace(context_len=1000), SimpleNamespace(model_max_length=2**60)
+    manager = SimpleNamespace(max_req_input_len=None, model_config=config, tokenizer=tokenizer)
     requests.advertise_length(manager)
-    assert manager.model_config.context_len == 1000
+    assert config.context_len == tokenizer.model_max_length == 1000
     manager.max_req_input_len = 500
     requests.advertise_length(manager)
-    assert manager.model_config.context_len == 504
+    assert config.context_len == tokenizer.model_max_length == 504
 
 
 def test_room_that_a_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:

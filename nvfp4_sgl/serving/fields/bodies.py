@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
+from nvfp4_sgl.serving.fields import administrative, native
 from nvfp4_sgl.serving.fields.chat import CHAT
 from nvfp4_sgl.serving.fields.completions import COMPLETION
 from nvfp4_sgl.serving.fields.field import Table, object_fault
@@ -22,8 +23,27 @@ BODIES: Mapping[str, Table] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNTED,
     "/v1/responses": RESPONSE,
+    "/tokenize": native.TOKENIZE,
+    "/v1/tokenize": native.TOKENIZE,
+    "/detokenize": native.DETOKENIZE,
+    "/v1/detokenize": native.DETOKENIZE,
+    "/v1/score": native.SCORE,
+    "/v1/embeddings": native.EMBEDDINGS,
+    "/parse_function_call": native.PARSE_FUNCTION_CALL,
+    "/separate_reasoning": native.SEPARATE_REASONING,
+    "/abort_request": administrative.ABORT_REQUEST,
+    "/configure_logging": administrative.CONFIGURE_LOGGING,
+    "/continue_generation": administrative.CONTINUE_GENERATION,
+    "/flush_cache": administrative.NO_FIELDS,
+    "/freeze_gc": administrative.NO_FIELDS,
+    "/pause_generation": administrative.PAUSE_GENERATION,
+    "/start_profile": administrative.START_PROFILE,
+    "/stop_profile": administrative.NO_FIELDS,
 }
 """Fields of the body, by path."""
+
+RULES: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {"/abort_request": administrative.abort_fault}
+"""What a body whose fields are right must have besides."""
 
 SEEDED = ("/v1/chat/completions", "/v1/completions")
 """Paths whose bodies may have a seed, as evaluations send it with every request."""
@@ -47,7 +67,10 @@ def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
     except (ValueError, RecursionError) as error:
         return f"body: expected JSON; {error}", body
     parsed = without_idle_seed(given) if path in SEEDED else given
-    if (fault := object_fault(table, parsed)) is not None or path not in TRANSLATIONS:
+    fault = object_fault(table, parsed)
+    if fault is None and path in RULES:
+        fault = RULES[path](parsed)
+    if fault is not None or path not in TRANSLATIONS:
         return fault, body
     try:
         translated = TRANSLATIONS[path](parsed)
