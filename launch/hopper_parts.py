@@ -33,10 +33,10 @@ STACK = ("torch", "triton", "nvidia-cutlass-dsl", "sglang")
 """Distributions that compile or run what is tested; an environment may have others than constraints.txt pins."""
 SERVER_TESTS = (
     *("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py"),
-    *("tests/gpu/test_server_formats.py", "tests/gpu/test_crowd.py"),
+    *("tests/gpu/test_server_formats.py", "tests/gpu/test_sampling.py", "tests/gpu/test_crowd.py"),
 )
-"""SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, and with
-more requests than a pool holds.
+"""SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, with
+every kind of sampling, and with more requests than a pool holds.
 Each takes half of the GPU's memory."""
 PAIR_TESTS = ("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py")
 """Servers of two ranks on two GPUs, and of four where there are four."""

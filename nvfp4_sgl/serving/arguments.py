@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +25,16 @@ from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.serving import flags, start_log
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.serving import start_log
+from nvfp4_sgl.serving.flags.combinations import check_combinations
+from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import Target, choose, detect_target, mode_of
 from nvfp4_sgl.weights.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -62,102 +67,6 @@ Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too
 PARSERS = {"reasoning_parser": "deepseek-v4", "tool_call_parser": "deepseekv4"}
 """The output parsers that fit the encoder of our prompts. SGLang would derive ``auto`` from a chat template's text, and
 choose the encoder by the name of the tool-call parser."""
-
-OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    **{name: (None, "auto", parser) for name, parser in PARSERS.items()},
-    "load_format": ("auto", "safetensors", DUMMY),
-    "model_impl": ("auto", "sglang"),
-    "page_size": (None, 256),
-    "grammar_backend": (None, "xgrammar", "none"),
-}
-"""Arguments of which only these values are implemented; targets have further ones (``targets.choose``)."""
-
-_OFF: tuple[Any, ...] = (None, False, 0, "", "none", "null", "disabled", "auto", (), [], {})
-_ONE: tuple[Any, ...] = (None, 1)
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    # other processes and machines
-    "pp_size": _ONE,
-    "dp_size": _ONE,
-    "ep_size": _ONE,
-    "nnodes": _ONE,
-    "attn_dp_size": _ONE,
-    "attn_cp_size": _ONE,
-    "dcp_size": _ONE,
-    "moe_dp_size": _ONE,
-    "dwdp_size": _ONE,
-    "moe_dense_tp_size": _ONE,
-    "enable_dp_attention": _OFF,
-    "enable_dp_lm_head": _OFF,
-    "enable_prefill_cp": _OFF,
-    "use_ray": _OFF,
-    "disaggregation_mode": _OFF,
-    "encoder_only": _OFF,
-    "language_only": _OFF,
-    "enable_pdmux": _OFF,
-    # other front ends, which our middleware does not stand in front of
-    "tokenizer_worker_num": _ONE,
-    "enable_http2": _OFF,
-    "grpc_mode": _OFF,
-    "smg_grpc_mode": _OFF,
-    "grpc_port": _OFF,
-    # other prompts than DeepSeek's encoder writes
-    "chat_template": _OFF,
-    "hf_chat_template_name": _OFF,
-    "trust_request_chat_template": _OFF,
-    # code that a client sends
-    "enable_custom_logit_processor": _OFF,
-    # answers that are kept without bound
-    "enable_response_store": _OFF,
-    # other ways to compute
-    "speculative_algorithm": _OFF,
-    "enable_lora": _OFF,
-    "lora_paths": _OFF,
-    "moe_a2a_backend": _OFF,
-    "moe_runner_backend": _OFF,
-    "enable_eplb": _OFF,
-    "enable_two_batch_overlap": _OFF,
-    "enable_single_batch_overlap": _OFF,
-    "enable_mixed_chunk": _OFF,
-    "enable_torch_compile": _OFF,
-    "enable_deterministic_inference": _OFF,
-    "rl_on_policy_target": _OFF,
-    "dllm_algorithm": _OFF,
-    "is_embedding": _OFF,
-    "enable_multimodal": _OFF,
-    "enable_mis": _OFF,
-    "enable_return_hidden_states": _OFF,
-    "return_hidden_states_mode": _OFF,
-    "enable_return_aux_hidden_states": _OFF,
-    "enable_return_routed_experts": _OFF,
-    "enable_return_indexer_topk": _OFF,
-    "prefill_only_disable_kv_cache": _OFF,
-    "enable_deepseek_v4_fp4_indexer": _OFF,
-    "dsv4_attn_backend": (None, "auto", "flashmla"),  # the others lay pages out differently
-    "cuda_graph_backend_prefill": _OFF,  # plans for captured passes are those of decoding
-    # other places for weights and caches
-    "cpu_offload_gb": _OFF,
-    "kt_weight_path": _OFF,
-    "enable_paged_experts": _OFF,
-    "enable_memory_saver": _OFF,
-    "enable_weights_cpu_backup": _OFF,
-    "enable_hierarchical_cache": _OFF,
-    "enable_hisparse": _OFF,
-    "enable_lmcache": _OFF,
-    "enable_flexkv": _OFF,
-    "enable_unified_memory": _OFF,
-    "enable_page_major_kv_layout": _OFF,
-    "disable_hybrid_swa_memory": _OFF,
-    "enable_kv_cache_sharding": _OFF,
-    "enable_encoder_swa_bounded_replay": _OFF,
-    "enable_decoder_swa_bounded_replay": _OFF,
-    # other weights
-    "quantize_and_serve": _OFF,
-    "modelopt_quant": _OFF,
-    "modelopt_checkpoint_restore_path": _OFF,
-    "checkpoint_engine_wait_weights_before_ready": _OFF,
-}
-"""Arguments that select something not implemented here, with the values that leave it off."""
 
 OTHER_FRONT_ENDS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
 """Environment variables of SGLang that select a front end which our middleware does not stand in front of."""
@@ -201,6 +110,7 @@ def preflight(server_args: Any) -> None:
     start_log.leave_out_false_lines()
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
+    check_combinations(given)
     check_keys(given)
     check_simulation()
     check_activation_mode(read_config_json(given["model_path"]), overrides)
@@ -209,6 +119,8 @@ def preflight(server_args: Any) -> None:
     check_files_beside(given, verified.config.vocab_size)
     _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
+    for line in flags.without_effect(given, private.unset_arguments()):
+        logger.warning(line)
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
@@ -226,25 +138,9 @@ def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments that contradict the checkpoint or select what is not implemented."""
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if given[name] not in (None, BACKEND):
-            raise ConfigError(
-                f"{flag(name)} {given[name]}: architecture {ARCHITECTURE} runs on this package's own backend,"
-                f" '{BACKEND}'; leave the flag out (or set NVFP4_SGL_DISABLE=1 for SGLang's own model)"
-            )
-    if given["quantization"] is not None:
-        raise ConfigError(
-            f"--quantization {given['quantization']}: how the matrices are stored is read from the checkpoint's"
-            " tensors; leave the flag out"
-        )
-    check_options(given, OPTIONS)
-    for name, off in UNSUPPORTED.items():
-        if given[name] not in off:
-            raise UnsupportedError(
-                f"{flag(name)} {given[name]}: not implemented for {ARCHITECTURE} by this package; leave the flag out"
-            )
+    flags.check(given)
     backend = private.given_prefill_graphs(given["cuda_graph_config"])
-    if backend not in UNSUPPORTED["cuda_graph_backend_prefill"]:
+    if backend not in OFF:
         raise UnsupportedError(
             f"--cuda-graph-config: prefill backend {backend}: not implemented for {ARCHITECTURE} by this package;"
             " leave it out"
@@ -265,7 +161,7 @@ def check_keys(given: Mapping[str, Any]) -> None:
     for name in ("api_key", "admin_api_key"):
         key = given[name]
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-            raise ConfigError(f"{flag(name)}: expected printable ASCII characters without a space")
+            raise ConfigError(f"{flags.flag(name)}: expected printable ASCII characters without a space")
     if given["admin_api_key"] is not None and given["admin_api_key"] == given["api_key"]:
         raise ConfigError("--admin-api-key: the same as --api-key, which every user has; choose another")
 
@@ -295,14 +191,6 @@ def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dic
     """Hook around what SGLang prints of its arguments: keys are left out."""
     resolved = original(server_args)
     return {**resolved, **{name: private.REDACTED for name in KEYS if resolved.get(name)}}
-
-
-def check_options(given: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Refuse a value that is not among the options of its argument."""
-    for name, allowed in options.items():
-        if given[name] not in allowed:
-            values = ", ".join(str(value) for value in allowed if value is not None)
-            raise ConfigError(f"{flag(name)} {given[name]}: expected one of {values}{where}")
 
 
 def parse_overrides(text: str | None, load_format: str | None = None) -> dict[str, Any]:
@@ -394,7 +282,8 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
         )
     choice = choose(target, mode_of(target, raw.get("activation_mode")))
     options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
-    check_options(given, options, f" on {target.value}")
+    for name, allowed in options.items():
+        flags.check_value(name, given[name], allowed, f" on {target.value}")
     TensorParallel(size=given["tp_size"]).check(config)
     requirements.check_target(
         target, config, given["tp_size"], inventory.storage, choice.mode, given["context_length"] or None
@@ -446,7 +335,11 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
             " original layout; download it first (hf download), or set NVFP4_SGL_DISABLE=1 for SGLang's own model"
         )
     given = private.given_arguments(server_args)
-    declared: dict[str, Any] = {"attention_backend": BACKEND, "moe_runner_backend": "auto"}
+    declared: dict[str, Any] = {
+        "attention_backend": BACKEND,
+        "moe_runner_backend": "auto",
+        "sampling_backend": "pytorch",
+    }
     if private.resolving_view(server_args).device != "cpu" and given["kv_cache_dtype"] == "auto":
         declared["kv_cache_dtype"] = "fp8_e4m3"
     if private.resolving_view(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
@@ -455,11 +348,6 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if private.resolving_view(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
         declared["swa_full_tokens_ratio"] = CPU_SWA_RATIO
     return declared
-
-
-def flag(field: str) -> str:
-    """The command-line flag of a ``ServerArgs`` field."""
-    return "--" + field.replace("_", "-")
 
 
 def register() -> None:

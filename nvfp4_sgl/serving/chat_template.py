@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def load_chat_template(original: Callable[..., None], manager: Any, tokenizer_manager: Any, *args: Any) -> None:
     """Hook around SGLang's choice of a template: none; one that comes with the checkpoint is named in the log.
 
-    ``--chat-template`` is refused before (:data:`nvfp4_sgl.serving.arguments.UNSUPPORTED`).
+    ``--chat-template`` is refused before (:mod:`nvfp4_sgl.serving.flags.front_end`).
     """
     if not serves_our_model():
         original(manager, tokenizer_manager, *args)

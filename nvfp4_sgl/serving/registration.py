@@ -22,6 +22,7 @@ from nvfp4_sgl.serving import (
     arguments,
     chat_template,
     finite_logits,
+    first_requests,
     grammar_compiler,
     grammars,
     guard,
@@ -29,6 +30,7 @@ from nvfp4_sgl.serving import (
     kv_pool,
     metrics,
     requests,
+    resolution,
     runtime_info,
     stages,
     start_log,
@@ -62,6 +64,9 @@ def register_all() -> None:
         private.install_hooks(
             {
                 "normalize_request": requests.normalize_request,
+                "prepare_arguments": resolution.prepare,
+                "resolve_arguments": resolution.resolve,
+                "check_arguments": resolution.resolve,
                 "launch_server": arguments.launch_server,
                 "run_http_server": guard.serve_guarded,
                 "warm_up_server": stages.warm_up_server,
@@ -166,8 +171,10 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
                 grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(private.tp_rank())
             private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS)
+            first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:
+            first_requests.warm_up(scheduler)
             metrics.watch(scheduler)
         runtime_info.log(scheduler)
     except Nvfp4SglError as error:

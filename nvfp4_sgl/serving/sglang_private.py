@@ -82,6 +82,14 @@ CLASSES = {
 """Classes that we derive from or build, available as attributes of this module."""
 
 FUNCTIONS = {
+    "SamplingBatchInfo": Private(
+        "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo", "how a batch is sampled, for the warm-up"
+    ),
+    "LogitsProcessorOutput": Private("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "same, its logits"),
+    "clamp_position": Private("sglang.kernels.ops.attention.clamp_position:clamp_position", "same, positions"),
+    "apply_token_bitmask": Private(
+        "sglang.kernels.ops.grammar.bitmask_ops:apply_token_bitmask_inplace_triton", "same, masks of grammars"
+    ),
     "get_attn_backend": Private(
         "sglang.srt.model_executor.forward_context:get_attn_backend", "how the model reaches its backend"
     ),
@@ -89,6 +97,8 @@ FUNCTIONS = {
         "sglang.srt.utils.common:get_available_gpu_memory",
         "what is free before weights are loaded, as SGLang counts it",
     ),
+    "ServerArgs": Private("sglang.srt.server_args:ServerArgs", "arguments as they are when no flag is given"),
+    "record_fields": Private("sglang.srt.arg_groups.arg_utils:record_fields", "same, their names"),
     "get_context": Private("sglang.srt.runtime_context:get_context", "the served arguments"),
     "envs": Private("sglang.srt.environ:envs", "SGLang's environment variables, parsed as it parses them"),
     "cuda_graph_fully_disabled": Private(
@@ -170,6 +180,13 @@ HOOKS = {
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
     ),
+    "prepare_arguments": Private(
+        "sglang.srt.server_args.prepare_server_args", "ends with a traceback at a level of logs that is none"
+    ),
+    "resolve_arguments": Private(
+        "sglang.srt.arg_groups.pipeline.run_resolution_pipeline", "asserts what flags may be given together"
+    ),
+    "check_arguments": Private("sglang.srt.arg_groups.validation_hook.check_server_args", "same, afterwards"),
     "launch_server": Private(
         "sglang.srt.entrypoints.http_server.launch_server",
         "binds its port after weights are loaded; an Engine has none",
@@ -379,6 +396,7 @@ MODULES = {
     ),
     "reasoning_parser": Private("sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap, parsers by name"),
     "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
+    "trace": Private("sglang.srt.observability.trace", "opentelemetry_imported, whether it can trace"),
     "io_struct": Private(
         "sglang.srt.managers.io_struct", "UpdateWeightFromDiskReqOutput, what a scheduler answers; its codec"
     ),
@@ -473,6 +491,17 @@ def pool_class(replacement: Any) -> Iterator[None]:
 def given_arguments(server_args: Any) -> dict[str, Any]:
     """What the user asked for, before any default or resolution (``ServerArgs._raw_input``)."""
     return dict(server_args._raw_input)
+
+
+def unset_arguments() -> dict[str, Any]:
+    """Every argument as it is when no flag is given."""
+    record = __getattr__("ServerArgs")(model_path="none")
+    return {field.name: getattr(record, field.name) for field in __getattr__("record_fields")(type(record))}
+
+
+def can_trace() -> bool:
+    """Whether the packages that ``--enable-trace`` needs are installed."""
+    return bool(importlib.import_module(MODULES["trace"].path).opentelemetry_imported)
 
 
 def served_arguments() -> Any:
@@ -705,6 +734,39 @@ def forget_prefixes(tree_cache: Any) -> None:
     params = importlib.import_module(MODULES["base_prefix_cache"].path).EvictParams
     full, swa = tree_cache.full_evictable_size(), tree_cache.swa_evictable_size()
     tree_cache.evict(params(num_tokens=full, swa_num_tokens=swa))
+
+
+def page_allocator(scheduler: Any) -> Any:
+    """What gives requests their pages."""
+    return scheduler.token_to_kv_pool_allocator
+
+
+def sampling_info(**fields: Any) -> Any:
+    """How a batch is to be sampled; the fields are those of SGLang's ``SamplingBatchInfo``."""
+    return __getattr__("SamplingBatchInfo")(**fields)
+
+
+def positions(lengths: Tensor) -> Tensor:
+    """Positions of a decode pass, int64 [B], by lengths, int64 [B]; a kernel."""
+    return __getattr__("clamp_position")(lengths)
+
+
+def mask_grammar(logits: Tensor, mask: Tensor) -> None:
+    """Set ``logits`` [B, vocabulary] to -inf where the bits of ``mask``, int32 [B, vocabulary / 32], are 0."""
+    __getattr__("apply_token_bitmask")(logits, mask)
+
+
+def sample(scheduler: Any, logits: Tensor, info: Any) -> Tensor:
+    """Token ids, int [B], that ``scheduler`` samples from fp32 [B, vocabulary], with all kinds of log-probabilities."""
+    rows = len(logits)
+    return scheduler.tp_worker.model_runner.sampler(
+        __getattr__("LogitsProcessorOutput")(next_token_logits=logits),
+        info,
+        True,
+        [2] * rows,
+        [[0, 1]] * rows,
+        torch.zeros(rows, dtype=torch.int64, device=logits.device),
+    )
 
 
 def decoding_lengths(batch: Any) -> list[int]:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
 
 CHUNK = 1024
 FLAGS = (
-    *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
     *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"),
     *("--chunked-prefill-size", str(CHUNK), "--swa-full-tokens-ratio", "0.5", "--skip-server-warmup"),
 )

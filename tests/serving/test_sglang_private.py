@@ -15,30 +15,11 @@ from nvfp4_sgl.serving import sglang_private as private
 @pytest.fixture(scope="module")
 def unset() -> dict[str, Any]:
     """Every argument of SGLang as it is when no flag is given."""
-    from sglang.srt.arg_groups.arg_utils import record_fields
-    from sglang.srt.server_args import ServerArgs
-
-    record = ServerArgs(model_path="none")
-    return {field.name: getattr(record, field.name) for field in record_fields(ServerArgs)}
+    return private.unset_arguments()
 
 
 def test_every_private_name_exists() -> None:
     assert private.check_names() == []
-
-
-def test_no_flag_at_all_is_accepted(unset: dict[str, Any]) -> None:
-    arguments.check_arguments(unset)
-
-
-def test_tables_name_real_arguments(unset: dict[str, Any]) -> None:
-    tables = (arguments.OPTIONS, arguments.UNSUPPORTED, dict.fromkeys(arguments.PARSERS), arguments.CPU_DEFAULTS)
-    assert [name for table in tables for name in table if name not in unset] == []
-
-
-@pytest.mark.parametrize("name", arguments.UNSUPPORTED)
-def test_every_unsupported_argument_is_refused(name: str, unset: dict[str, Any]) -> None:
-    with pytest.raises(arguments.UnsupportedError, match=f"--{name.replace('_', '-')} 7:"):
-        arguments.check_arguments(unset | {name: 7})
 
 
 @pytest.mark.parametrize("name", arguments.LAYOUTS)

@@ -11,7 +11,7 @@ from tests.support.bf16_logprobs import generate, prompt
 from tests.support.server import Server
 
 FLAGS = (
-    *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
     *("--context-length", "16384", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"),
     *("--chunked-prefill-size", "1024", "--swa-full-tokens-ratio", "0.5"),
 )

@@ -1,0 +1,110 @@
+"""Does once, before the server is ready, what the first requests of each kind would otherwise have to wait for.
+
+Around the model SGLang runs functions that compile at their first call:
+
+* ``torch.compile``: the repetition penalty (``apply_scaling_penalties``), sampling by a seed
+  (``multinomial_with_seed``) and a check of SGLang's own tests. :func:`compile_nothing` has them run as written.
+* Triton: masks of grammars, and what gives a request its pages, which has a program for each power of two of requests.
+* nvcc: positions of a decode pass, once, and FlashInfer's sampling, which is refused
+  (:mod:`nvfp4_sgl.serving.flags.kernels`).
+
+The rest of sampling is torch's own operators, whose code is loaded at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nvfp4_sgl.serving import sglang_private as private
+
+ROWS = (1, 2, 16)
+"""Triton has programs of their own for a count of one and for multiples of 16."""
+
+GREEDY = ("is_all_greedy", "is_any_greedy")
+NEEDS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
+KINDS: tuple[dict[str, Any], ...] = (
+    dict.fromkeys(GREEDY, True),
+    {},
+    {"need_top_p_sampling": True},
+    {"need_top_k_sampling": True, "max_top_k": 4},
+    {"need_top_p_sampling": True, "need_top_k_sampling": True, "need_min_p_sampling": True},
+)
+"""What distinguishes the ways to sample a batch, in SGLang's ``SamplingBatchInfo``: greedy, by temperature, top-p,
+top-k, and a batch of all of them."""
+
+
+def compile_nothing() -> None:
+    """Have ``torch.compile`` leave functions as they are, in this process."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+@torch.no_grad()
+def warm_up(scheduler: Any) -> None:
+    """Run what requests of each kind run around the model.
+
+    Args:
+        scheduler: SGLang's ``Scheduler``, which has no request yet.
+    """
+    private.positions(torch.ones(1, dtype=torch.int64, device=scheduler.device))
+    allocate(private.page_allocator(scheduler), torch.device(scheduler.device), scheduler.max_running_requests)
+    for rows in ROWS:
+        for kind in KINDS:
+            sample(scheduler, rows, kind)
+
+
+def sizes(most: int) -> Iterator[int]:
+    """Powers of two up to ``most``, and ``most``."""
+    rows = 1
+    while rows < most:
+        yield rows
+        rows *= 2
+    yield most
+
+
+def allocate(allocator: Any, device: torch.device, most: int) -> None:
+    """Give pages to as many requests as there may be, with one token and then with two, and take all of them back.
+
+    Args:
+        allocator: SGLang's allocator, of which nothing is taken.
+        most: requests that may run together.
+    """
+    for rows in sizes(most):
+        # Lengths are wanted on the device and on the host.
+        none, one, two = (torch.full((rows,), length) for length in (0, 1, 2))
+        before = torch.full((rows,), -1, device=device)
+        taken = allocator.alloc_extend(none.to(device), none, one.to(device), one, before, rows)
+        if taken is None:  # the pool holds fewer requests
+            break
+        more = allocator.alloc_decode(two.to(device), two, taken.to(torch.int32))
+        allocator.free(torch.cat([taken, more]))
+        allocator.clear()
+
+
+def sample(scheduler: Any, rows: int, kind: dict[str, Any]) -> None:
+    """Sample a batch of ``rows`` requests of one of :data:`KINDS`, with penalties, biases and log-probabilities.
+
+    On a GPU a grammar's mask, which forbids nothing, is applied, too.
+    """
+    device, vocabulary = torch.device(scheduler.device), scheduler.model_config.vocab_size
+    logits = torch.zeros(rows, vocabulary, device=device)
+    info = private.sampling_info(
+        temperatures=torch.ones(rows, 1, device=device),
+        top_ps=torch.full((rows,), 0.9, device=device),
+        top_ks=torch.full((rows,), 4, dtype=torch.int32, device=device),
+        min_ps=torch.full((rows,), 0.1, device=device),
+        vocab_size=vocabulary,
+        acc_additive_penalties=torch.zeros_like(logits),
+        acc_scaling_penalties=torch.ones_like(logits),
+        logit_bias=torch.zeros_like(logits),
+        device=device.type,
+        **(dict.fromkeys((*GREEDY, *NEEDS), False) | kind),
+    )
+    if device.type == "cuda":
+        private.mask_grammar(logits, torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+    info.apply_logits_bias(logits)
+    private.sample(scheduler, logits, info)

@@ -1,0 +1,55 @@
+"""Hooks around SGLang's own reading, resolution and checks of arguments: one message instead of a traceback.
+
+SGLang asserts in many places which arguments it takes together. For our model what it says becomes one error of this
+package; for other models nothing changes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
+from nvfp4_sgl.serving.arguments import is_our_checkpoint
+
+MODEL_FLAGS = ("--model-path", "--model")
+
+
+def prepare(original: Callable[..., Any], argv: Sequence[str]) -> Any:
+    """Hook around SGLang's reading of the command line."""
+    return _said_once(lambda: original(argv), model_named(argv))
+
+
+def resolve(original: Callable[..., Any], server_args: Any) -> Any:
+    """Hook around SGLang's resolution of arguments, and around its checks afterwards."""
+    return _said_once(lambda: original(server_args), server_args.model_path)
+
+
+def model_named(argv: Sequence[str]) -> str | None:
+    """The checkpoint that a command line names; ``None`` if it names none."""
+    for index, argument in enumerate(argv):
+        name, has_value, value = argument.partition("=")
+        if name in MODEL_FLAGS:
+            return value if has_value else next(iter(argv[index + 1 :]), None)
+    return None
+
+
+def _said_once(call: Callable[[], Any], model: str | None) -> Any:
+    try:
+        return call()
+    except Nvfp4SglError:
+        raise
+    except Exception as error:
+        if not is_our_checkpoint(model):
+            raise
+        raise ConfigError(
+            f"SGLang does not take these arguments: {what(error)}; correct or leave out the flag that this names"
+        ) from error
+
+
+def what(error: Exception) -> str:
+    """What an error says, and where it was raised if it says nothing."""
+    text = " ".join(str(error).split())
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return text or f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
