@@ -267,6 +267,15 @@ def test_an_abort_ends_the_compilation(server, asking):
     assert "bort" in connection.getresponse().read().decode()
 
 
+def test_a_child_is_bounded(server, asking):
+    """The kernel ends what takes more, on a machine of any speed."""
+    asking("/generate", False)
+    (child,) = processes(server, CHILD_TITLE)
+    wait_until(lambda: child.rlimit(psutil.RLIMIT_DATA)[1] != psutil.RLIM_INFINITY, LEAVE_SECONDS)
+    assert child.rlimit(psutil.RLIMIT_DATA)[1] < child.memory_info().vms + MAX_BYTES
+    wait_until(lambda: child.nice() > 0, LEAVE_SECONDS)
+
+
 def test_a_child_that_the_system_ends(server, asking):
     """As its memory killer does: the request alone fails."""
     connection = asking("/generate", False)
