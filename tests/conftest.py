@@ -10,7 +10,7 @@ DEFAULT_SERVER = frozenset(
     f"tests/serving/test_{name}.py"
     for name in (
         *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "ends_of_answers", "examples"),
-        *("fields_served", "logprobs", "server_info"),
+        *("fields_served", "generated_requests", "logprobs", "server_info"),
     )
 )
 """Files that talk to the same server, started with default flags."""

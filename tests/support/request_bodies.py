@@ -25,3 +25,14 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/pause_generation": {},
 }
 """A body of each path that a server on a CPU answers with 200, but for ``/v1/embeddings``, which is refused."""
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+OPENAI_BASES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"model": "default", "messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"model": "default", "prompt": "x", "max_tokens": 2},
+    "/v1/messages": {"model": "default", "messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "default", "messages": MESSAGES},
+    "/v1/responses": {"model": "default", "input": "x", "max_output_tokens": 2},
+}
+"""The same of the paths that OpenAI and Anthropic define."""
