@@ -64,6 +64,9 @@ OVERRIDABLE = ("activation_mode", CONVERT_AT_LOAD)
 """Fields of config.json that ``--json-model-override-args`` may set; weights are loaded by the file's other fields.
 Random weights follow those of :data:`nvfp4_sgl.checkpoint.overrides.SIZES`, too."""
 
+GPU_DTYPE = "bfloat16"
+"""What ``--dtype auto`` is on a GPU, whose kernels take nothing else."""
+
 PARSERS = {"reasoning_parser": "deepseek-v4", "tool_call_parser": "deepseekv4"}
 """The output parsers that fit the encoder of our prompts. SGLang would derive ``auto`` from a chat template's text, and
 choose the encoder by the name of the tool-call parser."""
@@ -124,8 +127,12 @@ def preflight(server_args: Any) -> None:
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
+    declared: dict[str, Any] = dict(PARSERS)
+    if detect_target() is not Target.CPU and given["dtype"] == "auto":
+        # SGLang would take float16 where config.json has no torch_dtype, or float32.
+        declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
-    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **PARSERS)
+    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **declared)
 
 
 def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:

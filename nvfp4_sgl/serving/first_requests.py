@@ -4,7 +4,9 @@ Around the model SGLang runs functions that compile at their first call:
 
 * ``torch.compile``: the repetition penalty (``apply_scaling_penalties``), sampling by a seed
   (``multinomial_with_seed``) and a check of SGLang's own tests. :func:`compile_nothing` has them run as written.
-* Triton: masks of grammars, and what gives a request its pages, which has a program for each power of two of requests.
+* Triton: masks of grammars, and what gives a request its pages, which has a program for each power of two of requests;
+  and a copy of a step's inputs, which has one for each alignment of their addresses and so is left out
+  (:func:`copy_by_torch`).
 * nvcc: positions of a decode pass, once, and FlashInfer's sampling, which is refused
   (:mod:`nvfp4_sgl.serving.flags.kernels`).
 
@@ -13,7 +15,7 @@ The rest of sampling is torch's own operators, whose code is loaded at the first
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,14 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 """What distinguishes the ways to sample a batch, in SGLang's ``SamplingBatchInfo``: greedy, by temperature, top-p,
 top-k, and a batch of all of them."""
+
+
+def copy_by_torch(original: Callable[..., bool], *tensors: Any) -> bool:
+    """Hook around SGLang's Triton kernel that copies small inputs of a step: torch copies them, a launch a dtype.
+
+    The kernel was compiled again for batches of 3, 8, 11 and 16 requests after the server was ready (H100, 2026-11-27).
+    """
+    return False
 
 
 def compile_nothing() -> None:
@@ -108,3 +118,7 @@ def sample(scheduler: Any, rows: int, kind: dict[str, Any]) -> None:
         private.mask_grammar(logits, torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
     info.apply_logits_bias(logits)
     private.sample(scheduler, logits, info)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {"copy_inputs": copy_by_torch}
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""

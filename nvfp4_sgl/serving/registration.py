@@ -170,7 +170,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
             if private.tp_rank() == 0:
                 grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(private.tp_rank())
-            private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS)
+            private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
             first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:

@@ -359,6 +359,9 @@ HOOKS = {
         "sglang.srt.entrypoints.openai.utils._is_byte_level_tokenizer",
         "takes a tokenizer whose first ids are DeepSeek's special tokens for one without bytes",
     ),
+    "copy_inputs": Private(
+        "sglang.kernels.ops.memory.small_copy.try_small_copy", "is compiled again for other addresses and batch sizes"
+    ),
     "sample": Private("sglang.srt.layers.sampler.Sampler.forward", "samples from NaN logits, whatever comes of it"),
     "check_token_ids": Private(
         "sglang.srt.managers.schedule_batch.Req._check_vocab_boundary_finish",

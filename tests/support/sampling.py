@@ -9,8 +9,8 @@ from typing import Any
 from tests.support.server import Server
 
 DRAWS = 48
-NEAR = 0.05
-"""How far a log-probability may be off between two passes: on a GPU a batch of another size rounds otherwise."""
+TIED = 1e-3
+"""Log-probabilities of one pass as near as this may fall on either side of a bound."""
 
 
 def ask(server: Server, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]], **body: Any) -> list[Any]:
@@ -37,7 +37,7 @@ def nucleus(logprobs: dict[int, float], top_p: float) -> set[int]:
         if before > top_p:
             break
         before, last = before + math.exp(value), value
-    return {token for token, value in logprobs.items() if value >= last - NEAR}
+    return {token for token, value in logprobs.items() if value >= last - TIED}
 
 
 def allowed(logprobs: dict[int, float], sampling: dict[str, Any]) -> set[int]:
@@ -45,10 +45,10 @@ def allowed(logprobs: dict[int, float], sampling: dict[str, Any]) -> set[int]:
     values = list(logprobs.values())
     left = nucleus(logprobs, sampling.get("top_p", 1.0))
     if "top_k" in sampling:
-        left &= {token for token, value in logprobs.items() if value >= values[sampling["top_k"] - 1] - NEAR}
+        left &= {token for token, value in logprobs.items() if value >= values[sampling["top_k"] - 1] - TIED}
     if "min_p" in sampling:
         least = values[0] + math.log(sampling["min_p"])
-        left &= {token for token, value in logprobs.items() if value >= least - NEAR}
+        left &= {token for token, value in logprobs.items() if value >= least - TIED}
     return left
 
 
@@ -63,22 +63,32 @@ def kinds(logprobs: dict[int, float]) -> list[dict[str, Any]]:
     ]
 
 
+def drawn(answer: Any) -> tuple[int, dict[int, float]]:
+    """An answer's token, and the log-probability that every token had in that very pass, likeliest first."""
+    (top,) = answer["meta_info"]["output_top_logprobs"]
+    (token,) = tokens(answer)
+    return token, {one: value for value, one, _ in sorted(top, reverse=True)}
+
+
 def require_kinds(server: Server, prompt: Sequence[int], vocabulary: int) -> None:
-    """Each kind draws of what it leaves and of nothing else, alone and in a batch with all kinds and greedy ones."""
-    logprobs = first_logprobs(server, prompt, vocabulary)
+    """Each kind draws of what it leaves and of nothing else, alone and in a batch with all kinds and greedy ones.
+
+    Each draw is held against the log-probabilities of its own pass: on a GPU a batch of another size rounds otherwise.
+    """
     common = {"temperature": 1, "max_new_tokens": 1, "ignore_eos": True}
-    for kind in kinds(logprobs):
-        left = allowed(logprobs, kind)
-        assert 1 < len(left) < vocabulary / 4, f"{kind}: choose another prompt: {len(left)} tokens are left"
-        drawn = [tokens(answer)[0] for answer in ask(server, [prompt] * DRAWS, [common | kind] * DRAWS)]
-        assert set(drawn) <= left, kind
-        assert len(set(drawn)) > 1, f"{kind}: {DRAWS} draws are one token"
+    ways = kinds(first_logprobs(server, prompt, vocabulary))
+    for kind in ways:
+        answers = ask(server, [prompt] * DRAWS, [common | kind] * DRAWS, top_logprobs_num=vocabulary)
+        for token, logprobs in map(drawn, answers):
+            left = allowed(logprobs, kind)
+            assert 1 < len(left) < vocabulary / 4, f"{kind}: choose another prompt: {len(left)} tokens are left"
+            assert token in left, kind
+        assert len({tokens(answer)[0] for answer in answers}) > 1, f"{kind}: {DRAWS} draws are one token"
     greedy = {**common, "temperature": 0}
-    mixed = [greedy, *(common | kind for kind in kinds(logprobs))] * 3
-    answers = ask(server, [prompt] * len(mixed), mixed)
-    for answer, sampling in zip(answers, mixed, strict=True):
-        left = allowed(logprobs, {"top_k": 1} if sampling is greedy else sampling)
-        assert tokens(answer)[0] in left, sampling
+    mixed = [greedy, *(common | kind for kind in ways)] * 3
+    answers = ask(server, [prompt] * len(mixed), mixed, top_logprobs_num=vocabulary)
+    for (token, logprobs), sampling in zip(map(drawn, answers), mixed, strict=True):
+        assert token in allowed(logprobs, {"top_k": 1} if sampling is greedy else sampling), sampling
 
 
 def scored(server: Server, prompt: Sequence[int], said: Sequence[int], vocabulary: int) -> list[dict[int, float]]:
@@ -99,8 +109,12 @@ def penalised_at(prompt: Sequence[int], answer: Sequence[int], step: int) -> lis
     return [prompt[-1], *answer[: step - 1]] if step else []
 
 
-def require_penalties(server: Server, prompt: Sequence[int], vocabulary: int, count: int = 24) -> None:
+def require_penalties(
+    server: Server, prompt: Sequence[int], vocabulary: int, *, near: float = 0.05, count: int = 24
+) -> None:
     """Greedy answers under penalties are those that log-probabilities without penalties lead to.
+
+    near: how far a log-probability may be off between a decode step and a prompt.
 
     Those of frequency and presence are subtracted from them; a bias has one token said until they outweigh it. A
     repetition penalty lowers what was said and nothing else: what is said is at least as likely as all that was not.
@@ -118,11 +132,11 @@ def require_penalties(server: Server, prompt: Sequence[int], vocabulary: int, co
             one: value - frequency * said.count(one) - presence * (one in said) + bias * (one == token)
             for one, value in logprobs.items()
         }
-        assert scores[once[step]] >= max(scores.values()) - NEAR, once[: step + 1]
+        assert scores[once[step]] >= max(scores.values()) - near, once[: step + 1]
     for step, logprobs in enumerate(scored(server, prompt, bound, vocabulary)):
         said = penalised_at(prompt, bound, step)
         best = max(value for one, value in logprobs.items() if one not in said)
-        assert logprobs[bound[step]] >= best - NEAR, bound[: step + 1]
+        assert logprobs[bound[step]] >= best - near, bound[: step + 1]
     assert len(set(bound)) > len(set(free)) or len(set(free)) == count, (bound, free)
 
 
