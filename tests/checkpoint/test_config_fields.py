@@ -142,7 +142,7 @@ def test_a_repeated_field_must_agree(field: str) -> None:
             refused(field, base, **{field: value})
 
 
-@pytest.mark.parametrize("field", ["model_type", "architectures", *(set(READ) - {"num_nextn_predict_layers"})])
+@pytest.mark.parametrize("field", ["model_type", "architectures", *sorted(set(READ) - {"num_nextn_predict_layers"})])
 def test_what_must_be_there(field: str) -> None:
     raw = copy.deepcopy(FLASH)
     raw.pop(field)
