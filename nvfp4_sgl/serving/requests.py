@@ -237,14 +237,16 @@ def logprob_fault(request: Any, tokens: int, vocab_size: int) -> str | None:
 
 
 def length_fault(tokens: int, manager: Any) -> str | None:
-    """Why a prompt of that many tokens does not fit, in the words of SGLang's scheduler, or ``None``.
+    """Why a prompt of that many tokens does not fit, or ``None``.
 
     A longer one than the model's context is left to SGLang, which says so itself.
     """
     limit = manager.max_req_input_len
     if limit is None or manager.allow_auto_truncate or not limit <= tokens < manager.context_len:
         return None
-    return f"Input length ({tokens} tokens) exceeds the maximum allowed length ({limit} tokens)."
+    return (
+        f"Input length ({tokens} tokens) exceeds the maximum allowed length ({limit - 1} tokens); shorten the prompt."
+    )
 
 
 def sampling_fault(params: Any, vocab_size: int) -> str | None:

@@ -394,10 +394,6 @@ MODULES = {
     "recipe_output": Private(
         "sglang.srt.parser.deepseek_recipe_output", "RecipeOutputDelta and RecipeToolCallDelta, what a parser answers"
     ),
-    "function_call_parser": Private(
-        "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum, parsers by name"
-    ),
-    "reasoning_parser": Private("sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap, parsers by name"),
     "base_prefix_cache": Private("sglang.srt.mem_cache.base_prefix_cache", "EvictParams, what is to be dropped"),
     "trace": Private("sglang.srt.observability.trace", "opentelemetry_imported, whether it can trace"),
     "io_struct": Private(
@@ -633,22 +629,6 @@ def redact_launch_command(server_args: Any, secrets: Sequence[str]) -> None:
         for secret in secrets:
             command = command.replace(secret, REDACTED)
         server_args._launch_command = command
-
-
-NOT_PARSING = frozenset({"beam", "glm47", "iquest_q1", "response_template"})
-"""Parsers that SGLang's routes for text cannot run: they need fields that the routes' tools lack, or a template."""
-
-
-def tool_call_parsers() -> list[str]:
-    """Names of parsers that ``/parse_function_call`` can run."""
-    parsers = importlib.import_module(MODULES["function_call_parser"].path).FunctionCallParser.ToolCallParserEnum
-    return sorted(set(parsers) - NOT_PARSING)
-
-
-def reasoning_parsers() -> list[str]:
-    """Names of parsers that ``/separate_reasoning`` can run."""
-    parsers = importlib.import_module(MODULES["reasoning_parser"].path).ReasoningParser.DetectorMap
-    return sorted(set(parsers) - NOT_PARSING)
 
 
 def transport_fault(message: Any) -> str | None:

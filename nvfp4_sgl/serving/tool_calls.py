@@ -23,14 +23,15 @@ FORWARD_UNKNOWN = "SGLANG_FORWARD_UNKNOWN_TOOLS"
 SCANNERS = "nvfp4_sgl_scanners"
 """Attribute of an output parser: a :class:`Scanners`, or ``None`` where tool calls are not read."""
 
-_declared: ContextVar[Container[str] | None] = ContextVar("declared", default=None)
+_scanned: ContextVar[tuple[Container[str] | None, bool]] = ContextVar("scanned", default=(None, False))
+"""Arguments of the scanners of output parsers that are made: names of functions, and whether markup may be spelled."""
 
 
 class Scanners:
     """The scanners of one answer's reasoning and content, and how many calls they have read."""
 
-    def __init__(self, names: Container[str] | None):
-        self.reasoning, self.content = MarkupScanner(names), MarkupScanner(names)
+    def __init__(self, names: Container[str] | None, spelled: bool):
+        self.reasoning, self.content = MarkupScanner(names), MarkupScanner(names, spelled=spelled)
         self._calls = 0
 
     def read(self, reasoning: str, content: str, *, final: bool = False) -> Any:
@@ -102,14 +103,19 @@ def split(ids: Sequence[int], token: int | None) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def declared(tools: Sequence[Any]) -> Iterator[None]:
-    """Output parsers made inside read calls of ``tools`` alone, each a tool of a chat or of ``/v1/responses``."""
+def declared(tools: Sequence[Any], choice: Any = None) -> Iterator[None]:
+    """Output parsers made inside read calls of ``tools`` alone, each a tool of a chat or of ``/v1/responses``.
+
+    choice: the request's ``tool_choice``. One that forces a call has a grammar of nothing else, by text: there the
+    model may spell a tag in other tokens than its own.
+    """
     names = {(getattr(tool, "function", None) or tool).name for tool in tools}
-    before = _declared.set(None if private.environment_flag(FORWARD_UNKNOWN) else names)
+    forced = choice is not None and choice not in ("auto", "none")
+    before = _scanned.set((None if private.environment_flag(FORWARD_UNKNOWN) else names, forced))
     try:
         yield
     finally:
-        _declared.reset(before)
+        _scanned.reset(before)
 
 
 def init_output_parser(
@@ -129,7 +135,7 @@ def init_output_parser(
     ours = parse_tool_calls and not other
     options = {"parse_tool_calls": parse_tool_calls and other, "parse_json_output": parse_json_output and other}
     original(parser, *args, **options, **kwargs)
-    setattr(parser, SCANNERS, Scanners(_declared.get()) if ours else None)
+    setattr(parser, SCANNERS, Scanners(*_scanned.get()) if ours else None)
     if ours:
         private.replace_processor(parser, TOKEN, MarkingProcessor)
 
@@ -153,13 +159,13 @@ def chat_parser(original: Callable[..., Any], adapter: Any, request: Any) -> Any
     tools = [*(request.tools or ())]
     for message in request.messages:
         tools += getattr(message, "tools", None) or ()
-    with declared(tools):
+    with declared(tools, request.tool_choice):
         return original(adapter, request)
 
 
 def responses_parser(original: Callable[..., Any], adapter: Any, request: Any, *args: Any) -> Any:
     """As :func:`chat_parser`, for ``/v1/responses``."""
-    with declared([tool for tool in request.tools or () if getattr(tool, "name", None)]):
+    with declared([tool for tool in request.tools or () if getattr(tool, "name", None)], request.tool_choice):
         return original(adapter, request, *args)
 
 

@@ -97,10 +97,13 @@ class MarkupScanner:
 
     Args:
         names: functions that may be called; ``None`` for any.
+        spelled: whether :data:`TOKEN` counts wherever its text stands, in whatever tokens: where a grammar holds the
+            whole answer to be calls, it takes the text alone.
     """
 
-    def __init__(self, names: Container[str] | None = None):
-        self._names = names
+    def __init__(self, names: Container[str] | None = None, *, spelled: bool = False):
+        self._names, self._spelled = names, spelled
+        self._tail = ""  # with which TOKEN may begin, if it may be spelled
         self._buffer = ""
         self._in_block = False
         self._opener = ""  # of the block, as long as no call of it has been read
@@ -112,6 +115,10 @@ class MarkupScanner:
         Args:
             final: whether the text ends here, so that nothing is withheld.
         """
+        if self._spelled:
+            text = (self._tail + text).replace(TOKEN, MARK)
+            held = 0 if final else _prefix_at_end(text, TOKEN)
+            text, self._tail = text[: len(text) - held], text[len(text) - held :]
         self._buffer += text
         content: list[str] = []
         calls: list[Call] = []
@@ -122,7 +129,7 @@ class MarkupScanner:
     def _step_outside(self, content: list[str], final: bool) -> bool:
         """Go on to the next block, or let go what is no beginning of one; whether there is more to do."""
         before, opener, after = self._buffer.partition(OPEN)
-        held = 0 if opener or final else _prefix_at_end(before)
+        held = 0 if opener or final else _prefix_at_end(before, OPEN)
         gap = before[: len(before) - held]
         text = gap if final and not opener else gap.removesuffix("\n").removesuffix("\n")
         content.append(text)
@@ -170,6 +177,6 @@ class MarkupScanner:
         return bool(rest)
 
 
-def _prefix_at_end(text: str) -> int:
-    """Characters at the end of ``text`` with which :data:`OPEN` begins."""
-    return next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if OPEN.startswith(text[-n:])), 0)
+def _prefix_at_end(text: str, sought: str) -> int:
+    """Characters at the end of ``text`` with which ``sought`` begins."""
+    return next((n for n in range(min(len(sought) - 1, len(text)), 0, -1) if sought.startswith(text[-n:])), 0)

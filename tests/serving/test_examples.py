@@ -59,11 +59,12 @@ def test_the_answer_and_the_streamed_one_agree(serve: ServerPool, checkpoint: Pa
 
 
 @pytest.mark.server
-def test_the_tool_is_called_and_its_result_answered(serve: ServerPool, checkpoint: Path) -> None:
+@pytest.mark.parametrize("has_token", [True, False], ids=["a tag's token", "tags spelled in other tokens"])
+def test_the_tool_is_called_and_its_result_answered(has_token: bool, serve: ServerPool, checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    bias = printable_bias(tokenizer, spaces=False, allowed=[DSML])
-    # Random weights would spell the markup out, and call text JSON; a trained model knows.
-    liked = [DSML, *(text for text in ("t", "tr", "tru", "true") if text in tokenizer.get_vocab())]
+    bias = printable_bias(tokenizer, spaces=False, allowed=[DSML] * has_token)
+    # Random weights would call text JSON; a trained model knows.
+    liked = [text for text in ("t", "tr", "tru", "true") if text in tokenizer.get_vocab()] + [DSML] * has_token
     bias |= dict.fromkeys(map(str, tokenizer.convert_tokens_to_ids(liked)), 100)
     extra = {"logit_bias": bias}
     _, call, result, answer = function_calling.converse(serve(checkpoint).url, extra_body=extra)

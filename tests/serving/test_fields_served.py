@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.endpoints import PATHS, Kind
 from nvfp4_sgl.serving.fields.bodies import BODIES
 from nvfp4_sgl.serving.fields.checks import depth_of
@@ -115,17 +114,22 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properti
 TEXTS = ("", "x", '{"name": "f", "arguments": {"x": 1}}', "a</think>b", "<tool_call>f</tool_call>")
 
 
-def test_every_parser_that_is_named_runs(server: Server) -> None:
-    """Or is refused: SGLang runs some with their own model's tokenizer alone."""
-    answer = post(server, "/parse_function_call", {"text": "x", "tools": [], "tool_call_parser": "no such parser"})
-    assert answer.status == 400 and "deepseekv4" in answer.text
-    calls = ((name, text, tools) for name in private.tool_call_parsers() for text in TEXTS for tools in ([], TOOLS))
-    bodies = ({"text": text, "tools": tools, "tool_call_parser": name} for name, text, tools in calls)
-    requests: list[tuple[str, Any]] = [("/parse_function_call", one) for one in bodies]
-    for name in private.reasoning_parsers():
-        requests += [("/separate_reasoning", {"text": text, "reasoning_parser": name}) for text in TEXTS]
+def test_only_this_models_parsers_run(server: Server) -> None:
+    """Others' regular expressions may take for ever: this text did, by ``pythonic``."""
+    endless = "[f(" + "a=," * 40 + "!"
+    for name in ("pythonic", "no such parser", "deepseekv32"):
+        answer = post(server, "/parse_function_call", {"text": endless, "tools": TOOLS, "tool_call_parser": name})
+        assert answer.status == 400 and "deepseekv4" in answer.text
+    answer = post(server, "/separate_reasoning", {"text": "x", "reasoning_parser": "deepseek-r1"})
+    assert answer.status == 400 and "deepseek-v4" in answer.text
+    texts = (*TEXTS, endless, "word " * 13107, "<｜DSML｜tool_calls>\n" * 3000)
+    calls = [{"text": text, "tools": TOOLS, "tool_call_parser": "deepseekv4"} for text in texts]
+    requests: list[tuple[str, Any]] = [("/parse_function_call", body) for body in calls]
+    requests += [("/separate_reasoning", {"text": text, "reasoning_parser": "deepseek-v4"}) for text in texts]
     for answer in post_all(server, requests):
-        assert answer.status == 200 or (answer.is_refusal and "its model's tokenizer" in answer.text), answer
+        assert answer.status == 200, answer
+    longer = {"text": "x" * (2**16 + 1), "tools": [], "tool_call_parser": "deepseekv4"}
+    assert post(server, "/parse_function_call", longer).status == 400
 
 
 @pytest.mark.parametrize("tokens", [[-1], [512], [[30], [512]], [2**40]])

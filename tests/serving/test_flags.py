@@ -135,6 +135,8 @@ def test_an_argument_that_nobody_knows_is_refused(unset: dict[str, Any]) -> None
         ),
         ({"retraction_policy": "priority"}, "--retraction-policy priority: expected --enable-priority-scheduling"),
         ({"export_metrics_to_file": True}, "--export-metrics-to-file: expected --export-metrics-to-file-dir"),
+        ({"context_length": 0}, "--context-length 0: expected 1 or more"),
+        ({"context_length": -5}, "--context-length -5: expected 1 or more"),
         ({"chunked_prefill_size": 1000}, "--chunked-prefill-size 1000: expected -1, or a multiple of 256"),
         ({"served_model_name": "deepseek:v4"}, "--served-model-name deepseek:v4: a model's name has no colon"),
         ({"model_path": "/models/deepseek:v4"}, "--model-path /models/deepseek:v4: a model's name has no colon"),

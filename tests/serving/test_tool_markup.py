@@ -80,8 +80,8 @@ def reference(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     return (content + text[position:]).replace(MARK, TOKEN), calls
 
 
-def scan(pieces: Sequence[str]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    scanner = MarkupScanner(NAMES)
+def scan(pieces: Sequence[str], *, spelled: bool = False) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    scanner = MarkupScanner(NAMES, spelled=spelled)
     read = [scanner.feed(piece) for piece in pieces] + [scanner.feed("", final=True)]
     calls = [(call.name, json.loads(call.arguments)) for _, found in read for call in found]
     return "".join(content for content, _ in read), calls
@@ -190,6 +190,9 @@ def test_mutations_are_read_as_the_reference_reads_them() -> None:
         content, calls = scan([text])
         assert (content, calls) == reference(text), text
         assert scan(cut(rng, text)) == (content, calls), text
+        spelled = text.replace(MARK, TOKEN)
+        assert scan(cut(rng, spelled), spelled=True) == reference(spelled.replace(TOKEN, MARK)), text
+        assert scan(cut(rng, spelled)) == (spelled, []), text
         if not calls:
             assert content == text.replace(MARK, TOKEN)
         unread = MARK in text and TOKEN in content

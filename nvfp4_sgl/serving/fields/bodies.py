@@ -57,13 +57,13 @@ def body_fault(path: str, body: bytes) -> str | None:
 def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
     """Why a body is refused, or ``None``; and the body for SGLang, rewritten only where it must be.
 
-    NaN and infinities, which Python reads, are no JSON.
+    NaN and infinities, which Python reads, are no JSON; of a key that is given twice, one value would be lost.
     """
     table = BODIES.get(path)
     if table is None:
         return None, body
     try:
-        given = json.loads(body, parse_constant=_refuse_constant)
+        given = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_require_distinct)
     except (ValueError, RecursionError) as error:
         return f"body: expected JSON; {error}", body
     parsed = without_idle_seed(given) if path in SEEDED else given
@@ -77,6 +77,15 @@ def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
     except Contradiction as error:
         return str(error), body
     return None, body if translated == given else json.dumps(translated).encode()
+
+
+def _require_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"found {name[:80]!r} twice in an object")
+        found[name] = value
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -109,16 +109,6 @@ def one_of(*values: Any) -> Check:
     )
 
 
-def name_of(names: Callable[[], Sequence[str]], sample: str) -> Check:
-    """One of ``names``, which are known once SGLang is imported; ``sample`` is among them."""
-
-    def fault(where: str, value: Any) -> str | None:
-        known = names()
-        return None if isinstance(value, str) and value in known else found(where, value, " or ".join(known))
-
-    return Check("a name that the server knows", fault, (sample,), ("", "nonsense", 5, [sample], {}, True))
-
-
 def array_of(check: Check, *, least: int = 0, most: int | None = None) -> Check:
     """An array of values that ``check`` takes."""
     size = f" of {least} to {most}" if most is not None else f" of {least} or more" if least else ""

@@ -47,6 +47,9 @@ def check_combinations(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--chunked-prefill-size {chunk}: expected -1, or a multiple of {PAGE_TOKENS}, the tokens of a page"
         )
+    length = given["context_length"]
+    if length is not None and length < 1:
+        raise ConfigError(f"--context-length {length}: expected 1 or more; leave it out for the model's own")
     check_name(given)
     if given["enable_trace"]:
         check_trace_packages()

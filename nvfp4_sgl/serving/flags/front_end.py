@@ -90,5 +90,5 @@ FRONT_END_FLAGS: Mapping[str, Row] = {
         "for --grammar-backend outlines and llguidance, which are refused",
         *("constrained_json_whitespace_pattern", "disable_outlines_disk_cache"),
     ),
-    **without_effect("for completion of code with a middle, which no path offers", "completion_template"),
+    "completion_template": Refused((None,), "no path completes code with a middle; leave the flag out"),
 }
