@@ -99,14 +99,19 @@ def normalize_request(original: Callable[..., None], request: Any) -> None:
     if not serves_our_model():
         original(request)
         return
-    if message := request_fault(request):
-        raise ValueError(message)
     try:
-        original(request)
-    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"the request is malformed ({type(error).__name__}: {error})") from error
-    if request.is_single and not isinstance(request.rid, str):
-        raise ValueError(f"rid: found {request.rid!r}; expected a string")
+        if message := request_fault(request):
+            raise ValueError(message)
+        try:
+            original(request)
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"the request is malformed ({type(error).__name__}: {error})") from error
+        if request.is_single and not isinstance(request.rid, str):
+            raise ValueError(f"rid: found {request.rid!r}; expected a string")
+    except ValueError:
+        # After the end of a stream SGLang aborts what is left of its requests, and asks for both.
+        request.is_single, request.rid = True, None
+        raise
 
 
 def request_fault(request: Any) -> str | None:

@@ -207,6 +207,7 @@ def test_malformed_requests_are_the_clients_fault() -> None:
     given = SimpleNamespace(text="x", input_ids=None, sampling_params={}, is_single=True, rid="a")
     with pytest.raises(ValueError, match="malformed"):
         requests.normalize_request(expand, given)
+    assert given.is_single and given.rid is None, "SGLang asks for both when the stream has ended"
     given.rid = ["a", "b"]
     with pytest.raises(ValueError, match="rid"):
         requests.normalize_request(lambda request: None, given)
@@ -256,19 +257,19 @@ def test_only_a_server_needs_its_port(tmp_path: Path, monkeypatch: pytest.Monkey
     """Resolving arguments does not look at it, as an engine without a server has no port."""
     (tmp_path / "config.json").write_text('{"architectures": ["DeepseekV4ForCausalLM"]}')
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = {"model_path": str(tmp_path), "host": "127.0.0.1", "port": listener.getsockname()[1]}
+        here = {"model_path": str(tmp_path), "host": "127.0.0.1", "port": listener.getsockname()[1]}
+        given = private.unset_arguments() | here
         monkeypatch.setattr(private, "given_arguments", lambda server_args: given)
         with pytest.raises(ConfigError, match="cannot listen"):
             arguments.launch_server(lambda server_args: None, None)
-        given |= dict.fromkeys(
-            ("json_model_override_args", "load_format", "tp_size", *arguments.KEYS, *arguments.PARSERS)
-        )
-        for name in ("check_arguments", "check_keys", "check_simulation", "check_activation_mode", "check_target"):
-            monkeypatch.setattr(arguments, name, lambda *args: None)
+        checks = ("arguments", "keys", "simulation", "activation_mode", "target", "files_beside")
+        for name in checks:
+            monkeypatch.setattr(arguments, f"check_{name}", lambda *args: None)
         for name in ("redact_launch_command", "declare_resolution"):
             monkeypatch.setattr(private, name, lambda *args, **fields: None)
         monkeypatch.setattr(arguments, "bind_threads", lambda ranks: None)
-        monkeypatch.setattr(arguments, "served", lambda *args: SimpleNamespace(raw={}, config=None, inventory=None))
+        verified = SimpleNamespace(raw={}, config=SimpleNamespace(vocab_size=1), inventory=None)
+        monkeypatch.setattr(arguments, "served", lambda *args: verified)
         monkeypatch.setattr(arguments, "_verified_at_start", [])
         arguments.preflight(None)
     assert arguments.launch_server(lambda server_args: "launched", None) == "launched"
