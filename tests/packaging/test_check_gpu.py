@@ -192,7 +192,8 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS) - {"pair"}
     formats = [f"server_formats-{number}of5" for number in range(1, 6)]
-    servers = [f"server-test_{name}" for name in ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd")]
+    names = ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd")
+    servers = [f"server-test_{name}" for name in names]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
