@@ -78,11 +78,12 @@ ALSO_PROVIDED_BY = {
     "prometheus_client": ["sglang"],
     "setproctitle": ["sglang"],
     "starlette": ["sglang"],
+    "xgrammar": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
 into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
-``compressed_tensors``, ``prometheus_client``, ``setproctitle`` and ``starlette`` with SGLang, which reads checkpoints,
-publishes metrics, names its processes and serves HTTP through them."""
+``compressed_tensors``, ``prometheus_client``, ``setproctitle``, ``starlette`` and ``xgrammar`` with SGLang, which reads
+checkpoints, publishes metrics, names its processes, serves HTTP and compiles grammars through them."""
 
 
 @pytest.mark.parametrize(
