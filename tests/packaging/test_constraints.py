@@ -75,15 +75,15 @@ ALSO_PROVIDED_BY = {
     "cutlass": ["nvidia-cutlass-dsl"],
     "cuda": ["nvidia-cutlass-dsl"],
     "compressed_tensors": ["sglang"],
+    "msgspec": ["sglang"],
     "prometheus_client": ["sglang"],
     "setproctitle": ["sglang"],
     "starlette": ["sglang"],
     "xgrammar": ["sglang"],
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
-into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types;
-``compressed_tensors``, ``prometheus_client``, ``setproctitle``, ``starlette`` and ``xgrammar`` with SGLang, which reads
-checkpoints, publishes metrics, names its processes, serves HTTP and compiles grammars through them."""
+into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types; the others with SGLang, which
+reads checkpoints, sends messages, publishes metrics, names its processes, serves HTTP and compiles grammars by them."""
 
 
 @pytest.mark.parametrize(
