@@ -19,7 +19,7 @@ MAX_GPU_GIB = 4096
 MAX_REQUESTS = 1 << 20
 MAX_RANKS = 1024
 GPU_DTYPE_BYTES = 2
-"""Of an element of the model dtype, bfloat16."""
+"""Bytes of an element of bfloat16, the model's dtype on a GPU."""
 
 
 @dataclass(frozen=True)

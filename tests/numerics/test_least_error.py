@@ -77,7 +77,7 @@ def test_it_is_worth_it() -> None:
 
 @pytest.mark.parametrize("power", [-80, 80])
 def test_powers_of_two_change_nothing(power: int) -> None:
-    """Of weights and global scale alike: squared errors neither vanish nor overflow."""
+    """Weights and global scale are scaled alike: squared errors neither vanish nor overflow."""
     w = weights("outliers", 33, 96)
     g = w.abs().amax() / 2688
     plain, scaled = quantize_weight_least_error(w, g), quantize_weight_least_error(w * 2.0**power, g * 2.0**power)

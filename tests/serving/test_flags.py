@@ -65,7 +65,7 @@ def test_every_argument_is_in_one_table_only() -> None:
 
 
 def test_every_choice_is_in_its_row(options: dict[str, list[argparse.Action]]) -> None:
-    """Of arguments that work: what is refused or has no effect takes a new choice for what the others are."""
+    """Every choice of an argument that works is in its row; a refused or effect-less row covers all of its choices."""
     for name, actions in options.items():
         row, choices = flags.ROWS.get(name), {choice for action in actions for choice in action.choices or ()}
         if isinstance(row, Works) and choices:
@@ -168,7 +168,7 @@ def test_tracing_needs_its_packages(unset: dict[str, Any], monkeypatch: pytest.M
 
 
 MOST_CHOICES = 9
-"""Of a flag with more choices only the first two are tried: those of parsers are names that SGLang looks up."""
+"""A flag with more choices is tried with its first two: parsers are names that SGLang looks up."""
 TOGETHER_AT_MOST = 8
 """Flags of one command line; each takes 0.1 s to resolve."""
 

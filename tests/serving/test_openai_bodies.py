@@ -208,7 +208,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 9])
 def test_as_many_tokens_as_asked_for(tokens, server):
-    """Of a model that goes on, on every path, with and without a stream."""
+    """The model goes on, so each path answers exactly as many tokens, with and without a stream."""
     said = {"model": "default", "temperature": 0, "top_k": 1}
     for path, prompt, bound in (
         (CHAT, {"messages": HELLO}, "max_tokens"),
