@@ -58,7 +58,7 @@ def test_torch_samples_by_default(device: str, monkeypatch: pytest.MonkeyPatch) 
     assert declared["sampling_backend"] == "pytorch"
 
 
-def test_nothing_is_compiled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_by_torch() -> None:
     """Neither what SGLang had compiled when it was imported nor what comes later."""
     import torch._dynamo
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
@@ -73,15 +73,16 @@ def test_nothing_is_compiled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def decrement(value: torch.Tensor) -> torch.Tensor:
         return value - 1
 
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    with pytest.raises(Exception, match="compiled"):
-        torch.compile(increment, backend=refuse)(torch.zeros(2))
-    first_requests.compile_nothing()
-    counters.clear()
-    logits = torch.tensor([[2.0, -2.0]])
-    apply_scaling_penalties(logits, torch.full((1, 2), 2.0))
-    assert torch.compile(decrement, backend=refuse)(torch.zeros(2)).tolist() == [-1, -1]
-    assert logits.tolist() == [[1, -4]] and not counters["frames"]
+    # Not by monkeypatch: it deletes the setting at its end, and later tests could not compile.
+    with torch._dynamo.config.patch(disable=False):
+        with pytest.raises(Exception, match="compiled"):
+            torch.compile(increment, backend=refuse)(torch.zeros(2))
+        first_requests.compile_nothing()
+        counters.clear()
+        logits = torch.tensor([[2.0, -2.0]])
+        apply_scaling_penalties(logits, torch.full((1, 2), 2.0))
+        assert torch.compile(decrement, backend=refuse)(torch.zeros(2)).tolist() == [-1, -1]
+        assert logits.tolist() == [[1, -4]] and not counters["frames"]
 
 
 def test_sizes() -> None:
