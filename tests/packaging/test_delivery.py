@@ -16,7 +16,7 @@ from nvfp4_sgl import __version__
 from tests.packaging.checkout import ROOT
 
 CONTAINER = ROOT / "launch" / "container"
-INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
 
 
 class Fault(Exception):
@@ -63,6 +63,9 @@ def lint(text: str, ignored: list[str]) -> None:
             raise Fault(f"RUN {argument}: not a shell command")
         if name == "RUN" and "pip install" in argument and "--constraint constraints.txt" not in argument:
             raise Fault("RUN pip install: expected --constraint constraints.txt")
+    users = [argument.partition(":")[0] for name, argument in parsed if name == "USER"]
+    if not users or users[-1] in ("0", "root"):
+        raise Fault(f"USER {users}: expected one other than root")
     missing = {"pyproject.toml", "constraints.txt", "nvfp4_sgl", "triton_kernels", "cutedsl_kernels"} - copied
     if missing:
         raise Fault(f"COPY: expected {sorted(missing)} too")
@@ -87,7 +90,7 @@ def project() -> dict[str, Any]:
 def test_the_dockerfile_passes(dockerfile: str, ignored: list[str], project: dict[str, Any]) -> None:
     lint(dockerfile, ignored)
     (sglang,) = (text for text in project["dependencies"] if text.startswith("sglang=="))
-    assert f":v{sglang.partition('==')[2]}-" in dockerfile, "the image's SGLang is not the pinned one"
+    assert f":v{sglang.partition('==')[2]}\n" in dockerfile, "expected the pinned SGLang's plain tag"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,9 @@ def test_the_dockerfile_passes(dockerfile: str, ignored: list[str], project: dic
         ("COPY nvfp4_sgl ", "COPY nvfp4_sg "),
         ("COPY triton_kernels ./triton_kernels\n", ""),
         ("FROM ${SGLANG_IMAGE}", "FRM ${SGLANG_IMAGE}"),
-        (":v0.5.23-cu130", ":latest"),
+        (":v0.5.23", ":latest"),
+        ("USER 10001:0", "USER root"),
+        ("USER 10001:0\n", ""),
         ("--constraint constraints.txt", ""),
         ("LICENSE ./", "LICENSE ."),
         ("&& python3", "&& && python3"),
@@ -109,16 +114,60 @@ def test_a_fault_in_the_dockerfile_is_seen(old: str, new: str, dockerfile: str, 
         lint(dockerfile.replace(old, new), ignored)
 
 
-def test_the_compose_file() -> None:
-    compose = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
-    (service,) = compose["services"].values()
+@pytest.fixture(scope="module")
+def service() -> dict[str, Any]:
+    (service,) = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"].values()
+    return service
+
+
+def test_the_compose_file(service: dict[str, Any], dockerfile: str) -> None:
     build = service["build"]
     context = (CONTAINER / build["context"]).resolve()
     assert context == ROOT and (context / build["dockerfile"]).is_file()
     assert service["ports"] == ["127.0.0.1:30000:30000"], "published on this machine alone"
-    mounts = [re.sub(r"\$\{[^}]*\}", "DIR", volume).split(":")[0] for volume in service["volumes"]]
-    assert [mount for mount in mounts if mount != "DIR"] == list(compose["volumes"])
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    checkpoint, kernels = service["volumes"]
+    assert checkpoint["read_only"] and checkpoint["type"] == "bind" and not checkpoint["bind"]["create_host_path"]
+    home = dict(re.findall(r"^ENV (\w+)=(.*)$", dockerfile, re.MULTILINE))["HOME"]
+    assert kernels == {"type": "volume", "source": "kernels", "target": f"{home}/.cache"}
+
+
+def test_the_container_outlives_faults_and_lets_requests_finish(service: dict[str, Any]) -> None:
+    assert service["restart"] == "unless-stopped"
+    assert service["stop_grace_period"] == "10m", "Docker kills after 10 s otherwise"
+    assert "--api-key" in service["command"]
+    assert not service["user"].startswith(("0", "root"))
+
+
+def interpolated(text: str, environment: dict[str, str]) -> str:
+    """``text`` as Compose reads it: ``${X:-default}``, ``${X:+if set}``, ``${X:?what to do}`` (then KeyError)."""
+
+    def value(match: re.Match[str]) -> str:
+        name, operator, word = match.groups()
+        given = environment.get(name, "")
+        if operator == "+":
+            return word if given else ""
+        if not given and operator == "?":
+            raise KeyError(word)
+        return given or word
+
+    return re.sub(r"\$\{(\w+):([-+?])([^}]*)\}", value, text)
+
+
+@pytest.mark.parametrize(
+    ("environment", "path"), [({}, "/checkpoint"), ({"REVISION": "0a1b2c"}, "/checkpoint/snapshots/0a1b2c")]
+)
+def test_compose_serves_a_folder_or_a_snapshot(environment: dict[str, str], path: str, service: dict[str, Any]) -> None:
+    """Files of a snapshot are links to ``../../blobs``: the repository's folder is mounted, not the snapshot's."""
+    command = [interpolated(word, environment | {"API_KEY": "key"}) for word in service["command"]]
+    assert command[command.index("--model-path") + 1] == path
+
+
+def test_compose_asks_for_the_checkpoint_and_the_key(service: dict[str, Any]) -> None:
+    with pytest.raises(KeyError, match="set API_KEY"):
+        [interpolated(word, {}) for word in service["command"]]
+    with pytest.raises(KeyError, match="set CHECKPOINT to the absolute path"):
+        interpolated(service["volumes"][0]["source"], {})
 
 
 def test_hooks_run_the_pinned_tools() -> None:
