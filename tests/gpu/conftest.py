@@ -5,7 +5,15 @@ from tests.support.interpreted import (
     emulated,
     pytest_pycollect_makemodule,
     pytest_runtest_call,
+    pytest_runtest_protocol,
     pytest_runtest_setup,
 )
 
-__all__ = ["device", "emulated", "pytest_pycollect_makemodule", "pytest_runtest_call", "pytest_runtest_setup"]
+__all__ = [
+    "device",
+    "emulated",
+    "pytest_pycollect_makemodule",
+    "pytest_runtest_call",
+    "pytest_runtest_protocol",
+    "pytest_runtest_setup",
+]

@@ -1,10 +1,11 @@
 """Hooks for folders of Triton tests: on the GPU if there is one, else under Triton's interpreter.
 
 The interpreter is chosen by an environment variable that must be set before triton is imported, for the whole process,
-and no compiled kernel works in such a process. So without a GPU each file becomes a single item, ``interpreted``, which
-runs the file in a process of its own. To select single tests set the variable yourself::
+and no compiled kernel works in such a process. So without a GPU these tests are collected here and run in a process of
+its own (:mod:`tests.support.interpreter_process`), one for all files. It is not needed where the whole session
+interprets, as that of a debugger must::
 
-    TRITON_INTERPRET=1 python -m pytest tests/triton/test_quantize.py -k ragged
+    TRITON_INTERPRET=1 python -m pytest --pdb tests/triton/test_quantize.py
 
 The same tests also judge what Triton compiles for SM100: with ``NVFP4_SGL_EMULATED=1`` each launch's PTX for sm_100a
 runs in the emulator of ``tests/sm100``, on CPU tensors (hours for all of them). Launches that no SM100 could load, such
@@ -14,17 +15,15 @@ as those of another architecture's tiling, are skipped.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
 from tests.support import interpreter_speed
+from tests.support.interpreter_process import InterpreterError, InterpreterProcess
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = not INTERPRETED and os.environ.get("NVFP4_SGL_EMULATED") == "1"
@@ -33,39 +32,60 @@ if INTERPRETED:
 ON_GPU = not INTERPRETED and not EMULATED and torch.cuda.is_available()
 
 
-class InterpretedRunError(Exception):
-    """A file's process failed; holds its output."""
+PROCESS = pytest.StashKey[InterpreterProcess]()
 
 
-class InterpretedRun(pytest.Item):
-    """All tests of one file, in a process with the interpreter."""
-
-    def runtest(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.path)]
-        done = subprocess.run(command, cwd=self.config.rootpath, env=environment, capture_output=True, text=True)
-        self.add_report_section("call", "interpreted", done.stdout)
-        if done.returncode:
-            raise InterpretedRunError(done.stdout + done.stderr)
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, InterpretedRunError):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
-
-    def reportinfo(self) -> tuple[Path, None, str]:
-        return self.path, None, f"{self.path.name} under the interpreter"
-
-
-class InterpretedFile(pytest.File):
-    def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedRun.from_parent(self, name="interpreted")
+class InterpretedModule(pytest.Module):
+    """A file whose tests run in the process with the interpreter."""
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     if INTERPRETED or ON_GPU or EMULATED:
         return None
-    return InterpretedFile.from_parent(parent, path=module_path)
+    return InterpretedModule.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Have the process run the test; its reports count as if they came from here."""
+    if item.getparent(InterpretedModule) is None:
+        return None
+    if item.config.pluginmanager.hasplugin("timeout"):
+        item.config.hook.pytest_timeout_cancel_timer(item=item)  # the process has its own
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _reports(item, nextitem):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
+    calls: list[pytest.CallInfo[None]] = []
+    failure = ""
+    try:
+        yield from _process(item.session).run(item, nextitem)
+    except InterpreterError as error:
+        failure = str(error)
+
+    def fail() -> None:
+        pytest.fail(failure, pytrace=False)
+
+    if failure:
+        calls.append(pytest.CallInfo.from_call(fail, "call"))
+    # Of this session, what tests before this one set up and those after it do not share.
+    calls.append(pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown"))
+    for call in calls:
+        if call.excinfo is not None:
+            yield item.ihook.pytest_runtest_makereport(item=item, call=call)
+
+
+def _process(session: pytest.Session) -> InterpreterProcess:
+    stash = session.config.stash
+    if PROCESS not in stash:
+        files = dict.fromkeys(item.path for item in session.items if item.getparent(InterpretedModule))
+        stash[PROCESS] = process = InterpreterProcess(session.config, list(files))
+        session.config.add_cleanup(process.close)
+    return stash[PROCESS]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
