@@ -220,6 +220,27 @@ def test_shared_memory_of_another_cta() -> None:
     assert target.tolist() == [12, 1]
 
 
+@pytest.mark.parametrize(("rank", "used"), [(1, True), (2, False), (300, False)])
+def test_a_rank_that_the_cluster_lacks_gives_an_address_that_may_not_be_used(rank: int, used: bool) -> None:
+    """Lanes that do not go on to use it compute the address, too."""
+    target = np.zeros(2, np.uint32)
+    body = f"""mov.u32 %r0, %cluster_ctarank; mov.u32 %r2, dynamic; setp.eq.u32 %p1, %r0, 0;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    mapa.shared::cluster.u32 %r4, %r2, {rank};
+    elect.sync _|%p0, -1; and.pred %p2, %p0, %p1;
+    {{use}} st.shared::cluster.b32 [%r4], 7;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    setp.eq.u32 %p3, %r0, 1; and.pred %p3, %p3, %p0;
+    ld.param.b64 %q0, [p0]; mov.u32 %r5, 5; @%p3 st.global.b32 [%q0+4], %r5; ret;"""
+    launch(body.format(use="setp.eq.u32 %p4, %r0, 9; @%p4"), [target], grid=2, cluster=2, shared=64)
+    assert target.tolist() == [0, 5]
+    if used:
+        launch(body.format(use="@%p2"), [target], grid=2, cluster=2, shared=64)
+        return
+    with pytest.raises(MemoryFaultError, match=f"rank {min(rank, 255)} of 2 CTAs"):
+        launch(body.format(use="@%p2"), [target], grid=2, cluster=2, shared=64)
+
+
 EXCHANGE = """mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mov.u32 %r3, dynamic;
     shl.b32 %r4, %r0, 4; add.s32 %r5, %r3, %r4;
     mapa.shared::cluster.u32 %r6, %r5, %r2; mapa.shared::cluster.u32 %r7, %r3, %r2; add.s32 %r8, %r7, 512;

@@ -64,6 +64,18 @@ def test_f8f6f4_of_any_two_types(left: str, right: str) -> None:
     assert np.array_equal(found, (a.values() @ b.values().T).astype(np.float32))
 
 
+def test_tf32_ignores_the_lowest_13_bits() -> None:
+    random = np.random.default_rng(9)
+    a, b = (random.integers(-500, 501, (rows, 8)).astype(np.float32) for rows in (M, N))
+
+    def noisy(values: np.ndarray) -> np.ndarray:
+        low = random.integers(0, 1 << 13, values.shape, dtype=np.uint32)
+        return (values.view(np.uint32) | low).view(np.uint8)
+
+    found = multiply("tf32", noisy(a), noisy(b), 1 << 4 | 2 << 7 | 2 << 10 | N // 8 << 17 | M // 16 << 24)
+    assert np.array_equal(found, a @ b.T)
+
+
 @pytest.mark.parametrize(("left", "right"), [("e4m3", "e4m3"), ("e4m3", "e2m1"), ("e2m3", "e5m2"), ("e2m1", "e3m2")])
 @pytest.mark.parametrize("places", [(0, 0), (1, 3), (2, 0)])
 @pytest.mark.parametrize("tagged", [True, False])
@@ -152,5 +164,5 @@ def test_what_a_kind_does_not_have_is_refused(what: str) -> None:
 
 def test_each_kind_takes_32_bytes_of_k() -> None:
     for known in KINDS.values():
-        bits = {"f16": 16, "bf16": 16, "e2m1": 4}
+        bits = {"tf32": 32, "f16": 16, "bf16": 16, "e2m1": 4}
         assert all(known.depth * bits.get(name, 8) == 256 for name in known.types.values())

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.support.snippets import LANES, evaluate
 from tests.support.numpy_nvfp4 import E2M1 as E2M1_MAGNITUDES
 from tests.support.numpy_nvfp4 import E4M3, nearest
@@ -265,6 +266,52 @@ def test_cvt_e4m3x2_and_back() -> None:
     byte = expected & 255
     values = np.where(byte & 127 == 127, np.nan, np.append(E4M3, 0)[byte & 127] * np.where(byte & 128, -1, 1))
     np.testing.assert_array_equal(halves[:, 0].astype(np.float64), values)
+
+
+def fixed(values: np.ndarray, low: int = -128) -> np.ndarray:
+    """S2F6 codes: 64ths, nearest even, of 8 bits."""
+    return np.array([min(127, max(low, round(Fraction(float(min(max(v, -9), 9))) * 64))) & 255 for v in values], "u4")
+
+
+@pytest.mark.parametrize(("relu", "low"), [("", -128), (".relu", 0)])
+def test_cvt_to_s2f6x2(relu: str, low: int) -> None:
+    a, b = (np.random.default_rng(seed).uniform(-2.5, 2.5, LANES).astype(np.float32) for seed in (3, 4))
+    a[:7] = [1 / 128, 3 / 128, -1 / 128, 1.992, -2.0, np.inf, -np.inf]
+    found = evaluate(f"cvt.rn{relu}.satfinite.s2f6x2.f32 {{out}}, {{0}}, {{1}};", [a, b], "u2")
+    assert found.tolist() == (fixed(a, low) << 8 | fixed(b, low)).tolist()
+    high, low_half = (v.view(np.uint32) & 0xFFFF0000 for v in (a, b))
+    found = evaluate(f"cvt.rn.satfinite{relu}.s2f6x2.bf16x2 {{out}}, {{0}};", [high | low_half >> 16], "u2")
+    expected = fixed(high.view(np.float32), low) << 8 | fixed(low_half.view(np.float32), low)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cvt_s2f6x2_to_bf16x2(relu: bool, scaled: bool) -> None:
+    codes = integers("u2", 7)
+    scales = np.random.default_rng(8).integers(100, 150, (LANES, 2)).astype(np.uint16)
+    packed = scales[:, 0] | scales[:, 1] << np.uint16(8)
+    name = "cvt.rn" + ".relu" * relu + ".scaled::n2::ue8m0" * scaled + ".bf16x2.s2f6x2 {out}, {0}" + ", {1}" * scaled
+    found = evaluate(f"{name};", [codes, packed], "u4")
+    halves = np.stack((found << 16, found & 0xFFFF0000), axis=1).view(np.float32)
+    values = np.stack((codes & 255, codes >> 8), axis=1).astype(np.uint8).view(np.int8) / 64.0
+    expected = np.maximum(values, 0) if relu else values
+    np.testing.assert_array_equal(halves, expected * (2.0 ** (scales.astype(int) - 127) if scaled else 1.0))
+
+
+def test_cvt_to_s2f6x2_that_ptx_leaves_open_is_refused() -> None:
+    a = np.full(LANES, np.nan, np.float32)
+    with pytest.raises(UnsupportedError, match="NaN to s2f6x2"):
+        evaluate("cvt.rn.satfinite.s2f6x2.f32 {out}, {0}, {0};", [a], "u2")
+    scaled = "cvt.rn.satfinite.scaled::n2::ue8m0.s2f6x2.f32 {out}, {0}, {0}, {1};"
+    with pytest.raises(UnsupportedError, match="scaled::n2::ue8m0 to s2f6x2"):
+        evaluate(scaled, [a, np.zeros(LANES, np.uint16)], "u2")
+
+
+def test_copysign_takes_the_sign_of_its_first_source() -> None:
+    a, b = floats(21), floats(22)
+    found = evaluate("copysign.f32 {out}, {0}, {1};", [a, b], "f4")
+    np.testing.assert_array_equal(found.view(np.uint32), np.copysign(b, a).view(np.uint32))
 
 
 def test_cvt_bf16_and_f16() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.sm100.emulator import HazardError, Options
+from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.support.snippets import launch
 
 MODES = [Options(), Options("random", 1)]
@@ -84,6 +85,30 @@ WAITS = {
 def test_writes_to_another_cta_need_its_scope_on_both_sides(signal: str, wait: str, options: Options) -> None:
     (give, releases), (take, acquires) = SIGNALS[signal], WAITS[wait]
     check(f"{STORE}\n{give}", f"{take}\n{LOAD}", options, None if releases and acquires else RACE)
+
+
+RESTRICTED = "fence.acquire.sync_restrict::shared::cluster.cluster;"
+ONE_WAY = {
+    "as they should": ("fence.release.cluster;", "fence.acquire.cluster;", None),
+    "restricted to shared memory": ("fence.release.cluster;", RESTRICTED, None),
+    "an acquiring one before the signal": ("fence.acquire.cluster;", "fence.acquire.cluster;", RACE),
+    "a restricted one before the signal": (RESTRICTED, RESTRICTED, RACE),
+    "a releasing one after the wait": ("fence.release.cluster;", "fence.release.cluster;", RACE),
+}
+
+
+@modes
+@pytest.mark.parametrize("fences", ONE_WAY)
+def test_fences_of_one_direction(fences: str, options: Options) -> None:
+    before, after, error = ONE_WAY[fences]
+    signal, wait = ARRIVE(".relaxed.cluster", "_"), WAIT(".relaxed.cluster")
+    check(f"{STORE}\n{before}{signal}", f"{wait}{after}\n{LOAD}", options, error)
+
+
+def test_a_fence_restricted_to_releases_is_refused_by_name() -> None:
+    fence = "fence.release.sync_restrict::shared::cta.cluster;"
+    with pytest.raises(UnsupportedError, match=r"fence\.release\.sync_restrict"):
+        check(fence, "", Options(), None)
 
 
 @modes

@@ -241,6 +241,25 @@ def test_copies_of_elements(end: str, options: Options) -> None:
     check(f"{ELEMENT_COPY}\n{issuer}", f"{reader}\n{LOAD}", options, error)
 
 
+HANDED = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r2+520];"
+LEFT = {
+    "a copy handed to an mbarrier": (f"{ELEMENT_COPY}\n{HANDED}", WAIT("%r2+520", 0), None),
+    "of a committed group": (f"{ELEMENT_COPY}\n{HANDED}\ncp.async.commit_group;", WAIT("%r2+520", 0), None),
+    "a copy after it": (f"{HANDED}\n{ELEMENT_COPY}", WAIT("%r2+520", 0), "exit while copies"),
+    "one that nobody waits for": (f"{ELEMENT_COPY}\n{HANDED}", "", RACE),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_thread_may_leave_copies_to_who_waits_for_their_mbarrier(left: str, options: Options) -> None:
+    """By option; a CTA must know in any case that they are done."""
+    issue, wait, error = LEFT[left]
+    slow = Options("starved", options.seed, "cp_async")
+    with pytest.raises(HazardError, match="exit while copies"):
+        run_two_warps(issue, wait, slow)
+    check(issue, f"{wait}\n{LOAD}" if error is None else wait, replace(slow, strict_copies=False), error)
+
+
 def test_copies_of_elements_are_generic_writes(options: Options) -> None:
     copy = f"{ELEMENT_COPY}\ncp.async.wait_all;"
     end = f"{BULK_STORE}\ncp.async.bulk.wait_group 0;"

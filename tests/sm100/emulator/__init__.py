@@ -13,18 +13,19 @@ is not modelled raises ``UnsupportedError``, for instructions before anything ru
 
 Modelled
     * scalar code: integer (with carries) and logic; f32, f32x2, f64, f16 and bf16 arithmetic, one or two to a register,
-      and f32 with operands of half precision; comparisons; cvt (integers, f32, f64, f16, bf16, E4M3, E5M2, E2M1, UE8M0
-      pairs); moves, packing; ld/st/atom/red of one to eight elements, ld and st of up to 128 bits; ldmatrix, stmatrix;
-      local memory; tables that the module holds;
+      and f32 with operands of half precision; copysign; comparisons; cvt (integers, f32, f64, f16, bf16, pairs of E4M3,
+      E5M2, E2M1, UE8M0 and the fixed-point S2F6); moves, packing; ld/st/atom/red of one to eight elements, ld and st of
+      up to 128 bits; ldmatrix, stmatrix; local memory; tables that the module holds;
     * warps: divergence with independent progress of diverged lanes, also by brx.idx; shfl, vote, match, elect, redux
       (f32, too); mma.sync m16n8k16 of fp16 and bf16 with fp32 accumulation;
     * barriers: named barriers, mbarriers with arrival and transaction counts and states, the cluster barrier;
     * copies: cp.async, bulk copies, tiled TMA loads and stores (rank 1 to 5, packed fp4 included, swizzles of
       0, 32, 64, 128 bytes, ragged edges, multicast), reductions by either, bulk groups, prefetches into L2; tensor maps
       changed on the device, with the order that their proxy asks for (``tensor_map_order``);
-    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4
-      with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair; operands of 8 and 16 bits also MN-major
-      or, without scales, A in tensor memory; commit, also multicast; ld and st of every shape, also packed;
+    * tcgen05: alloc, dealloc; cp of every shape; mma of kinds f16 (fp16 and bf16), tf32 (K-major, in shared memory),
+      f8f6f4, mxf8f6f4, mxf4 and mxf4nvf4 with fp32 accumulation, 128 or 64 rows per CTA, for one CTA or a pair;
+      operands of 8 and 16 bits also MN-major or, without scales, A in tensor memory; commit, also multicast; ld and st
+      of every shape, also packed;
     * wgmma (sm_90a): m64nNk16 of fp16 and bf16, m64nNk32 of E4M3 and E5M2, with fp32 accumulators; A in registers or
       in shared memory, operands of 16 bits in shared memory K-major or MN-major, every swizzle, base offsets; fence,
       commit and wait for groups. A warpgroup's operation begins with the last of its warps and ends for all at once
@@ -40,11 +41,13 @@ Modelled
       ``actors``, ``access_history``). With ``Options.strict_tensor_waits`` also ``tcgen05.wait::ld``,
       ``tcgen05.fence``, and a proxy fence between cp.async and tcgen05. A CTA must not touch another
       one's shared memory before it knows that this one has begun, nor end before it knows that copies, tensor cores and
-      other CTAs have done with its memory and (``Options.strict_exit``) mbarriers. Triton's kernels break two of these
-      rules by design, which can be left out (``Options``): warps that hold copies of an element store it to one place
-      in any order, and no fence stands between the initialisation of an mbarrier and a commit to it;
+      other CTAs have done with its memory and (``Options.strict_exit``) mbarriers; a thread waits for its own cp.async
+      before it exits, those handed to an mbarrier included (``Options.strict_copies``). Triton's kernels break two of
+      these rules by design, which can be left out (``Options``): warps that hold copies of an element store it to one
+      place in any order, and no fence stands between the initialisation of an mbarrier and a commit to it;
     * scopes: between CTAs of a cluster a release and an acquire count if they or a fence have its scope
-      (``handover``). An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
+      (``handover``); a fence that acquires alone, also one restricted to shared memory, or releases alone counts for
+      that side. An arrival on and a wait for an mbarrier without a scope order all but writes to the other CTA's
       memory, since kernels proven on hardware rely on it (not with ``Options.strict_scopes``). Atomics and other
       strong accesses, to global memory, too, need scopes that include one another's CTAs (``global_scopes``);
     * lanes: those of a warp must synchronise before one hands on or touches what others accessed (``lane_order``; of
@@ -64,7 +67,8 @@ Not modelled, refused
     Roundings other than to nearest even; stochastic rounding; constant memory; calls; wgmma and mma.sync of other types
     and shapes; sparsity; fp16 accumulation; time of wgmma; A in tensor memory with scales, 64 rows or less
     than 8 bits; tcgen05.ld with a reduction; unpacking cp; im2col and gather of TMA, and its tensors of padded elements
-    of 4 or 6 bits; grid-wide barriers;
+    of 4 or 6 bits, as GEMMs of E2M1 by E4M3 load them (how a map numbers those types is not published); cvt to S2F6
+    with a scale, or of NaN (PTX leaves both open); fences restricted to releases; grid-wide barriers;
     tcgen05.cp and mma of different threads ordered by fences without a commit (reported as a hazard).
 
 Not modelled, not noticed

@@ -262,13 +262,16 @@ class WarpActor(Actor):
         executing = slice(None) if self.executing is None else self.executing
         self.lanes.learn(executing, int(known.limits[ORDER, self.number]))
 
-    def fence(self, wide: bool) -> None:
-        """fence.acq_rel, fence.sc, membar: relaxed operations before and after become ordering ones.
+    def fence(self, wide: bool, acquires: bool = True, releases: bool = True) -> None:
+        """fence, membar: relaxed operations before (it acquires) and after (it releases) become ordering ones.
 
         ``wide``: the scope is the cluster or more.
         """
         for beyond in (False, True) if wide else (False,):
-            self.learn(self._found[beyond])
+            if acquires:
+                self.learn(self._found[beyond])
+        if not releases:
+            return
         limits, ordered = self.clock.limits, self.told().limits[ORDER]
         views = [NEAR, WIDE] if wide else [NEAR]
         limits[views] = np.maximum(limits[views], ordered)

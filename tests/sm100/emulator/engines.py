@@ -54,6 +54,9 @@ class Options:
         strict_exit: demand that a CTA has waited for every arrival on its mbarriers before it ends. Kernels proven on
             hardware leave some out: NVIDIA's FMHA of CUTLASS 7107b05 does not wait for the last commits of its MMAs.
             Accesses to a CTA's shared memory, and copies, must be known to be over in any case.
+        strict_copies: demand that a thread has waited for its own cp.async copies before it exits. Else those that it
+            has handed to an mbarrier (``cp.async.mbarrier.arrive``) may be under way: whoever waits for it knows that
+            they are done. A CTA must know it in any case before it ends.
         overlap: let a launch with the programmatic attribute run beside the ones before it; see ``stream``.
         max_instructions: warp instructions of a launch before it counts as endless.
         resident: clusters that have a place at once: how many more are begun while those before poll global memory.
@@ -73,6 +76,7 @@ class Options:
     strict_scopes: bool = False
     strict_reads: bool = True
     strict_exit: bool = True
+    strict_copies: bool = True
     overlap: bool = False
     timing: TimingModel | None = None
 

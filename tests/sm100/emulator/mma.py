@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 """Elements of 4 or 6 bits that are padded to 16 bytes."""
+TF32_BITS = np.uint32(0xFFFFE000)
+"""Bits of 32 that TF32 has."""
 
 
 def elements(raw: np.ndarray, kind: str) -> np.ndarray:
@@ -33,6 +35,10 @@ def elements(raw: np.ndarray, kind: str) -> np.ndarray:
     if kind in ("f16", "bf16"):
         halves = np.ascontiguousarray(raw).view(np.uint16)
         return (formats.from_bf16(halves) if kind == "bf16" else formats.from_f16(halves)).astype(np.float64)
+    if kind == "tf32":
+        # The lowest 13 bits of an element count for nothing (PTX ISA, alternate floating-point data formats).
+        cells = np.ascontiguousarray(raw).view(np.uint32) & TF32_BITS
+        return cells.view(np.float32).astype(np.float64)
     name = kind.removesuffix(" padded")
     table = formats.__dict__[name.upper()]
     codes, width = raw, len(table).bit_length() - 1

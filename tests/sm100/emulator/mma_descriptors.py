@@ -19,6 +19,7 @@ LAYOUT_SPANS = {0: 0, 2: 128, 4: 64, 6: 32}
 WARPGROUP_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
 """Swizzle spans by the layout field of tcgen05's descriptors, and of wgmma's."""
 HALVES = {0: "f16", 1: "bf16"}
+SINGLES = {2: "tf32"}
 NARROW = {0: "e4m3", 1: "e5m2", 3: "e2m3 padded", 4: "e3m2 padded", 5: "e2m1 padded"}
 """Elements of 4 or 6 bits come sixteen at a time, padded to 16 bytes."""
 FOUR_BITS = {1: "e2m1"}
@@ -45,6 +46,7 @@ class Kind:
 
 KINDS = {
     "f16": Kind(HALVES, 16, {}),
+    "tf32": Kind(SINGLES, 8, {}),
     "f8f6f4": Kind(NARROW, 32, {}),
     "mxf8f6f4": Kind(NARROW, 32, {32: ("ue8m0",)}, 32),
     "mxf4": Kind(FOUR_BITS, 64, {32: ("ue8m0",)}, 32),

@@ -101,6 +101,8 @@ class Warp:
         """The same for cp.async of single elements."""
         self.multiplications = MultiplicationGroups()
         self.multiplied = WarpgroupRegisters(registers)
+        self.loose_copies: Counter[int] = Counter()
+        """cp.async copies of each lane since it last handed its copies to an mbarrier."""
         self.copies = Clock(cta.cluster.agents)
         """What is known once all cp.async copies issued so far are done."""
 

@@ -268,6 +268,15 @@ def build_sign(decoder: Decoder) -> Execute:
     return _apply(decoder, np.negative if name == "neg" else np.abs, type_name)
 
 
+@instruction("copysign")
+def build_copysign(decoder: Decoder) -> Execute:
+    """The second source with the sign of the first, bit for bit."""
+    decoder.expect("f32")
+    decoder.arity(3)
+    sign = np.uint32(1 << 31)
+    return _apply(decoder, lambda a, b: a & sign | b & ~sign, "b32")
+
+
 @instruction("shl", "shr")
 def build_shift(decoder: Decoder) -> Execute:
     name = decoder.instruction.opcode[0]

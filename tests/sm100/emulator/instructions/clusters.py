@@ -8,12 +8,19 @@ from tests.sm100.emulator.decoder import Decoder, Execute, instruction
 from tests.sm100.emulator.errors import HazardError, UnsupportedError
 from tests.sm100.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from tests.sm100.emulator.scalar_types import LANES
-from tests.sm100.emulator.warp import Blocked, Mask, Warp, active
+from tests.sm100.emulator.warp import Blocked, Mask, Warp
+
+NO_RANK = 0xFF
+"""The rank of an address that is in no CTA: larger than any cluster's."""
 
 
 @instruction("mapa")
 def build_mapa(decoder: Decoder) -> Execute:
-    """The address of the same offset in another CTA of the cluster."""
+    """The address of the same offset in another CTA of the cluster.
+
+    A rank that the cluster does not have gives an address that no access may use: kernels compute it for lanes that
+    do not go on to use it.
+    """
     space = decoder.one_of("shared::cluster", default="")
     type_name = decoder.one_of("u32", "u64")
     decoder.arity(3)
@@ -21,8 +28,7 @@ def build_mapa(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         ranks, addresses = rank(warp), address(warp)
-        if (ranks[active(mask)] >= len(warp.cta.cluster.ctas)).any():
-            raise HazardError(f"mapa to rank {int(ranks[active(mask)].max())} of {len(warp.cta.cluster.ctas)} CTAs")
+        ranks = np.minimum(ranks, NO_RANK)
         kind = addresses.dtype.type
         base = kind(0) if space else kind(SHARED_WINDOW)
         write(warp, ((addresses - base) & kind(OFFSET_MASK) | ranks.astype(kind) << kind(RANK_SHIFT)) + base, mask)

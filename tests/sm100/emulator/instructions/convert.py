@@ -11,15 +11,16 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.sm100.emulator import formats
-from tests.sm100.emulator.decoder import Decoder, Execute, instruction
+from tests.sm100.emulator.decoder import Decoder, Execute, Reader, instruction
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.formats import canonical
 from tests.sm100.emulator.instructions.arithmetic import flush
 from tests.sm100.emulator.instructions.half_arithmetic import WIDEN as HALF
 from tests.sm100.emulator.rounding import narrow
-from tests.sm100.emulator.scalar_types import DTYPES, dtype_of
-from tests.sm100.emulator.warp import Mask, Warp
+from tests.sm100.emulator.scalar_types import DTYPES, LANES, dtype_of
+from tests.sm100.emulator.warp import Mask, Warp, active
 
+LARGEST_BF16 = 2.0**128 - 2.0**120
 PACKED = {"bf16x2": 16, "f16x2": 16, "e4m3x2": 8, "e5m2x2": 8, "e2m1x2": 4}
 """Bits per element of what two f32 are packed into."""
 ENCODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -30,6 +31,8 @@ ENCODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "e2m1": formats.to_e2m1,
 }
 DECODE = {"e4m3": formats.E4M3, "e5m2": formats.E5M2, "e2m1": formats.E2M1, "ue8m0": formats.UE8M0}
+S2F6_ONE = 64.0
+"""A fixed-point number of 8 bits, two's complement, has six of them behind the point."""
 INTEGER_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -40,6 +43,10 @@ def build_cvt(decoder: Decoder) -> Execute:
     source, target = decoder.modifiers.pop(), decoder.modifiers.pop()
     if target in PACKED and source == "f32":
         return _pack(decoder, target)
+    if target == "s2f6x2" and source in ("f32", "bf16x2"):
+        return _pack_fixed(decoder, source)
+    if source == "s2f6x2" and target == "bf16x2":
+        return _unpack_fixed(decoder)
     if source in ("e4m3x2", "e5m2x2", "e2m1x2", "ue8m0x2") and target in ("f16x2", "bf16x2"):
         return _unpack(decoder, source, target)
     if source in HALF and target == "f32":
@@ -105,6 +112,63 @@ def _unpack(decoder: Decoder, source: str, target: str) -> Execute:
         both = read(warp)
         low, high = (encode(table[part & codes]).astype(np.uint32) for part in (both, both >> stored(bits)))
         write(warp, high << np.uint32(16) | low, mask)
+
+    return execute
+
+
+def _pack_fixed(decoder: Decoder, source: str) -> Execute:
+    """Two f32, the first goes high, or a bf16x2 to two S2F6: nearest even, clamped to what eight bits hold."""
+    decoder.expect("rn", "satfinite")
+    relu = decoder.flag("relu")
+    if decoder.flag("scaled::n2::ue8m0"):
+        raise UnsupportedError("cvt.scaled::n2::ue8m0 to s2f6x2: PTX does not say whether it multiplies by the scale")
+    parts: list[Reader]
+    if source == "f32":
+        decoder.arity(3)
+        parts = [decoder.read(1, "f32"), decoder.read(2, "f32")]
+    else:
+        decoder.arity(2)
+        both, half = decoder.read(1, "b32"), np.uint32(16)
+        parts = [
+            lambda warp: formats.from_bf16((both(warp) >> half).astype(np.uint16)),
+            lambda warp: formats.from_bf16(both(warp).astype(np.uint16)),
+        ]
+    write = decoder.write(0)
+
+    def one(values: np.ndarray, mask: Mask) -> np.ndarray:
+        if np.isnan(values[active(mask)]).any():
+            raise UnsupportedError("cvt of NaN to s2f6x2: PTX does not say what it gives")
+        fixed = np.rint(np.clip(np.nan_to_num(values.astype(np.float64)) * S2F6_ONE, 0 if relu else -128, 127))
+        return fixed.astype(np.int8).view(np.uint8).astype(np.uint16)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        high, low = (one(part(warp), mask) for part in parts)
+        write(warp, high << np.uint16(8) | low, mask)
+
+    return execute
+
+
+def _unpack_fixed(decoder: Decoder) -> Execute:
+    """Two S2F6 to bf16x2, times a power of two each where there are scales; exact unless out of bf16's range."""
+    decoder.expect("rn")
+    saturates, relu = decoder.flag("satfinite"), decoder.flag("relu")
+    scaled = decoder.flag("scaled::n2::ue8m0")
+    decoder.arity(3 if scaled else 2)
+    codes, write = decoder.read(1, "b16"), decoder.write(0)
+    scales = decoder.read(2, "b16") if scaled else lambda warp: np.full(LANES, 0x7F7F, np.uint16)
+
+    def execute(warp: Warp, mask: Mask) -> None:
+        word = np.zeros(LANES, np.uint32)
+        for shift in (np.uint16(0), np.uint16(8)):
+            fixed = (codes(warp) >> shift).astype(np.uint8).view(np.int8).astype(np.float64)
+            if relu:
+                fixed = np.maximum(fixed, 0)
+            scale = formats.UE8M0[(scales(warp) >> shift).astype(np.uint8)].astype(np.float64)
+            value = fixed / S2F6_ONE * scale
+            if saturates:
+                value = np.clip(value, -LARGEST_BF16, LARGEST_BF16)
+            word |= narrow(value, "bf16").astype(np.uint32) << np.uint32(2 * shift)
+        write(warp, word, mask)
 
     return execute
 

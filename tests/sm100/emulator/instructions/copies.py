@@ -324,6 +324,7 @@ def build_element_copy(decoder: Decoder) -> Execute:
         groups = [_groups(warp, lane, bulk=False)[0] for lane in lanes.tolist()]
         for group in groups:
             group.add(writer.clock)
+        warp.loose_copies.update(lanes.tolist())
 
         if warp.cta.launch.global_order is not None:
             for nbytes in np.unique(counts[counts > 0]).tolist():
@@ -363,6 +364,8 @@ def build_copy_arrive(decoder: Decoder) -> Execute:
     def execute(warp: Warp, mask: Mask) -> None:
         targets = [int(address(warp)[lane]) for lane in active(mask)]
         known = Message.to_all(warp.cta.rank, warp.copies.copy())
+        for lane in active(mask).tolist():
+            warp.loose_copies.pop(lane, None)
         for target in targets if more else ():
             warp.cta.cluster.memory_barrier(target, warp.actor).raise_pending()
 

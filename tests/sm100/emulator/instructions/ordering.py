@@ -27,15 +27,22 @@ def build_fence(decoder: Decoder) -> Execute:
         return lambda warp, mask: warp.actor.fence_barrier_inits()
     if decoder.flag("proxy"):
         return _proxy_fence(decoder)
-    decoder.one_of("acq_rel", "sc", "acquire", "release", default="")
+    semantics = decoder.one_of("acq_rel", "sc", "acquire", "release", default="")
     if not scope:
         raise UnsupportedError("a fence without a scope")
+    if decoder.flag("sync_restrict::shared::cluster"):
+        # It orders accesses to shared memory alone, and others' cells are no matter of a cluster's fence here.
+        if (semantics, scope) != ("acquire", "cluster"):
+            raise UnsupportedError(f"fence.{semantics}.sync_restrict::shared::cluster.{scope}")
+    elif decoder.flag("sync_restrict::shared::cta"):
+        raise UnsupportedError("fence.release.sync_restrict: one thread's accesses are not told apart by their CTA")
+    acquires, releases = semantics != "release", semantics != "acquire"
 
     def execute(warp: Warp, mask: Mask) -> None:
         order = warp.cta.launch.global_order
         if order is not None and scope in ("gpu", "sys", "gl"):
             order.fence(warp)
-        warp.actor.fence(wide=scope != "cta")
+        warp.actor.fence(scope != "cta", acquires, releases)
 
     return execute
 
