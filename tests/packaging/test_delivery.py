@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import re
 import shlex
 import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import yaml
 
 from nvfp4_sgl import __version__
 from tests.packaging.checkout import ROOT
+from tests.support.documents import Command, commands, pages
 
 CONTAINER = ROOT / "launch" / "container"
 INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
@@ -178,6 +181,53 @@ def test_hooks_run_the_pinned_tools() -> None:
         assert command[:2] == ["bash", "-c"] and "launch/environment" in command[2]
         assert subprocess.run(["bash", "-n", "-c", command[2]]).returncode == 0
     assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format", "mypy"]
+
+
+def test_the_type_checker_s_hook_sees_the_changed_files_alone(tmp_path: Path) -> None:
+    """What the hook runs is given the files that changed, and they are files of the checkout."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (hook,) = (hook for hook in repository["hooks"] if hook["id"] == "mypy")
+    assert hook.get("pass_filenames", True)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "environment").write_text(f"#!/bin/sh\necho {tmp_path}\n")
+    for file in (python, tmp_path / "launch" / "environment"):
+        file.chmod(0o755)
+    changed = ["nvfp4_sgl/files.py", "tests/conftest.py"]
+    command = [*shlex.split(hook["entry"]), *changed]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    words = done.stdout.split()
+    assert words[:2] == ["-m", "mypy"] and words[-2:] == changed
+    assert all(re.search(hook["files"], file) for file in changed) and not re.search(hook["files"], "docs/hook.py")
+
+
+def written(command: Command) -> list[str]:
+    """Paths inside the checkout that a documented command writes, as its page names them."""
+    words = list(command.words)
+    found = [
+        value for option, value in itertools.pairwise(words) if option in ("--html", "--json", "--out", "--output")
+    ]
+    if words[:2] == ["nvfp4-sgl", "tiny"]:
+        found.append(words[2])
+    if words[:2] == ["nvfp4-sgl", "convert"]:
+        found += words[3:4]
+    return [path for path in found if re.search("[a-z]", path) and not path.startswith(("/", "-"))]
+
+
+def test_git_ignores_what_documented_commands_write() -> None:
+    """Paths in capitals are the reader's own, and scripts without such an option write under ``build``."""
+    paths = {
+        path
+        for page in pages()
+        for command in commands(page.name, page.read_text(encoding="utf-8"))
+        for path in (written(command) if command.whole else [])
+    } | {"build/check_gpu", "dist/nvfp4_sgl-0.1.0.tar.gz", "nvfp4_sgl-0.1.0-py3-none-any.whl"}
+    assert {"tiny-checkpoint", "Flash-NVFP4", "report.html"} <= paths
+    listed = [f"{path}/config.json" if "." not in path else path for path in sorted(paths)]
+    ignored = subprocess.run(["git", "check-ignore", *listed], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert ignored == listed
 
 
 def test_editors_are_told_ruff_s_width() -> None:
