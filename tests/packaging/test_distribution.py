@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import release
 from nvfp4_sgl import __version__
 from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, sources
+
+sys.path.append(str(ROOT / "launch"))
+
+import release
 
 PROBE = """
 import importlib, importlib.util, json, sys

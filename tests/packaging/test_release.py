@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from launch import release
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))
+
+import release
 
 PROJECT = """
 [project]
