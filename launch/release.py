@@ -95,17 +95,15 @@ def install(archive: Path, folder: Path) -> str:
     # pip's resolver would take 15 s over SGLang's own requirements; the probe compares those of this distribution.
     (site,) = folder.glob("lib/python3*/site-packages")
     shutil.copy(Path(sysconfig.get_path("purelib")) / "_base.pth", site)
-    pip = [
-        python,
-        "-m",
-        "pip",
-        "install",
+    options = (
         "--quiet",
+        "--no-deps",
         "--no-index",
         "--no-build-isolation",
+        "--no-compile",
         "--disable-pip-version-check",
-    ]
-    subprocess.run([*pip, archive], cwd=folder, check=True)
+    )
+    subprocess.run([python, "-m", "pip", "install", *options, archive], cwd=folder, check=True)
     subprocess.run([folder / "bin" / "nvfp4-sgl", "--version"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return subprocess.run(
         [python, "-I", "-c", PROBE], cwd=folder, check=True, text=True, stdout=subprocess.PIPE
