@@ -30,4 +30,6 @@ Modules
 """
 
 if __name__ != "nvfp4_sgl.cutedsl_kernels":
-    raise ImportError(f"{__name__}: expected nvfp4_sgl.cutedsl_kernels, the only name of this folder; import that")
+    raise ModuleNotFoundError(
+        f"{__name__}: expected nvfp4_sgl.cutedsl_kernels, the only name of this folder; import that", name=__name__
+    )

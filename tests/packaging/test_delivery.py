@@ -108,7 +108,7 @@ def test_the_dockerfile_passes(dockerfile: str, ignored: list[str], project: dic
         ("--constraint constraints.txt", ""),
         ("LICENSE ./", "LICENSE ."),
         ("&& python3", "&& && python3"),
-        ("COPY launch/sdist.py", "COPY launch/test"),
+        ("COPY launch/src ", "COPY launch/test "),
     ],
 )
 def test_a_fault_in_the_dockerfile_is_seen(old: str, new: str, dockerfile: str, ignored: list[str]) -> None:

@@ -97,7 +97,7 @@ def test_sdist_is_the_checkout(unpacked: Path) -> None:
     """Pins, tests, documents and scripts, executable where they were; links to the kernel folders stay links."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     missing = [name for name in listed.splitlines() if not os.path.lexists(unpacked / name)]
-    assert not missing, "name what is new at the top level in launch/sdist.py"
+    assert not missing, "name what is new at the top level in launch/src/nvfp4_sgl_sdist.py"
     for folder in KERNEL_FOLDERS:
         assert (unpacked / "nvfp4_sgl" / folder).is_symlink()
     for name in ("constraints.txt", "tests/conftest.py", "examples/one_op.py", "CHANGELOG.md"):
@@ -123,10 +123,59 @@ def test_wheel_installs_and_leaves_the_third_party_name_alone(wheel: Path, tmp_p
 
 def test_editable_installation_leaves_the_third_party_name_alone(tmp_path: Path) -> None:
     found = probe(tmp_path)
-    assert found["nvfp4_sgl"] == str(PACKAGE / "__init__.py")
+    assert Path(found["nvfp4_sgl"] or "").resolve() == PACKAGE / "__init__.py"
     for folder in KERNEL_FOLDERS:
         assert Path(found[f"nvfp4_sgl.{folder}"] or "").resolve() == ROOT / folder / "__init__.py"
     check_top_level_names(found, ROOT)
+
+
+def test_the_checkout_s_top_leaves_the_third_party_name_alone() -> None:
+    """SGLang imports ``triton_kernels`` for other architectures; the folder where it was started comes first."""
+    code = """
+import importlib.util, triton_kernels, triton_kernels.swiglu, nvfp4_sgl.triton_kernels.quantize
+assert importlib.util.find_spec("triton_kernels.matmul")
+print(triton_kernels.__file__, triton_kernels.swiglu.__name__, nvfp4_sgl.triton_kernels.__file__, sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    third_party, module, own = done.stdout.splitlines()
+    assert third_party == str(distribution("sglang-kernel").locate_file("triton_kernels/__init__.py"))
+    assert module == "triton_kernels.swiglu" and Path(own).resolve() == ROOT / "triton_kernels" / "__init__.py"
+
+
+@pytest.mark.parametrize("name", [*KERNEL_FOLDERS, "triton_kernels.quantize"])
+def test_without_the_third_party_our_folders_are_no_modules(name: str) -> None:
+    """As if nothing was installed: callers catch :class:`ModuleNotFoundError`."""
+    code = f"""
+import sys
+sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
+try:
+    import {name}
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (name.partition(".")[0] + "\n", "")
+
+
+MISUSE = """
+from nvfp4_sgl.cutedsl_kernels.errors import LaunchError
+from nvfp4_sgl.terminal import fitted
+
+fitted(3)
+error: int = LaunchError()
+"""
+
+
+def test_type_checkers_see_the_types_from_any_folder(tmp_path: Path) -> None:
+    """The package's, and those of the kernel folders that links give their place."""
+    (tmp_path / "user.py").write_text(MISUSE)
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "user.py"]
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert 'user.py:5: error: Argument 1 to "fitted" has incompatible type "int"; expected "str"' in done.stdout
+    assert 'user.py:6: error: Incompatible types in assignment (expression has type "LaunchError"' in done.stdout
+    assert "Found 2 errors in 1 file" in done.stdout, done.stdout
 
 
 def check_top_level_names(found: dict[str, str | None], ours: Path) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
+import platform
 import subprocess
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -79,6 +83,39 @@ def test_every_script_follows_links() -> None:
     for script in scripts:
         text = script.read_text()
         assert text.count("BASH_SOURCE[0]") == text.count('readlink -f "${BASH_SOURCE[0]}"'), script
+
+
+def own_environment() -> Path:
+    """The checkout's environment, if this Python runs in one."""
+    if not (Path(sys.prefix) / "complete").exists():
+        pytest.skip("this Python is not in an environment that launch/environment made")
+    return Path(sys.prefix)
+
+
+def activated(command: str) -> str:
+    """What ``command`` prints in a shell after the documented ``source .../bin/activate``."""
+    script = f'source "{own_environment()}/bin/activate" && {command}'
+    done = subprocess.run(["bash", "-c", script], cwd="/", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_console_script_of_the_pins_runs_with_the_checkout_s_python() -> None:
+    """``sglang`` then finds this checkout's plugin."""
+    folder = own_environment() / "bin"
+    names = sorted({point.name for point in entry_points(group="console_scripts")})
+    assert {"sglang", "hf", "pytest", "pip", "mypy", "mkdocs", "openai", "nvfp4-sgl"} <= {*names}
+    found = activated("command -v " + " ".join([*names, "ninja", "ruff", "uv"]))
+    assert {Path(line).parent for line in found.splitlines()} == {folder}
+    for name in names:
+        head = (folder / name).read_bytes()[:500]
+        assert head.startswith(b"\x7fELF") or f"{folder}/python".encode() in head, name
+
+
+def test_pip_acts_on_the_checkout_s_environment() -> None:
+    report = json.loads(activated("pip --disable-pip-version-check inspect --local"))
+    assert [entry["metadata"]["name"] for entry in report["installed"]] == ["nvfp4-sgl"]
+    assert report["environment"]["python_full_version"] == platform.python_version()
 
 
 def test_what_is_installed_is_compiled() -> None:
