@@ -109,6 +109,13 @@ def test_the_farthest_scales_are_chosen_where_they_are_best() -> None:
     assert np.all(errors(found, w) <= best.min(0) * (1 + 2**-15))
 
 
+def test_of_equally_good_scales_the_larger_wins() -> None:
+    """6 and 1.5 are on the grids of the scales 1.5 and 1, 7.2 is equally far from both; its own scale is 1.25."""
+    w = torch.tensor([[7.2, *[6.0] * 7, *[1.5] * 8]])[:, torch.randperm(16, generator=torch.Generator().manual_seed(6))]
+    assert quantize_weight(w, torch.tensor(1.0)).block_scale.float().item() == 1.25
+    assert quantize_weight_least_error(w, torch.tensor(1.0)).block_scale.float().item() == 1.5
+
+
 def test_codes_are_those_of_the_scales() -> None:
     w = weights("outliers", 33, 96)
     found = quantize_weight_least_error(w, w.abs().amax() / 2688)

@@ -26,7 +26,7 @@ def test_finalize(
     rows[destination.long()] = torch.randn(tokens, topk, d).to(device, dtype)
     destination[0, 2] = -1
     weights = torch.rand(tokens, topk).to(device) if weighted else None
-    extra = torch.randn(tokens, d).to(device, dtype) if shared else None
+    extra = torch.randn(tokens, d + 8).to(device, dtype)[:, :d] if shared else None
     out = torch.full((tokens, d), float("nan"), dtype=out_dtype, device=device)
     assert finalize(rows, destination, weights, out, shared=extra) is out
     parts = torch.where(destination[..., None] < 0, 0, rows.double()[destination.long()])

@@ -138,6 +138,22 @@ def test_an_entry_of_another_request_touches_nothing(heads: int, tiling: Tiling,
     assert found[0].isnan().any() and torch.equal(found[3:], calm[3:])
 
 
+@tilings
+def test_what_lies_behind_the_last_query_touches_nothing(heads: int, tiling: Tiling, device: str) -> None:
+    """A program's last queries may not exist. Behind the others lies what would be their owner, and entries of NaN."""
+    case, lengths, options = prompt(heads, [(8, 13), (3, 6)])
+    kept, nan = 5, [int(slots[0, -1]) for slots in case.slots]
+    case.q, case.slots = case.q[:kept], [slots[:kept] for slots in case.slots]
+    ends = [part[:kept] for part in lengths]
+    for slots, slot, part in zip(case.slots, nan, ends, strict=True):
+        behind = slots.as_strided((3, slots.shape[1]), slots.stride(), slots.numel())
+        behind.fill_(slot)
+        part.as_strided((3,), (1,), kept).fill_(slots.shape[1])
+    options["owners"].fill_(0)
+    options |= {name: values[:kept] for name, values in options.items()}
+    check_prompt(case, ends, options, device, tiling=tiling)
+
+
 def test_slots_that_are_missing_count_for_nobody(device: str) -> None:
     case, _, options = prompt(16, [(5, 10)])
     for slots in case.slots:

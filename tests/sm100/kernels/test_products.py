@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
@@ -66,10 +68,16 @@ def test_any_tail_of_tokens_and_features(tokens: int, features: int) -> None:
     ProductCase(KernelShape(8), tokens=tokens, features=features, k=128).check(STRICT)
 
 
-@pytest.mark.parametrize("clusters", [1, 2, 3, 7])
+@pytest.mark.parametrize("clusters", [1, 2, 5, 7])
 def test_persistent_clusters_share_the_tiles(clusters: int) -> None:
-    """Seven tiles on one to seven clusters: from seven tiles a cluster to one."""
-    ProductCase(KernelShape(8), tokens=8, features=7 * 128, k=256).check(STRICT, clusters)
+    """Six tiles of two groups on one to seven clusters: some begin in the second group, the last has no tile.
+
+    It loads nothing: the bytes of operands and scales are those of six tiles.
+    """
+    case = ProductCase(KernelShape(8), tokens=8, features=3 * 128, k=256, groups=2)
+    statistics = case.check(replace(STRICT, overlap=True), clusters)
+    tile = 128 * 256 // 2 + 128 * 256 // 16 + 8 * 256 // 2 + 128 * 256 // 16
+    assert statistics.engine_bytes["tma_load"] == 6 * tile
 
 
 def test_bytes_loaded_are_the_operands_once() -> None:
