@@ -7,25 +7,19 @@ import logging
 import time
 from pathlib import Path
 
+from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, add_target, print_json
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.targets.choose import Target, detect_target, mode_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl build``."""
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a checkpoint directory, or one with config.json alone")
-    parser.add_argument(
-        "--target", choices=("sm_90a", "sm_100a"), help="what to compile for; default: this machine's GPU"
-    )
-    parser.add_argument(
-        "--mode",
-        choices=[mode.value for mode in ActivationMode],
-        help="activation_mode; default: config.json's",
-    )
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of --tp-size (default: 1)")
+    add_checkpoint(parser, more=", or one with config.json alone")
+    add_target(parser, (Target.SM90, Target.SM100))
+    add_mode(parser, "config.json's, or else the target's")
+    add_ranks(parser, several=True)
     parser.add_argument(
         "--output",
         type=Path,
@@ -33,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to put the kernels, for NVFP4_SGL_KERNELS=OUT on the machine that serves;"
         " default: this user's caches, where a server here finds them by itself",
     )
+    add_json(parser)
     parser.add_argument("--context-length", type=int, metavar="TOKENS", help="as served; default: the model's")
     parser.add_argument("--max-running-requests", type=int, default=REQUESTS, metavar="N", help=f"default: {REQUESTS}")
     parser.add_argument("--chunked-prefill-size", type=int, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}")
@@ -46,14 +41,27 @@ def run(args: argparse.Namespace) -> int:
     target = Target(args.target) if args.target else detect_target()
     if target is Target.CPU:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
-    verified = verify(args.dir) if holds_weights(args.dir) else verify_dummy(args.dir)
+    verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
     requests, chunk = args.max_running_requests, args.chunked_prefill_size
-    settings = [Serving(ranks, context, requests, chunk, mode=mode) for ranks in args.tp]
+    settings = [Serving(ranks, context, requests, chunk, mode=mode) for ranks in args.ranks]
     started = time.monotonic()
     gemms, variants = build(verified, target, settings, args.output)
-    where = args.output or "this user's caches"
     seconds = time.monotonic() - started
+    if args.json:
+        print_json(
+            {
+                "target": target.value,
+                "mode": mode.value,
+                "ranks": args.ranks,
+                "gemms": gemms,
+                "triton_kernels": variants,
+                "output": args.output and str(args.output),
+                "seconds": round(seconds, 1),
+            }
+        )
+        return 0
+    where = args.output or "this user's caches"
     print(f"{gemms} GEMMs and {variants} Triton kernels for {target.value} are in {where}; took {seconds:.0f} s")
     return 0

@@ -81,7 +81,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nvfp4-sgl {__version__}")
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
         if name == chosen:
             module = importlib.import_module(command.module)
             getattr(module, command.add)(subparser)

@@ -7,7 +7,6 @@ and whether SGLang will find the plugin. Nothing is started and nothing is chang
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 from nvfp4_sgl import __version__
+from nvfp4_sgl.arguments import add_checkpoint, add_json, print_json
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import Plan
@@ -64,7 +64,12 @@ class EntryPointState:
 
 @dataclass
 class Report:
-    """All findings; ``problems`` is empty exactly where a server would start."""
+    """All findings; ``problems`` is empty exactly where a server would start.
+
+    Attributes:
+        target: this machine's. described_target: whose boundaries, modes and note are told: the plan's, or else this
+            machine's.
+    """
 
     nvfp4_sgl: str = __version__
     location: str = str(Path(__file__).resolve().parent)
@@ -72,6 +77,7 @@ class Report:
     pins: list[Pin] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     target: str | None = None
+    described_target: str | None = None
     boundaries: dict[str, str] = field(default_factory=dict)
     note: str = ""
     activation_mode: str = ""
@@ -87,18 +93,21 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl doctor``."""
-    parser.add_argument("dir", nargs="?", type=Path, metavar="DIR", help="a checkpoint directory to verify as well")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_checkpoint(parser, optional=True, more=" to verify as well, or one with config.json alone")
+    add_json(parser)
     plans.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way."""
     plan = plans.from_arguments(args)
-    if args.dir is None and plan != Plan():
+    if args.directory is None and plan != Plan(target=plan.target):
         raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
-    report = examine(args.dir, plan)
-    print(json.dumps(asdict(report), indent=2) if args.json else fitted(render(report)))
+    report = examine(args.directory, plan)
+    if args.json:
+        print_json(asdict(report))
+    else:
+        print(fitted(render(report)))
     return 1 if report.problems else 0
 
 
@@ -129,9 +138,10 @@ def examine(directory: Path | None = None, plan: Plan | None = None) -> Report:
             report.problems.append(f"entry point {PLUGIN_NAME} of {state.group}: {state.reason}")
     if any(pin.name == "torch" and pin.found is None for pin in report.pins):
         return report
-    examine_target(report)
+    plan = plan or Plan()
+    examine_target(report, plan.target)
     if directory is not None:
-        examine_checkpoint(report, directory, plan or Plan())
+        examine_checkpoint(report, directory, plan)
     return report
 
 
@@ -170,8 +180,8 @@ def entry_point_state(group: str) -> EntryPointState:
     return EntryPointState(group, visible, not reason, reason)
 
 
-def examine_target(report: Report) -> None:
-    """Fill in devices, target, implementations of the boundaries, and activation modes."""
+def examine_target(report: Report, planned: str | None = None) -> None:
+    """Fill in devices, target, and the boundaries and modes of the target ``planned``, this machine's if ``None``."""
     import torch
 
     from nvfp4_sgl.targets.choose import Target, choose, detect_target
@@ -180,11 +190,14 @@ def examine_target(report: Report) -> None:
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
     ]
     try:
-        target = detect_target()
+        report.target = detect_target().value
     except Nvfp4SglError as error:
-        report.problems.append(str(error))
+        if planned is None:
+            report.problems.append(str(error))
+    report.described_target = planned or report.target
+    if report.described_target is None:
         return
-    report.target = target.value
+    target = Target(report.described_target)
     fill_in(report, choose(target))
     if target is not Target.CPU:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
@@ -233,8 +246,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
             check_target(Target(chosen), verified.config, plan.ranks, verified.inventory.storage, mode, plan.context)
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
-        if chosen == report.target:
-            fill_in(report, choose(Target(chosen), mode))
+        fill_in(report, choose(Target(chosen), mode))
         examine_memory(report, verified, Target(chosen), plan, mode)
 
 
@@ -277,7 +289,7 @@ def render(report: Report) -> str:
     lines += ["", "Device", *(f"  {device}" for device in report.devices)]
     lines.append(f"  target               {report.target or 'unsupported'}")
     if report.boundaries:
-        lines += ["", f"Boundaries on {report.target} in {report.activation_mode}"]
+        lines += ["", f"Boundaries on {report.described_target} in {report.activation_mode}"]
         lines += [f"  {name:<20} {where}" for name, where in report.boundaries.items()]
     if report.note:
         lines += [f"  NOTE: {report.note}"]

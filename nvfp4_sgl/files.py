@@ -21,6 +21,8 @@ MANIFEST = "nvfp4_sgl_manifest.json"
 """What a finished conversion has beside its weights: where it comes from, and a checksum of each tensor."""
 SHOWN_CHARACTERS = 120
 """Characters of a value that an error quotes."""
+SHOWN_SNAPSHOTS = 4
+"""Folders of a hub's cache that an error lists."""
 MAX_NAME = 256
 """Characters of a tensor's or a file's name; released ones have fewer than 80."""
 
@@ -61,6 +63,7 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
     path = Path(path)
     kind = _kind(path)
     if kind == "directory":
+        refuse_hub_cache(path, error)
         return path
     if kind == "regular file":
         raise error(f"{path}: expected a directory, found a file; name the directory that holds it, {path.parent}")
@@ -70,6 +73,28 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
             f" fetch it first: hf download {path} --local-dir DIR"
         )
     raise error(f"{path}: expected a directory that holds config.json and safetensors files, found {kind}")
+
+
+def refuse_hub_cache(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
+    """Refuse a model's folder in the Hugging Face cache, which holds checkpoints one level further down, by name."""
+    root = directory.parent if directory.name == "snapshots" else directory
+    if (directory / "config.json").exists() or not (root / "snapshots").is_dir():
+        return
+    if not (root.name.startswith("models--") or (root / "refs").is_dir()):
+        return
+    main = root / "refs" / "main"
+    newest = main.read_text(errors="replace").strip() if main.is_file() else ""
+    # The revision that a branch names comes first: it is the one that was fetched last.
+    folders = sorted(
+        (folder for folder in (root / "snapshots").iterdir() if folder.is_dir()),
+        key=lambda folder: (folder.name != newest, folder.name),
+    )
+    expected = f"{directory}: expected a checkpoint, found a model's folder in the Hugging Face cache"
+    if not folders:
+        raise error(f"{expected} without a snapshot; fetch the model again: hf download")
+    shown_folders = [str(folder) for folder in folders[:SHOWN_SNAPSHOTS]]
+    more = f" and {len(folders) - SHOWN_SNAPSHOTS} more" if len(folders) > SHOWN_SNAPSHOTS else ""
+    raise error(f"{expected}; pass its snapshot {' or '.join(shown_folders)}{more}")
 
 
 def require_finished(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:

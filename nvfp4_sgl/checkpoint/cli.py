@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import shlex
+from dataclasses import asdict
 from typing import Any
 
+from nvfp4_sgl.arguments import add_checkpoint, add_json, add_output, add_seed, add_threads, print_json
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
@@ -15,7 +17,7 @@ from nvfp4_sgl.terminal import Counter, fitted
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl tiny``."""
-    parser.add_argument("directory", type=Path, help="where to write; created if absent")
+    add_output(parser, "where to write; created if absent")
     parser.add_argument(
         "--format",
         choices=[format.value for format in TinyFormat],
@@ -28,7 +30,7 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
         default=TinyNames.ORIGINAL.value,
         help="of the tensors (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    add_seed(parser, "the random weights")
     parser.add_argument("--force", action="store_true", help="replace a tiny checkpoint that is already there")
     parser.add_argument(
         "--set",
@@ -39,17 +41,22 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="replace a field of config.json, e.g. --set index_topk=512; may be repeated",
     )
+    parser.add_argument(
+        "--no-check", action="store_true", help="write it only: do not inspect it, nor generate with it on the CPU"
+    )
+    add_json(parser)
 
 
 def run_tiny(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
     from nvfp4_sgl.checkpoint.tiny import write_tiny
+    from nvfp4_sgl.try_out import try_out
 
     overrides = dict(args.overrides)
     progress = Counter("tensors drawn:")
     try:
         summary = write_tiny(
-            args.directory,
+            args.output,
             args.format,
             args.seed,
             force=args.force,
@@ -59,21 +66,36 @@ def run_tiny(args: argparse.Namespace) -> int:
         )
     finally:
         progress.end()
-    print(f"wrote {args.directory} ({args.format}, seed {args.seed})\n{summary.table()}")
+    made = {
+        "directory": str(args.output),
+        "format": args.format,
+        "names": args.names,
+        "seed": args.seed,
+        "bytes": summary.nbytes,
+    }
+    shown = None if args.no_check else try_out(args.output, args.seed)
+    serve = f"python -m sglang.launch_server --model-path {shlex.quote(str(args.output))}"
+    if args.json:
+        print_json(made | {"check": shown and asdict(shown), "next": serve})
+    else:
+        print(f"wrote {args.output} ({args.format}, seed {args.seed})\n{summary.table()}")
+        if shown is not None:
+            print("\n".join(shown.lines()))
+        print(f"next: {serve}")
     return 0
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl inspect``."""
-    parser.add_argument("directory", type=Path, help="checkpoint directory")
+    add_checkpoint(parser)
     parser.add_argument("--values", action="store_true", help="read all tensors, and check what they hold")
     parser.add_argument(
         "--scales",
         action="store_true",
         help="read the scales alone, a tenth of the bytes: their ranges, and MXFP4 matrices that NVFP4 cannot hold",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--threads", type=positive, help="that read (default: the cores of this process)")
+    add_json(parser)
+    add_threads(parser)
     parser.add_argument(
         "--checksums", action="store_true", help="hold every tensor against the manifest that 'convert' wrote"
     )
@@ -100,7 +122,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     except Nvfp4SglError as error:
         if not args.json:
             raise
-        print(json.dumps(broken_as_json(args.directory, error), indent=2))
+        print_json(broken_as_json(args.directory, error))
         return 2
     print(
         json.dumps(inspection.as_json(), indent=2, allow_nan=False)
@@ -108,13 +130,6 @@ def run_inspect(args: argparse.Namespace) -> int:
         else fitted("\n".join(inspection.lines()))
     )
     return 1 if inspection.problems else 0
-
-
-def positive(text: str) -> int:
-    """A number of at least 1, as an argument."""
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected a number of at least 1, found '{text}'")
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -7,15 +7,15 @@ import json
 import math
 from pathlib import Path
 
-from nvfp4_sgl.checkpoint.cli import positive
+from nvfp4_sgl.arguments import add_checkpoint, add_json, add_threads
 from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
 from nvfp4_sgl.terminal import fitted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl verify``."""
-    parser.add_argument("directory", type=Path, metavar="DST", help="checkpoint directory")
-    parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint that DST was made from")
+    add_checkpoint(parser)
+    parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint that DIR was made from")
     parser.add_argument(
         "--max-rms",
         type=_limit,
@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="apply these bounds also to matrices whose storage could hold SRC's values without loss",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots by layer and class too")
-    parser.add_argument("--threads", type=positive, help="that read (default: the cores of this process)")
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report, the verdict last; 0 if DST is right, 1 if it is wrong. A SRC that cannot be read raises."""
+    """Print the report, the verdict last; 0 if DIR is right, 1 if it is wrong. A SRC that cannot be read raises."""
     from nvfp4_sgl.checkpoint.html_report import page
     from nvfp4_sgl.checkpoint.verification import verify_checkpoint
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.arguments import add_checkpoint, add_json, add_output, print_json
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.convert.options import Options, Scales, parse_classes, parse_size
 
@@ -21,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write a checkpoint with its large matrices in NVFP4. After an interruption the same command goes on."
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint directory, in any format that is read")
-    parser.add_argument("target", metavar="DST", type=Path, help="where to write: new, empty, or a conversion begun")
+    add_checkpoint(parser, more=", in any format that is read")
+    add_output(parser, "where to write: new, empty, or a conversion begun")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
         "--only",
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu or cuda[:N], for the arithmetic (default: a GPU if there is one)")
     parser.add_argument("--jobs", metavar="N", type=_count, help="files written at once (default: cores, at most 8)")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen to each class, and end")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,10 +85,22 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError:
         raise UnsupportedError(f"--device {args.device}: expected cpu, cuda or cuda:N") from None
     try:
-        convert(args.source, args.target, options, device=device, jobs=args.jobs, dry_run=args.dry_run)
+        # With --json stdout is for the document alone.
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            tally = convert(args.directory, args.output, options, device=device, jobs=args.jobs, dry_run=args.dry_run)
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to go on", file=sys.stderr)
         return INTERRUPTED
+    if args.json:
+        print_json(
+            {
+                "directory": str(args.directory),
+                "output": str(args.output),
+                "dry_run": args.dry_run,
+                "options": options.as_json(),
+                "losses": None if tally is None else tally.losses(),
+            }
+        )
     return 0
 
 

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nvfp4_sgl.convert.options import as_flag
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
+from nvfp4_sgl.files import MANIFEST, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
 
 JOB = "job.json"
 MANIFEST_FIELD = "conversion"
@@ -82,14 +83,8 @@ class Folder:
                 raise CheckpointError(f"{file}: not found beside records of a conversion; remove {self.directory}")
             self.write_json(file, self.job)
             return
-        earlier = read_json(file, CheckpointError, MAX_CONFIG_BYTES, "remove the directory")
-        if differing := differences(earlier, self.job):
-            raise CheckpointError(
-                f"{self.directory}: holds an unfinished conversion of another kind: {differing}; go on with the"
-                " earlier source and options, or remove the directory"
-            )
         # The source may have moved: what is recorded stays, so that the result is the same.
-        self.job = earlier
+        self.job = _require_same(self.directory, file, self.job)
         for stale in self._work.glob("*.tmp"):
             stale.unlink()
 
@@ -157,13 +152,45 @@ def cannot_write(file: Path, error: OSError) -> CheckpointError:
     )
 
 
+def is_finished(directory: Path, job: Mapping[str, Any]) -> bool:
+    """Whether ``directory`` holds what the conversion ``job`` wrote; looks, and writes nothing.
+
+    Raises:
+        CheckpointError: it holds another conversion, finished or begun: the message has each option that differs, with
+            the value that the directory was made with and the one given.
+    """
+    if (begun := directory / UNFINISHED / JOB).exists():
+        _require_same(directory, begun, job)
+    if not (directory / "config.json").exists() or not (directory / MANIFEST).exists():
+        return False
+    manifest = read_json(directory / MANIFEST, CheckpointError, MAX_INDEX_BYTES, "name another directory")
+    earlier = manifest.get(MANIFEST_FIELD) if isinstance(manifest, dict) else None
+    if differing := differences(earlier, job):
+        raise CheckpointError(
+            f"{directory}: holds a finished conversion of another kind: {differing}; name another directory for this"
+            " one, or remove that"
+        )
+    return True
+
+
+def _require_same(directory: Path, file: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``file`` says of the conversion that was begun in ``directory``, which must be ``job``."""
+    earlier: dict[str, Any] = read_json(file, CheckpointError, MAX_CONFIG_BYTES, "remove the directory")
+    if differing := differences(earlier, job):
+        raise CheckpointError(
+            f"{directory}: holds an unfinished conversion of another kind: {differing}; go on with the earlier source"
+            " and options, or remove the directory"
+        )
+    return earlier
+
+
 def describe(source: Path, options: Mapping[str, Any], version: str) -> dict[str, Any]:
     """What is asked for; two descriptions of one conversion have no :func:`differences`."""
     return {"source": str(source.resolve()), "fingerprint": _fingerprint(source), "version": version, **options}
 
 
 def differences(earlier: object, now: Mapping[str, Any]) -> str:
-    """In words, what differs between two descriptions but the place of the source; empty if nothing does."""
+    """What differs between two descriptions but the place of the source, as flags; empty if nothing does."""
     if not isinstance(earlier, dict):
         return "its record is damaged"
     told = []
@@ -171,9 +198,12 @@ def differences(earlier: object, now: Mapping[str, Any]) -> str:
         if earlier.get(field) == now.get(field):
             continue
         if field == "fingerprint":
-            told.append(f"source {earlier.get('source')} as it was then, now {now['source']}")
+            told.append(f"made from {earlier.get('source')} as it was then, given {now['source']}")
+        elif field == "version":
+            told.append(f"made by version {earlier.get(field)} of nvfp4-sgl, this is {now.get(field)}")
         else:
-            told.append(f"{field} {earlier.get(field)}, now {now.get(field)}")
+            flag, made_with = as_flag(field, earlier.get(field))
+            told.append(f"made with {flag} {made_with}, given {as_flag(field, now.get(field))[1]}")
     return "; ".join(told)
 
 

@@ -50,6 +50,19 @@ class Options:
         }
 
 
+def as_flag(field: str, value: Any) -> tuple[str, str]:
+    """The flag that a field of :meth:`Options.as_json` comes from, and its value as it is typed there."""
+    match field, value:
+        case "classes", list():
+            everything = [kind.value for kind in MatrixClass]
+            return "--only", "all classes" if value == everything else ",".join(map(str, value))
+        case "drafts", bool():
+            return "--drafts", "nvfp4" if value else "keep"
+        case _, bool():
+            return f"--{field.replace('_', '-')}", "on" if value else "off"
+    return f"--{field.replace('_', '-')}", str(value)
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``5GB``, ``500M``, ``4GiB`` or a plain number; ValueError for anything else."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]i?)?B?", text.strip())

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_qu
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny import MARKER
 from nvfp4_sgl.checkpoint.verified import Verified, verify
-from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, differences
+from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, is_finished
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.convert.plan import Plan, Shard, make_plan
 from nvfp4_sgl.convert.progress import Progress
@@ -30,7 +29,7 @@ from nvfp4_sgl.convert.shard import ShardWriter, Stopped, is_whole
 from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
-from nvfp4_sgl.files import MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory, shown
+from nvfp4_sgl.files import UNFINISHED, require_directory, shown
 
 NOT_COPIED = {"config.json", INDEX, MANIFEST, checksums.FILE, MARKER}
 """Small files that are written anew, or that say of a directory what does not hold for its copy."""
@@ -72,11 +71,13 @@ def convert(
     verified = verify(source)
     plan = make_plan(verified, options)
     device, jobs = _device(device), jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
+    job = describe(source, options.as_json(), __version__)
+    finished = is_finished(target, job)  # before a word is said: with other options nothing of that would happen
     print(_announcement(verified, plan, options))
     if dry_run:
+        if finished:
+            print(f"{target}: converted already, from this source and with these options; every file would be checked")
         return None
-    job = describe(source, options.as_json(), __version__)
-    finished = _is_done(target, job)
     if finished and not (damaged := _damaged(target, plan.shards, checksums.read(target), jobs)):
         # A process that was killed at the very end leaves its notes behind.
         shutil.rmtree(target / UNFINISHED, ignore_errors=True)
@@ -110,14 +111,6 @@ def _device(device: torch.device | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"--device {device}: no such GPU here; leave the flag out, or pass --device cpu")
     return device
-
-
-def _is_done(target: Path, job: dict[str, Any]) -> bool:
-    """Whether ``target`` holds what the same conversion wrote."""
-    if not (target / "config.json").exists() or not (target / checksums.FILE).exists():
-        return False
-    manifest = read_json(target / checksums.FILE, CheckpointError, MAX_INDEX_BYTES, "name another directory")
-    return isinstance(manifest, dict) and not differences(manifest.get(MANIFEST_FIELD), job)
 
 
 def _damaged(directory: Path, shards: Sequence[Shard], sums: Mapping[str, object], jobs: int) -> list[Shard]:
@@ -217,19 +210,9 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
     for name in _small_files(source):
         folder.copy(source / name, name)
     sums = {name: checksum for record in records.values() for name, checksum in record["tensors"].items()}
-    losses = {
-        kind.value: {
-            "exact_casts": of.exact,
-            "quantised": of.quantised,
-            "relative_rms_error": float(f"{of.relative_rms:.4g}"),
-            "without_exact_form": dict(sorted(of.inexact.items())),
-        }
-        for kind, of in tally.classes.items()
-        if of.exact or of.quantised
-    }
     # A checkpoint is shared: no path of this machine in it.
     job = {**folder.job, "source": Path(folder.job["source"]).name}
-    manifest = {MANIFEST_FIELD: job, "losses": losses, checksums.TENSORS: dict(sorted(sums.items()))}
+    manifest = {MANIFEST_FIELD: job, "losses": tally.losses(), checksums.TENSORS: dict(sorted(sums.items()))}
     folder.write_json(target / checksums.FILE, manifest)
     # What inspect and the server will ask, asked before they can see it.
     summary = Inventory.open(target).verify(verified.config)

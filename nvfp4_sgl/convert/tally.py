@@ -51,6 +51,19 @@ class Tally:
         for kind, tally in other.classes.items():
             self.classes[kind].add(tally)
 
+    def losses(self) -> dict[str, Any]:
+        """By class of matrices that were written anew: how many exactly, how many not, and the error of those."""
+        return {
+            kind.value: {
+                "exact_casts": of.exact,
+                "quantised": of.quantised,
+                "relative_rms_error": float(f"{of.relative_rms:.4g}"),
+                "without_exact_form": dict(sorted(of.inexact.items())),
+            }
+            for kind, of in self.classes.items()
+            if of.exact or of.quantised
+        }
+
     def table(self) -> list[str]:
         """A line for each class of which something was cast or quantised, under a head."""
         lines = [f"{'class':<11}{'exact casts':>12}{'quantised':>11}{'relative RMS error of these':>29}"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_GPU_GIB = 4096
 MAX_REQUESTS = 1 << 20
-MAX_RANKS = 1024
 GPU_DTYPE_BYTES = 2
 """Bytes of an element of bfloat16, the model's dtype on a GPU."""
 
@@ -98,13 +98,8 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a :class:`Plan`."""
     group = parser.add_argument_group("the server whose memory is forecast")
-    ranks = whole_number(MAX_RANKS)
-    group.add_argument("--tp", "--tp-size", type=ranks, default=1, metavar="N", dest="ranks", help="its ranks")
-    group.add_argument(
-        "--target",
-        choices=("cpu", "sm_90a", "sm_100a"),
-        help="its target, if not this machine's; what is free there is then unknown, unless --gpu-memory says so",
-    )
+    add_ranks(group)
+    add_target(group, more="; what is free on another is unknown, unless --gpu-memory says so")
     group.add_argument(
         "--gpu-memory",
         type=number_up_to(MAX_GPU_GIB),
@@ -146,17 +141,6 @@ def from_arguments(args: argparse.Namespace) -> Plan:
         fraction=args.fraction,
         kv_cache_dtype=args.kv_cache_dtype,
     )
-
-
-def whole_number(most: int) -> Callable[[str], int]:
-    """An argparse type: 1 to ``most``."""
-
-    def parse(text: str) -> int:
-        if text.isascii() and text.isdigit() and 1 <= int(text) <= most:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, found '{text}'")
-
-    return parse
 
 
 def number_up_to(most: float) -> Callable[[str], float]:

@@ -23,7 +23,7 @@ from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read
 from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.files import require_finished
+from nvfp4_sgl.files import refuse_hub_cache, require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import flags, start_log
 from nvfp4_sgl.serving import sglang_private as private
@@ -107,6 +107,7 @@ def preflight(server_args: Any) -> None:
     """Check flags and checkpoint before any worker starts; nothing happens for other architectures."""
     given = private.given_arguments(server_args)
     if given["model_path"] is not None:
+        refuse_hub_cache(Path(given["model_path"]), ConfigError)
         require_finished(Path(given["model_path"]), ConfigError)
     if not is_our_checkpoint(given["model_path"]):
         return

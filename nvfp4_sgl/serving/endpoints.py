@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Kind(Enum):
@@ -135,6 +136,32 @@ class Access:
 def kind_of(path: str) -> Kind | None:
     """The kind of ``path``, ``None`` if it is not offered."""
     return PATHS.get(path) or (Kind.READ if path.startswith(READ_BELOW) else None)
+
+
+ALIASES = {"/detokenize": "/v1/detokenize", "/tokenize": "/v1/tokenize"}
+"""Paths that SGLang's document leaves out, and those that do the same."""
+
+
+def described(schema: Mapping[str, Any], access: Access) -> dict[str, Any]:
+    """An OpenAPI document with the paths alone that a server answers, to callers who have its keys.
+
+    Args:
+        schema: of SGLang's application, with everything that it has.
+    """
+    key = f"Bearer {access.admin_key}".encode()
+    paths = {path: item for path, item in schema["paths"].items() if is_answered(path, key, access)}
+    for path, same in ALIASES.items():
+        if same in paths:
+            methods = {method: {**one} for method, one in paths[same].items()}
+            for one in methods.values():
+                one.pop("operationId", None)  # of one path alone
+            paths[path] = methods
+    return {**schema, "paths": paths}
+
+
+def is_answered(path: str, key: bytes, access: Access) -> bool:
+    """Whether a caller with all keys gets an answer to ``path``, in which a name in braces stands for one part."""
+    return refuse_path(path, key, Access(access.admin_key, access.cpu)) is None
 
 
 def refuse_path(path: str, authorization: bytes, access: Access) -> Refusal | None:

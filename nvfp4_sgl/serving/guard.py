@@ -19,6 +19,7 @@ from nvfp4_sgl.serving.endpoints import (
     Access,
     Kind,
     Refusal,
+    described,
     has_key,
     kind_of,
     refuse_body,
@@ -86,6 +87,9 @@ class Guard:
                 refusal = DRAINING
             elif headers.get(b"content-encoding", b"identity") != b"identity":
                 refusal = Refusal(415, "Content-Encoding: not supported; send the body as it is")
+            elif inference and not is_json(headers.get(b"content-type", b"application/json")):
+                sent = headers.get(b"content-type", b"").decode(errors="replace")
+                refusal = Refusal(415, f"Content-Type: found {sent[:80]!r}; expected application/json")
             else:
                 body = await read_body(receive)
                 if body is None:
@@ -125,6 +129,12 @@ def checked_request(path: str, body: bytes) -> tuple[Refusal | None, bytes]:
         return refusal, body
     fault, body = checked_body(path, body)
     return Refusal(400, fault) if fault is not None else None, body
+
+
+def is_json(content_type: bytes) -> bool:
+    """Whether a ``Content-Type`` is one with which SGLang parses a body: ``application/json``, or ``…+json``."""
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
 def takes_body(path: str, method: str) -> bool:
@@ -231,5 +241,6 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
         access = Access(
             private.resolved("admin_api_key"), private.resolved("device") == "cpu", private.resolved("api_key")
         )
+        private.filter_openapi(lambda schema: described(schema, access))
         private.wrap_http_application(lambda application: Guard(application, access, lambda: manager.gracefully_exit))
     return original(server_args, manager, *args, **kwargs)

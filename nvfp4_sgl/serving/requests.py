@@ -269,6 +269,8 @@ def sampling_fault(params: Any, vocab_size: int) -> str | None:
     if len(params.logit_bias or ()) > MAX_LOGIT_BIASES:
         return f"logit_bias: found {len(params.logit_bias)} tokens; expected {MAX_LOGIT_BIASES} or fewer"
     for token, bias in (params.logit_bias or {}).items():
+        if not 0 <= int(token) < vocab_size:
+            return f"logit_bias: token id {token} is outside the vocabulary; expected 0 to {vocab_size - 1}"
         if not abs(bias) <= LARGEST:
             return f"logit_bias: found {bias} for token {token}; expected {-LARGEST} to {LARGEST}"
     for token in params.stop_token_ids or ():

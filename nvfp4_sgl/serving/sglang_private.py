@@ -576,6 +576,18 @@ def is_healthy() -> bool:
     return str(getattr(state.tokenizer_manager.server_status, "name", "")) == "Up"
 
 
+def http_application() -> Any:
+    """SGLang's HTTP application, a FastAPI one."""
+    return importlib.import_module(MODULES["http_server"].path).app
+
+
+def filter_openapi(choose: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let ``/openapi.json`` and ``/docs`` have what ``choose`` makes of the document that FastAPI writes."""
+    app = http_application()
+    original = app.openapi
+    app.openapi = lambda: choose(original())
+
+
 def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
     """Put ``wrapper(application)`` in front of every middleware of SGLang's HTTP application, added or to be added.
 
@@ -583,7 +595,7 @@ def wrap_http_application(wrapper: Callable[[Any], Any]) -> None:
     """
     from starlette.middleware.cors import CORSMiddleware
 
-    app = importlib.import_module(MODULES["http_server"].path).app
+    app = http_application()
     build = app.build_middleware_stack
 
     def stack() -> Any:

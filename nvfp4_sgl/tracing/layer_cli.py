@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nvfp4_sgl.arguments import (
+    add_checkpoint,
+    add_json,
+    add_mode,
+    add_prompt,
+    add_seed,
+    add_target,
+    check_passes,
+    print_json,
+    require_mode,
+    target_here,
+)
 from nvfp4_sgl.checkpoint.verified import verify
-from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.config import ModelConfig, read_config_json
+from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import MODES, Target, detect_target
+from nvfp4_sgl.targets.choose import MODES, Target
 
 if TYPE_CHECKING:
     from nvfp4_sgl.tracing.layer import Stage
@@ -23,39 +36,31 @@ BOUNDS = {ActivationMode.W4A16: 0.03, ActivationMode.W4A4: 0.3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl layertest``."""
-    parser.add_argument("dir", type=Path, metavar="DIR", help="checkpoint directory")
+    add_checkpoint(parser)
     parser.add_argument("--layer", type=int, required=True, metavar="N", help="number of the layer, from 0")
-    parser.add_argument("--target", choices=[target.value for target in Target], help="default: this machine's")
-    parser.add_argument("--mode", choices=[mode.value for mode in ActivationMode], help="default: the target's")
-    parser.add_argument("--prompt", type=int, default=300, metavar="TOKENS", help="of the first pass (default: 300)")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="decode steps after it (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of activations and token ids")
-    parser.add_argument("--bound", type=float, help="median error that is too large (default: 0.03; with w4a4 0.3)")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    add_target(parser)
+    add_mode(parser, "the target's")
+    add_prompt(parser, 300)
+    add_seed(parser, "activations and token ids")
+    parser.add_argument(
+        "--bound", type=float, metavar="X", help="median error that is too large (default: 0.03; with w4a4 0.3)"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 if a stage has values that are no numbers, or is beyond the bound."""
+    # All that can be refused is refused before torch is imported, which takes seconds, or a weight is read.
+    check_layer(args.directory, args.layer)
+    check_passes(args.prompt, args.steps)
+    target = target_here(args.target)
+    mode = MODES[target][0] if args.mode is None else require_mode(target, args.mode)
+    verified = verify(args.directory)
+
     import torch
 
     from nvfp4_sgl.tracing.layer import compare_layer
 
-    target = Target(args.target) if args.target else detect_target()
-    if target is not Target.CPU and target is not detect_target():
-        raise UnsupportedError(
-            f"--target {target.value}: expected a GPU of that kind here, found {detect_target().value};"
-            " run this on such a machine, or leave --target out"
-        )
-    mode = ActivationMode(args.mode) if args.mode else MODES[target][0]
-    if mode not in MODES[target]:
-        known = ", ".join(each.value for each in MODES[target])
-        raise ConfigError(f"--mode {mode.value}: {target.value} runs {known}")
-    verified = verify(args.dir)
-    layers = verified.config.num_hidden_layers
-    if not 0 <= args.layer < layers:
-        raise ConfigError(f"--layer {args.layer}: {args.dir} has layers 0 to {layers - 1}")
-    if args.prompt < 1 or args.steps < 0:
-        raise ConfigError(f"--prompt {args.prompt} --steps {args.steps}: expected at least 1 token, and no less than 0")
     bound = BOUNDS[mode] if args.bound is None else args.bound
     device = "cpu" if target is Target.CPU else torch.device("cuda", torch.cuda.current_device())
     stages = list(
@@ -72,7 +77,16 @@ def run(args: argparse.Namespace) -> int:
     )
     departed = first_departure(stages, bound)
     if args.json:
-        print(json.dumps({"stages": [asdict(stage) for stage in stages], "departs": departed and asdict(departed)}))
+        print_json(
+            {
+                "layer": args.layer,
+                "target": target.value,
+                "mode": mode.value,
+                "bound": bound,
+                "departs": departed and as_json(departed),
+                "stages": [as_json(stage) for stage in stages],
+            }
+        )
     else:
         kind = verified.config.kind(args.layer).name
         print(f"layer {args.layer} ({kind}) on {target.value}, {mode.value}, beside the CPU reference in fp32")
@@ -80,6 +94,22 @@ def run(args: argparse.Namespace) -> int:
         print(verdict(departed, bound))
     sys.stdout.flush()
     return 1 if departed else 0
+
+
+def as_json(stage: Stage) -> dict[str, object]:
+    """A stage as an object that JSON can hold: what is not finite is ``None``."""
+    values = asdict(stage)
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def check_layer(directory: Path, layer: int) -> None:
+    """Refuse a number that no layer of ``directory`` has; config.json alone is read."""
+    config = ModelConfig.from_dict(read_config_json(directory), source=str(directory / "config.json"))
+    layers = config.num_hidden_layers
+    if not 0 <= layer < layers:
+        raise ConfigError(f"--layer {layer}: {directory} has layers 0 to {layers - 1}; name one of them")
 
 
 def first_departure(stages: list[Stage], bound: float) -> Stage | None:

@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
+from nvfp4_sgl.arguments import add_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.tracing.diff import Difference, differences
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", type=Path, metavar="B", help="record of the other run, of the same requests")
     parser.add_argument("--bound", type=float, default=BOUND, help=f"error of an op that departs (default: {BOUND})")
     parser.add_argument("--exact", action="store_true", help="an op departs if any bit does")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,6 +42,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that a conversion has filled."""
+    target = tmp_path_factory.mktemp("finished") / "to"
+    convert_here(source, target)
+    return target
+
+
 def convert_here(source: Path, target: Path, options: Options = OPTIONS) -> None:
     convert(source, target, options, device=torch.device("cpu"), jobs=2)
 
@@ -208,9 +216,9 @@ def test_verify_holds_a_conversion_against_its_checksums(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(shard_size=1_500_000, scales=Scales.MSE), "scales max, now mse"),
-        (Options(shard_size=1_500_000, tie_gate_up=True), "tie_gate_up False, now True"),
-        (Options(shard_size=2_000_000), "shard_size 1500000, now 2000000"),
+        (Options(shard_size=1_500_000, scales=Scales.MSE), "made with --scales max, given mse"),
+        (Options(shard_size=1_500_000, tie_gate_up=True), "made with --tie-gate-up off, given on"),
+        (Options(shard_size=2_000_000), "made with --shard-size 1500000, given 2000000"),
         (Options(shard_size=1_500_000, classes=frozenset()), ""),
     ],
 )
@@ -226,7 +234,7 @@ def test_another_source_is_refused_and_the_same_one_elsewhere_is_not(
     file = sorted(other.glob("*.safetensors"))[1]
     data = file.read_bytes()
     replace_bytes(file, data[:-1] + bytes([data[-1] ^ 1]))  # sizes and headers are the same
-    with pytest.raises(CheckpointError, match=rf"another kind: source {source}.* as it was then, now {other}"):
+    with pytest.raises(CheckpointError, match=rf"another kind: made from {source}.* as it was then, given {other}"):
         convert_here(other, unfinished)
     convert_here(source, tmp_path / "whole")
     moved = shutil.copytree(source, tmp_path / "moved")
@@ -238,7 +246,7 @@ def test_another_version_of_this_package_does_not_go_on(
     unfinished: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "__version__", "99")
-    with pytest.raises(CheckpointError, match="version .*, now 99"):
+    with pytest.raises(CheckpointError, match="made by version .* of nvfp4-sgl, this is 99"):
         convert_here(source, unfinished)
 
 
@@ -248,9 +256,36 @@ def test_a_finished_conversion_is_left_alone(source: Path, tmp_path: Path, capsy
     before = {file: file.stat().st_mtime_ns for file in target.iterdir()}
     convert_here(source, target)
     assert "converted already" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="not empty, and no unfinished conversion"):
-        convert_here(source, target, Options())
     assert {file: file.stat().st_mtime_ns for file in target.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "made_with"),
+    [
+        (["--shard-size", "1MB"], "--shard-size 1500000, given 1000000"),
+        (["--scales", "mse"], "--scales max, given mse"),
+        (["--tie-gate-up"], "--tie-gate-up off, given on"),
+        (["--only", "experts,q"], "--only all classes, given experts,q"),
+        (["--drafts", "nvfp4"], "--drafts keep, given nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=("write", "dry"))
+def test_a_finished_conversion_names_the_option_that_is_another(
+    options: list[str],
+    made_with: str,
+    dry: tuple[str, ...],
+    source: Path,
+    finished: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whether or not something would be written, nothing is said of what would not happen."""
+    before = {file: file.stat().st_mtime_ns for file in finished.iterdir()}
+    given = options if "--shard-size" in options else [*options, "--shard-size", "1.5MB"]
+    assert cli.main(["convert", str(source), str(finished), *given, *dry]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{finished}: holds a finished conversion of another kind: made with {made_with}; name another" in err
+    assert {file: file.stat().st_mtime_ns for file in finished.iterdir()} == before
 
 
 def test_two_processes_do_not_convert_into_one_directory(unfinished: Path, source: Path) -> None:

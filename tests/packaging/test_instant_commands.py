@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ from tests.packaging.checkout import ROOT
 HOOK = ROOT / "tests" / "support" / "without_heavy_imports"
 
 ARGUMENT_ERRORS = {
-    "tiny": ["DIR", "--format", "none"],
+    "tiny": ["OUT", "--format", "none"],
     "inspect": ["DIR", "--threads", "0"],
     "verify": ["DIR", "--max-rms", "-1"],
-    "convert": ["SRC", "DST", "--only", "none"],
+    "convert": ["DIR", "OUT", "--only", "none"],
     "build": ["DIR", "--target", "none"],
     "layertest": ["DIR"],
     "trace": ["A"],
@@ -69,6 +70,24 @@ def test_inspect_of_headers(tiny: Path) -> None:
         done = nvfp4_sgl("inspect", str(tiny), *flags)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert "nvfp4-full" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layer", "5"], "--layer 5: .* has layers 0 to 4; name one of them"),
+        (["--layer", "-1"], "--layer -1: .* has layers 0 to 4"),
+        (["--layer", "0", "--target", "sm_90a"], "--target sm_90a: expected a GPU of that kind here, found cpu; run"),
+        (["--layer", "0", "--target", "sm_80"], "argument --target: invalid choice: 'sm_80' .*sm_100a"),
+        (["--layer", "0", "--target", "cpu", "--prompt", "0"], "--prompt 0 --steps 2: expected at least 1 token"),
+    ],
+)
+def test_layertest_refuses_before_it_imports(
+    flags: list[str], message: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = nvfp4_sgl("layertest", str(tiny), *flags)
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
 
 
 def test_inspect_of_no_directory(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from nvfp4_sgl.serving.endpoints import (
     MAX_BODY_BYTES,
+    NOT_ON_CPU,
     PATHS,
     Access,
     Kind,
     Refusal,
+    described,
     is_deeper,
     kind_of,
     refuse_body,
@@ -182,6 +184,34 @@ def test_headers() -> None:
     assert sent[0]["status"] == 400
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_a_body_is_json_by_its_content_type(kind: str) -> None:
+    guard = Guard(echo, Access(), lambda: False)
+    assert ask(guard, "/generate", b"{}", content_type=kind)[0][0]["status"] == 200
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain; charset=utf-8", "application"])
+def test_another_content_type_is_named(kind: str) -> None:
+    sent, _ = ask(Guard(echo, Access(), lambda: False), "/v1/chat/completions", b"{}", content_type=kind)
+    assert sent[0]["status"] == 415
+    message = json.loads(sent[1]["body"])["error"]["message"]
+    assert message == f"Content-Type: found {kind!r}; expected application/json"
+
+
+@pytest.mark.parametrize("access", [OPEN, KEYED, Access("secret", cpu=True), Access(api_key="other")], ids=str)
+def test_the_document_lists_what_is_answered(access: Access) -> None:
+    """Of all that SGLang has; what a key opens is answered to those who have it."""
+    given = {path: {"get": {"operationId": path}} for path in (*PATHS, *NOT_OFFERED, "/v1/models/{model}")}
+    found = described({"openapi": "3.1.0", "paths": given}, access)
+    expected = {"/v1/models/{model}"} | {
+        path
+        for path, kind in PATHS.items()
+        if kind is not Kind.ADMINISTRATIVE or (access.admin_key and not (access.cpu and path in NOT_ON_CPU))
+    }
+    assert set(found["paths"]) == expected and found["openapi"] == "3.1.0"
+    assert "operationId" not in found["paths"]["/tokenize"]["get"] and given["/v1/tokenize"]["get"]["operationId"]
+
+
 def stream_of(*chunks: bytes) -> Any:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -306,10 +336,11 @@ def test_a_browser_may_read_a_refusal(path: str, server: Server) -> None:
 
 @pytest.mark.server
 def test_open_paths_are_those_of_sglang(server: Server) -> None:
+    """The document lists what is answered and nothing else; the server under test is on a CPU and has an admin key."""
     known = set(server.get("/openapi.json")["paths"])
-    undocumented = {"/detokenize", "/docs", "/metrics", "/metrics/", "/openapi.json", "/tokenize"}
-    assert set(PATHS) - known == undocumented
-    assert {"/v1/models/{model}", "/update_weights_from_disk", "/scale_elastic_ep", "/pd_role_switch"} <= known
+    undocumented = {"/docs", "/metrics", "/metrics/", "/openapi.json"}
+    assert set(PATHS) - known == undocumented | NOT_ON_CPU
+    assert known - set(PATHS) == {"/v1/models/{model}"}
 
 
 @pytest.mark.server

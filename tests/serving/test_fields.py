@@ -104,10 +104,19 @@ def test_a_mode_offers_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"input_ids": [1' + b"0" * 5000 + b"]}", "body: expected JSON"),
         (b'{"input_ids": [-1]}', "input_ids: token id -1"),
         (b'{"text": "x",', "body: expected JSON"),
+        (rb'{"text": "ab\ud83d"}', "text: found the lone surrogate U+D83D at character 2; expected text"),
+        (rb'{"text": ["a", "\uDE00b"]}', "text[1]: found the lone surrogate U+DE00 at character 0"),
+        (b'{"text": "\xed\xa0\x80"}', "text: found the lone surrogate U+D800 at character 0"),
+        (rb'{"text": "x", "sampling_params": {"stop": "\ud800\ud800"}}', "sampling_params.stop: found the lone"),
+        (rb'{"t\ud800": 1}', "body: found a lone surrogate in the name of a field"),
     ],
 )
 def test_bodies(body: bytes, part: str) -> None:
     assert part in (body_fault("/generate", body) or "")
+
+
+def test_a_whole_pair_is_taken() -> None:
+    assert body_fault("/generate", rb'{"text": "\ud83d\ude00 \\ud83d"}') is None
 
 
 def test_an_abort_names_what_it_aborts() -> None:

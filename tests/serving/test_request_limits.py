@@ -198,6 +198,8 @@ def test_stop_strings() -> None:
         assert "empty string" in stops(**empty)
     assert not stops(stop_strs=["a"]) and not stops(min_new_tokens=2) and not stops(stop_strs=[], min_new_tokens=2)
     assert "min_new_tokens: does not delay" in stops(stop_strs=["a"], min_new_tokens=1)
+    assert not stops(logit_bias={"0": 1.0, "511": -1.0})
+    assert stops(logit_bias={"512": 1}) == "logit_bias: token id 512 is outside the vocabulary; expected 0 to 511"
 
 
 def test_malformed_requests_are_the_clients_fault() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -45,6 +46,11 @@ BODIES: Mapping[str, Table] = {
 RULES: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {"/abort_request": administrative.abort_fault}
 """What a body whose fields are right must have besides."""
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Half a pair, escaped as JSON has characters beyond the first 65,536, or as bytes that are no UTF-8."""
+HALF = re.compile(r"[\ud800-\udfff]")
+"""What is left of a half without its other one when JSON is parsed."""
+
 SEEDED = ("/v1/chat/completions", "/v1/completions")
 """Paths whose bodies may have a seed, as evaluations send it with every request."""
 
@@ -62,6 +68,8 @@ def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
     table = BODIES.get(path)
     if table is None:
         return None, body
+    if (where := lone_surrogate(body)) is not None:
+        return f"{where}; expected text that UTF-8 can hold: send the whole pair, or leave it out", body
     try:
         given = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_require_distinct)
     except (ValueError, RecursionError) as error:
@@ -77,6 +85,29 @@ def checked_body(path: str, body: bytes) -> tuple[str | None, bytes]:
     except Contradiction as error:
         return str(error), body
     return None, body if translated == given else json.dumps(translated).encode()
+
+
+def lone_surrogate(body: bytes) -> str | None:
+    """The field, by its path, whose text has half a surrogate pair, which UTF-8 cannot hold."""
+    if not SURROGATE.search(body):
+        return None
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # whoever parses it next says so
+    left: list[tuple[str, Any]] = [("", parsed)]
+    while left:
+        where, value = left.pop()
+        match value:
+            case str() if (half := HALF.search(value)) is not None:
+                return f"{where or 'body'}: found the lone surrogate U+{ord(half[0]):04X} at character {half.start()}"
+            case dict():
+                if any(HALF.search(name) for name in value):
+                    return f"{where or 'body'}: found a lone surrogate in the name of a field"
+                left += [(f"{where}.{name}" if where else name, inner) for name, inner in value.items()][::-1]
+            case list():
+                left += [(f"{where}[{place}]", inner) for place, inner in enumerate(value)][::-1]
+    return None
 
 
 def _require_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Arguments that several commands have: one name, metavar and help for one thing. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets.choose import MODES, Target, detect_target
+from nvfp4_sgl.targets.driver import sees_gpu
+
+MAX_RANKS = 1024
+NEW_NAMES = {"--tp-size": "--tp", "--tensor-parallel-size": "--tp"}
+"""What servers and people call an option, by what it is called here."""
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, *, optional: bool = False, more: str = "") -> None:
+    """``DIR``, as ``directory``."""
+    nargs = "?" if optional else None
+    parser.add_argument("directory", nargs=nargs, type=Path, metavar="DIR", help=f"checkpoint directory{more}")
+
+
+def add_output(parser: argparse.ArgumentParser, help: str) -> None:
+    """``OUT``, as ``output``: a folder that is written."""
+    parser.add_argument("output", type=Path, metavar="OUT", help=help)
+
+
+def add_target(parser: Any, targets: Sequence[Target] = tuple(Target), more: str = "") -> None:
+    """``--target``; ``None`` is this machine's."""
+    names = [target.value for target in targets]
+    parser.add_argument("--target", choices=names, help=f"whose kernels run (default: this machine's){more}")
+
+
+def add_mode(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--mode``; ``None`` is the default."""
+    names = [mode.value for mode in ActivationMode]
+    parser.add_argument(
+        "--mode", choices=names, help=f"activation_mode: what enters GEMMs with quantised weights (default: {default})"
+    )
+
+
+def add_ranks(parser: Any, *, several: bool = False) -> None:
+    """``--tp``, as ``ranks``: a number, or a list of some."""
+    which = "tensor-parallel sizes" if several else "tensor-parallel size"
+    parser.add_argument(
+        "--tp",
+        type=whole_number(MAX_RANKS),
+        nargs="+" if several else None,
+        default=[1] if several else 1,
+        metavar="N",
+        dest="ranks",
+        help=f"{which}, a server's --tp-size (default: 1)",
+    )
+    for name in NEW_NAMES:
+        parser.add_argument(name, action=_Renamed, nargs="*", help=argparse.SUPPRESS)
+
+
+def add_seed(parser: argparse.ArgumentParser, of: str) -> None:
+    """``--seed``."""
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"seed of {of} (default: 0)")
+
+
+def add_prompt(parser: argparse.ArgumentParser, default: int) -> None:
+    """``--prompt`` and ``--steps``: the passes of a run."""
+    parser.add_argument(
+        "--prompt", type=int, default=default, metavar="TOKENS", help=f"of the first pass (default: {default})"
+    )
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="decode steps after it (default: 2)")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """``--threads``; ``None`` is for the command to choose."""
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="that read files (default: the cores of this process)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def print_json(report: object) -> None:
+    """Print the one document of ``--json``."""
+    print(json.dumps(report, indent=2))
+
+
+def check_passes(prompt: int, steps: int) -> None:
+    """Refuse what :func:`add_prompt` takes and nothing can run."""
+    if prompt < 1 or steps < 0:
+        raise ConfigError(f"--prompt {prompt} --steps {steps}: expected at least 1 token, and no less than 0 steps")
+
+
+def target_here(name: str | None) -> Target:
+    """The target of that ``name``, this machine's if ``None``; one that cannot run here is refused at once."""
+    if name is None:
+        return detect_target()
+    target = Target(name)
+    if target is Target.CPU:
+        return target
+    # The driver answers in milliseconds, where torch takes seconds to import.
+    here = detect_target() if sees_gpu() else Target.CPU
+    if target is not here:
+        raise UnsupportedError(
+            f"--target {name}: expected a GPU of that kind here, found {here.value}; run this on such a machine, or"
+            " leave --target out"
+        )
+    return target
+
+
+def require_mode(target: Target, name: str) -> ActivationMode:
+    """The mode of that ``name``, if ``target`` runs it."""
+    mode = ActivationMode(name)
+    if mode not in MODES[target]:
+        known = ", ".join(each.value for each in MODES[target])
+        raise ConfigError(f"--mode {name}: {target.value} runs {known}; pass one of them, or another --target")
+    return mode
+
+
+def positive(text: str) -> int:
+    """An argparse type: a number of at least 1."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number of at least 1, found '{text}'")
+
+
+def whole_number(most: int) -> Callable[[str], int]:
+    """An argparse type: 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and 1 <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, found '{text}'")
+
+    return parse
+
+
+class _Renamed(argparse.Action):
+    """Another name of an option: an error says which is taken."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        name = next(name for name in self.option_strings)
+        parser.error(f"{name}: this option is {NEW_NAMES[name]} here")
