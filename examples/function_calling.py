@@ -2,8 +2,9 @@
 
     python examples/function_calling.py http://127.0.0.1:30000
 
-Needs a running server. A grammar holds even random weights to a valid call; with a trained model leave out
-``tool_choice``, and it decides itself.
+Needs a running server. A grammar holds even a model that knows no tools, as launch/demo's, to a call; with another one
+leave out ``tool_choice``, and it decides itself. The demo's may write whitespace without end where the server was not
+started with ``--constrained-json-disable-any-whitespace``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WEATHER: dict[str, Any] = {
 
 def get_weather(city: str) -> str:
     """What the tool says: JSON."""
+    city = city.strip()  # a grammar of calls lets whitespace follow a text
     return json.dumps({"city": city, "degrees": {"Paris": 14, "Rome": 22}[city]})
 
 
@@ -45,7 +47,7 @@ def converse(url: str, **fields: Any) -> list[Any]:
         The messages: question, call, result, answer.
     """
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    settings: dict[str, Any] = {"model": "default", "tools": [WEATHER], "max_tokens": 200, "temperature": 0} | fields
+    settings: dict[str, Any] = {"model": "default", "tools": [WEATHER], "max_tokens": 300, "temperature": 0} | fields
     messages: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
     required: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     called = client.chat.completions.create(messages=messages, **required, **settings).choices[0].message

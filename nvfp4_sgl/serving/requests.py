@@ -9,6 +9,7 @@ scheduler refuses.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -322,9 +323,35 @@ def bound_tools(original: Callable[..., dict[str, Any]], request: Any, *args: An
     sent = original(request, *args, **{**kwargs, "tool_call_constraint": None})
     for name in GRAMMARS:
         text = params.get(name)
-        if isinstance(text, str) and sent.get(name) is None and (fault := text_fault(name, text)):
+        if not isinstance(text, str) or sent.get(name) is not None:
+            continue
+        if fault := text_fault(name, text):
             raise ValueError(f"tools: the {name} that tool_choice makes of them: {fault}; send fewer or smaller tools")
+        if name == "structural_tag" and (most := most_whitespace()) is not None:
+            params[name] = json.dumps(bound_whitespace(json.loads(text), most))
     return params
+
+
+def most_whitespace() -> int | None:
+    """Most characters of whitespace in a row that flags allow in JSON; 1 where none is needed, xgrammar's least."""
+    if private.resolved("constrained_json_disable_any_whitespace"):
+        return 1
+    most: int | None = private.resolved("constrained_json_max_whitespace_cnt")
+    return most
+
+
+def bound_whitespace(tag: Any, most: int) -> Any:
+    """A structural tag whose schemas allow ``most`` characters of whitespace in a row, unless they say themselves.
+
+    SGLang's flags hold for JSON schemas alone; the tag that it makes of tools would take whitespace without end.
+    """
+    if isinstance(tag, list):
+        return [bound_whitespace(part, most) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema" and "json_schema" in tag:
+        return {**tag, "max_whitespace_cnt": tag.get("max_whitespace_cnt") or most}
+    return {key: bound_whitespace(part, most) for key, part in tag.items()}
 
 
 def prompt_fault(ids: Sequence[int], top_logprobs: int, vocab_size: int) -> str | None:

@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import xgrammar
 
+from examples.function_calling import WEATHER
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import arguments, grammars, requests
 from nvfp4_sgl.serving import sglang_private as private
+
+CALL = """
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="get_weather">
+INDENT<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>"""
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +289,7 @@ def test_only_a_server_needs_its_port(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_grammar_of_tools_is_the_tools_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "serves_our_model", lambda: True)
+    monkeypatch.setattr(private, "resolved", {}.get)
     long, deep = "x" * (requests.MAX_GRAMMAR_CHARACTERS + 1), "[" * 200 + "]" * 200
 
     def params(request: Any, tool_call_constraint: Any = None) -> dict[str, Any]:
@@ -291,6 +302,34 @@ def test_a_grammar_of_tools_is_the_tools_fault(monkeypatch: pytest.MonkeyPatch) 
     # The client's own: refused later, under its own name.
     assert requests.bound_tools(params, long, tool_call_constraint="{}")["regex"] == long
     assert requests.bound_tools(params, long)["regex"] == long
+
+
+@pytest.mark.parametrize(
+    ("flags", "accepted", "refused"),
+    [
+        ({}, 50, None),
+        ({"constrained_json_max_whitespace_cnt": 4}, 4, 5),
+        ({"constrained_json_disable_any_whitespace": True}, 1, 2),
+    ],
+    ids=str,
+)
+def test_flags_of_whitespace_hold_for_calls(
+    flags: dict[str, Any], accepted: int, refused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the grammar of a forced call, as SGLang asks xgrammar for it."""
+    monkeypatch.setattr(requests, "serves_our_model", lambda: True)
+    monkeypatch.setattr(private, "resolved", flags.get)
+    tag = xgrammar.get_model_structural_tag("deepseek_v4", tools=[WEATHER], tool_choice="required", reasoning=False)
+
+    def params(request: Any, tool_call_constraint: Any = None) -> dict[str, Any]:
+        return {"structural_tag": tool_call_constraint and tool_call_constraint.model_dump_json()}
+
+    text = requests.bound_tools(params, None, tool_call_constraint=tag)["structural_tag"]
+    grammar = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([])).compile_structural_tag(text)
+    for spaces, expected in ((accepted, True), (refused, False)):
+        if spaces is not None:
+            call = CALL.replace("INDENT", " " * spaces)
+            assert xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string(call) == expected
 
 
 def test_ports() -> None:
