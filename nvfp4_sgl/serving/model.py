@@ -156,7 +156,7 @@ class DeepseekV4ForCausalLM(nn.Module):
                 hidden = self.decoder(streams, input_ids, backend.plan, backend.caches)
         return self.logits_processor(input_ids, hidden, self.head, forward_batch)
 
-    def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[None]:
+    def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.recording(token_ids, positions)
 
     def _streams(self, input_ids: Tensor, input_embeds: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """What a record of passes holds. Imports no torch, so that records are compared at once."""
 
-FORMAT = 1
+FORMAT = 2
 SKETCH = 16
 """Random projections of a boundary's values: the difference of two runs is known within about 1/sqrt(2 · 16) = 18 %."""
 SAMPLED_VALUES = 2**22

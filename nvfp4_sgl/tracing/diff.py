@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -32,23 +33,88 @@ class Difference:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class PassTokens:
+    """Tokens of one pass in two runs.
+
+    Attributes:
+        ids, positions: what both were fed. chose: the token that follows in either run; ``None`` where a record does
+            not tell.
+    """
+
+    number: int
+    ids: list[int]
+    positions: list[int]
+    chose: tuple[int | None, int | None]
+
+    @property
+    def departs(self) -> bool:
+        """Whether the runs chose different tokens."""
+        return None not in self.chose and self.chose[0] != self.chose[1]
+
+
+class OtherTokens(ConfigError):
+    """Two runs were fed different tokens in pass ``number``."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def tokens_of(first: Path, second: Path) -> list[PassTokens]:
+    """What two runs were fed and chose, up to the first pass that was fed different tokens."""
+    one, other = list(passes(first)), list(passes(second))
+    found = []
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a["input"] != b["input"]:
+            break
+        found.append(PassTokens(number, a["ids"], a["positions"], (_chose(one, number), _chose(other, number))))
+    return found
+
+
+def _chose(records: list[dict[str, Any]], number: int) -> int | None:
+    """The token that pass ``number`` chose: as recorded, or what the next pass continues the same sequence with."""
+    record = records[number]
+    if "chose" in record or number + 1 == len(records):
+        return record.get("chose")
+    following = records[number + 1]
+    continues = following["positions"][0] == record["positions"][-1] + 1
+    return following["ids"][0] if continues and is_one_sequence(record) else None
+
+
+def is_one_sequence(record: dict[str, Any]) -> bool:
+    """Whether a pass is of one request, by its positions."""
+    positions = record["positions"]
+    return positions == list(range(positions[0], positions[0] + len(positions)))
+
+
 def differences(first: Path, second: Path) -> Iterator[Difference]:
     """Op by op, in the order in which the first run made them.
 
     Raises:
-        ConfigError: a file is no record, or the runs had other inputs or ops.
+        ConfigError: a file is no record, or the runs had other ops.
+        OtherTokens: the runs were fed different tokens; what came before is yielded first.
     """
-    for number, (one, other) in enumerate(zip(_passes(first), _passes(second), strict=False)):
+    for number, (one, other) in enumerate(zip(passes(first), passes(second), strict=False)):
         if one["input"] != other["input"]:
-            raise ConfigError(
-                f"pass {number}: expected the same tokens at the same positions, found {one['tokens']} in {first} and"
-                f" {other['tokens']} in {second}; send both servers the same requests, one at a time"
-            )
+            raise OtherTokens(_told(number, one, other, first, second), number)
         theirs = {op["name"]: op for op in other["ops"]}
         for op in one["ops"]:
             if op["name"] not in theirs:
                 raise ConfigError(f"{op['name']}: in pass {number} of {first}, not of {second}; record the same model")
             yield _difference(number, op, theirs[op["name"]])
+
+
+def _told(number: int, one: dict[str, Any], other: dict[str, Any], first: Path, second: Path) -> str:
+    """The message for a pass with other tokens, which names the first that differs."""
+    fed, also = (list(zip(run["positions"], run["ids"], strict=True)) for run in (one, other))
+    pairs = ((a, b) for a, b in itertools.zip_longest(fed, also) if a != b)
+    a, b = (f"token {pair[1]} at position {pair[0]}" if pair else "no further token" for pair in next(pairs))
+    return (
+        f"pass {number}: expected the same tokens at the same positions, found {a} in {first} and {b} in {second}; send"
+        " both servers the same requests, one at a time, or name the checkpoint instead of the second record, to feed"
+        " it the first one's tokens"
+    )
 
 
 def _difference(number: int, op: dict[str, Any], other: dict[str, Any]) -> Difference:
@@ -72,7 +138,8 @@ def _sampled(shape: list[int]) -> int:
     return -(-shape[0] // step) * (total // shape[0])
 
 
-def _passes(path: Path) -> Iterator[dict[str, Any]]:
+def passes(path: Path) -> Iterator[dict[str, Any]]:
+    """The recorded passes of a file, in their order."""
     try:
         lines = path.read_text().splitlines()
         records = [json.loads(line) for line in lines]

@@ -35,10 +35,14 @@ class Recorder:
         file.write_text(json.dumps({"format": FORMAT, **about}) + "\n")
 
     @contextmanager
-    def recording(self, token_ids: Tensor, positions: Tensor) -> Iterator[None]:
-        """Record the pass within, of these tokens, int [T]; nothing once enough passes were."""
+    def recording(self, token_ids: Tensor, positions: Tensor) -> Iterator[dict[str, Any]]:
+        """Record the pass within, of these tokens, int [T]; nothing once enough passes were.
+
+        Yields a dictionary for what more is to be told of the pass: ``chose``, the token that follows.
+        """
+        more: dict[str, Any] = {}
         if not self._left:
-            yield
+            yield more
             return
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []
@@ -53,12 +57,15 @@ class Recorder:
             digests.append(digest)
 
         with observing(self._decoder, see):
-            yield
+            yield more
         asked = torch.stack([_digest(token_ids.long()), _digest(positions.long())])
         figures, bits = torch.stack(rows).tolist(), torch.cat([torch.stack(digests), asked]).tolist()
         line = {
             "pass": self._number,
             "tokens": len(token_ids),
+            "ids": token_ids.tolist(),
+            "positions": positions.tolist(),
+            **more,
             "input": [_hex(each) for each in bits[-2:]],
             "ops": [
                 {"name": name, "shape": shape, "digest": _hex(digest), **_named(row)}

@@ -1,48 +1,174 @@
-"""``nvfp4-sgl trace``: the first op in which two recorded runs of a server depart."""
+"""``nvfp4-sgl trace``: the first op, and the first token, in which two runs depart."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from nvfp4_sgl.arguments import add_json
+from nvfp4_sgl.arguments import (
+    add_json,
+    add_mode,
+    add_prompt,
+    add_seed,
+    add_target,
+    check_passes,
+    print_json,
+    require_mode,
+    target_here,
+)
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.tracing.diff import Difference, differences
+from nvfp4_sgl.files import refuse_hub_cache
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets.choose import MODES, Target
+from nvfp4_sgl.tracing.diff import Difference, OtherTokens, PassTokens, differences, tokens_of
 
 BOUND = 0.1
 """Estimated error that roundings of bf16 do not reach within some layers; those of FP4 activations do."""
 SHOWN_RISES = 5
+SHOWN_IDS = 8
+"""Token ids of a pass that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl trace``."""
-    parser.description = "Records: NVFP4_SGL_TRACE=FOLDER at a server's start; a file for each rank."
-    parser.add_argument("first", type=Path, metavar="A", help="record of the run to compare with")
-    parser.add_argument("second", type=Path, metavar="B", help="record of the other run, of the same requests")
-    parser.add_argument("--bound", type=float, default=BOUND, help=f"error of an op that departs (default: {BOUND})")
+    parser.description = (
+        "Compare two runs, op by op and token by token. A run is a record (NVFP4_SGL_TRACE=FOLDER at a server's start;"
+        " a file for each rank), its folder, or a checkpoint directory, which runs here: as B it is fed A's tokens."
+    )
+    parser.add_argument("first", type=Path, metavar="A", help="the run to compare with")
+    parser.add_argument(
+        "second", nargs="?", type=Path, metavar="B", help="the other run (default: the checkpoint A in another mode)"
+    )
+    add_target(parser)
+    add_mode(parser, "another than A's, if the target has one")
+    parser.add_argument(
+        "--first-mode",
+        choices=[mode.value for mode in ActivationMode],
+        help="activation_mode of a checkpoint A (default: the target's)",
+    )
+    add_prompt(parser, 64)
+    add_seed(parser, "the prompt of a checkpoint A")
+    parser.add_argument(
+        "--bound", type=float, default=BOUND, metavar="X", help=f"error of an op that departs (default: {BOUND})"
+    )
     parser.add_argument("--exact", action="store_true", help="an op departs if any bit does")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print; 1 if an op departs."""
-    found = list(differences(args.first, args.second))
-    if not found:
-        raise ConfigError(f"{args.first}, {args.second}: expected at least a pass in both, found none")
-    first = next((each for each in found if departs(each, args.bound, args.exact)), None)
+    """Compare and print; 1 if an op or a token departs."""
+    check_passes(args.prompt, args.steps)
+    with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-trace-") as folder:
+        first, second = records(args, Path(folder))
+        found, other = [], None
+        try:
+            for each in differences(first, second):
+                found.append(each)
+        except OtherTokens as error:
+            if not error.number:
+                raise
+            other = error
+        if not found:
+            raise ConfigError(f"{first}, {second}: expected at least a pass in both, found none")
+        passes = tokens_of(first, second)
+    op = next((each for each in found if departs(each, args.bound, args.exact)), None)
+    token = next((each for each in passes if each.departs), None)
     if args.json:
-        print(json.dumps({"departs": first and asdict(first), "ops": [asdict(each) for each in found]}))
+        print_json(
+            {
+                "departs": op and as_json(op),
+                "tokens_depart": token and asdict(token),
+                "passes": [asdict(each) for each in passes],
+                "ops": [as_json(each) for each in found],
+            }
+        )
     else:
-        print(report(found, first, args.bound))
-    return 1 if first else 0
+        print("\n".join(token_lines(passes, op, token)))
+        if other is not None:
+            print(f"what follows cannot be compared: {other}")
+        print(report(found, op, args.bound))
+    return 1 if op or token or other else 0
+
+
+def records(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+    """The records of A and B; of a checkpoint one that is made in ``folder``."""
+    checkpoint = is_checkpoint(args.first)
+    if args.second is None and not checkpoint:
+        raise ConfigError(f"{args.first}: expected B, too, a record or a checkpoint, since A is a record")
+    if args.first_mode is not None and not checkpoint:
+        raise ConfigError(f"--first-mode {args.first_mode}: {args.first} is a record, made in a mode already")
+    second = args.second or args.first
+    forced = is_checkpoint(second)
+    if not forced and args.mode is not None:
+        raise ConfigError(f"--mode {args.mode}: {second} is a record, made in a mode already; leave --mode out")
+    if not checkpoint and not forced:
+        return record_in(args.first), record_in(second)
+    if not forced:
+        raise ConfigError(f"{second}: expected a checkpoint as A is one; pass the record first, then the checkpoint")
+    from nvfp4_sgl.tracing.runs import run_forced, run_greedy
+
+    target = target_here(args.target)
+    default = MODES[target][0]
+    first_mode = default if args.first_mode is None else require_mode(target, args.first_mode)
+    mode = second_mode(args, target, first_mode) if args.mode is None else require_mode(target, args.mode)
+    first, ours = folder / "first.jsonl", folder / "second.jsonl"
+    if checkpoint:
+        run_greedy(args.first, first, target, first_mode, prompt=args.prompt, steps=args.steps, seed=args.seed)
+    else:
+        first = record_in(args.first)
+    run_forced(second, ours, target, mode, first)
+    return first, ours
+
+
+def second_mode(args: argparse.Namespace, target: Target, first: ActivationMode) -> ActivationMode:
+    """The mode of B where none is given: another one of the same checkpoint, else the target's."""
+    others = [mode for mode in MODES[target] if mode is not first]
+    return others[0] if args.second is None and others else MODES[target][0]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a run is made from ``path``."""
+    if path.is_dir():
+        refuse_hub_cache(path, ConfigError)
+    return (path / "config.json").is_file()
+
+
+def record_in(path: Path) -> Path:
+    """``path``, or of a folder of records the first rank's."""
+    if not path.is_dir():
+        return path
+    file = path / "rank0.jsonl"
+    if not file.is_file():
+        raise ConfigError(f"{path}: expected a folder with rank0.jsonl, or with config.json, found neither in it")
+    return file
 
 
 def departs(each: Difference, bound: float, exact: bool) -> bool:
     return each.error > bound or (exact and not each.equal)
+
+
+def as_json(each: Difference) -> dict[str, Any]:
+    """An op as an object that JSON can hold: an infinite error is ``None``, and ``why`` says why."""
+    return asdict(each) | {"error": each.error if math.isfinite(each.error) else None}
+
+
+def token_lines(passes: list[PassTokens], op: Difference | None, token: PassTokens | None) -> list[str]:
+    """What each pass was fed and chose, up to the first in which something departs."""
+    last = min([each.number for each in (op, token) if each is not None], default=len(passes))
+    lines = []
+    for each in passes[: last + 1]:
+        shown = " ".join(map(str, each.ids[:SHOWN_IDS])) + (" …" if len(each.ids) > SHOWN_IDS else "")
+        a, b = ("?" if chosen is None else chosen for chosen in each.chose)
+        chose = f"A chose {a}, B chose {b}" if a != b else f"both chose {a}"
+        lines.append(f"pass {each.number}: {len(each.ids)} tokens from position {each.positions[0]}: {shown}; {chose}")
+    if token is not None:
+        lines.append(f"the first token that departs: pass {token.number}, {token.chose[0]} in A, {token.chose[1]} in B")
+    return lines
 
 
 def report(found: list[Difference], first: Difference | None, bound: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,24 @@ PROMPT = list(range(5, 45))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=3)
-    return Standalone(path, requests=1, capacity=64)
+    return path
 
 
-def run(model: Standalone, file: Path, passes: int = 8, prompt: list[int] = PROMPT) -> Path:
-    """Record a prompt and two decode steps."""
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Standalone:
+    return Standalone(checkpoint, requests=1, capacity=64)
+
+
+def run(
+    model: Standalone, file: Path, passes: int = 8, prompt: list[int] = PROMPT, decoded: tuple[int, ...] = (7, 9)
+) -> Path:
+    """Record a prompt and decode steps."""
     recorder = Recorder(model.decoder, file, passes, {"target": "cpu", "rank": 0})
     model.reset()
-    for ids in (prompt, [7], [9]):
+    for ids in (prompt, *([token] for token in decoded)):
         work = model.begin({0: ids})
         with recorder.recording(work.ids, work.request.positions):
             model.forward(work)
@@ -165,12 +174,77 @@ def test_the_command(model: Standalone, tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["departs"]["name"] == "layers.1.attn.wo_b"
 
 
+def test_runs_that_choose_other_tokens_are_compared_up_to_there(
+    model: Standalone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two servers that sampled: pass 1 is fed 7 in both, pass 2 is fed 9 in one and 11 in the other."""
+    right = run(model, tmp_path / "a" / "rank0.jsonl")
+    other = run(model, tmp_path / "b" / "rank0.jsonl", decoded=(7, 11))
+    assert main(["trace", str(right.parent), str(other.parent)]) == 1
+    out = capsys.readouterr().out
+    assert "pass 0: 40 tokens from position 0: 5 6 7 8 9 10 11 12 …; both chose 7" in out
+    assert "pass 1: 1 tokens from position 40: 7; A chose 9, B chose 11" in out
+    assert "the first token that departs: pass 1, 9 in A, 11 in B" in out
+    assert "pass 2: expected the same tokens" in out and "found token 9 at position 41 in" in out
+    assert "ops in 2 passes" in out and "no op departs" in out
+
+
+def test_two_modes_of_a_checkpoint_are_fed_the_same_tokens(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["trace", str(checkpoint), "--prompt", "30", "--steps", "4", "--json"]
+    assert main([*command, "--bound", "10"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["passes"]) == 5 and found["departs"] is None
+    for one, following in itertools.pairwise(found["passes"]):
+        assert following["ids"] == [one["chose"][0]], "B is fed what A has chosen"
+    assert any(not op["equal"] for op in found["ops"]), "the modes differ"
+    same = main([*command, "--mode", "w4a16"])
+    assert same == 0 and all(op["equal"] for op in json.loads(capsys.readouterr().out)["ops"])
+
+
+def test_a_checkpoint_is_fed_a_record_s_tokens(
+    model: Standalone, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it would have chosen itself: the record's tokens are not the likeliest ones."""
+    right = run(model, tmp_path / "rank0.jsonl")
+    assert main(["trace", str(right.parent), str(checkpoint), "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert [each["ids"] for each in found["passes"]] == [PROMPT, [7], [9]]
+    assert all(op["equal"] for op in found["ops"])
+    assert found["passes"][0]["chose"][0] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{record}"], "expected B, too"),
+        (["{folder}", "{record}"], "expected a folder with rank0.jsonl, or with config.json"),
+        (["{record}", "{record}", "--mode", "w4a4"], "--mode w4a4: .* is a record"),
+        (["{record}", "{record}", "--first-mode", "w4a4"], "--first-mode w4a4: .* is a record"),
+        (["{checkpoint}", "{record}"], "pass the record first"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(
+    words: list[str],
+    message: str,
+    model: Standalone,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"record": run(model, tmp_path / "a"), "folder": tmp_path / "empty", "checkpoint": checkpoint}
+    assert main(["trace", *(word.format_map(places) for word in words)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_records_of_other_requests_and_no_records_are_refused(model: Standalone, tmp_path: Path) -> None:
     right, other = run(model, tmp_path / "a"), run(model, tmp_path / "b", prompt=PROMPT[::-1])
     with pytest.raises(ConfigError, match="pass 0: expected the same tokens"):
         list(differences(right, other))
     (tmp_path / "c").write_text("{}\n")
-    with pytest.raises(ConfigError, match="expected a first line with format 1"):
+    with pytest.raises(ConfigError, match="expected a first line with format 2"):
         list(differences(right, tmp_path / "c"))
     with pytest.raises(ConfigError, match="expected a record of passes"):
         list(differences(tmp_path / "nowhere", right))
@@ -186,7 +260,7 @@ def test_a_server_says_what_it_cannot_record(tmp_path: Path, monkeypatch: pytest
         trace.check_trace()
     monkeypatch.setattr(trace.private, "has_no_graphs", lambda: True)
     trace.check_trace()
-    file, header = tmp_path / "records" / "rank1.jsonl", '{"format": 1, "rank": 1}\n'
+    file, header = tmp_path / "records" / "rank1.jsonl", '{"format": 2, "rank": 1}\n'
     for left_by_a_failed_start in ("", header):
         file.write_text(left_by_a_failed_start)
         trace.check_trace()

@@ -92,7 +92,7 @@ def report(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return more.get(command, [str(tiny)])
 
 
-@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "trace"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_report_is_one_json_document_with_the_documented_fields(
     command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ ARGUMENT_ERRORS = {
     "convert": ["DIR", "OUT", "--only", "none"],
     "build": ["DIR", "--target", "none"],
     "layertest": ["DIR"],
-    "trace": ["A"],
+    "trace": [],
     "doctor": ["--target", "none"],
 }
 
