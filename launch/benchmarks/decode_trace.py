@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.profile_report import DEVICE_CATEGORIES, NAME_LENGTH
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.model.products import LayerProduct, launched_products
+from nvfp4_sgl.weights.gemms import GemmSpec, launched_gemms
 
 GEMM = "W4A16Gemm"
 """What the name of each of our GEMMs on Hopper contains."""
@@ -115,7 +115,7 @@ class Gemms:
     @classmethod
     def of(cls, config: ModelConfig, ranks: int, requests: int) -> Gemms:
         """Those of a step of so many requests, with the mean of the experts that random ones visit."""
-        products = launched_products(config, ranks)
+        products = launched_gemms(config, ranks)
         return cls([product.name for product in products], {each.name: weights(each, requests) for each in products})
 
     def __call__(self, step: Sequence[Kernel]) -> list[str | None]:
@@ -131,7 +131,7 @@ class Gemms:
         return [next(names) if GEMM in kernel.name else None for kernel in step]
 
 
-def weights(product: LayerProduct, tokens: int) -> float:
+def weights(product: GemmSpec, tokens: int) -> float:
     """Bytes of codes and block scales that ``tokens`` read of a product."""
     read: float = product.groups
     if product.experts_per_token:

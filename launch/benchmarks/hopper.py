@@ -41,7 +41,7 @@ from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as fp8_operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -95,7 +95,7 @@ def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
         config = ModelConfig.from_dict(config_json(known[model]))
         seen = set()
         for count in ranks:
-            for product in layer_products(config, count):
+            for product in distinct_gemms(config, count):
                 output: Output = "fp32" if product.output == "fp32" else "bf16"
                 size = (product.groups, product.features, product.k, output)
                 if product.experts_per_token or size in seen:

@@ -25,11 +25,11 @@ from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 ROUTES = 16
@@ -102,7 +102,7 @@ def layers(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Layer]:
     for model in models:
         config = ModelConfig.from_dict(config_json(known[model]))
         for count in ranks:
-            up, down = (product for product in layer_products(config, count) if product.experts_per_token)
+            up, down = (product for product in distinct_gemms(config, count) if product.experts_per_token)
             assert up.gated and up.shared and (down.k, down.features) == (up.features, up.k)
             yield Layer(model, count, up.groups, up.experts_per_token, up.k, up.features, config.swiglu_limit)
 

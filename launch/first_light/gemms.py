@@ -22,7 +22,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
-from nvfp4_sgl.model.products import layer_products, stored_products
+from nvfp4_sgl.weights.gemms import distinct_gemms, step_gemms
 from tests.sm100.support.launcher import EmulatedLauncher
 
 RANKS = [1, 8]
@@ -82,8 +82,8 @@ def of_the_models() -> list[Case]:
 def of_a_tiny_model() -> list[Case]:
     """The GEMMs of a model that a CPU can emulate in seconds, one of each kind, and some of it as released."""
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
-    of_release = stored_products(config, 1, released)
-    products = [*layer_products(config, 1), *(one for one in of_release if one.name in EMULATED_IN_MXFP8)]
+    of_release = step_gemms(config, 1, released)
+    products = [*distinct_gemms(config, 1), *(one for one in of_release if one.name in EMULATED_IN_MXFP8)]
     return [Case("tiny", 1, product, EMULATED_TOKENS, config.swiglu_limit) for product in products]
 
 

@@ -92,7 +92,7 @@ def _block(config: ModelConfig, stem: str, kind: LayerKind, hash_routed: bool) -
         yield TensorSpec(f"{stem}.hc_{site}_base", (mixes,), Role.FP32)
         yield TensorSpec(f"{stem}.hc_{site}_scale", (3,), Role.FP32)
         yield TensorSpec(f"{stem}.{site}_norm.weight", (d,), Role.PLAIN)
-    yield from _attention(config, f"{stem}.attn", kind)
+    yield from attention_specs(config, f"{stem}.attn", kind)
     yield from _experts(config, f"{stem}.ffn", hash_routed)
 
 
@@ -102,7 +102,8 @@ def _hyper_head(config: ModelConfig, stem: str) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{stem}_scale", (1,), Role.FP32)
 
 
-def _attention(config: ModelConfig, stem: str, kind: LayerKind) -> Iterator[TensorSpec]:
+def attention_specs(config: ModelConfig, stem: str, kind: LayerKind) -> Iterator[TensorSpec]:
+    """Logical tensors of an attention layer of that kind, whose names begin with ``stem``."""
     d, head = config.hidden_size, config.head_dim
     q_width = config.num_attention_heads * head
     o_rows = config.o_groups * config.o_lora_rank

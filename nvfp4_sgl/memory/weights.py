@@ -12,10 +12,10 @@ from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import FP8_TILE_BYTES
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from nvfp4_sgl.formats import mxfp8
 from nvfp4_sgl.formats.scale_layout import scale_bytes
-from nvfp4_sgl.model.products import LayerProduct, hopper_products, step_products, stored_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import MODES, Target, multiplies_as_sm100
 from nvfp4_sgl.targets.storages import hopper_operands, sm100_operands
+from nvfp4_sgl.weights.gemms import TOGETHER, GemmSpec, Part, launched_gemms, step_gemms
 
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -44,24 +44,25 @@ def weight_bytes(
     specs, experts, matrices = tensor_specs(config), 0, 0
     as_sm100 = multiplies_as_sm100(target, mode or MODES[target][0])
     if as_sm100:
-        products = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+        gemms = step_gemms(config, ranks, lambda stem: sm100_operands(storage(stem)))
     elif target is Target.SM90:
-        products = hopper_products(config, ranks, lambda stem: hopper_operands(storage(stem)))
+        gemms = step_gemms(config, ranks, lambda stem: hopper_operands(storage(stem)), TOGETHER)
     else:
-        products = step_products(config, ranks)
-    for product, layers in products.items():
-        nbytes = layers * _PRODUCT_BYTES[target](product)
-        if target is Target.SM90 and as_sm100 and product.operands == "nvfp4" and product.gated:
-            nbytes += layers * 4 * product.groups  # an alpha of one beside those of gate and up
-        if product.experts_per_token or product.name.startswith("shared_experts."):
+        gemms = step_gemms(config, ranks)
+    for gemm, layers in gemms.items():
+        nbytes = layers * _GEMM_BYTES[target](gemm)
+        if target is Target.SM90 and as_sm100 and gemm.operands == "nvfp4" and gemm.gated:
+            nbytes += layers * 4 * gemm.groups  # an alpha of one beside those of gate and up
+        if gemm.part is Part.EXPERTS:
             experts += nbytes
         else:
             matrices += nbytes
     if target is Target.CPU:
-        experts += 4 * sum(_alphas(s, config, ranks, storage) for s in specs.values() if s.role is Role.EXPERT_LINEAR)
-        matrices += 4 * sum(_alphas(s, config, ranks, storage) for s in specs.values() if s.role is Role.LINEAR)
-        shared = 4 * sum(_alphas(s, config, ranks, storage) for s in specs.values() if ".shared_experts." in s.name)
-        experts, matrices = experts + shared, matrices - shared
+        for gemm in launched_gemms(config, ranks):
+            if gemm.part is Part.EXPERTS:
+                experts += _cpu_alpha_bytes(gemm, storage)
+            else:
+                matrices += _cpu_alpha_bytes(gemm, storage)
     rows = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
     return {
         EXPERTS: experts,
@@ -71,66 +72,55 @@ def weight_bytes(
     }
 
 
-def _cpu_bytes(product: LayerProduct) -> int:
+def _cpu_bytes(gemm: GemmSpec) -> int:
     """Decoded to fp32; alphas are counted apart."""
-    return 4 * _elements(product)
+    return 4 * gemm.elements
 
 
-def _sm90_bytes(product: LayerProduct) -> int:
+def _sm90_bytes(gemm: GemmSpec) -> int:
     """NVFP4: whole tiles of codes and block scales, alphas as on SM100. FP8: whole tiles of codes and factors, a one.
     Others: dequantised to bf16, as "mxfp8" is in mode ``w4a4``."""
-    if product.operands in ("bf16", "mxfp8"):
-        return 2 * _elements(product)
-    tiles = -(-_rows(product) // TILE_ROWS) * -(-product.k // TILE_K)
-    if product.operands == "fp8":
-        return product.groups * tiles * FP8_TILE_BYTES + 4
-    return product.groups * (tiles * TILE_BYTES + 4 * _alphas_of_group(product))
+    if gemm.operands in ("bf16", "mxfp8"):
+        return 2 * gemm.elements
+    tiles = -(-gemm.rows // TILE_ROWS) * -(-gemm.k // TILE_K)
+    if gemm.operands == "fp8":
+        return gemm.groups * tiles * FP8_TILE_BYTES + 4
+    return gemm.groups * (tiles * TILE_BYTES + 4 * _alphas_of_group(gemm))
 
 
-def _sm100_bytes(product: LayerProduct) -> int:
+def _sm100_bytes(gemm: GemmSpec) -> int:
     """NVFP4: codes, padded block scales, alphas. MXFP8: codes, padded block scales, two ones. Else bf16.
 
-    What a product multiplies says which.
+    What a GEMM multiplies says which.
     """
-    rows = _rows(product)
-    if product.operands == "bf16":
-        return 2 * _elements(product)
-    if product.operands == "mxfp8":
-        return product.groups * (rows * product.k + scale_bytes(rows, product.k, block=mxfp8.BLOCK)) + 2 * 4
-    return product.groups * (rows * product.k // 2 + scale_bytes(rows, product.k) + 4 * _alphas_of_group(product))
+    rows = gemm.rows
+    if gemm.operands == "bf16":
+        return 2 * gemm.elements
+    if gemm.operands == "mxfp8":
+        return gemm.groups * (rows * gemm.k + scale_bytes(rows, gemm.k, block=mxfp8.BLOCK)) + 2 * 4
+    return gemm.groups * (rows * gemm.k // 2 + scale_bytes(rows, gemm.k) + 4 * _alphas_of_group(gemm))
 
 
-def _rows(product: LayerProduct) -> int:
-    """Weight rows of a group."""
-    return product.features * (2 if product.gated else 1)
-
-
-def _alphas_of_group(product: LayerProduct) -> int:
+def _alphas_of_group(gemm: GemmSpec) -> int:
     """Global scales of a group: one a row of dense matrices, one a matrix of experts."""
-    return (2 if product.gated else 1) if product.experts_per_token else _rows(product)
+    return (2 if gemm.gated else 1) if gemm.experts_per_token else gemm.rows
 
 
-_PRODUCT_BYTES: Mapping[Target, Callable[[LayerProduct], int]] = {
+_GEMM_BYTES: Mapping[Target, Callable[[GemmSpec], int]] = {
     Target.CPU: _cpu_bytes,
     Target.SM90: _sm90_bytes,
     Target.SM100: _sm100_bytes,
 }
 
 
-def _elements(product: LayerProduct) -> int:
-    return product.groups * product.features * product.k * (2 if product.gated else 1)
-
-
-def _alphas(spec: TensorSpec, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> int:
-    """Rows of a matrix on a rank, if it is NVFP4."""
-    if not storage(spec.name).is_nvfp4:
-        return 0
-    is_split = spec.name.endswith((".w1", ".w3", ".wo_a")) or spec.name.endswith(".attn.wq_b")
-    return spec.shape[0] // ranks if is_split else spec.shape[0]
+def _cpu_alpha_bytes(gemm: GemmSpec, storage: Callable[[str], Storage]) -> int:
+    """A global scale a row of the matrices that are NVFP4."""
+    rows = zip(gemm.shards, gemm.shard_rows, strict=True)
+    return 4 * sum(count for shard, count in rows if storage(shard.stem).is_nvfp4)
 
 
 def _other_bytes(spec: TensorSpec, target: Target, ranks: int) -> int:
-    """Bytes of a tensor that is no GEMM of :func:`step_products`; GPUs keep mHC's matrices as three bf16 parts."""
+    """Bytes of a tensor that is no GEMM of :func:`step_gemms`; GPUs keep mHC's matrices as three bf16 parts."""
     name, on_cpu = spec.name, target is Target.CPU
     if spec.role.is_matrix or name in ("embed.weight", "head.weight"):
         return 0

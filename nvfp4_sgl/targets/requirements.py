@@ -9,11 +9,11 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
-from nvfp4_sgl.model.products import LayerProduct, hopper_products, stored_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, multiplies_as_sm100
 from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
 from nvfp4_sgl.targets.storages import Arrival, hopper_operands, how, sm100_operands
+from nvfp4_sgl.weights.gemms import TOGETHER, GemmSpec, distinct_gemms
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -82,9 +82,7 @@ def check_target(
     check_kernel_sizes(where, config, config.max_position_embeddings if longest is None else longest)
 
 
-def _products(
-    target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]
-) -> Iterable[LayerProduct]:
+def _products(target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> Iterable[GemmSpec]:
     """The GEMMs whose sizes a kernel of ours must take.
 
     Matrices that are merged are one GEMM, so it is their rows together that count: the columns of its result begin at
@@ -92,9 +90,9 @@ def _products(
     one kind of operands, or the GEMM is a library's. On SM100 those of one kind are merged, which may be a single one.
     """
     if target is Target.SM90:
-        stored = hopper_products(config, ranks, lambda stem: hopper_operands(storage(stem)))
+        stored = distinct_gemms(config, ranks, lambda stem: hopper_operands(storage(stem)), TOGETHER)
     else:
-        stored = stored_products(config, ranks, lambda stem: sm100_operands(storage(stem)))
+        stored = distinct_gemms(config, ranks, lambda stem: sm100_operands(storage(stem)))
     return [product for product in stored if product.operands != "bf16"]
 
 

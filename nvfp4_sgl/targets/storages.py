@@ -9,8 +9,8 @@ import enum
 from collections.abc import Mapping
 
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.model.products import Operands
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.weights.gemms import Operands
 
 
 class Arrival(enum.Enum):

@@ -1,4 +1,5 @@
-"""Which matrices of a layer are one GEMM, and which part of each a rank holds. The one description of both.
+"""Which matrices of a layer read the same activation, and which part of each a rank holds. The one list of both;
+:mod:`.gemms` has their sizes.
 
 Matrices that read the same activation are merged; each keeps its own global scale. Heads, o-groups and the experts'
 intermediate dimension are split over ranks (:mod:`.parallel`).
@@ -6,6 +7,7 @@ intermediate dimension are split over ranks (:mod:`.parallel`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +59,10 @@ def attention_matrices(config: ModelConfig, layer: int, parallel: TensorParallel
     )
 
 
+LAYERS_REMEMBERED = 64
+"""Layers whose experts' names are kept: all of a released model, 12 MB."""
+
+
 @dataclass(frozen=True)
 class ExpertMatrices:
     """The GEMMs of one expert on one rank: gate and up rows, gate first; columns of down."""
@@ -67,14 +73,21 @@ class ExpertMatrices:
 
 def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> list[ExpertMatrices]:
     """Matrices of every routed expert in order, then of the shared expert."""
-    share, stem = parallel.share(config.moe_intermediate_size), f"layers.{layer}.ffn"
-    names = [f"{stem}.experts.{index}" for index in range(config.n_routed_experts)] + [f"{stem}.shared_experts"]
+    share = parallel.share(config.moe_intermediate_size)
+    return list(_expert_matrices(f"layers.{layer}.ffn", config.n_routed_experts, share.start, share.stop))
+
+
+@functools.lru_cache(maxsize=LAYERS_REMEMBERED)
+def _expert_matrices(stem: str, routed: int, start: int, stop: int) -> tuple[ExpertMatrices, ...]:
+    """Remembered, because loader, checks, forecast and planner each ask for the tens of thousands of a model."""
+    share = slice(start, stop)
 
     def expert(name: str) -> ExpertMatrices:
         gate_up = Shard(f"{name}.w1", rows=share), Shard(f"{name}.w3", rows=share)
         return ExpertMatrices(gate_up, Shard(f"{name}.w2", cols=share))
 
-    return [expert(name) for name in names]
+    names = [f"{stem}.experts.{index}" for index in range(routed)] + [f"{stem}.shared_experts"]
+    return tuple(expert(name) for name in names)
 
 
 EXPERTS_AT_ONCE = 8

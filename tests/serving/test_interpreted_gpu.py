@@ -20,9 +20,9 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
-from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support import bf16_logprobs, native
 from tests.support.bf16_logprobs import References, distances, errors, prompt, whole_vocabulary
 from tests.support.server import Server, ServerPool
@@ -134,7 +134,7 @@ def test_what_is_running(server: Server, target: Target, mode: ActivationMode, c
     if target is not Target.SM100:
         return
     config = ModelConfig.from_dir(checkpoint)
-    keys = keys_for(layer_products(config), LARGEST_PREFILL, config.swiglu_limit, "sm_100a", B200_CLUSTERS)
+    keys = keys_for(distinct_gemms(config), LARGEST_PREFILL, config.swiglu_limit, "sm_100a", B200_CLUSTERS)
     frozen = told_once(server.text(), "frozen")
     assert {key.name for key in keys} <= set(frozen["gemms"])
 

@@ -16,7 +16,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.choose import MIN_STAGES, product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost, epilogue_cycles
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.model.products import LayerProduct
+from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.packaging.checkout import ROOT
 from tests.sm100.support.launcher import emulated_operations
 
@@ -44,15 +44,15 @@ from benchmarks.sm100.waves import LastWave
 CPU = torch.device("cpu")
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 PRODUCTS = [
-    LayerProduct("dense", 200, 320),
-    LayerProduct("grouped", 136, 128, groups=2),
-    LayerProduct("fp32", 136, 128, output="fp32"),
-    LayerProduct("one expert", 64, 128, gated=True, experts_per_token=1, output="nvfp4"),
-    LayerProduct("gate and up", 96, 128, groups=4, gated=True, experts_per_token=2, output="nvfp4"),
-    LayerProduct("down", 136, 192, groups=4, experts_per_token=3, shared=True),
-    LayerProduct("MXFP8", 136, 160, operands="mxfp8"),
-    LayerProduct("MXFP8, grouped", 136, 128, groups=2, operands="mxfp8"),
-    LayerProduct("MXFP8, gated", 64, 128, gated=True, operands="mxfp8"),
+    GemmSpec("dense", 200, 320),
+    GemmSpec("grouped", 136, 128, groups=2),
+    GemmSpec("fp32", 136, 128, output="fp32"),
+    GemmSpec("one expert", 64, 128, gated=True, experts_per_token=1, output="nvfp4"),
+    GemmSpec("gate and up", 96, 128, groups=4, gated=True, experts_per_token=2, output="nvfp4"),
+    GemmSpec("down", 136, 192, groups=4, experts_per_token=3, shared=True),
+    GemmSpec("MXFP8", 136, 160, operands="mxfp8"),
+    GemmSpec("MXFP8, grouped", 136, 128, groups=2, operands="mxfp8"),
+    GemmSpec("MXFP8, gated", 64, 128, gated=True, operands="mxfp8"),
 ]
 
 
@@ -61,7 +61,7 @@ def name(value: Any) -> str:
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=name)
-def test_numerics_pass_for_the_kernels_and_fail_for_wrong_outputs(product: LayerProduct) -> None:
+def test_numerics_pass_for_the_kernels_and_fail_for_wrong_outputs(product: GemmSpec) -> None:
     with emulated_operations() as emulator:
         load = Workload.make(Case("tiny", 1, product, 11, limit=10.0), CPU)
         assert load.largest_error() <= 1.0

@@ -16,20 +16,20 @@ from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import TENSOR_COLUMNS, KernelShape
-from nvfp4_sgl.model.products import LayerProduct, layer_products
+from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 TOKENS = (1, 5, 8, 17, 64, 65, 300, 1024, 8192)
 
 
-def model_products() -> list[LayerProduct]:
+def model_products() -> list[GemmSpec]:
     """Products of Flash and Pro on 1, 2, 4 and 8 ranks."""
     configs = [ModelConfig.from_dict(config_json(base)) for base in (FLASH, PRO)]
-    found = [product for config in configs for ranks in (1, 2, 4, 8) for product in layer_products(config, ranks)]
+    found = [product for config in configs for ranks in (1, 2, 4, 8) for product in distinct_gemms(config, ranks)]
     return list(dict.fromkeys(found))
 
 
-def chosen(product: LayerProduct, tokens: int) -> tuple[KernelShape, Problem]:
+def chosen(product: GemmSpec, tokens: int) -> tuple[KernelShape, Problem]:
     """The shape for a product of the model, and the problem."""
     size = product.features, product.k
     if not product.experts_per_token:

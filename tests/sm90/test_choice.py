@@ -22,7 +22,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.choose import (
 from nvfp4_sgl.cutedsl_kernels.sm90.cost import BYTES_PER_US, LAUNCH_US, Problem, microseconds
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
-from nvfp4_sgl.model.products import LayerProduct
+from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.packaging.checkout import ROOT
 
 FLASH = [(1536, 4096), (4096, 4096), (40960, 1024), (16384, 1024), (4096, 8192), (4096, 1024), (4096, 512)]
@@ -150,11 +150,11 @@ def test_experts_share_a_tile_for_both_products() -> None:
 def test_every_key_holds_what_a_model_needs() -> None:
     """A library of all kernels serves any numbers of tokens."""
     products = [
-        LayerProduct("from x", 1536, 4096, output="fp32"),
-        LayerProduct("o_a", 1024, 4096, 8),
-        LayerProduct("experts.w1 + w3", 2048, 4096, 257, True, 7, shared=True, output="nvfp4"),
-        LayerProduct("experts.w1 + w3, for fp32 sums", 4096, 4096, 257, False, 7, shared=True, output="fp32"),
-        LayerProduct("experts.w2", 4096, 2048, 257, False, 7, shared=True),
+        GemmSpec("from x", 1536, 4096, output="fp32"),
+        GemmSpec("o_a", 1024, 4096, 8),
+        GemmSpec("experts.w1 + w3", 2048, 4096, 257, True, 7, shared=True, output="nvfp4"),
+        GemmSpec("experts.w1 + w3, for fp32 sums", 4096, 4096, 257, False, 7, shared=True, output="fp32"),
+        GemmSpec("experts.w2", 4096, 2048, 257, False, 7, shared=True),
     ]
     needed = keys_for(products, 600, 10.0, "sm_90a", H200_CLUSTERS)
     assert len(needed) > 10
@@ -163,5 +163,5 @@ def test_every_key_holds_what_a_model_needs() -> None:
 
 
 def test_gemms_of_a_library_need_no_kernel() -> None:
-    products = [LayerProduct("plain", 1536, 4096, operands="bf16"), LayerProduct("FP8", 1536, 4096, operands="mxfp8")]
+    products = [GemmSpec("plain", 1536, 4096, operands="bf16"), GemmSpec("FP8", 1536, 4096, operands="mxfp8")]
     assert keys_for(products, 9, 10.0, "sm_90a", H200_CLUSTERS) == []

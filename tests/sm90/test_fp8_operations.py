@@ -19,7 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for, smallest_call
 from nvfp4_sgl.errors import OperandError, OperandValueError
 from nvfp4_sgl.formats import fp8_block, mxfp8
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
-from nvfp4_sgl.model.products import LayerProduct
+from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.sm90.support.products import random_tokens
 from tests.sm100.support.launcher import EmulatedLauncher, emulated_operations
 from tests.support.reference_gemms import DryLauncher, dry_gemms, reference_gemms
@@ -89,9 +89,9 @@ def test_pinned_plans() -> None:
 # What is planned.
 
 PRODUCTS = [
-    LayerProduct("from x", 1536, 4096, output="fp32", operands="fp8"),
-    LayerProduct("o_a", 1024, 4096, 8, operands="fp8"),
-    LayerProduct("shared_experts.w2", 4096, 2048, operands="fp8"),
+    GemmSpec("from x", 1536, 4096, output="fp32", operands="fp8"),
+    GemmSpec("o_a", 1024, 4096, 8, operands="fp8"),
+    GemmSpec("shared_experts.w2", 4096, 2048, operands="fp8"),
 ]
 
 
@@ -110,7 +110,7 @@ def test_the_warm_up_foresees_every_kernel() -> None:
 
 
 def test_kernels_of_a_library_or_of_sm100_are_none_of_these() -> None:
-    others = [LayerProduct("bf16", 1024, 1024, operands="bf16"), LayerProduct("mxfp8", 1024, 1024, operands="mxfp8")]
+    others = [GemmSpec("bf16", 1024, 1024, operands="bf16"), GemmSpec("mxfp8", 1024, 1024, operands="mxfp8")]
     assert keys_for(others, 8, 10.0, "sm_90a", H200_CLUSTERS) == []
     assert keys_for(PRODUCTS, 8, 10.0, "sm_100a", H200_CLUSTERS) == []
 

@@ -33,10 +33,10 @@ from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
-from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.warm_up import sizes
 from nvfp4_sgl.triton_kernels.common import chip
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support.dry_launches import Launch, explained, launch_of
 from tests.support.reference_gemms import DryLauncher
 from tests.support.server import Server
@@ -186,7 +186,7 @@ def check_weights(server: Server, checkpoint: Path) -> None:
 def check_warm_up(server: Server, checkpoint: Path, largest: int) -> None:
     """Every GEMM of up to ``largest`` tokens ran, and passes of each size, before anything was served."""
     config = ModelConfig.from_dir(checkpoint)
-    keys = keys_for(layer_products(config), largest, config.swiglu_limit, "sm_100a", B200_CLUSTERS)
+    keys = keys_for(distinct_gemms(config), largest, config.swiglu_limit, "sm_100a", B200_CLUSTERS)
     frozen, warmed = (told_once(server.text(), event) for event in ("frozen", "warmed up"))
     assert {key.name for key in keys} == set(frozen["gemms"])
     assert set(sizes(largest)) <= set(warmed["passes"])
@@ -213,7 +213,7 @@ def check_foreseen(server: Server, checkpoint: Path, setting: Serving) -> None:
 def first_key(checkpoint: Path, tokens: int) -> str:
     """The kernel that the plan gives the first GEMM of a prompt."""
     config = ModelConfig.from_dir(checkpoint)
-    product = layer_products(config)[0]
+    product = distinct_gemms(config)[0]
     shape = plan_product(product.features, product.k, tokens, 1, token_tile_for(tokens), product.output, B200_CLUSTERS)
     return KernelKey("sm_100a", shape).name
 

@@ -17,8 +17,8 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
-from nvfp4_sgl.model.products import LayerProduct, step_products, stored_products
-from nvfp4_sgl.model.products import Operands as LayerOperands
+from nvfp4_sgl.weights.gemms import GemmSpec, all_nvfp4, step_gemms
+from nvfp4_sgl.weights.gemms import Operands as LayerOperands
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -35,7 +35,7 @@ class Case:
 
     model: str
     ranks: int
-    product: LayerProduct
+    product: GemmSpec
     tokens: int
     limit: float
     layers: int = 1
@@ -92,7 +92,7 @@ def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: st
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))
         for size in ranks:
-            of_step = step_products(config, size) if checkpoint == FULL else stored_products(config, size, released)
+            of_step = step_gemms(config, size, all_nvfp4 if checkpoint == FULL else released)
             for product, layers in of_step.items():
                 if product.operands == "bf16":
                     continue

@@ -18,10 +18,10 @@ from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.model.products import LayerProduct, layer_products
 from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, compile_missing, folder_of, given_folder
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class GemmPlanner(FusedPlanner):
             programmatic_launch=runner.programmatic_launch,
         )
 
-    def products(self) -> Sequence[LayerProduct]:
+    def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank."""
-        return layer_products(self.context.config, self.context.parallel.size)
+        return distinct_gemms(self.context.config, self.context.parallel.size)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
         """The Triton kernels of the warm-up, told by passes that launch none."""

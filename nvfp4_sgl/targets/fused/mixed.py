@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context, Operand
-from nvfp4_sgl.model.products import Operands
 from nvfp4_sgl.targets.fused.input_columns import MergedProjection
 from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.weights.gemms import BY_KIND, Operands
 from nvfp4_sgl.weights.source import Shard
 
 Projections = Mapping[Operands, Callable[[Context, Sequence[Shard]], MergedProjection]]
@@ -38,11 +38,9 @@ class MixedProjection(nn.Module):
 
     def __init__(self, context: Context, shards: Sequence[Shard], projections: Projections):
         super().__init__()
-        members: dict[Operands, list[int]] = {}
-        for index, shard in enumerate(shards):
-            members.setdefault(operands_of(context, shard), []).append(index)
-        self._members, self._count = list(members.values()), len(shards)
-        self._parts = [projections[kind](context, [shards[i] for i in of_kind]) for kind, of_kind in members.items()]
+        parts = BY_KIND.split([operands_of(context, shard) for shard in shards])
+        self._members, self._count = [members for _, members in parts], len(shards)
+        self._parts = [projections[kind](context, [shards[i] for i in members]) for kind, members in parts]
         self.parts = nn.ModuleList(cast("list[nn.Module]", self._parts))
         self.takes = functools.reduce(operator.or_, (part.takes for part in self._parts))
 

@@ -17,7 +17,6 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
-from nvfp4_sgl.model.products import LayerProduct, Operands, stored_products
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.mixed import Projections, merged, operands_of
@@ -28,6 +27,7 @@ from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.targets.storages import sm100_operands
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
+from nvfp4_sgl.weights.gemms import GemmSpec, Operands, distinct_gemms
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.source import Shard
 
@@ -91,8 +91,8 @@ class Sm100Planner(GemmPlanner):
 
         return warm_up_passes(self.slots, tokens, self.context.parallel, kind, tile)
 
-    def products(self) -> Sequence[LayerProduct]:
+    def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
         storage = context.source.storage
-        return list(stored_products(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem))))
+        return distinct_gemms(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem)))

@@ -25,7 +25,6 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
-from nvfp4_sgl.model.products import LayerProduct, Operands, common_operands, hopper_products
 from nvfp4_sgl.targets.fused import products_bf16 as bf16
 from nvfp4_sgl.targets.fused import products_w8a16 as w8a16
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
@@ -38,6 +37,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_token
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
+from nvfp4_sgl.weights.gemms import TOGETHER, GemmSpec, Operands, common, distinct_gemms
 from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -45,7 +45,7 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 def _operands(context: Context, shards: Sequence[Shard]) -> Operands:
     """What a GEMM of ``shards``, merged, multiplies."""
-    return common_operands(hopper_operands(context.source.storage(shard.stem)) for shard in shards)
+    return common(hopper_operands(context.source.storage(shard.stem)) for shard in shards)
 
 
 def load_nvfp4(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
@@ -260,8 +260,10 @@ class W4A16Planner(GemmPlanner):
 
         return warm_up_passes(self.slots, tokens, self.context.parallel, kind, padded_tokens)
 
-    def products(self) -> Sequence[LayerProduct]:
+    def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
         storage = context.source.storage
-        return list(hopper_products(context.config, context.parallel.size, lambda stem: hopper_operands(storage(stem))))
+        return distinct_gemms(
+            context.config, context.parallel.size, lambda stem: hopper_operands(storage(stem)), TOGETHER
+        )

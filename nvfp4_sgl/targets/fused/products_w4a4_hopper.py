@@ -26,7 +26,6 @@ from nvfp4_sgl.model.contract import (
     Operand,
     Projection,
 )
-from nvfp4_sgl.model.products import LayerProduct, Operands, stored_products
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.mixed import Projections, merged, operands_of
 from nvfp4_sgl.targets.fused.operands import in_form
@@ -50,6 +49,7 @@ from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.quantize.rounded import round_to_mxfp8, round_to_nvfp4, scale_rows
+from nvfp4_sgl.weights.gemms import GemmSpec, Operands, distinct_gemms
 from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -214,15 +214,15 @@ def experts(context: Context, matrices: Sequence[ExpertMatrices]) -> Experts:
 class W4A4Planner(W4A16Planner):
     """Knows what kernels are compiled for by the number of tokens: as in ``w4a16``, with other GEMMs."""
 
-    def products(self) -> Sequence[LayerProduct]:
+    def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
         storage = context.source.storage
-        found = stored_products(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem)))
+        found = distinct_gemms(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem)))
         return [_as_launched(product) for product in found]
 
 
-def _as_launched(product: LayerProduct) -> LayerProduct:
+def _as_launched(product: GemmSpec) -> GemmSpec:
     """SM100's GEMM as Hopper's kernels compute it: gate and up in one matrix, and fp32 where scales are to follow."""
     if product.gated:
         return replace(product, features=2 * product.features, gated=False, output="fp32")

@@ -26,7 +26,7 @@ from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.rows import MxFp8Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile
-from nvfp4_sgl.model.products import layer_products
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.released import FLASH, PRO, config_json
 
@@ -132,7 +132,7 @@ def test_plans_read_the_layout_they_are_given(token_tile: int) -> None:
 
 @pytest.mark.parametrize("base", [FLASH, PRO], ids=["flash", "pro"])
 def test_a_library_of_every_kernel_serves_a_model(base: dict) -> None:
-    products = layer_products(ModelConfig.from_dict(config_json(base)), ranks=4)
+    products = distinct_gemms(ModelConfig.from_dict(config_json(base)), ranks=4)
     keys = warm_up.keys_for(products, 4096, LIMIT, "sm_103a", B200_CLUSTERS)
     everything = plan.every_key("sm_103a", LIMIT, ("bf16", "fp32"))
     assert len(keys) > 10 and set(keys) <= set(everything)

@@ -11,19 +11,19 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.plan import Pin, pairs_in, pinned, rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.errors import OperandValueError
-from nvfp4_sgl.model.products import LayerProduct, layer_products
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
+from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 LIMIT = 10.0
 TOKENS = (1, 2, 3, 8, 9, 31, 64, 65, 200, 257, 300, 319, 1000, 2049, 4095, 4096)
 
 
-def products(base: dict, ranks: int) -> list[LayerProduct]:
-    return layer_products(ModelConfig.from_dict(config_json(base)), ranks)
+def products(base: dict, ranks: int) -> list[GemmSpec]:
+    return distinct_gemms(ModelConfig.from_dict(config_json(base)), ranks)
 
 
-def planned(product: LayerProduct, tokens: int, clusters: Clusters = B200_CLUSTERS) -> KernelShape:
+def planned(product: GemmSpec, tokens: int, clusters: Clusters = B200_CLUSTERS) -> KernelShape:
     """As the operations plan a call whose rows were made by the kernels before."""
     sizes = product.features, product.k
     if not product.experts_per_token:

@@ -19,7 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_product
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape
-from nvfp4_sgl.model.products import LayerProduct
+from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.sm100.emulator import Compiled, DeadlockError, HazardError, Options, emulated
 from tests.sm100.support.launcher import emulated_operations
 from tests.sm100.support.mutants import compile_changed
@@ -210,7 +210,7 @@ def test_operations_bring_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_warm_up_asks_for_all_that_is_planned() -> None:
     features, k = 2560, 4096
-    product = LayerProduct("wq_a and more", features, k, output="fp32")
+    product = GemmSpec("wq_a and more", features, k, output="fp32")
     keys = warm_up.keys_for([product], 8192, 10.0, "sm_100a", B200_CLUSTERS)
     planned = {choose_product(features, k, tokens, output="fp32") for tokens in range(257, 8193, 97)}
     assert FP32 in planned and planned <= {key.shape for key in keys}

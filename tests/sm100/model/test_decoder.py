@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
-from nvfp4_sgl.model.products import layer_products
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
 from tests.support.ranks import Exchange
@@ -59,7 +59,7 @@ def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
         found = log_probabilities(model)
     tokens = max(sum(len(chunk) for chunk in chunks.values()) for chunks in PASSES)
     limit, gpu = model.config.swiglu_limit, runner.clusters(model.device)
-    ready = keys_for(layer_products(model.config), tokens, limit, "sm_100a", gpu)
+    ready = keys_for(distinct_gemms(model.config), tokens, limit, "sm_100a", gpu)
     assert set(runner.keys) <= set(ready)
     return found, runner
 

@@ -1,4 +1,4 @@
-"""The list of a layer's products against the released models' tensors."""
+"""The list of the layers' GEMMs against the released models' tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.model.products import Operands, hopper_products, layer_products, step_products
+from nvfp4_sgl.weights.gemms import TOGETHER, Operands, distinct_gemms, launched_gemms, step_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 
@@ -25,7 +25,7 @@ def test_products_cover_every_parameter_of_a_layer_once(base: dict, kinds: int) 
         indexed = config.kind(layer) is LayerKind.CSA
         mine = [
             product
-            for product in layer_products(config)
+            for product in distinct_gemms(config)
             if (("compressor" in product.name) == compressed or "wq_a" not in product.name)
             and (("indexer" in product.name) == indexed or "wq_" not in product.name)
         ]
@@ -37,7 +37,7 @@ def test_products_cover_every_parameter_of_a_layer_once(base: dict, kinds: int) 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_share_heads_groups_and_experts(ranks: int) -> None:
     config = ModelConfig.from_dict(config_json(PRO))
-    whole, part = layer_products(config), layer_products(config, ranks)
+    whole, part = distinct_gemms(config), distinct_gemms(config, ranks)
     for one, share in zip(whole, part, strict=True):
         assert one.name == share.name
         size = one.features * one.k * one.groups
@@ -52,7 +52,7 @@ def test_ranks_share_heads_groups_and_experts(ranks: int) -> None:
 @pytest.mark.parametrize(("base", "layers"), [(FLASH, 43), (PRO, 61)], ids=["flash", "pro"])
 def test_a_pass_launches_six_products_a_layer(base: dict, layers: int) -> None:
     config = ModelConfig.from_dict(config_json(base))
-    found = step_products(config, 8)
+    found = step_gemms(config, 8)
     assert found.total() == 6 * layers
     assert {found[one] for one in found if "experts" in one.name} == {layers}
     from_q = {name: sum(found[one] for one in found if one.name == name) for name in ("wq_b", "wq_b + indexer.wq_b")}
@@ -62,14 +62,14 @@ def test_a_pass_launches_six_products_a_layer(base: dict, layers: int) -> None:
 
 def test_what_each_product_writes() -> None:
     """fp32 from x, for the compressors; NVFP4 between the experts' products; else bf16."""
-    found = {one.name.split(" ")[0]: one.output for one in layer_products(ModelConfig.from_dict(config_json(PRO)))}
+    found = {one.name.split(" ")[0]: one.output for one in distinct_gemms(ModelConfig.from_dict(config_json(PRO)))}
     expected = {"wq_a": "fp32", "wq_b": "bf16", "wo_a": "bf16", "wo_b": "bf16", "experts.w1": "nvfp4"}
     assert found == expected | {"experts.w2": "bf16"}
 
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tp-size 3"):
-        layer_products(ModelConfig.from_dict(config_json(FLASH)), 3)
+        distinct_gemms(ModelConfig.from_dict(config_json(FLASH)), 3)
 
 
 def released(stem: str) -> Operands:
@@ -81,7 +81,7 @@ def released(stem: str) -> Operands:
 
 def test_hopper_merges_all_or_dequantises() -> None:
     config = ModelConfig.from_dict(config_json(FLASH))
-    found = hopper_products(config, 2, released)
+    found = step_gemms(config, 2, released, rule=TOGETHER)
     kinds = {one.name: one.operands for one in found}
     assert kinds.pop("wq_a + wkv") == "fp8"
     assert {kind for name, kind in kinds.items() if "compressor" in name} == {"bf16"}
@@ -95,13 +95,46 @@ def test_hopper_merges_all_or_dequantises() -> None:
 
 def test_hopper_in_one_format_has_the_products_of_a_step() -> None:
     config = ModelConfig.from_dict(config_json(PRO))
-    assert hopper_products(config, 4, lambda stem: "nvfp4") == step_products(config, 4)
+    assert step_gemms(config, 4, lambda stem: "nvfp4") == step_gemms(config, 4, rule=TOGETHER)
 
 
 def test_one_routed_expert_that_is_not_nvfp4_takes_its_layer_to_bf16() -> None:
     config = ModelConfig.from_dict(config_json(FLASH))
-    found = hopper_products(config, 1, lambda stem: "fp8" if "layers.7.ffn.experts.200.w2" in stem else "nvfp4")
+    found = step_gemms(
+        config, 1, lambda stem: "fp8" if "layers.7.ffn.experts.200.w2" in stem else "nvfp4", rule=TOGETHER
+    )
     assert {one.name: count for one, count in found.items() if one.operands == "bf16"} == {
         "experts.w1 + w3": 1,
         "experts.w2": 1,
     }
+
+
+def test_a_gemm_knows_its_matrices_and_their_rows() -> None:
+    config, ranks = ModelConfig.from_dict(config_json(FLASH)), 2
+    shapes = {spec.name: spec.shape for spec in tensor_specs(config).values() if spec.role.is_matrix}
+    found = [shard for gemm in launched_gemms(config, ranks) for shard in gemm.shards]
+    assert sorted(shard.stem for shard in found) == sorted(shapes)
+    for gemm in launched_gemms(config, ranks):
+        assert sum(gemm.shard_rows) == gemm.rows * gemm.groups
+        for shard, rows in zip(gemm.shards, gemm.shard_rows, strict=True):
+            whole, k = shapes[shard.stem]
+            assert rows == (whole // ranks if shard.rows else whole)
+            assert gemm.k == (k // ranks if shard.cols else k)
+
+
+def test_by_kind_each_kind_is_a_gemm_and_a_shared_expert_of_another_runs_apart() -> None:
+    config = ModelConfig.from_dict(config_json(FLASH))
+    layer = config.layer_kinds.index(LayerKind.CSA)
+    here = f"layers.{layer}."
+    found = [gemm for gemm in launched_gemms(config, 1, mxfp8) if gemm.shards[0].stem.startswith(here)]
+    names = {gemm.name: (gemm.operands, gemm.gated) for gemm in found if gemm.output != "nvfp4"}
+    assert names["wq_a + wkv"] == ("mxfp8", False)
+    compressors = [f"{stem}compressor.{name}" for stem in ("", "indexer.") for name in ("wkv", "wgate")]
+    assert names[" + ".join(compressors)] == ("bf16", False)
+    assert names["shared_experts.w1 + w3"] == ("mxfp8", True)
+
+
+def mxfp8(stem: str) -> Operands:
+    """:func:`released` as SM100 multiplies it."""
+    kind = released(stem)
+    return "mxfp8" if kind == "fp8" else kind

@@ -1,0 +1,241 @@
+"""The GEMMs of a model's layers on one rank, with their sizes. The one inventory of them.
+
+Which matrices read the same activation, and what a rank holds of each, is in :mod:`.layout`, by which the loader reads
+them. Their sizes are those of the checkpoint's tensors (:mod:`nvfp4_sgl.checkpoint.names`). A :class:`MergeRule` says
+which of them a target computes at once. Kernels, memory, requirements and benchmarks all follow from the result.
+
+Router, index weights and LM head are left out: they are never quantised.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nvfp4_sgl.checkpoint.names import attention_specs
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.weights.layout import ExpertMatrices, attention_matrices, expert_matrices
+from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.source import Shard
+
+Operands = Literal["nvfp4", "mxfp8", "fp8", "bf16"]
+"""What a GEMM multiplies: weights and activations alike on SM100, weights with bf16 activations on Hopper. "mxfp8" is
+SM100's, "fp8" Hopper's. Those of bf16 are a library's."""
+Output = Literal["bf16", "fp32", "nvfp4"]
+OperandsOf = Callable[[str], Operands]
+"""What the GEMM of a matrix multiplies, by the matrix's name without suffix."""
+
+
+def all_nvfp4(stem: str) -> Operands:
+    """:data:`OperandsOf` of a checkpoint whose matrices are all NVFP4."""
+    return "nvfp4"
+
+
+class Part(enum.Enum):
+    """The part of a layer that a GEMM belongs to."""
+
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """``groups`` GEMMs of [tokens, k] by [features, k]; with ``gated`` a gate and an up matrix each.
+
+    Two are equal where the same kernels compute both: the layer and its shards do not count.
+
+    Attributes:
+        name: the checkpoint's names of what is merged, within the layer's part.
+        experts_per_token: 0 for GEMMs of all tokens; else how many of the groups each token goes through.
+        shared: the last of the groups is one that every token goes through, the shared expert.
+        output: what is written; "nvfp4" is quantised again for the GEMM that follows.
+        operands: what is multiplied, where the target multiplies several kinds.
+        shards: the matrices, in the order of groups and rows. shard_rows: this rank's weight rows of each.
+    """
+
+    name: str
+    features: int
+    k: int
+    groups: int = 1
+    gated: bool = False
+    experts_per_token: int = 0
+    shared: bool = False
+    output: Output = "bf16"
+    operands: Operands = "nvfp4"
+    part: Part = Part.ATTENTION
+    shards: tuple[Shard, ...] = field(default=(), compare=False, repr=False)
+    shard_rows: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a group."""
+        return self.features * (2 if self.gated else 1)
+
+    @property
+    def elements(self) -> int:
+        """Weights of all groups."""
+        return self.groups * self.rows * self.k
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """How a target makes GEMMs of matrices that read the same activation.
+
+    Attributes:
+        by_kind: one GEMM for each kind of operands. Otherwise one for all: of their kind if that is one, else of bf16;
+            then routed experts are also bf16, the shared one with them, unless all of a layer are NVFP4.
+        gated_alone: whether SwiGLU is part of the GEMM of gate and up of a shared expert that runs apart.
+    """
+
+    by_kind: bool
+    gated_alone: bool
+
+    def split(self, kinds: Sequence[Operands]) -> list[tuple[Operands, list[int]]]:
+        """The GEMMs of matrices of these ``kinds``: what each multiplies, and the indices of its matrices."""
+        if not self.by_kind:
+            return [(common(kinds), list(range(len(kinds))))]
+        members: dict[Operands, list[int]] = {}
+        for index, kind in enumerate(kinds):
+            members.setdefault(kind, []).append(index)
+        return list(members.items())
+
+
+BY_KIND = MergeRule(by_kind=True, gated_alone=True)
+"""SM100's."""
+TOGETHER = MergeRule(by_kind=False, gated_alone=False)
+"""Hopper's with bf16 activations."""
+
+
+def common(kinds: Iterable[Operands]) -> Operands:
+    """The kind of all ``kinds`` if they are one, else bf16."""
+    found = set(kinds)
+    return found.pop() if len(found) == 1 else "bf16"
+
+
+def launched_gemms(
+    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+) -> list[GemmSpec]:
+    """The GEMMs that a pass through all layers launches on one of ``ranks``, in their order.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    parallel = TensorParallel(size=ranks)
+    parallel.check(config)
+    return [
+        gemm
+        for layer in range(config.num_hidden_layers)
+        for part in (_attention, _experts)
+        for gemm in part(config, layer, parallel, operands, rule)
+    ]
+
+
+def step_gemms(
+    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+) -> Counter[GemmSpec]:
+    """:func:`launched_gemms`, each with the number of its layers.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    return Counter(launched_gemms(config, ranks, operands, rule))
+
+
+def distinct_gemms(
+    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+) -> list[GemmSpec]:
+    """:func:`launched_gemms`, each once.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    return list(step_gemms(config, ranks, operands, rule))
+
+
+def _attention(
+    config: ModelConfig, layer: int, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+) -> Iterator[GemmSpec]:
+    stem = f"layers.{layer}.attn"
+    shapes = {spec.name: spec.shape for spec in attention_specs(config, stem, config.kind(layer))}
+    matrices = attention_matrices(config, layer, parallel)
+
+    def gemms(shards: Sequence[Shard], groups: int = 1, output: Output = "bf16") -> Iterator[GemmSpec]:
+        for kind, members in rule.split([operands(shard.stem) for shard in shards]):
+            merged = tuple(shards[index] for index in members)
+            rows = tuple(_length(shard.rows, shapes[shard.stem][0]) for shard in merged)
+            yield GemmSpec(
+                " + ".join(shard.stem.removeprefix(f"{stem}.") for shard in merged),
+                sum(rows) // groups,
+                _length(merged[0].cols, shapes[merged[0].stem][1]),
+                groups,
+                output=output,
+                operands=kind,
+                shards=merged,
+                shard_rows=rows,
+            )
+
+    yield from gemms(matrices.from_x, output="fp32")
+    yield from gemms(matrices.from_q)
+    yield from gemms([matrices.wo_a], matrices.groups)
+    yield from gemms([matrices.wo_b])
+
+
+def _length(part: slice | None, total: int) -> int:
+    return total if part is None else int(part.stop - part.start)
+
+
+def _experts(
+    config: ModelConfig, layer: int, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+) -> list[GemmSpec]:
+    *routed, shared = expert_matrices(config, layer, parallel)
+    if not rule.by_kind and common(operands(shard.stem) for expert in routed for shard in _shards(expert)) != "nvfp4":
+        return _grouped(config, parallel, [*routed, shared], shared=True, kind="bf16")
+    # A target that merges by kind takes a shared expert only if its matrices are of one kind.
+    kind = common(operands(shard.stem) for shard in _shards(shared))
+    if kind == "nvfp4":
+        return _grouped(config, parallel, [*routed, shared], shared=True)
+    inner, d = config.moe_intermediate_size // parallel.size, config.hidden_size
+    gated, features = (True, inner) if rule.gated_alone else (False, 2 * inner)
+    return [
+        *_grouped(config, parallel, routed, shared=False),
+        GemmSpec(
+            "shared_experts.w1 + w3", features, d,
+            gated=gated, operands=kind, part=Part.EXPERTS, shards=shared.gate_up, shard_rows=(inner, inner),
+        ),
+        GemmSpec(
+            "shared_experts.w2", d, inner,
+            operands=kind, part=Part.EXPERTS, shards=(shared.down,), shard_rows=(d,),
+        ),
+    ]  # fmt: skip
+
+
+def _grouped(
+    config: ModelConfig,
+    parallel: TensorParallel,
+    experts: Sequence[ExpertMatrices],
+    *,
+    shared: bool,
+    kind: Operands = "nvfp4",
+) -> list[GemmSpec]:
+    """The GEMMs of experts that are groups of one; the shared expert is the last, if it is among them."""
+    d, inner = config.hidden_size, config.moe_intermediate_size // parallel.size
+    groups, visits = len(experts), config.num_experts_per_tok + shared
+    gate_up = tuple(shard for expert in experts for shard in expert.gate_up)
+    down = tuple(expert.down for expert in experts)
+    return [
+        GemmSpec(
+            "experts.w1 + w3", inner, d, groups, True, visits, shared, "nvfp4", kind,
+            Part.EXPERTS, gate_up, (inner,) * len(gate_up),
+        ),
+        GemmSpec(
+            "experts.w2", d, inner, groups, False, visits, shared, "bf16", kind,
+            Part.EXPERTS, down, (d,) * len(down),
+        ),
+    ]  # fmt: skip
+
+
+def _shards(expert: ExpertMatrices) -> Sequence[Shard]:
+    return (*expert.gate_up, expert.down)
