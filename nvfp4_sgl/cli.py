@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nvfp4_sgl import __version__
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped
+from nvfp4_sgl.terminal import guarded
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``nvfp4-sgl ARGV`` and return its exit status.
 
     0 is success; 1 is what a subcommand found wrong; 2 is a wrong command line, or an :class:`Nvfp4SglError`, printed
-    as one line. Any other exception is a defect and keeps its traceback.
+    as one line; 130 is Ctrl-C. Any other exception is a defect and keeps its traceback.
     """
+    return guarded("nvfp4-sgl", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         namespace = build_parser(chosen=arguments[0] if arguments else None).parse_args(arguments)

@@ -2,13 +2,74 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 import textwrap
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 INDENT = "    "
 """Before the second and further lines of one that is broken."""
+
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells give it."""
+CHILD_SECONDS = 5
+"""How long children may take to end by themselves once they are told to."""
+
+
+def guarded(name: str, main: Callable[[], int]) -> int:
+    """The exit status of ``main``, run as a terminal's user expects.
+
+    Characters that stdout and stderr cannot show are spelt out. Ctrl-C prints one line, ends the children that are
+    left and gives :data:`INTERRUPTED`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print(f"\n{name}: interrupted", file=sys.stderr, flush=True)
+        end_descendants()
+        return INTERRUPTED
+
+
+def end_descendants() -> None:
+    """End every process that this one started, and theirs; those that do not heed SIGTERM are killed."""
+    left = _descendants(os.getpid())
+    for number, seconds in ((signal.SIGTERM, CHILD_SECONDS), (signal.SIGKILL, 1)):
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+        deadline = time.monotonic() + seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = [process for process in left if _parent(process) is not None]
+
+
+def _descendants(root: int) -> list[int]:
+    parents = {int(entry.name): _parent(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    found, new = [], [root]
+    while new:
+        new = [process for process, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+def _parent(process: int) -> int | None:
+    """Parent of a running process; ``None`` if it has ended."""
+    try:
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def fitted(text: str) -> str:

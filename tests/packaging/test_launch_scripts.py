@@ -1,0 +1,122 @@
+"""What scripts of launch answer at once; how they and ``nvfp4-sgl`` end on Ctrl-C and write to ASCII terminals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvfp4_sgl.cli import COMMANDS
+from tests.packaging.checkout import ROOT
+
+SCRIPTS = sorted(
+    file.name for file in (ROOT / "launch").iterdir() if file.is_file() and file.read_text().startswith("#!")
+)
+GPU = sorted(name for name in SCRIPTS if "require_gpu" in (ROOT / "launch" / name).read_text())
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+
+
+def fresh(tmp_path: Path) -> dict[str, str]:
+    """Variables of a machine where nothing was built: building would leave files in ``tmp_path``."""
+    return {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(tmp_path), "NVFP4_SGL_PYTHON": "/nonexistent"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_builds_nothing(name: str, tmp_path: Path) -> None:
+    for variables in ({}, ASCII):
+        command: list[str | Path] = [ROOT / "launch" / name, "--help"]
+        done = subprocess.run(command, env=fresh(tmp_path) | variables, capture_output=True, text=True, timeout=20)
+        assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) > 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_the_program_s_options(tmp_path: Path) -> None:
+    command: list[str | Path] = [ROOT / "launch" / "bench_full", "-h"]
+    done = subprocess.run(command, env=fresh(tmp_path), capture_output=True, text=True, timeout=20)
+    assert all(option in done.stdout for option in ("  --tp\n", "  --layers\n", "  --trace ", "for logs and results"))
+
+
+def test_what_measures_gpus_asks_for_one() -> None:
+    assert {"bench_full", "bench_kernels", "bench_long", "profile_decoder", "check_gpu", "check_sm90"} <= {*GPU}
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_without_a_gpu_nothing_is_built(name: str, tmp_path: Path) -> None:
+    variables = fresh(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([ROOT / "launch" / name], env=variables, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines() == [
+        f"launch/{name}: needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES hides all; unset it"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+WAITS = """
+import subprocess, sys, time
+sys.path.insert(0, {root!r})
+from nvfp4_sgl.terminal import guarded
+
+def main():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    print(child.pid, flush=True)
+    time.sleep(300)
+
+sys.exit(guarded("waits", main))
+"""
+
+
+def interrupt(command: list[str | Path], environment: dict[str, str], ready: str) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of a command that gets what a terminal sends on Ctrl-C once it has printed ``ready``."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.readline()
+        assert ready in first
+        os.killpg(process.pid, signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+        return process.returncode, first + rest, errors
+
+
+def test_ctrl_c_leaves_one_line_and_no_children() -> None:
+    """Children in sessions of their own get no signal from the terminal."""
+    status, printed, errors = interrupt([sys.executable, "-c", WAITS.format(root=str(ROOT))], dict(os.environ), "")
+    assert (status, errors) == (130, "\nwaits: interrupted\n")
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(printed)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(printed)}").exists()
+
+
+def test_ctrl_c_in_a_program_of_launch(tmp_path: Path) -> None:
+    """The stand-in for an interpreter is the real one, with a program that waits."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time, sys\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'argparse':\n            print('waiting', flush=True)\n            time.sleep(300)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    variables = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    status, _, errors = interrupt([ROOT / "launch" / "train_small"], variables, "waiting")
+    assert (status, errors) == (130, "\nlaunch/train_small: interrupted\n")
+
+
+def test_ctrl_c_in_a_script() -> None:
+    code = f'BASH_SOURCE_IS=launch; source "{ROOT}/launch/shell.sh"; echo ready; sleep 300'
+    status, _, errors = interrupt(["bash", "-c", code], dict(os.environ), "ready")
+    assert status == 130 and "interrupted" in errors and len(errors.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_write_to_ascii_terminals(command: str) -> None:
+    """Names outside ASCII come from the command line; help may hold the field's notation."""
+    for arguments in ([command, "--help"], [command, "é", "ü"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "nvfp4_sgl.cli", *arguments], env=os.environ | ASCII, cwd=ROOT, capture_output=True
+        )
+        assert b"Traceback" not in done.stderr, done.stderr
+        assert (done.stdout + done.stderr).isascii()
