@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from examples import function_calling
 from tests.support.logprobs import check, generate
 from tests.support.oracle import cached_hf_model
 from tests.support.prompts import clear_ids
@@ -63,6 +65,11 @@ def test_answers_are_those_of_transformers(serve: ServerPool, tiny_checkpoints: 
     answer = server.post("/v1/chat/completions", body | {"max_tokens": 60, "response_format": constrained, "n": 1})
     text = answer["choices"][0]["message"]["content"]
     assert text == json.dumps(json.loads(text)), text
+    # Random weights would mark the text as JSON; nothing but the flag keeps whitespace out.
+    vocabulary = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
+    liked = {str(vocabulary[text]): 100 for text in ("t", "tr", "tru", "true") if text in vocabulary}
+    call = function_calling.converse(server.url, extra_body={"logit_bias": liked})[1]
+    assert [tool["function"]["name"] for tool in call["tool_calls"]] == ["get_weather"]
 
     assert server.get("/v1/models")["data"][0]["id"] == "deepseek"
     info = server.get("/server_info")
