@@ -100,7 +100,7 @@ def target_here(name: str | None) -> Target:
     if name is None:
         return detect_target()
     target = Target(name)
-    if target is Target.CPU:
+    if not target.on_gpu:
         return target
     # The driver answers in milliseconds, where torch takes seconds to import.
     here = detect_target() if sees_gpu() else Target.CPU

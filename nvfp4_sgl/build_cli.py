@@ -17,7 +17,7 @@ from nvfp4_sgl.targets.choose import Target, detect_target, mode_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl build``."""
     add_checkpoint(parser, more=", or one with config.json alone")
-    add_target(parser, (Target.SM90, Target.SM100))
+    add_target(parser, [target for target in Target if target.on_gpu])
     add_mode(parser, "config.json's, or else the target's")
     add_ranks(parser, several=True)
     parser.add_argument(
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     target = Target(args.target) if args.target else detect_target()
-    if target is Target.CPU:
+    if not target.on_gpu:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))

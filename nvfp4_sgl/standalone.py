@@ -67,7 +67,7 @@ class Standalone:
         layers: range | None = None,
     ):
         choice = choose(target, mode)
-        if target is not Target.CPU:
+        if target.on_gpu:
             packed, dtype = True, torch.bfloat16
         self.device, self.dtype = torch.device(device), dtype
         verified = model if isinstance(model, Verified) else verify(model)

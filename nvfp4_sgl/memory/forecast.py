@@ -18,7 +18,7 @@ from nvfp4_sgl.memory.pools import (
 )
 from nvfp4_sgl.memory.weights import weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.target import Descriptor, Target, descriptor
 
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
@@ -185,22 +185,22 @@ def forecast(
         left = free * setting.fraction - sum(weights.values()) - sum(server.values())
         tokens = max(int(left / sum(token.values())), 0) // PAGE_TOKENS * PAGE_TOKENS
         tokens = tokens if setting.most_tokens is None else min(tokens, setting.most_tokens)
-    return Forecast(setting, weights, server, token, _estimated(config, target, setting, mode), free, tokens)
+    return Forecast(
+        setting, weights, server, token, _estimated(config, descriptor(target, mode), setting), free, tokens
+    )
 
 
-def _estimated(
-    config: ModelConfig, target: Target, setting: Setting, mode: ActivationMode | None = None
-) -> dict[str, int]:
-    """Graphs and workspaces: the large buffers of a pass, each once; in ``w4a4`` Hopper has fp32 sums beside them."""
+def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dict[str, int]:
+    """Graphs and workspaces: the large buffers of a pass, each once; some targets have fp32 sums beside them."""
     visits, hidden = config.num_experts_per_tok + 1, config.hidden_size
     inner, heads = config.moe_intermediate_size // setting.ranks, config.num_attention_heads // setting.ranks
     streams = 3 * config.hc_mult * hidden
     rows = visits * (2 * hidden + 3 * inner)
     queries = 2 * heads * config.head_dim
-    if target is Target.SM90 and mode is ActivationMode.W4A4:
+    if chosen.fp32_sums:
         rows, queries = rows + 2 * visits * inner, 2 * queries
     chunk = setting.chunk * (streams + max(rows, queries)) * setting.dtype_bytes
-    if target is Target.CPU:
+    if not chosen.on_gpu:
         return {"activations of a prefill chunk": chunk}
     scores = setting.requests * setting.context if LayerKind.CSA in config.layer_kinds else 0  # 4 bytes for 4 tokens
     return {

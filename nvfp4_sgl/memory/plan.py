@@ -14,7 +14,7 @@ from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
 if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
     from nvfp4_sgl.memory.forecast import Setting
-    from nvfp4_sgl.targets.choose import Target
+    from nvfp4_sgl.targets.target import Target
 
 MAX_GPU_GIB = 4096
 MAX_REQUESTS = 1 << 20
@@ -50,7 +50,7 @@ class Plan:
         """
         from nvfp4_sgl.memory.forecast import Setting
         from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
-        from nvfp4_sgl.targets.choose import Target, choose
+        from nvfp4_sgl.targets.choose import choose
 
         taken = choose(target).kv_cache_dtypes
         if self.kv_cache_dtype not in taken:
@@ -62,7 +62,7 @@ class Plan:
             raise ConfigError(
                 f"--context-length {self.context}: expected 1 to {longest}, config.json's max_position_embeddings"
             )
-        if target is Target.CPU:
+        if not target.on_gpu:
             return self._on_cpu(longest)
         return Setting(
             self.ranks,

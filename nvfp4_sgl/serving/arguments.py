@@ -31,7 +31,7 @@ from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements
-from nvfp4_sgl.targets.choose import Target, choose, detect_target, mode_of
+from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def preflight(server_args: Any) -> None:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     declared: dict[str, Any] = dict(PARSERS)
-    if detect_target() is not Target.CPU and given["dtype"] == "auto":
+    if detect_target().on_gpu and given["dtype"] == "auto":
         # SGLang would take float16 where config.json has no torch_dtype, or float32.
         declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
@@ -283,7 +283,7 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         raise UnsupportedError("SGLANG_USE_CPU_ENGINE=1: SGLang's compiled CPU kernels are not used; unset it")
     target = detect_target()
-    expected = "cpu" if target is Target.CPU else "cuda"
+    expected = "cuda" if target.on_gpu else "cpu"
     if given["device"] not in (None, expected):
         raise UnsupportedError(
             f"--device {given['device']}: this machine's target is {target.value}; leave the flag out"
@@ -307,7 +307,7 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> str:
 
 def bind_threads(tp_size: int) -> None:
     """Give each CPU rank its cores by ``SGLANG_CPU_OMP_THREADS_BIND``: SGLang would demand a NUMA node for each."""
-    if detect_target() is Target.CPU and tp_size > 1 and not os.environ.get(CPU_BINDING):
+    if not detect_target().on_gpu and tp_size > 1 and not os.environ.get(CPU_BINDING):
         os.environ[CPU_BINDING] = split_cpus(sorted(os.sched_getaffinity(0)), tp_size)
 
 
@@ -317,7 +317,7 @@ def use_bound_cpus(rank: int) -> None:
     A rank with a GPU is never restricted, whatever the environment says of CPU kernels.
     """
     groups = os.environ.get(CPU_BINDING, "").split("|")
-    if groups == [""] or detect_target() is not Target.CPU:
+    if groups == [""] or detect_target().on_gpu:
         return
     import torch
 

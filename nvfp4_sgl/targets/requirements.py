@@ -10,10 +10,10 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import Target, multiplies_as_sm100
+from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
-from nvfp4_sgl.targets.storages import Arrival, hopper_operands, how, sm100_operands
-from nvfp4_sgl.weights.gemms import TOGETHER, GemmSpec, distinct_gemms
+from nvfp4_sgl.targets.target import Descriptor, Target, descriptor
+from nvfp4_sgl.weights.gemms import GemmSpec
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -48,17 +48,17 @@ def check_target(
         CheckpointError: matrices that are merged are NVFP4 in part; they are named.
         ConfigError: sizes, numbers of experts or ranks that no kernel takes.
     """
-    where = f"target {target.value}"
-    if target is Target.SM90 and mode is not None and multiplies_as_sm100(target, mode):
-        target, where = Target.SM100, f"{where}, activation_mode {mode.value}"
-    _check_merged(target, where, config, storage)
-    if target is Target.CPU:
+    where, chosen = f"target {target.value}", descriptor(target, mode)
+    if mode is not None and chosen is not descriptor(target):
+        where = f"{where}, activation_mode {mode.value}"
+    _check_merged(chosen, where, config, storage)
+    if not chosen.on_gpu:
         return
     matrices = {s.name: s.role for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)}
     refused = [
         f"'{name}.weight' ({storage(name).value})"
         for name, role in matrices.items()
-        if not _runs(target, role, storage(name))
+        if not _runs(chosen, role, storage(name))
     ]
     if refused:
         more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
@@ -71,7 +71,7 @@ def check_target(
         )
     if config.n_routed_experts > MAX_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
         raise ConfigError(f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}")
-    for product in _products(target, config, ranks, storage):
+    for product in _kernels(chosen, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
         for what, value, multiple in (("K", product.k, K_MULTIPLE), ("features", product.features, rows)):
             if value % multiple:
@@ -82,41 +82,39 @@ def check_target(
     check_kernel_sizes(where, config, config.max_position_embeddings if longest is None else longest)
 
 
-def _products(target: Target, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]) -> Iterable[GemmSpec]:
-    """The GEMMs whose sizes a kernel of ours must take.
+def _kernels(
+    chosen: Descriptor, config: ModelConfig, ranks: int, storage: Callable[[str], Storage]
+) -> Iterable[GemmSpec]:
+    """The GEMMs whose sizes a kernel of ours must take; those of bf16 are a library's.
 
     Matrices that are merged are one GEMM, so it is their rows together that count: the columns of its result begin at
-    whole heads or latents, and are read by Triton kernels that know their sizes. On Hopper the merged ones are all of
-    one kind of operands, or the GEMM is a library's. On SM100 those of one kind are merged, which may be a single one.
+    whole heads or latents, and are read by Triton kernels that know their sizes.
     """
-    if target is Target.SM90:
-        stored = distinct_gemms(config, ranks, lambda stem: hopper_operands(storage(stem)), TOGETHER)
-    else:
-        stored = distinct_gemms(config, ranks, lambda stem: sm100_operands(storage(stem)))
-    return [product for product in stored if product.operands != "bf16"]
+    distinct = dict.fromkeys(chosen.gemms(config, ranks, storage))
+    return [gemm for gemm in distinct if gemm.operands != "bf16"]
 
 
-def _runs(target: Target, role: Role, storage: Storage) -> bool:
-    """Whether ``target`` runs a matrix of that role; SM100 has no GEMMs of routed experts but NVFP4's."""
-    if target is Target.SM100 and role is Role.EXPERT_LINEAR:
+def _runs(chosen: Descriptor, role: Role, storage: Storage) -> bool:
+    """Whether a target runs a matrix of that role."""
+    if chosen.only_nvfp4_experts and role is Role.EXPERT_LINEAR:
         return storage.is_nvfp4
-    return how(target, storage) is not None
+    return chosen.runs[Arrival.of(storage)] is not None
 
 
-def _check_merged(target: Target, where: str, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
-    """Refuse merged matrices of which some are NVFP4: gate and up; on a CPU also all routed experts of a layer.
+def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
+    """Refuse merged matrices of which some are NVFP4: gate and up; if experts are stacked, all routed ones of a layer.
 
-    On SM100 a shared expert is also refused whose matrices do not all arrive alike.
+    Where merges go by kind, a shared expert is also refused whose matrices do not all arrive alike.
     """
     for layer in range(config.num_hidden_layers):
         *routed, shared = expert_matrices(config, layer, TensorParallel())
         merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
-        if target is Target.CPU:
+        if chosen.stacks_experts:
             merged.append([stem for stems in merged[:-1] for stem in stems])
             merged.append([expert.down.stem for expert in routed])
         for stems in merged:
             _require_alike(where, storage, {storage(stem).is_nvfp4: stem for stem in reversed(stems)})
-        if target is Target.SM100:
+        if chosen.merge.by_kind:
             stems = [shard.stem for shard in (*shared.gate_up, shared.down)]
             _require_alike(where, storage, {Arrival.of(storage(stem)): stem for stem in reversed(stems)})
 

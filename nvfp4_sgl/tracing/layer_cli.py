@@ -25,7 +25,7 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig, read_config_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import MODES, Target
+from nvfp4_sgl.targets.choose import MODES
 
 if TYPE_CHECKING:
     from nvfp4_sgl.tracing.layer import Stage
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from nvfp4_sgl.tracing.layer import compare_layer
 
     bound = BOUNDS[mode] if args.bound is None else args.bound
-    device = "cpu" if target is Target.CPU else torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device()) if target.on_gpu else "cpu"
     stages = list(
         compare_layer(
             verified,

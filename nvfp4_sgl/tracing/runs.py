@@ -24,7 +24,7 @@ class Run:
     """
 
     def __init__(self, directory: Path, file: Path, target: Target, mode: ActivationMode, capacity: int, count: int):
-        device = "cpu" if target is Target.CPU else torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device()) if target.on_gpu else "cpu"
         self._model = Standalone(directory, target=target, device=device, mode=mode, requests=1, capacity=capacity)
         about = {"target": target.value, "mode": mode.value, "rank": 0, "ranks": 1}
         self._recorder, self._length = Recorder(self._model.decoder, file, count, about), 0

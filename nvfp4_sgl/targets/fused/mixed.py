@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context, Operand
 from nvfp4_sgl.targets.fused.input_columns import MergedProjection
-from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.targets.target import SM100
 from nvfp4_sgl.weights.gemms import BY_KIND, Operands
 from nvfp4_sgl.weights.source import Shard
 
@@ -22,7 +22,7 @@ Projections = Mapping[Operands, Callable[[Context, Sequence[Shard]], MergedProje
 
 def operands_of(context: Context, shard: Shard) -> Operands:
     """What the GEMM of a matrix multiplies."""
-    return sm100_operands(context.source.storage(shard.stem))
+    return SM100.operands_of(context.source.storage(shard.stem))
 
 
 def merged(context: Context, shards: Sequence[Shard], projections: Projections) -> MergedProjection:

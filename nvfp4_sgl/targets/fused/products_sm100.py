@@ -24,10 +24,10 @@ from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16Pro
 from nvfp4_sgl.targets.fused.products_mxfp8 import MxFp8GroupedProjection, MxFp8Projection, MxFp8SharedExpert
 from nvfp4_sgl.targets.fused.products_nvfp4 import NvFp4Experts, NvFp4GroupedProjection, NvFp4Projection
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
-from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.targets.target import SM100
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
-from nvfp4_sgl.weights.gemms import GemmSpec, Operands, distinct_gemms
+from nvfp4_sgl.weights.gemms import GemmSpec, Operands
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.source import Shard
 
@@ -94,5 +94,4 @@ class Sm100Planner(GemmPlanner):
     def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
-        storage = context.source.storage
-        return distinct_gemms(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem)))
+        return list(dict.fromkeys(SM100.gemms(context.config, context.parallel.size, context.source.storage)))

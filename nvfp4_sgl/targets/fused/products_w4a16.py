@@ -32,12 +32,12 @@ from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
-from nvfp4_sgl.targets.storages import hopper_operands
+from nvfp4_sgl.targets.target import HOPPER
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows
-from nvfp4_sgl.weights.gemms import TOGETHER, GemmSpec, Operands, common, distinct_gemms
+from nvfp4_sgl.weights.gemms import GemmSpec, Operands, common
 from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.matrix import load_matrix, merge
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -45,7 +45,7 @@ from nvfp4_sgl.weights.source import Shard, frozen
 
 def _operands(context: Context, shards: Sequence[Shard]) -> Operands:
     """What a GEMM of ``shards``, merged, multiplies."""
-    return common(hopper_operands(context.source.storage(shard.stem)) for shard in shards)
+    return common(HOPPER.operands_of(context.source.storage(shard.stem)) for shard in shards)
 
 
 def load_nvfp4(context: Context, *shards: Shard, groups: int | None = None) -> NvFp4Tensor:
@@ -263,7 +263,4 @@ class W4A16Planner(GemmPlanner):
     def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
-        storage = context.source.storage
-        return distinct_gemms(
-            context.config, context.parallel.size, lambda stem: hopper_operands(storage(stem)), TOGETHER
-        )
+        return list(dict.fromkeys(HOPPER.gemms(context.config, context.parallel.size, context.source.storage)))

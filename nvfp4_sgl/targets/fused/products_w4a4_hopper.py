@@ -43,13 +43,13 @@ from nvfp4_sgl.targets.fused.products_w4a16 import (
     load_experts,
 )
 from nvfp4_sgl.targets.fused.step import Step
-from nvfp4_sgl.targets.storages import sm100_operands
+from nvfp4_sgl.targets.target import HOPPER_W4A4
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
 from nvfp4_sgl.triton_kernels.quantize.rounded import round_to_mxfp8, round_to_nvfp4, scale_rows
-from nvfp4_sgl.weights.gemms import GemmSpec, Operands, distinct_gemms
+from nvfp4_sgl.weights.gemms import GemmSpec, Operands
 from nvfp4_sgl.weights.layout import ExpertMatrices, expert_batches
 from nvfp4_sgl.weights.source import Shard, frozen
 
@@ -217,9 +217,8 @@ class W4A4Planner(W4A16Planner):
     def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context = self.context
-        storage = context.source.storage
-        found = distinct_gemms(context.config, context.parallel.size, lambda stem: sm100_operands(storage(stem)))
-        return [_as_launched(product) for product in found]
+        found = dict.fromkeys(HOPPER_W4A4.gemms(context.config, context.parallel.size, context.source.storage))
+        return [_as_launched(gemm) for gemm in found]
 
 
 def _as_launched(product: GemmSpec) -> GemmSpec:

@@ -1,0 +1,204 @@
+"""The targets: all that the rest of the package asks of one, in one object each. Needs no torch.
+
+A target is complete or absent: no boundary falls back to another target's. :data:`TARGETS` lists them.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.targets.arrival import Arrival
+from nvfp4_sgl.weights.gemms import BY_KIND, TOGETHER, GemmSpec, MergeRule, Operands, launched_gemms
+
+if TYPE_CHECKING:
+    from nvfp4_sgl.model.contract import Boundaries
+
+
+class Target(enum.Enum):
+    """What the kernels are built for: the words of ``--target``. A target's modes may be descriptors of their own."""
+
+    CPU = "cpu"
+    SM90 = "sm_90a"
+    SM100 = "sm_100a"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is a GPU's."""
+        return DEFAULTS[self].on_gpu
+
+
+StorageOf = Callable[[str], Storage]
+"""The storage of a matrix, by its name without suffix."""
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """One target.
+
+    Attributes:
+        name: its own.
+        target: the word for it on the command line.
+        modes: what may enter GEMMs with quantised weights; the first is the default.
+        on_gpu: whether its kernels limit sizes, and its activations are bf16.
+        capabilities: of CUDA devices that it is for.
+        dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
+        runs: what it multiplies with, by how a matrix arrives; ``None`` if it refuses the matrix.
+        operands: what a GEMM of a matrix multiplies, by how it arrives; bf16 unless given.
+        merge: which matrices it computes at once.
+        boundaries_in: ``module:function`` that gives the implementation of each boundary.
+        gemm_bytes_in: ``module:function``: bytes of a GEMM's weights on a rank, by :class:`GemmSpec` and storages.
+        only_nvfp4_experts: whether routed experts must be NVFP4.
+        stacks_experts: whether the routed experts of a layer are one matrix, all NVFP4 or none.
+        fp32_sums: whether GEMMs write fp32 that a launch of its own rounds.
+        note: how far it is from what it should do, or how it is known; empty if neither.
+    """
+
+    name: str
+    target: Target
+    modes: tuple[ActivationMode, ...]
+    on_gpu: bool
+    capabilities: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    runs: Mapping[Arrival, str | None]
+    operands: Mapping[Arrival, Operands]
+    merge: MergeRule
+    boundaries_in: str
+    gemm_bytes_in: str
+    only_nvfp4_experts: bool = False
+    stacks_experts: bool = False
+    fp32_sums: bool = False
+    note: str = ""
+
+    def boundaries(self) -> Boundaries:
+        """The implementation of each boundary; imports it."""
+        found: Boundaries = _imported(self.boundaries_in)()
+        return found
+
+    def gemm_bytes(self, gemm: GemmSpec, storage: StorageOf) -> int:
+        """Bytes of a GEMM's weights on a rank."""
+        return int(_imported(self.gemm_bytes_in)(gemm, storage))
+
+    def operands_of(self, storage: Storage) -> Operands:
+        """What a GEMM multiplies all of whose matrices are in ``storage``, one that the target runs."""
+        return self.operands.get(Arrival.of(storage), "bf16")
+
+    def gemms(self, config: ModelConfig, ranks: int, storage: StorageOf) -> list[GemmSpec]:
+        """The GEMMs of a pass on one of ``ranks``, in their order.
+
+        Raises:
+            ConfigError: the model cannot be split so.
+        """
+        return launched_gemms(config, ranks, lambda stem: self.operands_of(storage(stem)), self.merge)
+
+
+def _imported(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+GPU_DTYPES, GPU_KV_CACHE_DTYPES = ("auto", "bfloat16"), ("auto", "fp8_e4m3")
+_NOT_ROUTED = "(routed experts: refused)"
+
+CPU = Descriptor(
+    name="cpu",
+    target=Target.CPU,
+    modes=(ActivationMode.W4A16, ActivationMode.W4A4),
+    on_gpu=False,
+    capabilities=(),
+    dtypes=("auto", "float32", "float", "bfloat16"),
+    kv_cache_dtypes=("auto", "bfloat16", "fp8_e4m3"),
+    runs={
+        Arrival.NVFP4: "decoded to fp32 at load, global scale apart",
+        Arrival.MXFP8: "fp32",
+        Arrival.SCALED: "fp32",
+        Arrival.PLAIN: "fp32",
+    },
+    operands={},
+    merge=TOGETHER,
+    boundaries_in="nvfp4_sgl.targets.reference:boundaries",
+    gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:decoded",
+    stacks_experts=True,
+)
+HOPPER = Descriptor(
+    name="hopper",
+    target=Target.SM90,
+    modes=(ActivationMode.W4A16,),
+    on_gpu=True,
+    capabilities=((9, 0),),
+    dtypes=GPU_DTYPES,
+    kv_cache_dtypes=GPU_KV_CACHE_DTYPES,
+    runs={
+        Arrival.NVFP4: "packed, expanded in registers (routed experts: if all of the layer are; else bf16)",
+        Arrival.MXFP8: "packed, expanded in registers (merged with other storages, or a routed expert: bf16)",
+        Arrival.SCALED: "bf16, rounded at load",
+        Arrival.PLAIN: "bf16, rounded at load",
+    },
+    operands={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "fp8"},
+    merge=TOGETHER,
+    boundaries_in="nvfp4_sgl.targets.fused:w4a16_boundaries",
+    gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper",
+    note="matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer;"
+    " but not FP8 ones with UE8M0 scales, with which servers of tiny models have run on an H200",
+)
+SM100 = Descriptor(
+    name="sm100",
+    target=Target.SM100,
+    modes=(ActivationMode.W4A4,),
+    on_gpu=True,
+    capabilities=((10, 0), (10, 3)),
+    dtypes=GPU_DTYPES,
+    kv_cache_dtypes=GPU_KV_CACHE_DTYPES,
+    runs={
+        Arrival.NVFP4: "packed, on the NVFP4 tensor cores",
+        Arrival.MXFP8: f"every value as it is, on the MXFP8 tensor cores {_NOT_ROUTED}",
+        Arrival.SCALED: None,
+        Arrival.PLAIN: f"bf16, rounded at load {_NOT_ROUTED}",
+    },
+    operands={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "mxfp8"},
+    merge=BY_KIND,
+    boundaries_in="nvfp4_sgl.targets.fused:sm100_boundaries",
+    gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:sm100",
+    only_nvfp4_experts=True,
+    note="executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",
+)
+HOPPER_W4A4 = Descriptor(
+    name="hopper_w4a4",
+    target=Target.SM90,
+    modes=(ActivationMode.W4A4,),
+    on_gpu=True,
+    capabilities=((9, 0),),
+    dtypes=GPU_DTYPES,
+    kv_cache_dtypes=GPU_KV_CACHE_DTYPES,
+    runs=SM100.runs,
+    operands=SM100.operands,
+    merge=SM100.merge,
+    boundaries_in="nvfp4_sgl.targets.fused:w4a4_on_hopper_boundaries",
+    gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper_w4a4",
+    only_nvfp4_experts=True,
+    fp32_sums=True,
+    note="activations are rounded to NVFP4 and MXFP8 as on SM100 and multiplied in bf16, for accuracy and not for"
+    " speed; servers of tiny models have run so on an H200",
+)
+TARGETS = (CPU, HOPPER, HOPPER_W4A4, SM100)
+"""Every target; where several share a word, the first is chosen unless a mode is asked for."""
+DEFAULTS: Mapping[Target, Descriptor] = {each.target: each for each in reversed(TARGETS)}
+"""By the word of the command line what runs if no mode is asked for."""
+MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
+    target: tuple(mode for each in TARGETS if each.target is target for mode in each.modes) for target in Target
+}
+"""What may enter GEMMs with quantised weights; the first is the default."""
+
+
+def descriptor(target: Target, mode: ActivationMode | None = None) -> Descriptor:
+    """The target of that word in ``mode``, its default unless given; the caller has checked that it has the mode."""
+    if mode is None:
+        return DEFAULTS[target]
+    return next(each for each in TARGETS if each.target is target and mode in each.modes)
