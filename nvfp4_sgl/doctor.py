@@ -184,7 +184,7 @@ def examine_target(report: Report, planned: str | None = None) -> None:
     """Fill in devices, target, and the boundaries and modes of the target ``planned``, this machine's if ``None``."""
     import torch
 
-    from nvfp4_sgl.targets.choose import choose, detect_target
+    from nvfp4_sgl.targets.choose import Target, choose, detect_target
 
     report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
