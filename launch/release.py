@@ -60,10 +60,15 @@ def faults(root: Path) -> list[str]:
     """Everything that keeps the checkout ``root`` from being released, each with what to do."""
     version = version_of(root)
     found = changelog_faults((root / "CHANGELOG.md").read_text(encoding="utf-8"), version)
-    if changed := git(root, "status", "--porcelain"):
-        found.append(f"git: files differ from the last commit; commit or remove them: {changed.splitlines()[:5]}")
-    if f"v{version}" not in git(root, "tag", "--points-at", "HEAD").splitlines():
-        found.append(f"git: the last commit has no tag v{version}; run: git tag --annotate v{version}")
+    try:
+        changed, tags = git(root, "status", "--porcelain"), git(root, "tag", "--points-at", "HEAD").splitlines()
+    except subprocess.CalledProcessError as error:
+        found.append(f"git: expected a repository with a commit: {error.stderr.strip()}")
+    else:
+        if changed:
+            found.append(f"git: files differ from the last commit; commit or remove them: {changed.splitlines()[:5]}")
+        if f"v{version}" not in tags:
+            found.append(f"git: the last commit has no tag v{version}; run: git tag --annotate v{version}")
     with (root / "pyproject.toml").open("rb") as file:
         addresses = tomllib.load(file)["project"].get("urls", {})
     found += [f"pyproject.toml: [project.urls] {name}: missing" for name in ADDRESSES if name not in addresses]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from nvfp4_sgl.targets.choose import MODES, Target, detect_target
 from nvfp4_sgl.targets.driver import sees_gpu
 
 MAX_RANKS = 1024
+MAX_SEED = 2**63 - 1
+"""What torch's generators take."""
 NEW_NAMES = {"--tp-size": "--tp", "--tensor-parallel-size": "--tp"}
 """What servers and people call an option, by what it is called here."""
 
@@ -61,7 +64,14 @@ def add_ranks(parser: Any, *, several: bool = False) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, of: str) -> None:
     """``--seed``."""
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"seed of {of} (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_number(MAX_SEED, least=0), default=0, metavar="N", help=f"seed of {of} (default: 0)"
+    )
+
+
+def add_bound(parser: argparse.ArgumentParser, help: str, default: float | None = None) -> None:
+    """``--bound``: an error that is too large; ``default`` is for the command to choose if ``None``."""
+    parser.add_argument("--bound", type=error_bound, default=default, metavar="X", help=help)
 
 
 def add_prompt(parser: argparse.ArgumentParser, default: int) -> None:
@@ -85,8 +95,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(report: object) -> None:
-    """Print the one document of ``--json``."""
-    print(json.dumps(report, indent=2))
+    """Print the one document of ``--json``; NaN and infinities, which JSON has not, are ``null``."""
+    print(json.dumps(_with_null(report), indent=2, allow_nan=False))
+
+
+def _with_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _with_null(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_null(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_passes(prompt: int, steps: int) -> None:
@@ -128,13 +146,24 @@ def positive(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a number of at least 1, found '{text}'")
 
 
-def whole_number(most: int) -> Callable[[str], int]:
-    """An argparse type: 1 to ``most``."""
+def error_bound(text: str) -> float:
+    """An argparse type: a finite number of at least 0. Nothing would depart from NaN."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, found '{text}'")
+    return value
+
+
+def whole_number(most: int, least: int = 1) -> Callable[[str], int]:
+    """An argparse type: ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        if text.isascii() and text.isdigit() and 1 <= int(text) <= most:
+        if text.isascii() and text.isdigit() and len(text) <= 20 and least <= int(text) <= most:
             return int(text)
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, found '{text}'")
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, found '{text}'")
 
     return parse
 

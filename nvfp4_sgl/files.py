@@ -77,7 +77,9 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
 
 def refuse_hub_cache(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
     """Refuse a model's folder in the Hugging Face cache, which holds checkpoints one level further down, by name."""
-    root = directory.parent if directory.name == "snapshots" else directory
+    # Resolved: "." and links have names of their own.
+    found = directory.resolve()
+    root = found.parent if found.name == "snapshots" else found
     if (directory / "config.json").exists() or not (root / "snapshots").is_dir():
         return
     if not (root.name.startswith("models--") or (root / "refs").is_dir()):

@@ -29,6 +29,9 @@ def guarded(name: str, main: Callable[[], int]) -> int:
     Characters that stdout and stderr cannot show are spelt out. Ctrl-C prints one line, ends the children that are
     left and gives :data:`INTERRUPTED`.
     """
+    # Python sets a stream that the caller closed to None.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

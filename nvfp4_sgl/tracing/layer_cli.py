@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvfp4_sgl.arguments import (
+    add_bound,
     add_checkpoint,
     add_json,
     add_mode,
@@ -42,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser, "the target's")
     add_prompt(parser, 300)
     add_seed(parser, "activations and token ids")
-    parser.add_argument(
-        "--bound", type=float, metavar="X", help="median error that is too large (default: 0.03; with w4a4 0.3)"
-    )
+    add_bound(parser, "median error that is too large (default: 0.03; with w4a4 0.3)")
     add_json(parser)
 
 

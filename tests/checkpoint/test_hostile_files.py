@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -280,3 +281,13 @@ def test_a_server_is_told_so_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"Hugging Face cache without a snapshot; fetch the model again"):
         refuse_hub_cache(tmp_path / "models--org--name", ConfigError)
+
+
+@pytest.mark.parametrize("given", [".", "link", "snapshots/.."])
+def test_such_a_folder_is_known_by_any_path(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "models--org--name"
+    (root / "snapshots" / "beef").mkdir(parents=True)
+    (root / "link").symlink_to(root)
+    monkeypatch.chdir(root)
+    with pytest.raises(ConfigError, match=re.escape(f"pass its snapshot {root / 'snapshots' / 'beef'}")):
+        refuse_hub_cache(Path(given), ConfigError)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nvfp4_sgl import cli
+from nvfp4_sgl.arguments import print_json
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.targets.choose import Target
 from tests.packaging.checkout import ROOT
@@ -70,6 +73,35 @@ def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         cli.main(["inspect", "DIR", "--thr", "2"])
     assert "unrecognized arguments: --thr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", ["nan", "inf", "-1", "x"])
+def test_a_bound_from_which_nothing_departs_is_refused(found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["layertest", "DIR", "--layer", "0", f"--bound={found}"])
+    assert end.value.code == 2
+    assert f"--bound: expected a finite number of at least 0, found '{found}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", [str(2**63), "-1", "9" * 5000])
+def test_a_seed_that_no_generator_takes_is_refused(found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["layertest", "DIR", "--layer", "0", f"--seed={found}"])
+    assert end.value.code == 2 and "--seed: expected a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_numbers_that_json_has_not_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"stages": [{"median": float("nan"), "bad": 3}], "bound": float("inf"), "pair": (1.5, -float("inf"))})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"stages": [{"median": None, "bad": 3}], "bound": None, "pair": [1.5, None]}
+
+
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_a_closed_stream_is_no_traceback(closed: str) -> None:
+    """``>&-`` closes it, and Python has None in its place."""
+    command = f'"{sys.executable}" -m nvfp4_sgl.cli inspect nothing {closed}>&-'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
 def documented(command: str) -> set[str]:

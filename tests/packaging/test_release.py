@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,12 @@ def test_the_tag_must_be_at_the_last_commit(checkout: Path) -> None:
     assert release.faults(checkout) == [
         "git: the last commit has no tag v0.2.0; run: git tag --annotate v0.2.0",
     ]
+
+
+def test_a_folder_without_a_commit_is_a_fault(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+    (fault,) = release.faults(checkout)
+    assert "git: expected a repository with a commit" in fault
 
 
 def test_a_version_of_another_form_is_refused(checkout: Path) -> None:
