@@ -52,7 +52,7 @@ def converse(url: str, **fields: Any) -> list[Any]:
     required: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     called = client.chat.completions.create(messages=messages, **required, **settings).choices[0].message
     if not called.tool_calls:
-        raise RuntimeError(f"expected a tool call, found {called.content!r}; a larger max_tokens may be needed")
+        raise RuntimeError(f"expected a tool call, found {called.content!r}; where it is cut off, raise max_tokens")
     messages.append({"role": "assistant", "tool_calls": [call.model_dump() for call in called.tool_calls]})
     for call in called.tool_calls:
         result = get_weather(**json.loads(call.function.arguments))

@@ -53,8 +53,13 @@ class Call:
     arguments: str
 
 
-def arguments_of(body: str) -> str | None:
-    """The JSON object of the parameters between the tags of an ``invoke``; ``None`` where they are malformed."""
+def arguments_of(body: str, *, forced: bool = False) -> str | None:
+    """The JSON object of the parameters between the tags of an ``invoke``; ``None`` where they are malformed.
+
+    Args:
+        forced: whether a grammar held the answer to calls. xgrammar's lets a text stand under ``string="false"``, and
+            nothing but JSON where the schema wants another type: what is not JSON there is a text.
+    """
     fields: dict[str, str] = {}
     position = 0
     while position < len(body):
@@ -65,7 +70,7 @@ def arguments_of(body: str) -> str | None:
         if parameter is None or parameter["name"] in fields:
             return None
         value = parameter["value"]
-        if parameter["string"] == "true":
+        if parameter["string"] == "true" or (forced and not is_json(value)):
             value = json.dumps(value, ensure_ascii=False)
         elif not is_json(value):
             return None
@@ -98,7 +103,7 @@ class MarkupScanner:
     Args:
         names: functions that may be called; ``None`` for any.
         spelled: whether :data:`TOKEN` counts wherever its text stands, in whatever tokens: where a grammar holds the
-            whole answer to be calls, it takes the text alone.
+            whole answer to be calls, it takes the text alone. Then also a text under ``string="false"`` counts.
     """
 
     def __init__(self, names: Container[str] | None = None, *, spelled: bool = False):
@@ -162,7 +167,8 @@ class MarkupScanner:
             if end == -1 and not final:
                 self._searched = max(0, len(self._buffer) - len(END) + 1)
                 return False
-            arguments = arguments_of(self._buffer[head.end() + skipped : end]) if end != -1 else None
+            body = self._buffer[head.end() + skipped : end]
+            arguments = arguments_of(body, forced=self._spelled) if end != -1 else None
             if arguments is not None:
                 calls.append(Call(head["name"], arguments))
                 self._opener, self._searched = "", 0

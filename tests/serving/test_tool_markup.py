@@ -42,8 +42,11 @@ def no_constant(text: str) -> None:
     raise ValueError(text)
 
 
-def reference_call(match: re.Match[str]) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of an invoke that is well formed; ``None`` where its function or values are not."""
+def reference_call(match: re.Match[str], forced: bool) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of an invoke that is well formed; ``None`` where its function or values are not.
+
+    ``forced``: what is not JSON under ``string="false"`` is a text, which a grammar of calls lets stand there.
+    """
     if match[1] not in NAMES:
         return None
     arguments: dict[str, Any] = {}
@@ -53,20 +56,22 @@ def reference_call(match: re.Match[str]) -> tuple[str, dict[str, Any]] | None:
                 value if string == "true" else json.loads(value, object_pairs_hook=distinct, parse_constant=no_constant)
             )
         except (ValueError, AssertionError):
-            return None
+            if not forced:
+                return None
+            parsed = value
         if name in arguments:
             return None
         arguments[name] = parsed
     return match[1], arguments
 
 
-def reference(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+def reference(text: str, *, forced: bool = False) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     """Content and calls of a whole answer."""
     content, calls, position = "", [], 0
     while (block := re.compile(rf"(?:\n\n?)?<{MARK}tool_calls>").search(text, position)) is not None:
         content += text[position : block.start()]
         position, found = block.end(), 0
-        while (match := INVOKE.match(text, position)) and (call := reference_call(match)):
+        while (match := INVOKE.match(text, position)) and (call := reference_call(match, forced)):
             calls.append(call)
             position, found = match.end(), found + 1
         if not found:
@@ -191,13 +196,22 @@ def test_mutations_are_read_as_the_reference_reads_them() -> None:
         assert (content, calls) == reference(text), text
         assert scan(cut(rng, text)) == (content, calls), text
         spelled = text.replace(MARK, TOKEN)
-        assert scan(cut(rng, spelled), spelled=True) == reference(spelled.replace(TOKEN, MARK)), text
+        assert scan(cut(rng, spelled), spelled=True) == reference(spelled.replace(TOKEN, MARK), forced=True), text
         assert scan(cut(rng, spelled)) == (spelled, []), text
         if not calls:
             assert content == text.replace(MARK, TOKEN)
         unread = MARK in text and TOKEN in content
         seen["both" if calls and unread else "calls" if calls else "unchanged"] += 1
     assert min(seen.values()) > MUTATIONS // 20, seen
+
+
+@pytest.mark.parametrize("value", ["Paris\n", "NaN", '{"a": 1, "a": 2}'])
+def test_a_forced_call_keeps_a_text_that_is_marked_as_json(value: str) -> None:
+    """A grammar of calls lets it stand, and an answer under one is a call whatever the model wrote."""
+    text = markup([("f", {"x": "text"})]).replace('string="true">text', f'string="false">{value}')
+    assert scan([text], spelled=True) == ("", [("f", {"x": value})])
+    content, calls = scan([text])
+    assert not calls and value in content
 
 
 def test_every_cut_is_the_same() -> None:
