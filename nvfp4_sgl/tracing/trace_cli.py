@@ -25,13 +25,16 @@ from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import refuse_hub_cache
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import MODES, Target
-from nvfp4_sgl.tracing.diff import Difference, OtherTokens, PassTokens, differences, tokens_of
+from nvfp4_sgl.tracing.diff import Difference, OtherTokens, PassTokens, differences, left_out, tokens_of
+from nvfp4_sgl.tracing.reading import Record, read_record
 
 BOUND = 0.1
 """Estimated error that roundings of bf16 do not reach within some layers; those of FP4 activations do."""
 SHOWN_RISES = 5
 SHOWN_IDS = 8
 """Token ids of a pass that are printed."""
+DRAWN = ("prompt", "steps", "seed")
+"""Options of the prompt that a checkpoint A draws; ``None`` unless given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_prompt(parser, 64)
     add_seed(parser, "the prompt of a checkpoint A")
+    defaults = {name: parser.get_default(name) for name in DRAWN}
+    parser.set_defaults(**dict.fromkeys(DRAWN), drawn=defaults)
     parser.add_argument(
         "--bound", type=float, default=BOUND, metavar="X", help=f"error of an op that departs (default: {BOUND})"
     )
@@ -61,21 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print; 1 if an op or a token departs."""
-    check_passes(args.prompt, args.steps)
+    """Compare and print; 1 if an op or a token departs, or if a part of a run was not compared."""
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-trace-") as folder:
         first, second = records(args, Path(folder))
-        found, other = [], None
-        try:
-            for each in differences(first, second):
-                found.append(each)
-        except OtherTokens as error:
-            if not error.number:
-                raise
-            other = error
-        if not found:
-            raise ConfigError(f"{first}, {second}: expected at least a pass in both, found none")
-        passes = tokens_of(first, second)
+    found, stopped = [], shorter(first, second)
+    try:
+        for each in differences(first, second):
+            found.append(each)
+    except OtherTokens as error:
+        if not error.number:
+            raise
+        stopped = str(error)
+    if not found:
+        raise ConfigError(f"{first.file}, {second.file}: expected at least a pass in both, found none")
+    passes, without = tokens_of(first, second), left_out(first, second)
     op = next((each for each in found if departs(each, args.bound, args.exact)), None)
     token = next((each for each in passes if each.departs), None)
     if args.json:
@@ -83,46 +87,77 @@ def run(args: argparse.Namespace) -> int:
             {
                 "departs": op and as_json(op),
                 "tokens_depart": token and asdict(token),
+                "stopped": stopped,
+                "recorded": [len(first.passes), len(second.passes)],
+                "left_out": without,
                 "passes": [asdict(each) for each in passes],
                 "ops": [as_json(each) for each in found],
             }
         )
     else:
         print("\n".join(token_lines(passes, op, token)))
-        if other is not None:
-            print(f"what follows cannot be compared: {other}")
+        if stopped is not None:
+            print(f"what follows cannot be compared: {stopped}")
+        if without:
+            print(ranks_line(first, second, without))
         print(report(found, op, args.bound))
-    return 1 if op or token or other else 0
+    return 1 if op or token or stopped else 0
 
 
-def records(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+def shorter(first: Record, second: Record) -> str | None:
+    """What is said where one record has fewer passes than the other."""
+    a, b = len(first.passes), len(second.passes)
+    return None if a == b else f"A has {a} passes, B {b}: only the first {min(a, b)} were compared"
+
+
+def ranks_line(first: Record, second: Record, without: tuple[str, ...]) -> str:
+    """What was not compared, and why."""
+    a, b = (f"rank {each.rank} of {each.ranks}" for each in (first, second))
+    return f"left out: {', '.join(without)}: each rank has its own part there, and A is of {a}, B of {b}"
+
+
+def records(args: argparse.Namespace, folder: Path) -> tuple[Record, Record]:
     """The records of A and B; of a checkpoint one that is made in ``folder``."""
     checkpoint = is_checkpoint(args.first)
     if args.second is None and not checkpoint:
         raise ConfigError(f"{args.first}: expected B, too, a record or a checkpoint, since A is a record")
-    if args.first_mode is not None and not checkpoint:
-        raise ConfigError(f"--first-mode {args.first_mode}: {args.first} is a record, made in a mode already")
     second = args.second or args.first
     forced = is_checkpoint(second)
-    if not forced and args.mode is not None:
-        raise ConfigError(f"--mode {args.mode}: {second} is a record, made in a mode already; leave --mode out")
-    if not checkpoint and not forced:
-        return record_in(args.first), record_in(second)
-    if not forced:
+    if checkpoint and not forced:
         raise ConfigError(f"{second}: expected a checkpoint as A is one; pass the record first, then the checkpoint")
+    if not checkpoint:
+        refuse(args, args.first, "first_mode", "made in a mode already")
+        for name in DRAWN:
+            refuse(args, args.first, name, "made of its own tokens")
+    if not forced:
+        refuse(args, second, "mode", "made in a mode already")
+        refuse(args, second, "target", "made on a target already")
+        return read_record(record_in(args.first)), read_record(record_in(second))
     from nvfp4_sgl.tracing.runs import run_forced, run_greedy
 
+    for name in DRAWN:
+        if getattr(args, name) is None:
+            setattr(args, name, args.drawn[name])
+    check_passes(args.prompt, args.steps)
     target = target_here(args.target)
     default = MODES[target][0]
     first_mode = default if args.first_mode is None else require_mode(target, args.first_mode)
     mode = second_mode(args, target, first_mode) if args.mode is None else require_mode(target, args.mode)
-    first, ours = folder / "first.jsonl", folder / "second.jsonl"
+    file, ours = folder / "first.jsonl", folder / "second.jsonl"
     if checkpoint:
-        run_greedy(args.first, first, target, first_mode, prompt=args.prompt, steps=args.steps, seed=args.seed)
+        run_greedy(args.first, file, target, first_mode, prompt=args.prompt, steps=args.steps, seed=args.seed)
     else:
-        first = record_in(args.first)
+        file = record_in(args.first)
+    first = read_record(file)
     run_forced(second, ours, target, mode, first)
-    return first, ours
+    return first, read_record(ours)
+
+
+def refuse(args: argparse.Namespace, record: Path, name: str, why: str) -> None:
+    """Refuse an option that a record cannot follow any more."""
+    if getattr(args, name) is not None:
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{option} {getattr(args, name)}: {record} is a record, {why}; leave {option} out")
 
 
 def second_mode(args: argparse.Namespace, target: Target, first: ActivationMode) -> ActivationMode:
@@ -132,24 +167,28 @@ def second_mode(args: argparse.Namespace, target: Target, first: ActivationMode)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a run is made from ``path``."""
-    if path.is_dir():
-        refuse_hub_cache(path, ConfigError)
-    return (path / "config.json").is_file()
+    """Whether a run is made from ``path``, a folder with config.json; otherwise it is a record, or a folder of them."""
+    if not path.exists():
+        raise ConfigError(f"{path}: expected a record, a folder of records or a checkpoint, found nothing of that name")
+    if not path.is_dir():
+        return False
+    refuse_hub_cache(path, ConfigError)
+    if (path / "config.json").is_file():
+        return True
+    if not record_in(path).is_file():
+        others = sorted(file.name for file in path.glob("rank*.jsonl"))
+        found = f"{others[0]} without it; name that file" if others else "neither in it"
+        raise ConfigError(f"{path}: expected a folder with rank0.jsonl, or with config.json, found {found}")
+    return False
 
 
 def record_in(path: Path) -> Path:
     """``path``, or of a folder of records the first rank's."""
-    if not path.is_dir():
-        return path
-    file = path / "rank0.jsonl"
-    if not file.is_file():
-        raise ConfigError(f"{path}: expected a folder with rank0.jsonl, or with config.json, found neither in it")
-    return file
+    return path / "rank0.jsonl" if path.is_dir() else path
 
 
 def departs(each: Difference, bound: float, exact: bool) -> bool:
-    return each.error > bound or (exact and not each.equal)
+    return not each.error <= bound or (exact and not each.equal)
 
 
 def as_json(each: Difference) -> dict[str, Any]:
@@ -183,7 +222,7 @@ def report(found: list[Difference], first: Difference | None, bound: float) -> s
     else:
         why = (
             first.why
-            or f"error {first.error:.2g}, {'beyond' if first.error > bound else 'bits differ; bound'} {bound:g}"
+            or f"error {first.error:.2g}, {'bits differ; bound' if first.error <= bound else 'beyond'} {bound:g}"
         )
         lines.append(f"the first that departs: pass {first.number}, {first.name}: {why}")
     rises = sorted(_rises(found), reverse=True)[:SHOWN_RISES]

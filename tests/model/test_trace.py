@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from nvfp4_sgl.cli import main
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import trace
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.tracing import record
-from nvfp4_sgl.tracing.diff import Difference, differences
+from nvfp4_sgl.tracing import diff, record
+from nvfp4_sgl.tracing.contents import RANK_LOCAL
+from nvfp4_sgl.tracing.diff import Difference
+from nvfp4_sgl.tracing.reading import read_record
 from nvfp4_sgl.tracing.record import Recorder, summary
 from nvfp4_sgl.tracing.taps import observing
 from nvfp4_sgl.tracing.values import selected_set
+from tests.support.ranks import Exchange
 
 PROMPT = list(range(5, 45))
 
@@ -41,10 +45,15 @@ def model(checkpoint: Path) -> Standalone:
 
 
 def run(
-    model: Standalone, file: Path, passes: int = 8, prompt: list[int] = PROMPT, decoded: tuple[int, ...] = (7, 9)
+    model: Standalone,
+    file: Path,
+    passes: int = 8,
+    prompt: list[int] = PROMPT,
+    decoded: tuple[int, ...] = (7, 9),
+    ranks: tuple[int, int] = (0, 1),
 ) -> Path:
     """Record a prompt and decode steps."""
-    recorder = Recorder(model.decoder, file, passes, {"target": "cpu", "rank": 0})
+    recorder = Recorder(model.decoder, file, passes, {"target": "cpu", "rank": ranks[0], "ranks": ranks[1]})
     model.reset()
     for ids in (prompt, *([token] for token in decoded)):
         work = model.begin({0: ids})
@@ -57,6 +66,10 @@ def planted(model: Standalone, layer: int, change: Callable[[Tensor], Tensor]) -
     """A mistake in a layer's wo_b, while the handle returned is not removed."""
     block: Any = model.decoder.layers[layer]
     return block.attn.wo_b.register_forward_hook(lambda module, given, output: [change(output[0])])
+
+
+def differences(one: Path, other: Path) -> Iterator[Difference]:
+    return diff.differences(read_record(one), read_record(other))
 
 
 def first_beyond(one: Path, other: Path, bound: float = 0.1) -> Difference | None:
@@ -172,6 +185,31 @@ def test_the_command(model: Standalone, tmp_path: Path, capsys: pytest.CaptureFi
     assert "first with other bits: pass 0, layers.1.attn.wo_b" in output
     assert main(["trace", str(right), str(wrong), "--bound", "0.0001", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["departs"]["name"] == "layers.1.attn.wo_b"
+
+
+def test_ranks_hold_their_own_where_they_are_not_compared_and_nowhere_else(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks that run: taken for one and the same rank, they depart at what is left out otherwise."""
+    exchange = Exchange(2)
+    models = [Standalone(checkpoint, parallel=rank, requests=1, capacity=64) for rank in exchange.ranks]
+    files = [tmp_path / f"rank{rank}.jsonl" for rank in range(2)]
+
+    def recorded(rank: int) -> Tensor:
+        run(models[rank], files[rank], decoded=(7,), ranks=(rank, 2))
+        return torch.empty(0)
+
+    exchange.run(recorded)
+    one, other = map(read_record, files)
+    found = list(diff.differences(one, replace(other, rank=0)))
+    departed = {re.sub(r"^layers\.\d+\.", "", each.name) for each in found if not each.equal}
+    assert departed == set(RANK_LOCAL)
+    assert main(["trace", *map(str, files), "--exact"]) == 0
+    out = capsys.readouterr().out
+    assert "left out: attn.project_q, " in out and "A is of rank 0 of 2, B of rank 1 of 2" in out
+    assert main(["trace", str(files[1]), str(checkpoint), "--json"]) == 1, "the record's tokens are random"
+    report = json.loads(capsys.readouterr().out)
+    assert report["left_out"] == list(RANK_LOCAL) and report["departs"] is None and report["stopped"] is None
 
 
 def test_runs_that_choose_other_tokens_are_compared_up_to_there(

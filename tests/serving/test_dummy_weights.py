@@ -17,6 +17,7 @@ from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.serving import arguments, trace
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.tracing.diff import differences
+from nvfp4_sgl.tracing.reading import read_record
 from tests.support.server import Server
 from tests.support.start_ups import StartUps
 
@@ -87,7 +88,9 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
         assert head["ranks"] == ranks and head["target"] == "cpu" and len(passes_recorded) == 6
         assert not any(op["nan"] or op["inf"] for each in passes_recorded for op in each["ops"])
     replicated = ("hc_attn.x", "hc_ffn.x", "hc_ffn.streams", "prepare.q_lora", "ffn.route", "hc_head.x")
-    found = [each for each in differences(files[0], files[-1]) if each.name.endswith(replicated)]
+    found = [
+        each for each in differences(read_record(files[0]), read_record(files[-1])) if each.name.endswith(replicated)
+    ]
     assert len(found) > 6 * 4 * 4 and all(each.equal for each in found)
 
 
