@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.arguments import (
+    add_bound,
     add_json,
     add_mode,
     add_prompt,
@@ -58,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_seed(parser, "the prompt of a checkpoint A")
     defaults = {name: parser.get_default(name) for name in DRAWN}
     parser.set_defaults(**dict.fromkeys(DRAWN), drawn=defaults)
-    parser.add_argument(
-        "--bound", type=float, default=BOUND, metavar="X", help=f"error of an op that departs (default: {BOUND})"
-    )
+    add_bound(parser, f"error of an op that departs (default: {BOUND})", BOUND)
     parser.add_argument("--exact", action="store_true", help="an op departs if any bit does")
     add_json(parser)
 
