@@ -200,7 +200,7 @@ def test_another_content_type_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("access", [OPEN, KEYED, Access("secret", cpu=True), Access(api_key="other")], ids=str)
 def test_the_document_lists_what_is_answered(access: Access) -> None:
-    """Of all that SGLang has; what a key opens is answered to those who have it."""
+    """The document lists the paths of SGLang that are answered, and those that a key opens only with that key."""
     given = {path: {"get": {"operationId": path}} for path in (*PATHS, *NOT_OFFERED, "/v1/models/{model}")}
     found = described({"openapi": "3.1.0", "paths": given}, access)
     expected = {"/v1/models/{model}"} | {
