@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -103,7 +103,10 @@ def activated(command: str) -> str:
 def test_every_console_script_of_the_pins_runs_with_the_checkout_s_python() -> None:
     """``sglang`` then finds this checkout's plugin."""
     folder = own_environment() / "bin"
-    names = sorted({point.name for point in entry_points(group="console_scripts")})
+    # Importing setuptools adds its private copies of distributions to sys.path; only what is installed has a script.
+    path = [entry for entry in sys.path if Path(entry).name == "site-packages"]
+    installed = [point for found in distributions(path=path) for point in found.entry_points]
+    names = sorted({point.name for point in installed if point.group == "console_scripts"})
     assert {"sglang", "hf", "pytest", "pip", "mypy", "mkdocs", "openai", "nvfp4-sgl"} <= {*names}
     found = activated("command -v " + " ".join([*names, "ninja", "ruff", "uv"]))
     assert {Path(line).parent for line in found.splitlines()} == {folder}
