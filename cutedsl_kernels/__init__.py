@@ -3,7 +3,7 @@
 Operands and results are torch tensors. Nothing in this folder knows SGLang or the model: of ``nvfp4_sgl`` it imports
 ``errors`` and ``formats`` alone.
 
-For SM100 and SM103 (B200, GB200, B300), from ``operations``::
+For SM100 and SM103 (B200, GB200, B300), from ``w4a4.operations``::
 
     weights = Weights.dense(codes, block_scales, global_scale)        # once; uint8 [F, K/2], E4M3 [F, K/16], fp32
     tile = token_tile_for(tokens)                                     # decides the layout of the rows' block scales
@@ -19,13 +19,13 @@ operations with plain ``Rows``. FP8 matrices are multiplied by ``mxfp8.operation
 traces and CUDA graphs capture. They are checked before each launch and allocate nothing when ``out`` is given.
 
 Modules
-    operations, operand: the operations and their weights. ``nvfp4_sgl.formats.rows`` and ``scale_layout``: activations,
-    and the layout of block scales that activation quantisers must write.
-    warm_up, library, build: run every kernel before the first request; compile them ahead of time.
+    w4a4/, mxfp8/: NVFP4 and FP8 matrices on SM100. w4a16/, w8a16/: the same on Hopper. Of each: ``operations``,
+    ``operand`` (their weights), ``custom_ops`` (their PyTorch operators). ``nvfp4_sgl.formats.rows`` and
+    ``scale_layout``: activations, and the layout of block scales that activation quantisers must write.
+    warm_up, library: run every kernel before the first request; compile them ahead of time.
     launcher: where calls run; tests put an emulator there. occupancy: how many clusters a GPU runs at a time.
     errors: the errors of compiling, finding and launching kernels.
-    custom_ops, plan, compiled: from a call to a checked launch of the right kernel.
-    mxfp8/, w4a16/: the same for FP8 matrices on SM100, and for NVFP4 matrices on Hopper.
+    plan, compiled, workspace: from a call to a launch of the right kernel.
     sm100/, sm90/: the kernels of an architecture; common/: what they share.
 """
 

@@ -27,7 +27,7 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS  # noqa: E402
 from nvfp4_sgl.cache.local import LocalCaches  # noqa: E402
 from nvfp4_sgl.cache.rows import RowStore  # noqa: E402
 from nvfp4_sgl.config import ModelConfig  # noqa: E402
-from nvfp4_sgl.cutedsl_kernels.operand import Weights  # noqa: E402
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights  # noqa: E402
 from nvfp4_sgl.model.attention import Attention  # noqa: E402
 from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots  # noqa: E402
 from nvfp4_sgl.model.moe import MoE  # noqa: E402

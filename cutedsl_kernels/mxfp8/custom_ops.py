@@ -29,9 +29,9 @@ from nvfp4_sgl.formats.scale_layout import scale_bytes
 from .. import launcher, plan
 from ..common.shape import TOKEN_TILES, Output
 from ..compiled import swiglu_row_scale
-from ..custom_ops import ARCHITECTURES, check_alpha, check_out, launch, register
 from ..sm100.call import Call
 from ..sm100.shape import GATE_ROWS
+from ..w4a4.custom_ops import ARCHITECTURES, check_alpha, check_out, launch, register
 from .operand import K_MULTIPLE
 
 WHAT = "MXFP8 activations"

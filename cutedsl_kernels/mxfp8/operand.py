@@ -16,8 +16,8 @@ from nvfp4_sgl.formats.checks import require_contiguous, require_dimensions, req
 from nvfp4_sgl.formats.mxfp8 import BLOCK, MxFp8Tensor
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 
-from ..operand import interleave_gates
 from ..sm100.shape import GATE_ROWS
+from ..w4a4.operand import interleave_gates
 
 K_MULTIPLE = BLOCK
 """K must be a multiple of this: whole blocks, 32 bytes of codes."""

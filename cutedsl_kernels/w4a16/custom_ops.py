@@ -28,10 +28,10 @@ from nvfp4_sgl.formats.checks import (
 from .. import launcher, plan
 from ..common.shape import MAX_EXPERTS, TOKEN_TILES, Output
 from ..compiled import KernelKey
-from ..custom_ops import check_alpha, check_out, register
 from ..sm90.call import Call
 from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS
 from ..sm90.shape import GATE_ROWS
+from ..w4a4.custom_ops import check_alpha, check_out, register
 
 ARCHITECTURES = ("sm_90a",)
 """Architectures that have w4a16 kernels."""

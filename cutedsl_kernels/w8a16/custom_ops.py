@@ -13,9 +13,9 @@ from nvfp4_sgl.formats.checks import require_same_device
 
 from .. import launcher, plan
 from ..common.shape import Output
-from ..custom_ops import check_alpha, register
 from ..sm90.call import Call
 from ..sm90.fp8_layout import FP8_TILE_BYTES
+from ..w4a4.custom_ops import check_alpha, register
 from ..w4a16.custom_ops import ARCHITECTURES, WHAT, check_dense, launch
 
 OP = "w8a16_product"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels import operations  # noqa: F401  registers operators, as do the next three
 from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations as mxfp8  # noqa: F401
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations  # noqa: F401  registers operators, as do the next three
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations as w4a16  # noqa: F401
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as w8a16  # noqa: F401
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.sm100.cases import Case
-from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations as mxfp8_operations
 from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import Operands
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.rows import ExpertRows, MxFp8Rows, Rows
 from nvfp4_sgl.formats.scale_layout import scale_offset, swizzle_128x4

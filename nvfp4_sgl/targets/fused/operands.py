@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.operations import token_tile_for
+from nvfp4_sgl.cutedsl_kernels.w4a4.operations import token_tile_for
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.contract import Form, Operand
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize

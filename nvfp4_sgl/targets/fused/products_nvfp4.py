@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.cutedsl_kernels import operations
 from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.rows import ExpertRows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from nvfp4_sgl.cutedsl_kernels import operations
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
 from nvfp4_sgl.model.contract import (
     Context,
     Experts,

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels import custom_ops, launcher  # noqa: F401
+from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
+from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops  # noqa: F401
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.errors import OperandError, OperandTypeError, OperandValueError
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import scale_bytes

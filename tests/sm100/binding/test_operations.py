@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels import operations as ops
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations as ops
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes

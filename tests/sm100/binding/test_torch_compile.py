@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels import operations as ops
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations as ops
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
 from tests.sm100.binding.test_errors import TILE, VALID, Recorder
 from tests.sm100.support.launcher import emulated_operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels.operand import Weights, interleave_gates
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights, interleave_gates
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from tests.sm100.support import products
 from tests.sm100.support.operands import random_weights, scales

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels import custom_ops, plan, warm_up, workspace
+from nvfp4_sgl.cutedsl_kernels import plan, warm_up, workspace
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import WorkspaceError
@@ -19,6 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_product
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape
+from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops
 from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.sm100.emulator import Compiled, DeadlockError, HazardError, Options, emulated
 from tests.sm100.support.launcher import emulated_operations

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nvfp4_sgl.cutedsl_kernels import operations as ops
 from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.library import Library
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations as ops
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from tests.sm100.emulator.host import Compiled, runtime_library
 from tests.sm100.support.entries import compile_key
 from tests.sm100.support.launcher import emulated_operations

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.operand import Weights
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.rows import ExpertRows, Rows
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from tests.sm100.support.products import Bounded, RandomOperand, product

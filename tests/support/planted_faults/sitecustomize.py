@@ -114,7 +114,7 @@ def _slow_chats(module):
 
 
 FAULTS = {
-    "alpha": {"nvfp4_sgl.cutedsl_kernels.operand": _wrong_alpha},
+    "alpha": {"nvfp4_sgl.cutedsl_kernels.w4a4.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "share": {"nvfp4_sgl.serving.model": _lost_share},

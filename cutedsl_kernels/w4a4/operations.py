@@ -22,10 +22,10 @@ from torch import Tensor
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
+from ..compiled import swiglu_row_scale
+from ..plan import expert_token_tile_for, token_tile_for
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
-from .compiled import swiglu_row_scale
 from .operand import Weights
-from .plan import expert_token_tile_for, token_tile_for
 
 __all__ = [
     "expert_down",

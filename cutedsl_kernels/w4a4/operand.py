@@ -24,8 +24,8 @@ from nvfp4_sgl.formats.checks import (
 )
 from nvfp4_sgl.formats.scale_layout import scale_bytes, swizzle_128x4
 
-from .common.shape import BLOCK
-from .sm100.shape import GATE_ROWS
+from ..common.shape import BLOCK
+from ..sm100.shape import GATE_ROWS
 
 K_MULTIPLE = 64
 """K must be a multiple of this: 32 bytes of codes and whole groups of four block scales."""

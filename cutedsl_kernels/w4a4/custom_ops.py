@@ -28,14 +28,14 @@ from nvfp4_sgl.formats.checks import (
 )
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
-from . import launcher, plan
-from .common.clusters import Clusters
-from .common.shape import MAX_EXPERTS, TOKEN_TILES, Output
-from .compiled import KernelKey, swiglu_row_scale
+from .. import launcher, plan
+from ..common.clusters import Clusters
+from ..common.shape import MAX_EXPERTS, TOKEN_TILES, Output
+from ..compiled import KernelKey, swiglu_row_scale
+from ..sm100.call import Call
+from ..sm100.shape import GATE_ROWS
+from ..workspace import workspace
 from .operand import K_MULTIPLE
-from .sm100.call import Call
-from .sm100.shape import GATE_ROWS
-from .workspace import workspace
 
 OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Kernel outputs by the dtype of ``out``."""
