@@ -33,7 +33,7 @@ from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots  # noq
 from nvfp4_sgl.model.moe import MoE  # noqa: E402
 from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.ops.moe import expert_mlp, route_topk  # noqa: E402
-from nvfp4_sgl.targets.choose import Target, choose  # noqa: E402
+from nvfp4_sgl.targets.choose import choose  # noqa: E402
 from nvfp4_sgl.targets.fused.operands import in_form  # noqa: E402
 from nvfp4_sgl.targets.reference.projections import working_copy  # noqa: E402
 from nvfp4_sgl.weights.layout import expert_matrices  # noqa: E402
@@ -110,7 +110,7 @@ def caches_of(config: ModelConfig, cached: int) -> LocalCaches:
 
 def planned(context: Context, caches: LocalCaches, cached: int) -> tuple[Any, Tensor]:
     """The step of one more token, and its id."""
-    table = caches.slots if context.boundaries == choose(Target.CPU).boundaries else caches.slots.int()
+    table = caches.slots if context.boundaries == choose("cpu").boundaries else caches.slots.int()
     planner = context.boundaries.plan(context, Slots(table, caches.full_to_swa, 1, CAPACITY), caches.layers)
     position = torch.tensor([cached])
     return planner.plan(PassRequest(position, torch.zeros(1).long(), position + 1)), torch.tensor([7])
@@ -162,7 +162,7 @@ def chosen_slots(found: list[Tensor]) -> set[int]:
 def check(model: str, emulate: bool) -> Result:
     config, width, cached = one_layer(MODELS[model]), MODELS[model]["hidden_size"], CACHED[model]
     x, y = activations(1, width, 1), activations(1, width, 2)
-    cpu = Context(RandomSource(config, []), config, choose(Target.CPU).boundaries, dtype=torch.bfloat16, mode=MODE)
+    cpu = Context(RandomSource(config, []), config, choose("cpu").boundaries, dtype=torch.bfloat16, mode=MODE)
     caches = caches_of(config, cached)
     before = {name: store.clone() for name, store in contents(caches.layers[LAYER]).items()}
     step, ids = planned(cpu, caches, cached)
@@ -175,7 +175,7 @@ def check(model: str, emulate: bool) -> Result:
     overwrite(caches.layers[LAYER], before)
 
     source = RandomSource(config, routed)
-    sm100 = replace(cpu, source=source, boundaries=choose(Target.SM100).boundaries)
+    sm100 = replace(cpu, source=source, boundaries=choose("sm_100a").boundaries)
     gemms = emulated_operations() if emulate else reference_gemms()
     with gemms as runner, only(source, "put_expert"), only(source, "put_gated_expert"):
         attention, experts = Attention(sm100, LAYER), MoE(sm100, LAYER)

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.standalone import Standalone  # noqa: E402
-from nvfp4_sgl.targets.choose import Target  # noqa: E402
 from tests.sm100.support.launcher import emulated_operations  # noqa: E402
 from tests.support import interpreter_speed  # noqa: E402
 
@@ -46,7 +45,7 @@ def main() -> int:
     print(f"== {len(ids)} prompt tokens; the SM100 decoder executed in the emulator beside the CPU reference, w4a4")
     agreed = confident = 0
     with emulated_operations() as runner:
-        blackwell = Standalone(args.checkpoint, target=Target.SM100, **settings)
+        blackwell = Standalone(args.checkpoint, target="sm_100a", **settings)
         for _ in range(args.tokens):
             started, launched = time.monotonic(), len(runner.keys)
             ours = blackwell.extend({0: ids})[0][-1].softmax(-1)

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import MODES, Target, detect_target
+from nvfp4_sgl.targets.choose import detect_target
 from nvfp4_sgl.targets.driver import sees_gpu
+from nvfp4_sgl.targets.target import CPU, descriptor, modes, words
 
 MAX_RANKS = 1024
 MAX_SEED = 2**63 - 1
@@ -32,9 +33,9 @@ def add_output(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("output", type=Path, metavar="OUT", help=help)
 
 
-def add_target(parser: Any, targets: Sequence[Target] = tuple(Target), more: str = "") -> None:
-    """``--target``; ``None`` is this machine's."""
-    names = [target.value for target in targets]
+def add_target(parser: Any, targets: Sequence[str] | None = None, more: str = "") -> None:
+    """``--target``, one of ``targets``, all unless given; ``None`` is this machine's."""
+    names = words() if targets is None else targets
     parser.add_argument("--target", choices=names, help=f"whose kernels run (default: this machine's){more}")
 
 
@@ -113,29 +114,28 @@ def check_passes(prompt: int, steps: int) -> None:
         raise ConfigError(f"--prompt {prompt} --steps {steps}: expected at least 1 token, and no less than 0 steps")
 
 
-def target_here(name: str | None) -> Target:
+def target_here(name: str | None) -> str:
     """The target of that ``name``, this machine's if ``None``; one that cannot run here is refused at once."""
     if name is None:
         return detect_target()
-    target = Target(name)
-    if not target.on_gpu:
-        return target
+    if not descriptor(name).on_gpu:
+        return name
     # The driver answers in milliseconds, where torch takes seconds to import.
-    here = detect_target() if sees_gpu() else Target.CPU
-    if target is not here:
+    here = detect_target() if sees_gpu() else CPU.word
+    if name != here:
         raise UnsupportedError(
-            f"--target {name}: expected a GPU of that kind here, found {here.value}; run this on such a machine, or"
+            f"--target {name}: expected a GPU of that kind here, found {here}; run this on such a machine, or"
             " leave --target out"
         )
-    return target
+    return name
 
 
-def require_mode(target: Target, name: str) -> ActivationMode:
+def require_mode(target: str, name: str) -> ActivationMode:
     """The mode of that ``name``, if ``target`` runs it."""
     mode = ActivationMode(name)
-    if mode not in MODES[target]:
-        known = ", ".join(each.value for each in MODES[target])
-        raise ConfigError(f"--mode {name}: {target.value} runs {known}; pass one of them, or another --target")
+    if mode not in modes(target):
+        known = ", ".join(each.value for each in modes(target))
+        raise ConfigError(f"--mode {name}: {target} runs {known}; pass one of them, or another --target")
     return mode
 
 

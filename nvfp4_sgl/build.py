@@ -18,16 +18,16 @@ from nvfp4_sgl.checkpoint.dummy import DummyReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
-from nvfp4_sgl.targets.choose import Target, choose, mode_of
+from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.targets.gpus import Gpu
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.weights.parallel import lone_rank
 
@@ -55,24 +55,9 @@ class Serving:
     mode: ActivationMode | None = None
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What kernels are chosen by. What is assumed of a target's GPU lets others of its kind find most of them."""
-
-    capability: int
-    processors: int
-    clusters: Clusters
-
-
-GPUS = {
-    Target.SM90: Gpu(90, H200_CLUSTERS.multiprocessors, H200_CLUSTERS),
-    Target.SM100: Gpu(100, B200_CLUSTERS.multiprocessors, B200_CLUSTERS),
-}
-
-
 def build(
     verified: Verified,
-    target: Target,
+    target: str,
     settings: Sequence[Serving],
     output: Path | None = None,
     gpu: Gpu | None = None,
@@ -93,7 +78,7 @@ def build(
         ConfigError: the model cannot be split over so many ranks.
         LibraryError: a kernel does not compile.
     """
-    gpu = gpu or GPUS[target]
+    gpu = gpu or descriptor(target).gpu()
     found = [needed(verified, target, setting, gpu) for setting in settings]
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
     # A library for each number of ranks, as servers look for them; one for all where a folder is given.
@@ -125,12 +110,12 @@ def with_distinct_layers(verified: Verified) -> ModelConfig:
 
 @torch.no_grad()
 def needed(
-    verified: Verified, target: Target, setting: Serving, gpu: Gpu
+    verified: Verified, target: str, setting: Serving, gpu: Gpu
 ) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
     """The GEMMs and Triton kernels of a server on ``gpu``."""
     mode = setting.mode or mode_of(target, verified.raw.get("activation_mode"))
     choice, config = choose(target, mode), with_distinct_layers(verified)
-    dry = DryLauncher(target.value, gpu.clusters)
+    dry = DryLauncher(target, gpu.clusters)
     with launcher.use(dry), ahead.targeting(gpu.capability, gpu.processors):
         context = Context(
             DummyReader(verified.inventory, META),

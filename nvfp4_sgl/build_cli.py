@@ -11,13 +11,14 @@ from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, a
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
-from nvfp4_sgl.targets.choose import Target, detect_target, mode_of
+from nvfp4_sgl.targets.choose import detect_target, mode_of
+from nvfp4_sgl.targets.target import descriptor, words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl build``."""
     add_checkpoint(parser, more=", or one with config.json alone")
-    add_target(parser, [target for target in Target if target.on_gpu])
+    add_target(parser, [word for word in words() if descriptor(word).gpu_in])
     add_mode(parser, "config.json's, or else the target's")
     add_ranks(parser, several=True)
     parser.add_argument(
@@ -38,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from nvfp4_sgl.build import Serving, build
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    target = Target(args.target) if args.target else detect_target()
-    if not target.on_gpu:
+    target = args.target or detect_target()
+    if not descriptor(target).gpu_in:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(
             {
-                "target": target.value,
+                "target": target,
                 "mode": mode.value,
                 "ranks": args.ranks,
                 "gemms": gemms,
@@ -63,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     where = args.output or "this user's caches"
-    print(f"{gemms} GEMMs and {variants} Triton kernels for {target.value} are in {where}; took {seconds:.0f} s")
+    print(f"{gemms} GEMMs and {variants} Triton kernels for {target} are in {where}; took {seconds:.0f} s")
     return 0

@@ -28,7 +28,7 @@ from nvfp4_sgl.terminal import fitted
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
     from nvfp4_sgl.ops.modes import ActivationMode
-    from nvfp4_sgl.targets.choose import Choice, Target
+    from nvfp4_sgl.targets.choose import Choice
 
 DISTRIBUTION = "nvfp4-sgl"
 PLUGIN_NAME = "nvfp4_sgl"
@@ -184,22 +184,22 @@ def examine_target(report: Report, planned: str | None = None) -> None:
     """Fill in devices, target, and the boundaries and modes of the target ``planned``, this machine's if ``None``."""
     import torch
 
-    from nvfp4_sgl.targets.choose import Target, choose, detect_target
+    from nvfp4_sgl.targets.choose import choose, detect_target
+    from nvfp4_sgl.targets.target import descriptor
 
     report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
         f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
     ]
     try:
-        report.target = detect_target().value
+        report.target = detect_target()
     except Nvfp4SglError as error:
         if planned is None:
             report.problems.append(str(error))
     report.described_target = planned or report.target
     if report.described_target is None:
         return
-    target = Target(report.described_target)
-    fill_in(report, choose(target))
-    if target.on_gpu:
+    fill_in(report, choose(report.described_target))
+    if descriptor(report.described_target).on_gpu:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
 
 
@@ -224,7 +224,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     from nvfp4_sgl.checkpoint.beside import check_beside
     from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
-    from nvfp4_sgl.targets.choose import Target, choose, mode_of
+    from nvfp4_sgl.targets.choose import choose, mode_of
     from nvfp4_sgl.targets.requirements import check_target
     from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -242,15 +242,15 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     if chosen := plan.target or report.target:
         mode = None
         try:
-            mode = mode_of(Target(chosen), verified.raw.get("activation_mode"))
-            check_target(Target(chosen), verified.config, plan.ranks, verified.inventory.storage, mode, plan.context)
+            mode = mode_of(chosen, verified.raw.get("activation_mode"))
+            check_target(chosen, verified.config, plan.ranks, verified.inventory.storage, mode, plan.context)
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
-        fill_in(report, choose(Target(chosen), mode))
-        examine_memory(report, verified, Target(chosen), plan, mode)
+        fill_in(report, choose(chosen, mode))
+        examine_memory(report, verified, chosen, plan, mode)
 
 
-def examine_memory(report: Report, verified: Verified, target: Target, plan: Plan, mode: ActivationMode | None) -> None:
+def examine_memory(report: Report, verified: Verified, target: str, plan: Plan, mode: ActivationMode | None) -> None:
     """Forecast the memory of a rank on ``target``.
 
     Raises:
@@ -261,7 +261,7 @@ def examine_memory(report: Report, verified: Verified, target: Target, plan: Pla
     free = None
     if plan.gpu_memory is not None:
         free = int(plan.gpu_memory * 2**30)
-    elif target.value == report.target:
+    elif target == report.target:
         free = free_bytes(plan.ranks)
     found = forecast(verified, target, plan.setting(target, verified.config), free, mode)
     shortage = found.shortage()

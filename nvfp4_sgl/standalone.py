@@ -19,8 +19,9 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.targets.target import CPU, descriptor
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 
@@ -55,7 +56,7 @@ class Standalone:
         self,
         model: str | Path | Verified,
         *,
-        target: Target = Target.CPU,
+        target: str = CPU.word,
         device: torch.device | str = "cpu",
         mode: ActivationMode | None = None,
         packed: bool = False,
@@ -67,7 +68,7 @@ class Standalone:
         layers: range | None = None,
     ):
         choice = choose(target, mode)
-        if target.on_gpu:
+        if descriptor(target).on_gpu:
             packed, dtype = True, torch.bfloat16
         self.device, self.dtype = torch.device(device), dtype
         verified = model if isinstance(model, Verified) else verify(model)

@@ -15,7 +15,6 @@ from benchmarks.process_memory import status
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.staged_files import STAGING_BYTES
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 
@@ -33,7 +32,7 @@ def main() -> None:
     before, started = status("self").get("RssAnon", 0), time.monotonic()
     model = Standalone(
         arguments.directory,
-        target=Target.SM90,  # the reference would hold fp32 copies, eight times as large
+        target="sm_90a",  # the reference would hold fp32 copies, eight times as large
         device=arguments.device,
         requests=1,
         capacity=256,

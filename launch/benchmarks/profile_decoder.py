@@ -35,7 +35,6 @@ from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Pass, Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.parallel import lone_rank
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}
@@ -192,7 +191,7 @@ def flash_sections(model: Standalone, decoding: Sequence[int], prompts: Sequence
 def tiny_model() -> Standalone:
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(folder, "nvfp4-full", seed=3, **SHAPES)
-        return Standalone(folder, target=Target.SM90, device="cuda", requests=max(DECODING), capacity=4096)
+        return Standalone(folder, target="sm_90a", device="cuda", requests=max(DECODING), capacity=4096)
 
 
 def flash_model(
@@ -213,7 +212,7 @@ def flash_model(
         verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, layers))
         model = Standalone(
             verified,
-            target=Target.SM90,
+            target="sm_90a",
             device="cuda",
             requests=requests,
             capacity=capacity,

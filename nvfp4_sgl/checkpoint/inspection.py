@@ -15,9 +15,10 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config_fields import unknown_fields
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped, shown
-from nvfp4_sgl.targets.choose import Target, mode_of
+from nvfp4_sgl.targets.choose import mode_of
 from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.storages import how
+from nvfp4_sgl.targets.target import words
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.scan import Scan
@@ -37,7 +38,7 @@ class Inspection:
     """
 
     verified: Verified
-    refused: dict[Target, str | None]
+    refused: dict[str, str | None]
     scan: Scan | None = None
     checksums: list[str] | None = None
 
@@ -47,7 +48,7 @@ class Inspection:
         found = list(self.scan.problems) if self.scan else []
         found += [Finding(None, "checksum", line) for line in self.checksums or ()]
         if all(self.refused.values()):
-            found.insert(0, Finding(None, "not-served", f"no target serves it: {self.refused[Target.CPU]}"))
+            found.insert(0, Finding(None, "not-served", f"no target serves it: {next(iter(self.refused.values()))}"))
         return found
 
     @property
@@ -74,7 +75,7 @@ class Inspection:
                 for role in summary.other_roles()
             ],
             "targets": {
-                target.value: {
+                target: {
                     "serves": reason is None,
                     "reason": reason,
                     "runs": {storage.value: how(target, storage) for storage in _stored(summary)},
@@ -91,7 +92,7 @@ class Inspection:
         """The report for a person; the last line is the verdict."""
         lines = [self.verified.summary.table()]
         for target, reason in self.refused.items():
-            lines.append(f"{target.value:<17}{'serves it' if reason is None else f'refuses it: {reason}'}")
+            lines.append(f"{target:<17}{'serves it' if reason is None else f'refuses it: {reason}'}")
         if self.scan is not None:
             lines += _value_lines(self.scan)
         if self.checksums == []:
@@ -111,14 +112,14 @@ class Inspection:
 
 def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] | None = None) -> Inspection:
     """Ask every target whether it serves a checkpoint; ``scan`` is what its values gave, ``checksums`` what differs."""
-    refused: dict[Target, str | None] = {}
-    for target in Target:
+    refused: dict[str, str | None] = {}
+    for target in words():
         try:
             mode = mode_of(target, verified.raw.get("activation_mode"))
             check_target(target, verified.config, 1, verified.inventory.storage, mode)
             refused[target] = None
         except Nvfp4SglError as error:
-            refused[target] = str(error).removeprefix(f"target {target.value}: ")
+            refused[target] = str(error).removeprefix(f"target {target}: ")
     return Inspection(verified, refused, scan, checksums)
 
 

@@ -18,7 +18,7 @@ from nvfp4_sgl.memory.pools import (
 )
 from nvfp4_sgl.memory.weights import weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.target import Descriptor, Target, descriptor
+from nvfp4_sgl.targets.target import Descriptor, descriptor
 
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
@@ -168,7 +168,7 @@ def small_window(window_tokens: int, needed: str = "") -> str:
 
 
 def forecast(
-    verified: Verified, target: Target, setting: Setting, free: int | None, mode: ActivationMode | None = None
+    verified: Verified, target: str, setting: Setting, free: int | None, mode: ActivationMode | None = None
 ) -> Forecast:
     """What one rank of a server needs; ``free`` as in :class:`Forecast`, ``mode`` the target's default unless given.
 

@@ -14,7 +14,6 @@ from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
 if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
     from nvfp4_sgl.memory.forecast import Setting
-    from nvfp4_sgl.targets.target import Target
 
 MAX_GPU_GIB = 4096
 MAX_REQUESTS = 1 << 20
@@ -42,7 +41,7 @@ class Plan:
     fraction: float | None = None
     kv_cache_dtype: str = "auto"
 
-    def setting(self, target: Target, config: ModelConfig) -> Setting:
+    def setting(self, target: str, config: ModelConfig) -> Setting:
         """The forecast's setting on ``target``.
 
         Raises:
@@ -50,19 +49,17 @@ class Plan:
         """
         from nvfp4_sgl.memory.forecast import Setting
         from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
-        from nvfp4_sgl.targets.choose import choose
+        from nvfp4_sgl.targets.target import descriptor
 
-        taken = choose(target).kv_cache_dtypes
+        taken = descriptor(target).kv_cache_dtypes
         if self.kv_cache_dtype not in taken:
-            raise ConfigError(
-                f"--kv-cache-dtype {self.kv_cache_dtype}: expected one of {', '.join(taken)} on {target.value}"
-            )
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype}: expected one of {', '.join(taken)} on {target}")
         longest = config.max_position_embeddings
         if self.context is not None and self.context > longest:
             raise ConfigError(
                 f"--context-length {self.context}: expected 1 to {longest}, config.json's max_position_embeddings"
             )
-        if not target.on_gpu:
+        if not descriptor(target).on_gpu:
             return self._on_cpu(longest)
         return Setting(
             self.ranks,

@@ -9,7 +9,7 @@ from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.target import Target, descriptor
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.weights.gemms import Part
 
 VOCABULARY_MULTIPLE = 64
@@ -21,7 +21,7 @@ EXPERTS, MATRICES, VOCABULARY, OTHERS = "experts", "other matrices", "embedding 
 def weight_bytes(
     config: ModelConfig,
     storage: Callable[[str], Storage],
-    target: Target,
+    target: str,
     ranks: int,
     dtype_bytes: int,
     mode: ActivationMode | None = None,

@@ -32,6 +32,7 @@ from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang_private import BACKEND
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def preflight(server_args: Any) -> None:
         os.environ.setdefault(name, "0")
     private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     declared: dict[str, Any] = dict(PARSERS)
-    if detect_target().on_gpu and given["dtype"] == "auto":
+    if descriptor(detect_target()).on_gpu and given["dtype"] == "auto":
         # SGLang would take float16 where config.json has no torch_dtype, or float32.
         declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
@@ -283,15 +284,13 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         raise UnsupportedError("SGLANG_USE_CPU_ENGINE=1: SGLang's compiled CPU kernels are not used; unset it")
     target = detect_target()
-    expected = "cuda" if target.on_gpu else "cpu"
+    expected = "cuda" if descriptor(target).on_gpu else "cpu"
     if given["device"] not in (None, expected):
-        raise UnsupportedError(
-            f"--device {given['device']}: this machine's target is {target.value}; leave the flag out"
-        )
+        raise UnsupportedError(f"--device {given['device']}: this machine's target is {target}; leave the flag out")
     choice = choose(target, mode_of(target, raw.get("activation_mode")))
     options = {"dtype": choice.dtypes, "kv_cache_dtype": choice.kv_cache_dtypes}
     for name, allowed in options.items():
-        flags.check_value(name, given[name], allowed, f" on {target.value}")
+        flags.check_value(name, given[name], allowed, f" on {target}")
     TensorParallel(size=given["tp_size"]).check(config)
     requirements.check_target(
         target, config, given["tp_size"], inventory.storage, choice.mode, given["context_length"] or None
@@ -307,7 +306,7 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> str:
 
 def bind_threads(tp_size: int) -> None:
     """Give each CPU rank its cores by ``SGLANG_CPU_OMP_THREADS_BIND``: SGLang would demand a NUMA node for each."""
-    if not detect_target().on_gpu and tp_size > 1 and not os.environ.get(CPU_BINDING):
+    if not descriptor(detect_target()).on_gpu and tp_size > 1 and not os.environ.get(CPU_BINDING):
         os.environ[CPU_BINDING] = split_cpus(sorted(os.sched_getaffinity(0)), tp_size)
 
 
@@ -317,7 +316,7 @@ def use_bound_cpus(rank: int) -> None:
     A rank with a GPU is never restricted, whatever the environment says of CPU kernels.
     """
     groups = os.environ.get(CPU_BINDING, "").split("|")
-    if groups == [""] or detect_target().on_gpu:
+    if groups == [""] or descriptor(detect_target()).on_gpu:
         return
     import torch
 

@@ -16,7 +16,6 @@ import torch
 from nvfp4_sgl.build import Gpu, Serving, build
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, given_folder
 from nvfp4_sgl.targets.fused.parent import end_with
 from nvfp4_sgl.triton_kernels.common import chip
@@ -27,7 +26,7 @@ NICENESS = 10
 """Loading comes first."""
 
 
-def start_compiling(verified: Verified, target: Target, setting: Serving) -> subprocess.Popen[bytes] | None:
+def start_compiling(verified: Verified, target: str, setting: Serving) -> subprocess.Popen[bytes] | None:
     """Begin to compile what this server's warm-up will ask for, in a process of its own; ``None`` without a GPU.
 
     The warm-up waits for it, and compiles itself what is missing then. A failure is in the log and stops nothing.
@@ -48,7 +47,7 @@ def start_compiling(verified: Verified, target: Target, setting: Serving) -> sub
     return run_apart(verified, target, setting, gpu)
 
 
-def run_apart(verified: Verified, target: Target, setting: Serving, gpu: Gpu) -> subprocess.Popen[bytes]:
+def run_apart(verified: Verified, target: str, setting: Serving, gpu: Gpu) -> subprocess.Popen[bytes]:
     """:func:`nvfp4_sgl.build.build` in another process, which ends with the thread that calls this."""
     with tempfile.NamedTemporaryFile(prefix="nvfp4-sgl-build-", delete=False) as file:
         pickle.dump((verified, target, setting, gpu), file)
@@ -62,7 +61,7 @@ def main(path: Path, parent: int) -> None:
     verified, target, setting, gpu = pickle.loads(path.read_bytes())
     path.unlink()
     # An exception, so that what is half done is removed; the processes below end with this one.
-    signal.signal(signal.SIGTERM, lambda *given: sys.exit(f"{target.value}: no more kernels: the server has ended"))
+    signal.signal(signal.SIGTERM, lambda *given: sys.exit(f"{target}: no more kernels: the server has ended"))
     end_with(parent, signal.SIGTERM)
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kernels: %(message)s")

@@ -128,7 +128,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             self.uniform_experts,
         )
         self.decoder = Decoder(context)
-        self.recorder = recorder(self.decoder, self.choice.target.value, self.activation_mode.value)
+        self.recorder = recorder(self.decoder, self.choice.target, self.activation_mode.value)
         reader.finish()
 
     def _read_vocabulary(self, reader: CheckpointReader) -> None:

@@ -32,7 +32,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "kv_rows": kv_pool.describe_rows(getattr(runner.token_to_kv_pool, "row_dtype", None)),
         "activation_mode": getattr(model.activation_mode, "value", model.activation_mode),
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
-        "target": model.choice.target.value,
+        "target": model.choice.target,
         "note": model.choice.note,
         "boundaries": model.choice.boundaries.names(),
     }

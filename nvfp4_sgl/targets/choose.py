@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.target import MODES, TARGETS, Target, descriptor
-
-__all__ = ["MODES", "Choice", "Target", "choose", "detect_target", "mode_of"]
+from nvfp4_sgl.targets.target import CPU, descriptor, modes, targets
 
 if TYPE_CHECKING:
     from nvfp4_sgl.model.contract import Boundaries
@@ -24,14 +22,15 @@ class Choice:
     """What a target runs.
 
     Attributes:
+        target: its word.
         mode: what may enter GEMMs with quantised weights.
         boundaries: the implementation of each.
-        modes: :data:`MODES` of the target.
+        modes: all that may enter GEMMs on the targets of that word.
         dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
         note: how far the implementation is from what the target should do, or how it is known; empty if neither.
     """
 
-    target: Target
+    target: str
     mode: ActivationMode
     boundaries: Boundaries
     modes: tuple[ActivationMode, ...]
@@ -40,40 +39,41 @@ class Choice:
     note: str = ""
 
 
-def mode_of(target: Target, name: str | None) -> ActivationMode:
+def mode_of(target: str, name: str | None) -> ActivationMode:
     """The mode of that ``name``, the target's default if ``None``.
 
     Raises:
         UnsupportedError: the target has no such mode.
     """
-    known = [mode.value for mode in MODES[target]]
+    known = {mode.value: mode for mode in modes(target)}
     if name is not None and name not in known:
-        raise UnsupportedError(f"activation_mode {name!r}: on {target.value} expected one of {', '.join(known)}")
-    return MODES[target][0] if name is None else ActivationMode(name)
+        raise UnsupportedError(f"activation_mode {name!r}: on {target} expected one of {', '.join(known)}")
+    return descriptor(target).modes[0] if name is None else known[name]
 
 
-def choose(target: Target, mode: ActivationMode | None = None) -> Choice:
-    """What runs on ``target`` in ``mode``, the target's default unless given.
+def choose(target: str, mode: ActivationMode | None = None) -> Choice:
+    """What runs on ``target``, a word of ``--target``, in ``mode``, the target's default unless given.
 
     Raises:
-        UnsupportedError: the target has no such mode.
+        UnsupportedError: there is no such target, or it has no such mode.
     """
-    mode = mode_of(target, None if mode is None else mode.value)
     found = descriptor(target, mode)
-    return Choice(target, mode, found.boundaries(), MODES[target], found.dtypes, found.kv_cache_dtypes, found.note)
+    chosen = mode or found.modes[0]
+    return Choice(target, chosen, found.boundaries(), modes(target), found.dtypes, found.kv_cache_dtypes, found.note)
 
 
-def detect_target() -> Target:
-    """The target of this machine: the CUDA device's architecture if there is one, else the CPU."""
+def detect_target() -> str:
+    """The word of this machine's target: by the CUDA device's architecture if there is one, else the CPU's."""
     import torch
 
     if not torch.cuda.is_available():
-        return Target.CPU
+        return CPU.word
     capability = torch.cuda.get_device_capability()
-    known = {number: each.target for each in TARGETS for number in each.capabilities}
+    known = {number: each.word for each in targets() for number in each.capabilities}
     if capability not in known:
+        expected = ", ".join(f"{major}.{minor} ({word})" for (major, minor), word in sorted(known.items()))
         raise UnsupportedError(
             f"CUDA device {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]};"
-            " expected 9.0 (Hopper), 10.0 or 10.3 (Blackwell data centre), or no CUDA device for the CPU path"
+            f" expected {expected}, or no CUDA device for the CPU path"
         )
     return known[capability]

@@ -12,7 +12,7 @@ from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
-from nvfp4_sgl.targets.target import Descriptor, Target, descriptor
+from nvfp4_sgl.targets.target import Descriptor, descriptor
 from nvfp4_sgl.weights.gemms import GemmSpec
 from nvfp4_sgl.weights.layout import expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -28,7 +28,7 @@ MAX_EXPERTS = 511
 
 
 def check_target(
-    target: Target,
+    target: str,
     config: ModelConfig,
     ranks: int,
     storage: Callable[[str], Storage],
@@ -48,7 +48,7 @@ def check_target(
         CheckpointError: matrices that are merged are NVFP4 in part; they are named.
         ConfigError: sizes, numbers of experts or ranks that no kernel takes.
     """
-    where, chosen = f"target {target.value}", descriptor(target, mode)
+    where, chosen = f"target {target}", descriptor(target, mode)
     if mode is not None and chosen is not descriptor(target):
         where = f"{where}, activation_mode {mode.value}"
     _check_merged(chosen, where, config, storage)

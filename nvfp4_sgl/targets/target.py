@@ -1,37 +1,33 @@
 """The targets: all that the rest of the package asks of one, in one object each. Needs no torch.
 
-A target is complete or absent: no boundary falls back to another target's. :data:`TARGETS` lists them.
+A target is complete or absent: no boundary falls back to another target's. :func:`targets` lists them: those of this
+package, :data:`TARGETS`, and those that installed packages add under the entry point group :data:`GROUP`
+(docs/add_a_target.md). The command line and the configuration name a target by a word; where two targets share one,
+they differ in their modes.
 """
 
 from __future__ import annotations
 
-import enum
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.weights.gemms import BY_KIND, TOGETHER, GemmSpec, MergeRule, Operands, launched_gemms
 
 if TYPE_CHECKING:
     from nvfp4_sgl.model.contract import Boundaries
+    from nvfp4_sgl.targets.gpus import Gpu
 
-
-class Target(enum.Enum):
-    """What the kernels are built for: the words of ``--target``. A target's modes may be descriptors of their own."""
-
-    CPU = "cpu"
-    SM90 = "sm_90a"
-    SM100 = "sm_100a"
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether it is a GPU's."""
-        return DEFAULTS[self].on_gpu
+GROUP = "nvfp4_sgl.targets"
+"""Entry points of this group are descriptors of other packages."""
 
 
 StorageOf = Callable[[str], Storage]
@@ -44,7 +40,7 @@ class Descriptor:
 
     Attributes:
         name: its own.
-        target: the word for it on the command line.
+        word: the word for it on the command line.
         modes: what may enter GEMMs with quantised weights; the first is the default.
         on_gpu: whether its kernels limit sizes, and its activations are bf16.
         capabilities: of CUDA devices that it is for.
@@ -57,11 +53,13 @@ class Descriptor:
         only_nvfp4_experts: whether routed experts must be NVFP4.
         stacks_experts: whether the routed experts of a layer are one matrix, all NVFP4 or none.
         fp32_sums: whether GEMMs write fp32 that a launch of its own rounds.
+        gpu_in: ``module:name`` of the :class:`~nvfp4_sgl.targets.gpus.Gpu` that ``build`` compiles for; empty if
+            nothing is compiled ahead.
         note: how far it is from what it should do, or how it is known; empty if neither.
     """
 
     name: str
-    target: Target
+    word: str
     modes: tuple[ActivationMode, ...]
     on_gpu: bool
     capabilities: tuple[tuple[int, int], ...]
@@ -75,11 +73,17 @@ class Descriptor:
     only_nvfp4_experts: bool = False
     stacks_experts: bool = False
     fp32_sums: bool = False
+    gpu_in: str = ""
     note: str = ""
 
     def boundaries(self) -> Boundaries:
         """The implementation of each boundary; imports it."""
         found: Boundaries = _imported(self.boundaries_in)()
+        return found
+
+    def gpu(self) -> Gpu:
+        """The GPU that ``build`` compiles for, where there is none; the target has one."""
+        found: Gpu = _imported(self.gpu_in)
         return found
 
     def gemm_bytes(self, gemm: GemmSpec, storage: StorageOf) -> int:
@@ -109,7 +113,7 @@ _NOT_ROUTED = "(routed experts: refused)"
 
 CPU = Descriptor(
     name="cpu",
-    target=Target.CPU,
+    word="cpu",
     modes=(ActivationMode.W4A16, ActivationMode.W4A4),
     on_gpu=False,
     capabilities=(),
@@ -129,7 +133,7 @@ CPU = Descriptor(
 )
 HOPPER = Descriptor(
     name="hopper",
-    target=Target.SM90,
+    word="sm_90a",
     modes=(ActivationMode.W4A16,),
     on_gpu=True,
     capabilities=((9, 0),),
@@ -145,12 +149,13 @@ HOPPER = Descriptor(
     merge=TOGETHER,
     boundaries_in="nvfp4_sgl.targets.fused:w4a16_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper",
+    gpu_in="nvfp4_sgl.targets.gpus:H200",
     note="matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer;"
     " but not FP8 ones with UE8M0 scales, with which servers of tiny models have run on an H200",
 )
 SM100 = Descriptor(
     name="sm100",
-    target=Target.SM100,
+    word="sm_100a",
     modes=(ActivationMode.W4A4,),
     on_gpu=True,
     capabilities=((10, 0), (10, 3)),
@@ -166,12 +171,13 @@ SM100 = Descriptor(
     merge=BY_KIND,
     boundaries_in="nvfp4_sgl.targets.fused:sm100_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:sm100",
+    gpu_in="nvfp4_sgl.targets.gpus:B200",
     only_nvfp4_experts=True,
     note="executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",
 )
 HOPPER_W4A4 = Descriptor(
     name="hopper_w4a4",
-    target=Target.SM90,
+    word="sm_90a",
     modes=(ActivationMode.W4A4,),
     on_gpu=True,
     capabilities=((9, 0),),
@@ -182,23 +188,66 @@ HOPPER_W4A4 = Descriptor(
     merge=SM100.merge,
     boundaries_in="nvfp4_sgl.targets.fused:w4a4_on_hopper_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper_w4a4",
+    gpu_in="nvfp4_sgl.targets.gpus:H200",
     only_nvfp4_experts=True,
     fp32_sums=True,
     note="activations are rounded to NVFP4 and MXFP8 as on SM100 and multiplied in bf16, for accuracy and not for"
     " speed; servers of tiny models have run so on an H200",
 )
 TARGETS = (CPU, HOPPER, HOPPER_W4A4, SM100)
-"""Every target; where several share a word, the first is chosen unless a mode is asked for."""
-DEFAULTS: Mapping[Target, Descriptor] = {each.target: each for each in reversed(TARGETS)}
-"""By the word of the command line what runs if no mode is asked for."""
-MODES: Mapping[Target, tuple[ActivationMode, ...]] = {
-    target: tuple(mode for each in TARGETS if each.target is target for mode in each.modes) for target in Target
-}
-"""What may enter GEMMs with quantised weights; the first is the default."""
+"""This package's."""
 
 
-def descriptor(target: Target, mode: ActivationMode | None = None) -> Descriptor:
-    """The target of that word in ``mode``, its default unless given; the caller has checked that it has the mode."""
+@functools.cache
+def targets() -> tuple[Descriptor, ...]:
+    """Every target; where several share a word, the first is chosen unless a mode is asked for.
+
+    Raises:
+        UnsupportedError: what another package adds cannot be imported, is no target, or is one that is there already.
+    """
+    found = list(TARGETS)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        where = f"entry point {point.name} of {GROUP}, {point.value}"
+        try:
+            added = point.load()
+        except Exception as error:
+            raise UnsupportedError(
+                f"{where}: {type(error).__name__}: {error}; repair or remove that package"
+            ) from error
+        if not isinstance(added, Descriptor):
+            raise UnsupportedError(f"{where}: expected a Descriptor of {__name__}, found {type(added).__name__}")
+        for each in found:
+            if each.name == added.name or (each.word == added.word and {*each.modes} & {*added.modes}):
+                raise UnsupportedError(f"{where}: expected a target that is not there, found {each.name} again")
+            if each.word != added.word and {*each.capabilities} & {*added.capabilities}:
+                raise UnsupportedError(f"{where}: expected capabilities of its own, found some of {each.name}")
+        found.append(added)
+    return tuple(found)
+
+
+def words() -> tuple[str, ...]:
+    """The words that name targets on the command line."""
+    return tuple(dict.fromkeys(each.word for each in targets()))
+
+
+def modes(word: str) -> tuple[ActivationMode, ...]:
+    """What may enter GEMMs with quantised weights on the targets of that word; the first is the default."""
+    return tuple(mode for each in targets() if each.word == word for mode in each.modes)
+
+
+def descriptor(word: str, mode: ActivationMode | None = None) -> Descriptor:
+    """The target of that word in ``mode``, its default unless given.
+
+    Raises:
+        UnsupportedError: no target has that word, or none of that word has the mode.
+    """
+    found = [each for each in targets() if each.word == word]
+    if not found:
+        raise UnsupportedError(f"target {word!r}: expected one of {', '.join(words())}")
     if mode is None:
-        return DEFAULTS[target]
-    return next(each for each in TARGETS if each.target is target and mode in each.modes)
+        return found[0]
+    for each in found:
+        if mode in each.modes:
+            return each
+    known = ", ".join(each.value for each in modes(word))
+    raise UnsupportedError(f"activation_mode {mode.value!r}: on {word} expected one of {known}")

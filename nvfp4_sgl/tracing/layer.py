@@ -20,8 +20,9 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.model.contract import Form, Operand
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.target import CPU
 from nvfp4_sgl.tracing.taps import observing, owned
 
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.003, 20.0
@@ -93,7 +94,7 @@ class _Side:
 def compare_layer(
     model: str | Path | Verified,
     layer: int,
-    target: Target,
+    target: str,
     *,
     device: torch.device | str = "cpu",
     mode: ActivationMode | None = None,
@@ -114,7 +115,7 @@ def compare_layer(
     """
     mode = choose(target, mode).mode
 
-    def side(target: Target, device: torch.device | str, dtype: torch.dtype) -> _Side:
+    def side(target: str, device: torch.device | str, dtype: torch.dtype) -> _Side:
         loaded = Standalone(
             model,
             target=target,
@@ -128,7 +129,7 @@ def compare_layer(
         )
         return _Side(loaded, layer)
 
-    reference, ours = side(Target.CPU, "cpu", torch.float32), side(target, device, torch.bfloat16)
+    reference, ours = side(CPU.word, "cpu", torch.float32), side(target, device, torch.bfloat16)
     config, generator = reference.model.config, torch.Generator().manual_seed(seed)
     for number, tokens in enumerate([prompt, *[1] * steps]):
         ids = torch.randint(config.vocab_size, (tokens,), generator=generator).tolist()

@@ -26,7 +26,7 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig, read_config_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import MODES
+from nvfp4_sgl.targets.target import descriptor, modes
 
 if TYPE_CHECKING:
     from nvfp4_sgl.tracing.layer import Stage
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     check_layer(args.directory, args.layer)
     check_passes(args.prompt, args.steps)
     target = target_here(args.target)
-    mode = MODES[target][0] if args.mode is None else require_mode(target, args.mode)
+    mode = modes(target)[0] if args.mode is None else require_mode(target, args.mode)
     verified = verify(args.directory)
 
     import torch
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from nvfp4_sgl.tracing.layer import compare_layer
 
     bound = BOUNDS[mode] if args.bound is None else args.bound
-    device = torch.device("cuda", torch.cuda.current_device()) if target.on_gpu else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if descriptor(target).on_gpu else "cpu"
     stages = list(
         compare_layer(
             verified,
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "layer": args.layer,
-                "target": target.value,
+                "target": target,
                 "mode": mode.value,
                 "bound": bound,
                 "departs": departed and as_json(departed),
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         kind = verified.config.kind(args.layer).name
-        print(f"layer {args.layer} ({kind}) on {target.value}, {mode.value}, beside the CPU reference in fp32")
+        print(f"layer {args.layer} ({kind}) on {target}, {mode.value}, beside the CPU reference in fp32")
         print(table(stages))
         print(verdict(departed, bound))
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.tracing.reading import Record
 from nvfp4_sgl.tracing.record import Recorder
 
@@ -23,10 +23,10 @@ class Run:
         capacity: tokens of the longest sequence. count: of the passes.
     """
 
-    def __init__(self, model: Verified, file: Path, target: Target, mode: ActivationMode, capacity: int, count: int):
-        device = torch.device("cuda", torch.cuda.current_device()) if target.on_gpu else "cpu"
+    def __init__(self, model: Verified, file: Path, target: str, mode: ActivationMode, capacity: int, count: int):
+        device = torch.device("cuda", torch.cuda.current_device()) if descriptor(target).on_gpu else "cpu"
         self._model = Standalone(model, target=target, device=device, mode=mode, requests=1, capacity=capacity)
-        about = {"target": target.value, "mode": mode.value, "rank": 0, "ranks": 1}
+        about = {"target": target, "mode": mode.value, "rank": 0, "ranks": 1}
         self._recorder = Recorder(self._model.decoder, file, count, about)
 
     def feed(self, ids: list[int], start: int) -> int:
@@ -41,7 +41,7 @@ class Run:
 
 @torch.no_grad()
 def run_greedy(
-    directory: Path, file: Path, target: Target, mode: ActivationMode, *, prompt: int, steps: int, seed: int
+    directory: Path, file: Path, target: str, mode: ActivationMode, *, prompt: int, steps: int, seed: int
 ) -> None:
     """Record a prompt of random tokens and ``steps`` decode steps, each fed the likeliest token.
 
@@ -64,7 +64,7 @@ def run_greedy(
 
 
 @torch.no_grad()
-def run_forced(directory: Path, file: Path, target: Target, mode: ActivationMode, given: Record) -> None:
+def run_forced(directory: Path, file: Path, target: str, mode: ActivationMode, given: Record) -> None:
     """Record the passes of the record ``given``: each is fed the tokens that were fed there, whatever is chosen here.
 
     Raises:

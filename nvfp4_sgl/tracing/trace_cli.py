@@ -25,7 +25,7 @@ from nvfp4_sgl.arguments import (
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import refuse_hub_cache
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets.choose import MODES, Target
+from nvfp4_sgl.targets.target import modes
 from nvfp4_sgl.tracing.diff import Difference, OtherTokens, PassTokens, differences, left_out, tokens_of
 from nvfp4_sgl.tracing.reading import Record, read_record
 
@@ -139,7 +139,7 @@ def records(args: argparse.Namespace, folder: Path) -> tuple[Record, Record]:
             setattr(args, name, args.drawn[name])
     check_passes(args.prompt, args.steps)
     target = target_here(args.target)
-    default = MODES[target][0]
+    default = modes(target)[0]
     first_mode = default if args.first_mode is None else require_mode(target, args.first_mode)
     mode = second_mode(args, target, first_mode) if args.mode is None else require_mode(target, args.mode)
     file, ours = folder / "first.jsonl", folder / "second.jsonl"
@@ -159,10 +159,10 @@ def refuse(args: argparse.Namespace, record: Path, name: str, why: str) -> None:
         raise ConfigError(f"{option} {getattr(args, name)}: {record} is a record, {why}; leave {option} out")
 
 
-def second_mode(args: argparse.Namespace, target: Target, first: ActivationMode) -> ActivationMode:
+def second_mode(args: argparse.Namespace, target: str, first: ActivationMode) -> ActivationMode:
     """The mode of B where none is given: another one of the same checkpoint, else the target's."""
-    others = [mode for mode in MODES[target] if mode is not first]
-    return others[0] if args.second is None and others else MODES[target][0]
+    others = [mode for mode in modes(target) if mode is not first]
+    return others[0] if args.second is None and others else modes(target)[0]
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.build import GPUS, Serving, needed
+from nvfp4_sgl.build import Serving, needed
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
@@ -27,7 +27,7 @@ from nvfp4_sgl.convert.run import convert
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.target import descriptor
 from tests.support.damage import change_tensor, copy_checkpoint, set_byte
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}
@@ -135,7 +135,7 @@ def test_kernels_and_memory_are_those_of_the_converted(pair: tuple[ConvertedAtLo
     ours, theirs = pair
     sent = pickle.loads(pickle.dumps(ours))
     found, expected = (
-        needed(verified, Target.SM90, Serving(1, 512, 1, 16), GPUS[Target.SM90]) for verified in (sent, theirs)
+        needed(verified, "sm_90a", Serving(1, 512, 1, 16), descriptor("sm_90a").gpu()) for verified in (sent, theirs)
     )
     assert list(map(str, found[0])) == list(map(str, expected[0])) and list(found[1]) == list(expected[1])
 

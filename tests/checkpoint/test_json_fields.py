@@ -12,7 +12,7 @@ import pytest
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.targets.choose import Target
+from nvfp4_sgl.targets.target import words
 from tests.packaging.checkout import ROOT
 from tests.support.damage import change_tensor, set_byte
 
@@ -40,7 +40,7 @@ def found(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if path == "inspection":
             return
         for name, inner in value.items():
-            name = "TARGET" if name in {target.value for target in Target} else name
+            name = "TARGET" if name in words() else name
             name = "STORAGE" if name in {storage.value for storage in Storage} else name
             yield from found(inner, f"{path}.{name}" if path else name)
     elif isinstance(value, list):

@@ -24,7 +24,7 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.weights.layout import expert_batches, expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import DAMAGES, change_tensor, copy_checkpoint, damaged_copy, set_byte
@@ -112,7 +112,7 @@ def test_a_decoder_that_is_read_ahead_has_the_same_weights(
     tiny: dict[str, Path], format: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With buffers that hold a batch of experts in part, and less."""
-    verified, choice = verify(tiny[format]), choose(Target.SM90, None)
+    verified, choice = verify(tiny[format]), choose("sm_90a", None)
 
     def state(reader: CheckpointReader) -> dict[str, Tensor]:
         parallel = TensorParallel(ranks - 1, ranks)

@@ -26,7 +26,6 @@ from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model.contract import RopeTable, Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner, products_bf16
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
@@ -61,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
     with dry_gemms("sm_90a"):
-        yield Standalone(path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+        yield Standalone(path, target="sm_90a", device="cpu", requests=REQUESTS, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize("requests", [1, 8, 24])
@@ -90,7 +89,7 @@ def test_a_layout_for_a_million_tokens_tiles_attention_of_few_requests_as_a_shor
         tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6, num_attention_heads=32
     )
     with dry_gemms("sm_90a"), torch.no_grad():
-        model = Standalone(tmp_path, target=Target.SM90, device="cpu", requests=REQUESTS, capacity=CAPACITY)
+        model = Standalone(tmp_path, target="sm_90a", device="cpu", requests=REQUESTS, capacity=CAPACITY)
         slots = model.planner.slots
 
         def tilings(longest: int) -> list[object]:
@@ -120,7 +119,7 @@ def counted_products() -> Iterator[list[str]]:
 def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
     with dry_gemms() as gemms, torch.no_grad():
-        model = Standalone(tmp_path, target=Target.SM100, requests=1, capacity=CAPACITY)
+        model = Standalone(tmp_path, target="sm_100a", requests=1, capacity=CAPACITY)
         with dry_launches():
             model.extend({0: [7] * 2500})
             work = model.begin({0: [7]})
@@ -227,7 +226,7 @@ def test_nothing_compiles_after_the_warm_up(run: native.Run, tmp_path: Path) -> 
     """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not."""
     choose = random.Random(0)
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS))
-    with dry_gemms(run.target.value):
+    with dry_gemms(run.target):
         model = Standalone(tmp_path, target=run.target, mode=run.mode, requests=REQUESTS, capacity=CAPACITY)
         slots = torch.zeros(2, CAPACITY, dtype=torch.int32)
         planner = model.decoder.context.boundaries.plan(
@@ -258,7 +257,7 @@ def require_nothing_new(model: Standalone, known: set[Launch], choose: random.Ra
 
 def test_a_library_of_gemms_that_is_not_there_stops_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=1, n_routed_experts=6)
-    model = Standalone(tmp_path, target=Target.SM100, requests=1, capacity=256)
+    model = Standalone(tmp_path, target="sm_100a", requests=1, capacity=256)
     with launcher.use(gemm_planner.DryLauncher("sm_100a", B200_CLUSTERS)):
         needed = model.planner.gemms(64)
     monkeypatch.setattr(model.planner, "gemms", lambda tokens: needed)

@@ -16,7 +16,6 @@ import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.triton_kernels.indexer import topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU
@@ -24,7 +23,7 @@ from tests.support.lockstep import Recording, record, relative_errors, replace_s
 from tests.support.mutation import mutated
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-TARGETS = [target.name for target in native.targets()]
+TARGETS = native.targets()
 SWA, CSA, HCA = range(3)
 CACHED = {0: 4003, 1: 700}
 """After 4003 tokens HCA layers see 31 entries, more than the columns of a plan for half as many."""
@@ -32,10 +31,10 @@ EDGE, OVER = 250, 20
 """Cached tokens, and tokens of a pass that ends in the next page: the first page's ring keeps 6 of them."""
 PROMPT = {0: [7, 300, 41]}
 """What goes through the embedding and all mHC sites."""
-PRODUCTS = {"SM90": "products_w4a16", "SM100": "products_nvfp4"}
+PRODUCTS = {"sm_90a": "products_w4a16", "sm_100a": "products_nvfp4"}
 BOUNDS: dict[str, dict[int | str, float]] = {
-    "SM90": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
-    "SM100": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
+    "sm_90a": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
+    "sm_100a": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
 }
 """Bounds of the worst row's relative error in attention by layer, in the experts, and in the hidden states behind all
 mHC sites ("streams"); and of a state's values, after a decode step or after a pass over a page's edge ("ring").
@@ -178,7 +177,7 @@ def recordings(checkpoint: Path) -> dict[str, Told]:
     one_each: dict[int, list[int]] = {0: [17], 1: [301]}
 
     def told(target: str) -> Told:
-        mode = native.MODES[Target[target]]
+        mode = native.MODES[target]
         decode = record(checkpoint, mode=mode, cached=CACHED, passes=[one_each], capacity=4096)
         edge = record(checkpoint, mode=mode, cached={0: EDGE, 1: 3}, passes=[{0: [9] * OVER}], capacity=4096)
         reference: Any = Standalone(checkpoint, packed=True, dtype=torch.bfloat16, requests=1, capacity=256)
@@ -190,13 +189,10 @@ def recordings(checkpoint: Path) -> dict[str, Told]:
 def error_of(target: str, checkpoint: Path, reference: Told, layer: int, place: str) -> float:
     """Error of the package as it is imported right now; infinite where it refuses to run or gives a NaN."""
     standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
-    choose: Any = importlib.import_module("nvfp4_sgl.targets.choose")
     recording = reference.edge if place == "ring" else reference.decode
     try:
-        with native.gemms(Target[target]):
-            model = standalone.Standalone(
-                checkpoint, target=choose.Target[target], device=DEVICE, requests=2, capacity=4096
-            )
+        with native.gemms(target):
+            model = standalone.Standalone(checkpoint, target=target, device=DEVICE, requests=2, capacity=4096)
             if place == "streams":
                 return float(relative_errors(hidden_states(model), reference.hidden).max().nan_to_num(torch.inf))
             model.begin({0: [5, 6, 7]})  # what a short pass allocated must not be too small for a long one

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.targets.choose import Target
 from tests.support import bf16_logprobs, native, pair
 from tests.support.gpu_server import FLAGS, SHAPES, outputs
 from tests.support.gpus import FOUR_GPUS, TWO_GPUS, one_gpu
@@ -30,13 +29,13 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> str:
     (found,) = native.targets()
     return found
 
 
 @pytest.fixture(scope="module")
-def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts so wide that each rank's share is 64 or more."""
     shapes = {**SHAPES, "moe_intermediate_size": 64 * max(NEEDED)}
     return native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=3, **shapes)
@@ -56,7 +55,7 @@ def servers(place: Place, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def yardstick(target: Target, checkpoint: Path, servers: Servers) -> Iterator[Yardstick]:
+def yardstick(target: str, checkpoint: Path, servers: Servers) -> Iterator[Yardstick]:
     """Computed while the servers start."""
     mode = native.MODES[target]
     with bf16_logprobs.references(checkpoint, capacity=pair.CAPACITY, mode=mode) as references:

@@ -14,7 +14,6 @@ import pytest
 
 from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.targets.choose import Target
 from tests.support import dry_server, native
 from tests.support.server import Server, ServerPool
 
@@ -30,7 +29,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if native.targets() != (Target.SM90,):
+    if native.targets() != ("sm_90a",):
         pytest.skip("stands in for a Blackwell GPU, which is here: tests/gpu/test_server.py serves on it")
     path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=3, num_hidden_layers=3, num_attention_heads=64, o_groups=8)

@@ -19,10 +19,10 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets import choose
 from nvfp4_sgl.targets.fused import attention
 from nvfp4_sgl.targets.fused import step as step_module
 from nvfp4_sgl.targets.fused.step import Scratch
+from nvfp4_sgl.targets.target import modes
 from nvfp4_sgl.triton_kernels.indexer import scores, topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU
@@ -186,7 +186,7 @@ def test_only_passes_with_a_choice_are_scored(
 def test_the_other_mode_of_a_target_is_seen(case: Case, checkpoint: Path, bounds: Bounds, recording: Recording) -> None:
     """Experts whose activations are rounded where they should not be, or not where they should: each row is off."""
     (target, mode), format = case
-    others = [each for each in choose.MODES[target] if each is not mode]
+    others = [each for each in modes(target) if each is not mode]
     if not others or format == "bf16":
         pytest.skip("there is no other mode, or it does the same")
     model = Standalone(checkpoint, target=target, mode=others[0], device=DEVICE, requests=3, capacity=768)

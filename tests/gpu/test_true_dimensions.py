@@ -21,7 +21,6 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.device_reference import DeviceReference
 from tests.support.interpreted import ON_GPU
@@ -30,7 +29,7 @@ from tests.support.ranks import Exchange
 from tests.support.released import FLASH, config_json
 from tests.support.rounding_noise import distances, excess, nudged
 
-TARGET, MODE = Target.SM90, ActivationMode.W4A16
+TARGET, MODE = "sm_90a", ActivationMode.W4A16
 pytestmark = pytest.mark.skipif(ON_GPU and native.targets() != (TARGET,), reason="needs a Hopper GPU")
 
 RATIOS = FLASH["compress_ratios"][:6]

@@ -17,7 +17,6 @@ from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.ops.swiglu import clamped_swiglu
-from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.hopper_results import assert_close, tokens
 from tests.support.sanitized import one_of_each_sanitized
@@ -32,7 +31,7 @@ SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (256, 1)}
 
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
-    if native.targets() != (Target.SM90,):
+    if native.targets() != ("sm_90a",):
         pytest.skip("these kernels are made for Hopper")
     torch.manual_seed(0)
     yield

@@ -50,11 +50,10 @@ def sublayers(path: Path, target: str, mode: str) -> list[tuple[Tensor, Tensor]]
     """
     modes: Any = importlib.import_module("nvfp4_sgl.ops.modes")
     standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
-    choose: Any = importlib.import_module("nvfp4_sgl.targets.choose")
     operands: Any = importlib.import_module("nvfp4_sgl.targets.fused.operands")
     found = []
-    with native.gemms(native.Target[target]), torch.no_grad():
-        made: dict[str, Any] = {"target": choose.Target[target], "mode": modes.ActivationMode(mode)}
+    with native.gemms(target), torch.no_grad():
+        made: dict[str, Any] = {"target": target, "mode": modes.ActivationMode(mode)}
         model = standalone.Standalone(path, requests=1, capacity=256, **made)
         for number, tokens in enumerate(PASSES):
             work = model.begin({0: list(range(7, 7 + tokens))})
@@ -70,7 +69,7 @@ def sublayers(path: Path, target: str, mode: str) -> list[tuple[Tensor, Tensor]]
 @pytest.fixture(scope="module")
 def on_sm100(checkpoints: dict[str, Path]) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """By format; computed once, before anything is planted."""
-    return {name: sublayers(path, "SM100", "w4a4") for name, path in checkpoints.items()}
+    return {name: sublayers(path, "sm_100a", "w4a4") for name, path in checkpoints.items()}
 
 
 def worst(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -85,14 +84,14 @@ def worst(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_hopper_computes_what_sm100_does(name: str, checkpoints: dict[str, Path], on_sm100: Any) -> None:
-    attention, experts = worst(sublayers(checkpoints[name], "SM90", "w4a4"), on_sm100[name])
+    attention, experts = worst(sublayers(checkpoints[name], "sm_90a", "w4a4"), on_sm100[name])
     print(f"{name}: worst rows differ by {attention:.5f} in attention, {experts:.5f} in the experts")
     assert attention < ATTENTION and experts < EXPERTS
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_w4a16_is_something_else(name: str, checkpoints: dict[str, Path], on_sm100: Any) -> None:
-    attention, experts = worst(sublayers(checkpoints[name], "SM90", "w4a16"), on_sm100[name])
+    attention, experts = worst(sublayers(checkpoints[name], "sm_90a", "w4a16"), on_sm100[name])
     print(f"{name}: worst rows differ by {attention:.4f} in attention, {experts:.4f} in the experts")
     assert experts > OTHER_MODE and (attention > OTHER_MODE or name != "nvfp4-full")
 
@@ -115,7 +114,7 @@ def test_mistakes_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100:
     new = new.format(old=old)
     expected = on_sm100["nvfp4-full"]
     with mutated("targets.fused.products_w4a4_hopper", old, new):
-        attention, experts = worst(sublayers(checkpoints["nvfp4-full"], "SM90", "w4a4"), expected)
+        attention, experts = worst(sublayers(checkpoints["nvfp4-full"], "sm_90a", "w4a4"), expected)
     print(f"{mistake}: {attention:.3f} in attention, {experts:.3f} in the experts")
     assert attention > ATTENTION or experts > EXPERTS
 
@@ -131,6 +130,6 @@ MXFP8_MISTAKES = {
 def test_mistakes_with_fp8_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100: Any) -> None:
     old, new = MXFP8_MISTAKES[mistake]
     with mutated("targets.fused.products_w4a4_hopper", old, new):
-        found = worst(sublayers(checkpoints["nvfp4-experts"], "SM90", "w4a4"), on_sm100["nvfp4-experts"])
+        found = worst(sublayers(checkpoints["nvfp4-experts"], "sm_90a", "w4a4"), on_sm100["nvfp4-experts"])
     print(f"{mistake}: {found[0]:.4f} in attention, {found[1]:.4f} in the experts")
     assert found[0] > ATTENTION or found[1] > EXPERTS

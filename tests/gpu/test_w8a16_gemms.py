@@ -16,7 +16,6 @@ from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
 from nvfp4_sgl.formats import ue8m0
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
-from nvfp4_sgl.targets.choose import Target
 from tests.support import native
 from tests.support.hopper_results import assert_close, tokens
 from tests.support.sanitized import one_of_each_sanitized
@@ -31,7 +30,7 @@ SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (128, 1)}
 
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
-    if native.targets() != (Target.SM90,):
+    if native.targets() != ("sm_90a",):
         pytest.skip("these kernels are made for Hopper")
     torch.manual_seed(0)
     yield

@@ -30,7 +30,7 @@ from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import kv_pool
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import MODES, Target
+from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.mutation import mutated
 
@@ -97,16 +97,16 @@ def test_weights_of_the_releases(release: str) -> None:
     every = expert_elements + shared + other_elements + 2 * 129280 * d
     assert every == pytest.approx(total, rel=2e-3)  # without routers, norms, mHC
     for ranks in (1, 2, 4, 8):
-        found = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, ranks, 2)
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", ranks, 2)
         assert found[EXPERTS] == pytest.approx((expert_elements + shared) * 0.5625 / ranks, rel=1e-3)
         assert found[VOCABULARY] == 2 * 129280 * d * 2 // ranks
         assert found[MATRICES] >= other_elements * 0.5625 / ranks
-    whole = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, 1, 2)
+    whole = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", 1, 2)
     assert whole[MATRICES] == pytest.approx(other_elements * 0.5625, rel=4e-3)
-    on_hopper = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM90, 1, 2)[EXPERTS]
+    on_hopper = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_90a", 1, 2)[EXPERTS]
     assert on_hopper == pytest.approx((expert_elements + shared) * 0.5625, rel=1e-3)
-    assert weight_bytes(config, lambda stem: Storage.FP8, Target.SM90, 1, 2)[EXPERTS] == (expert_elements + shared) * 2
-    on_cpu = weight_bytes(config, lambda stem: Storage.NVFP4, Target.CPU, 1, 4)
+    assert weight_bytes(config, lambda stem: Storage.FP8, "sm_90a", 1, 2)[EXPERTS] == (expert_elements + shared) * 2
+    on_cpu = weight_bytes(config, lambda stem: Storage.NVFP4, "cpu", 1, 4)
     assert on_cpu[EXPERTS] == pytest.approx((expert_elements + shared) * 4, rel=1e-3)
 
 
@@ -118,7 +118,7 @@ def test_fp8_takes_a_byte_a_weight_on_hopper() -> None:
         def storage(stem: str) -> Storage:
             return Storage.NVFP4 if ".ffn.experts." in stem else Storage.PLAIN if "compressor" in stem else others
 
-        return weight_bytes(config, storage, Target.SM90, 1, 2)
+        return weight_bytes(config, storage, "sm_90a", 1, 2)
 
     fp8, bf16 = bytes_of(Storage.FP8), bytes_of(Storage.FP8_FLOAT_SCALES)
     shared = 43 * 3 * 4096 * 2048
@@ -131,7 +131,7 @@ def test_flash_as_its_headers_say() -> None:
     """161.7 GB were measured from the headers of a generated checkpoint, 81.3 and 41.0 GB for ranks of two and four."""
     config = ModelConfig.from_dict(FLASH)
     for ranks, measured in ((1, 161.7), (2, 81.3), (4, 41.0)):
-        found = weight_bytes(config, lambda stem: Storage.NVFP4, Target.SM100, ranks, 2)
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", ranks, 2)
         assert sum(found.values()) / GB == pytest.approx(measured, abs=0.15)
 
 
@@ -192,7 +192,7 @@ def tensors(module: nn.Module) -> Iterator[Tensor]:
                     yield from (tensor for tensor in (item.values, item.alpha) if tensor is not None)
 
 
-def held(verified: Verified, target: Target, mode: ActivationMode, ranks: int) -> int:
+def held(verified: Verified, target: str, mode: ActivationMode, ranks: int) -> int:
     parallel = TensorParallel(0, ranks)
     alone = Standalone(verified, target=target, mode=mode, capacity=256, requests=1, parallel=parallel)
     storages = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors(alone.decoder) if t.numel()}
@@ -201,9 +201,9 @@ def held(verified: Verified, target: Target, mode: ActivationMode, ranks: int) -
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS])
-@pytest.mark.parametrize(("target", "mode"), [(target, mode) for target in Target for mode in MODES[target]])
+@pytest.mark.parametrize(("target", "mode"), [(target, mode) for target in words() for mode in modes(target)])
 def test_weights_are_what_a_decoder_holds(
-    target: Target, mode: ActivationMode, format: TinyFormat, ranks: int, tmp_path: Path
+    target: str, mode: ActivationMode, format: TinyFormat, ranks: int, tmp_path: Path
 ) -> None:
     verified = model(tmp_path, format)
     found = weight_bytes(verified.config, verified.inventory.storage, target, ranks, 4, mode)
@@ -212,7 +212,7 @@ def test_weights_are_what_a_decoder_holds(
 
 def test_fp32_sums_of_w4a4_on_hopper_are_estimated() -> None:
     setting = Setting(1, 256, 1 << 20, 8192, 2, None, 0.1, 0.85)
-    plain, rounded = (forecast(FLASH_VERIFIED, Target.SM90, setting, None, mode) for mode in MODES[Target.SM90])
+    plain, rounded = (forecast(FLASH_VERIFIED, "sm_90a", setting, None, mode) for mode in modes("sm_90a"))
     name = "activations of a prefill chunk"
     # Gate and up of seven experts a token, two more bytes for each value; or what wq_b gives.
     assert rounded.estimated[name] - plain.estimated[name] >= 8192 * 7 * 2 * 2048 * 2
@@ -232,7 +232,7 @@ def flash(free: int | None, **changes: Any) -> Forecast:
         "swa_ratio": 0.1,
         "fraction": 0.85,
     } | changes
-    return forecast(FLASH_VERIFIED, Target.SM100, Setting(**fields), free)
+    return forecast(FLASH_VERIFIED, "sm_100a", Setting(**fields), free)
 
 
 class _Headers:
@@ -314,7 +314,7 @@ def test_a_split_that_does_not_divide() -> None:
 
 
 def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
     model(tmp_path)
     assert cli.main(["doctor", str(tmp_path), "--tp", "2"]) == 0
     out = capsys.readouterr().out
@@ -339,7 +339,7 @@ def test_a_mistake_is_noticed() -> None:
     with mutated("memory.weights", line, "experts += nbytes * ranks"):
         module = importlib.import_module("nvfp4_sgl.memory.weights")
         config = importlib.import_module("nvfp4_sgl.config").ModelConfig.from_dict(FLASH)
-        target = importlib.import_module("nvfp4_sgl.targets.choose").Target.SM100
+        target = "sm_100a"
         nvfp4 = importlib.import_module("nvfp4_sgl.checkpoint.storage").Storage.NVFP4
         assert sum(module.weight_bytes(config, lambda stem: nvfp4, target, 2, 2).values()) / GB > 81.3 + 0.15
 

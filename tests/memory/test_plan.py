@@ -12,7 +12,6 @@ from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.memory.plan import Plan
 from nvfp4_sgl.sglang_defaults import FRACTION, REQUESTS
-from nvfp4_sgl.targets.choose import Target
 
 PLANNED = ("--target", "sm_100a", "--json")
 
@@ -20,7 +19,7 @@ PLANNED = ("--target", "sm_100a", "--json")
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with config.json alone, on a machine without a GPU."""
-    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
     raw = tiny_config(TinyFormat.NVFP4_FULL, {})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     return tmp_path
@@ -134,4 +133,4 @@ def test_flags_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("requests", [None, 64])
 def test_the_window_pool_goes_by_requests_where_they_are_given(requests: int | None) -> None:
     config: Any = type("Config", (), {"max_position_embeddings": 4096})
-    assert Plan(requests=requests).setting(Target.SM100, config).window_by_ratio is (requests is None)
+    assert Plan(requests=requests).setting("sm_100a", config).window_by_ratio is (requests is None)

@@ -32,10 +32,10 @@ from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner, products_bf16
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.triton_kernels.attention import tiling
@@ -49,13 +49,13 @@ from tests.support import on_import
 
 W4A16, W4A4 = ActivationMode.W4A16, ActivationMode.W4A4
 CASES = [
-    (Target.SM90, W4A16, "nvfp4-full"),
-    (Target.SM90, W4A16, "nvfp4-experts"),
-    (Target.SM90, W4A16, "deepseek"),
-    (Target.SM90, W4A4, "nvfp4-full"),
-    (Target.SM90, W4A4, "nvfp4-experts"),
-    (Target.SM100, W4A4, "nvfp4-full"),
-    (Target.SM100, W4A4, "nvfp4-experts"),
+    ("sm_90a", W4A16, "nvfp4-full"),
+    ("sm_90a", W4A16, "nvfp4-experts"),
+    ("sm_90a", W4A16, "deepseek"),
+    ("sm_90a", W4A4, "nvfp4-full"),
+    ("sm_90a", W4A4, "nvfp4-experts"),
+    ("sm_100a", W4A4, "nvfp4-full"),
+    ("sm_100a", W4A4, "nvfp4-experts"),
 ]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
@@ -324,10 +324,10 @@ class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
     def __init__(
-        self, path: Path, target: Target, uniform_experts: bool = False, mode: ActivationMode | None = None
+        self, path: Path, target: str, uniform_experts: bool = False, mode: ActivationMode | None = None
     ) -> None:
-        gpu = build.GPUS[target]
-        self._gpu, self.launcher = gpu, NotingLauncher(target.value, gpu.clusters)
+        gpu = descriptor(target).gpu()
+        self._gpu, self.launcher = gpu, NotingLauncher(target, gpu.clusters)
         read = CheckpointReader.read
         # Aligned, as on a GPU: what is read lies in the file as it comes.
         with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
@@ -358,7 +358,7 @@ class OnTheCpu:
 
 @pytest.mark.parametrize(("target", "mode", "name"), CASES)
 def test_no_pass_launches_what_the_warm_up_does_not(
-    target: Target, mode: ActivationMode, name: str, checkpoints: dict[str, Path]
+    target: str, mode: ActivationMode, name: str, checkpoints: dict[str, Path]
 ) -> None:
     cpu = OnTheCpu(checkpoints[name], target, mode=mode)
     warm, model = cpu.warm_up(cpu.model.planner), cpu.model
@@ -386,20 +386,20 @@ def test_no_pass_launches_what_the_warm_up_does_not(
     ("target", "mode", "name", "uniform"), [*((*case, False) for case in CASES), (*CASES[0], True)]
 )
 def test_a_model_without_storage_needs_the_same_kernels(
-    target: Target, mode: ActivationMode, name: str, uniform: bool, checkpoints: dict[str, Path]
+    target: str, mode: ActivationMode, name: str, uniform: bool, checkpoints: dict[str, Path]
 ) -> None:
     setting = Serving(1, CAPACITY, REQUESTS, CAPACITY, uniform, mode)
-    gemms, variants = needed(verify(checkpoints[name]), target, setting, build.GPUS[target])
+    gemms, variants = needed(verify(checkpoints[name]), target, setting, descriptor(target).gpu())
     cpu = OnTheCpu(checkpoints[name], target, uniform, mode)
     assert set(variants) == cpu.warm_up()
-    with launcher.use(DryLauncher(target.value, build.GPUS[target].clusters)):
+    with launcher.use(DryLauncher(target, descriptor(target).gpu().clusters)):
         assert list(gemms) == list(cpu.planner.gemms(CAPACITY))
 
 
 def test_experts_by_torch_get_offsets_while_launches_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is routed then, but torch's GEMM runs, and on a GPU it asserts that its offsets lie within the rows."""
     write_tiny(tmp_path, "bf16", seed=11)
-    cpu, calls = OnTheCpu(tmp_path, Target.SM90), list[Tensor]()
+    cpu, calls = OnTheCpu(tmp_path, "sm_90a"), list[Tensor]()
     allocate = Routes.allocate
 
     def poisoned(*given: Any) -> Routes:
@@ -420,13 +420,13 @@ def test_experts_by_torch_get_offsets_while_launches_are_noted(tmp_path: Path, m
 def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the folder that was built for it hold one."""
     write_tiny(tmp_path, "bf16", seed=11, num_hidden_layers=1)
-    cpu, built = OnTheCpu(tmp_path, Target.SM90), tmp_path / "built"
+    cpu, built = OnTheCpu(tmp_path, "sm_90a"), tmp_path / "built"
     (built / compile_ahead.TRITON_FOLDER).mkdir(parents=True)
     monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(built))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     runner = launcher.CudaLauncher()
     monkeypatch.setattr(runner, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(runner, "clusters", lambda device: build.GPUS[Target.SM90].clusters)
+    monkeypatch.setattr(runner, "clusters", lambda device: descriptor("sm_90a").gpu().clusters)
     compiled: list[Any] = []
     monkeypatch.setattr(gemm_planner, "compile_missing", lambda keys, *more: compiled.append(list(keys)))
     monkeypatch.setattr(GemmPlanner, "triton_variants", lambda *given: [])
@@ -439,7 +439,7 @@ def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, mo
 
 
 def test_a_layer_of_each_kind_launches_what_all_do(tiny: Path) -> None:
-    cpu = OnTheCpu(tiny, Target.SM90)
+    cpu = OnTheCpu(tiny, "sm_90a")
     decoder, layers = cpu.model.decoder, cpu.model.config.num_hidden_layers
     assert len(decoder.distinct_layers()) < layers
     some = cpu.warm_up()
@@ -470,7 +470,7 @@ def test_built_on_one_machine_found_on_another(
     out = tmp_path / "out"
     options = ["--target", "sm_90a", "--output", str(out), "--context-length", "512"]
     assert cli.main(["build", str(tiny), *options, "--max-running-requests", "1", "--chunked-prefill-size", "16"]) == 0
-    variants = few(verify(tiny), Target.SM90, Serving(1, 512, 1, 16), build.GPUS[Target.SM90])[1]
+    variants = few(verify(tiny), "sm_90a", Serving(1, 512, 1, 16), descriptor("sm_90a").gpu())[1]
     assert f"1 GEMMs and {len(variants)} Triton kernels for sm_90a are in {out}" in capsys.readouterr().out
     moved = shutil.move(out, tmp_path / "carried")
     assert not any(variant.is_compiled for variant in variants) and not caches.exists()
@@ -495,15 +495,15 @@ def test_a_server_compiles_nothing_that_was_built_ahead(
     variants, keys = noted(normalise), [KernelKey("sm_90a", KernelShape(8))]
     monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
     out, setting = tmp_path / "out", Serving(1, 512)
-    build.build(verified, Target.SM90, [setting], out)
+    build.build(verified, "sm_90a", [setting], out)
     jobs: list[compile_ahead.Job] = []
     monkeypatch.setattr(compile_ahead, "_run", lambda job, processes: jobs.append(job))
     compile_ahead.adopt_given(out)
-    build.build(verified, Target.SM90, [setting], given=out)
+    build.build(verified, "sm_90a", [setting], given=out)
     assert not jobs
     keys.append(KernelKey("sm_90a", KernelShape(16)))
     with pytest.raises(FileNotFoundError):  # what was not compiled is not there to be linked
-        build.build(verified, Target.SM90, [setting], given=out)
+        build.build(verified, "sm_90a", [setting], given=out)
     assert [set(job.tasks) for job in jobs] == [set(keys)]
 
 
@@ -520,7 +520,7 @@ def test_the_mode_that_is_built_for(
 ) -> None:
     asked: list[Serving] = []
 
-    def note(verified: Verified, target: Target, settings: Sequence[Serving], output: Path | None) -> tuple[int, int]:
+    def note(verified: Verified, target: str, settings: Sequence[Serving], output: Path | None) -> tuple[int, int]:
         asked.extend(settings)
         return 0, 0
 
@@ -532,10 +532,10 @@ def test_the_mode_that_is_built_for(
     assert "activation_mode 'w4a16': on sm_100a expected one of w4a4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(("name", "shared"), [("nvfp4-full", 1), ("nvfp4-experts", 0), ("deepseek", 0)])
 def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
-    name: str, shared: int, target: Target, checkpoints: dict[str, Path]
+    name: str, shared: int, target: str, checkpoints: dict[str, Path]
 ) -> None:
     cpu = OnTheCpu(checkpoints[name], target)
     config, block = cpu.model.config, cpu.model.decoder.layers[0]

@@ -17,7 +17,6 @@ from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16InputProjection, Bf16Projection
 from nvfp4_sgl.targets.fused.products_w8a16 import (
     W8A16GroupedProjection,
@@ -41,7 +40,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def decoder(path: Path, rank: int = 0, ranks: int = 1) -> Any:
     parallel = TensorParallel(rank, ranks)
-    return Standalone(path, target=Target.SM90, requests=1, capacity=256, parallel=parallel).decoder
+    return Standalone(path, target="sm_90a", requests=1, capacity=256, parallel=parallel).decoder
 
 
 def reader(path: Path) -> tuple[CheckpointReader, ModelConfig]:

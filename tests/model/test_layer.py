@@ -16,7 +16,6 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cli import main
 from nvfp4_sgl.model.contract import Columns, Operand
 from nvfp4_sgl.ops.linear import ActivationMode
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.reference import attention, experts, projections, sites
 from nvfp4_sgl.tracing.layer import Stage, compare_layer
 from nvfp4_sgl.tracing.layer_cli import BOUNDS, first_departure
@@ -38,12 +37,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def departure(checkpoint: Path, layer: int, **options: Any) -> Stage | None:
-    return first_departure(list(compare_layer(checkpoint, layer, Target.CPU, **options)), BOUNDS[ActivationMode.W4A16])
+    return first_departure(list(compare_layer(checkpoint, layer, "cpu", **options)), BOUNDS[ActivationMode.W4A16])
 
 
 @pytest.mark.parametrize(("layer", "more"), [(SWA, set()), (CSA, {"attn.select"}), (HCA, set())])
 def test_every_boundary_is_seen_and_right(layer: int, more: set[str], checkpoint: Path) -> None:
-    stages = list(compare_layer(checkpoint, layer, Target.CPU, prompt=150))
+    stages = list(compare_layer(checkpoint, layer, "cpu", prompt=150))
     for number in range(3):
         names = [stage.name.removeprefix(f"layers.{layer}.") for stage in stages if stage.number == number]
         assert len(names) == len(set(names)) and STAGES | more <= set(names)

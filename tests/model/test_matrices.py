@@ -19,7 +19,6 @@ from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.scale_layout import unswizzle_128x4
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.layout import attention_matrices, expert_matrices
 from nvfp4_sgl.weights.matrix import load_matrix, stack
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -124,7 +123,7 @@ def test_storages_do_not_mix(reader: CheckpointReader) -> None:
 
 def test_sm100_keeps_them_packed(path: Path, config: ModelConfig, raw: Mapping[str, Tensor]) -> None:
     """What a layer holds on SM100 is no more than the checkpoint: codes as they are, block scales swizzled."""
-    layer: Any = Standalone(path, target=Target.SM100, capacity=256).decoder.layers[LAYER]
+    layer: Any = Standalone(path, target="sm_100a", capacity=256).decoder.layers[LAYER]
     weights = layer.attn.project_x.projection.weights
     packed, scales, alphas = stored(raw, attention_matrices(config, LAYER, TensorParallel()).from_x)
     assert torch.equal(weights.codes, packed) and torch.equal(weights.scale, alphas)

@@ -22,14 +22,15 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.replace import pairs, replace_weights, workspace_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import MODES, Target, choose
+from nvfp4_sgl.targets.choose import choose
+from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import change_tensor, copy_checkpoint, file_of, set_byte
 
 SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6}
 """A layer of each kind."""
 FULL, SPLIT = "nvfp4-full", 2
-RUNS = [(target, mode) for target in Target for mode in MODES[target]]
+RUNS = [(target, mode) for target in words() for mode in modes(target)]
 CASES = [
     *((*run, FULL, rank, SPLIT) for run in RUNS for rank in range(SPLIT)),
     *((*run, "deepseek", 0, 1) for run in RUNS),
@@ -54,9 +55,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return write
 
 
-def context_of(path: Path, target: Target, rank: int = 0, size: int = 1, mode: ActivationMode | None = None) -> Context:
+def context_of(path: Path, target: str, rank: int = 0, size: int = 1, mode: ActivationMode | None = None) -> Context:
     verified, choice = verify(path), choose(target, mode)
-    dtype = torch.float32 if target is Target.CPU else torch.bfloat16
+    dtype = torch.float32 if target == "cpu" else torch.bfloat16
     parallel = TensorParallel(rank, size)
     return Context(
         verified.reader(), verified.config, choice.boundaries, dtype=dtype, mode=choice.mode, parallel=parallel
@@ -96,7 +97,7 @@ def places(decoder: Decoder) -> set[int]:
     ("target", "mode", "format", "rank", "size"), CASES, ids=lambda value: str(getattr(value, "value", value))
 )
 def test_replaced_is_built_anew(
-    target: Target, mode: ActivationMode, format: str, rank: int, size: int, pair: Pair
+    target: str, mode: ActivationMode, format: str, rank: int, size: int, pair: Pair
 ) -> None:
     old, new = pair(format)
     decoder, expected = (Decoder(context_of(path, target, rank, size, mode)) for path in (old, new))
@@ -125,7 +126,7 @@ def test_error_names_tensor_and_file(pair: Pair, tmp_path: Path) -> None:
     old, new = pair(FULL)
     path, name = copy_checkpoint(new, tmp_path / "damaged"), "layers.1.attn.wkv.weight_scale"
     change_tensor(path, name, set_byte(5, 0x7F))
-    decoder = Decoder(context_of(old, Target.CPU))
+    decoder = Decoder(context_of(old, "cpu"))
 
     def queries() -> list[torch.Tensor]:
         blocks: list[Any] = list(decoder.layers)
@@ -133,7 +134,7 @@ def test_error_names_tensor_and_file(pair: Pair, tmp_path: Path) -> None:
 
     before = queries()
     with pytest.raises(CheckpointError, match=name) as error:
-        replace_weights(decoder, context_of(path, Target.CPU))
+        replace_weights(decoder, context_of(path, "cpu"))
     assert file_of(path, name).name in str(error.value)
     assert [torch.equal(*both) for both in zip(before, queries(), strict=True)] == [False, True, True]
 
@@ -160,6 +161,6 @@ def test_what_is_built_otherwise_is_refused() -> None:
 
 
 def test_room_for_a_layer(pair: Pair) -> None:
-    decoder = Decoder(context_of(pair(FULL)[0], Target.CPU))
+    decoder = Decoder(context_of(pair(FULL)[0], "cpu"))
     largest = max(sum(t.nbytes for t in tensors(block)) for block in decoder.layers)
     assert workspace_bytes(decoder) >= largest

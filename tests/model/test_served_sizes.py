@@ -24,8 +24,9 @@ from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.targets.choose import Target, choose, mode_of
+from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 from nvfp4_sgl.weights.parallel import lone_rank
@@ -52,11 +53,9 @@ class DryServer:
         dtype: torch's default while weights are loaded.
     """
 
-    def __init__(
-        self, checkpoint: Verified, target: Target, setting: Serving, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.gpu, self.setting = build.GPUS[target], setting
-        self._launcher = DryLauncher(target.value, self.gpu.clusters)
+    def __init__(self, checkpoint: Verified, target: str, setting: Serving, dtype: torch.dtype = torch.float32) -> None:
+        self.gpu, self.setting = descriptor(target).gpu(), setting
+        self._launcher = DryLauncher(target, self.gpu.clusters)
         mode = setting.mode or mode_of(target, checkpoint.raw.get("activation_mode"))
         choice, config = choose(target, mode), build.with_distinct_layers(checkpoint)
         with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
@@ -123,13 +122,13 @@ def passes(setting: Serving, count: int) -> Iterator[tuple[list[int], int, bool]
 
 SERVERS = {
     # The default context of --context-length is the model's; these lengths choose other tiles and parts of a prompt.
-    "flash, a long context": ("flash", Target.SM90, Serving(1, 131072, 16, 8192)),
-    "flash, two ranks": ("flash", Target.SM90, Serving(2, 262144, 64, 8192)),
-    "flash, a million tokens": ("flash", Target.SM90, Serving(4, 1048576, 16, 4096)),
-    "flash, contexts shorter than a chunk": ("flash", Target.SM90, Serving(1, 1024, 48, 8192)),
-    "flash, a context that is no power of two": ("flash", Target.SM90, Serving(2, 3000, 48, 8192)),
-    "flash on SM100": ("flash", Target.SM100, Serving(4, 131072, 64, 8192)),
-    "pro on SM100": ("pro", Target.SM100, Serving(8, 131072, 64, 8192)),
+    "flash, a long context": ("flash", "sm_90a", Serving(1, 131072, 16, 8192)),
+    "flash, two ranks": ("flash", "sm_90a", Serving(2, 262144, 64, 8192)),
+    "flash, a million tokens": ("flash", "sm_90a", Serving(4, 1048576, 16, 4096)),
+    "flash, contexts shorter than a chunk": ("flash", "sm_90a", Serving(1, 1024, 48, 8192)),
+    "flash, a context that is no power of two": ("flash", "sm_90a", Serving(2, 3000, 48, 8192)),
+    "flash on SM100": ("flash", "sm_100a", Serving(4, 131072, 64, 8192)),
+    "pro on SM100": ("pro", "sm_100a", Serving(8, 131072, 64, 8192)),
 }
 FOUND: dict[str, list[tuple[list[int], int]]] = {
     "flash, a long context": [([7841], 44127), ([8192], 100000), ([3002], 94000)],
@@ -158,7 +157,5 @@ def test_nothing_is_compiled_once_a_server_is_warm(name: str, tmp_path: Path) ->
 def test_uniform_routing_is_the_same_whatever_the_default_dtype(tmp_path: Path) -> None:
     """SGLang loads dummy weights with the model's, ``nvfp4-sgl build`` with torch's."""
     checkpoint, setting = verified(tmp_path, "flash", TinyFormat.NVFP4_FULL), Serving(2, 4096, 4, 1024, True)
-    built, served = (
-        DryServer(checkpoint, Target.SM90, setting, dtype).warm for dtype in (torch.float32, torch.bfloat16)
-    )
+    built, served = (DryServer(checkpoint, "sm_90a", setting, dtype).warm for dtype in (torch.float32, torch.bfloat16))
     assert built == served

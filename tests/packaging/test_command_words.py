@@ -15,7 +15,6 @@ import pytest
 from nvfp4_sgl import cli
 from nvfp4_sgl.arguments import print_json
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.targets.choose import Target
 from tests.packaging.checkout import ROOT
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "n_routed_experts": 6}
@@ -34,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
 
 
 def arguments(command: str) -> list[argparse.Action]:
@@ -147,11 +146,11 @@ def test_tiny_shows_that_what_it_wrote_works(tmp_path: Path, capsys: pytest.Capt
     assert "generated" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
-def test_doctor_describes_the_target_it_is_asked_about(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_doctor_describes_the_target_it_is_asked_about(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     from nvfp4_sgl.targets.choose import choose
 
-    assert cli.main(["doctor", "--target", target.value, "--json"]) == 0
+    assert cli.main(["doctor", "--target", target, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["target"], found["described_target"]) == ("cpu", target.value)
+    assert (found["target"], found["described_target"]) == ("cpu", target)
     assert found["boundaries"] == choose(target).boundaries.names() and list(found["kv_row_modes"]) == ["packed"]

@@ -6,11 +6,10 @@ import ast
 
 import pytest
 
-from nvfp4_sgl.targets.choose import MODES, Target
-from nvfp4_sgl.targets.target import TARGETS, descriptor
+from nvfp4_sgl.targets.target import TARGETS, descriptor, modes, words
 from tests.packaging.checkout import PACKAGE, sources
 
-WORDS = {target.value for target in Target if target.on_gpu} | {each.name for each in TARGETS if each.on_gpu}
+WORDS = {name for each in TARGETS if each.on_gpu for name in (each.word, each.name)}
 """Names of targets; "cpu" is a device's name, too."""
 
 
@@ -21,9 +20,9 @@ def comparisons(source: str) -> list[int]:
         if not isinstance(node, ast.Compare):
             continue
         for inner in (part for side in (node.left, *node.comparators) for part in ast.walk(side)):
-            is_member = isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "Target"
-            is_word = isinstance(inner, ast.Constant) and inner.value in WORDS
-            if is_member or is_word:
+            is_member = isinstance(inner, ast.Attribute) and inner.attr == "word"
+            is_name = isinstance(inner, ast.Constant) and inner.value in WORDS
+            if is_member or is_name:
                 found.add(node.lineno)
     return sorted(found)
 
@@ -38,25 +37,25 @@ def test_no_branch_on_a_target_outside_targets() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "target is Target.CPU",
-        "if detect_target() is not Target.SM90 and x: pass",
-        'target.value == "sm_100a"',
-        "target in (Target.SM90, Target.SM100)",
+        "target == CPU.word",
+        "if detect_target() != HOPPER.word and x: pass",
+        'target == "sm_100a"',
+        "target in (HOPPER.word, SM100.word)",
     ],
 )
 def test_branches_are_seen(source: str) -> None:
     assert comparisons(source) == [1]
 
 
-@pytest.mark.parametrize("source", ["choose(Target.CPU)", "target.on_gpu", 'device == "cpu"'])
+@pytest.mark.parametrize("source", ["choose(CPU.word)", "descriptor(target).on_gpu", 'device == "cpu"'])
 def test_other_uses_pass(source: str) -> None:
     assert not comparisons(source)
 
 
 def test_each_mode_of_a_word_is_one_target() -> None:
-    for target in Target:
-        for mode in MODES[target]:
-            (found,) = [each for each in TARGETS if each.target is target and mode in each.modes]
-            assert descriptor(target, mode) is found
-        assert descriptor(target) is descriptor(target, MODES[target][0])
+    for word in words():
+        for mode in modes(word):
+            (found,) = [each for each in TARGETS if each.word == word and mode in each.modes]
+            assert descriptor(word, mode) is found
+        assert descriptor(word) is descriptor(word, modes(word)[0])
     assert [each.name for each in TARGETS] == ["cpu", "hopper", "hopper_w4a4", "sm100"]

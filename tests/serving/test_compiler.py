@@ -25,7 +25,6 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import MANIFEST
 from nvfp4_sgl.serving import compiler
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.compile_ahead import LIBRARY_VARIABLE, TRITON_FOLDER
 from nvfp4_sgl.triton_kernels import ahead
 
@@ -43,9 +42,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 def test_nothing_starts_without_a_gpu(started: mock.Mock) -> None:
     with mock.patch.object(torch.cuda, "is_available", lambda: False):
-        assert compiler.start_compiling(mock.Mock(), Target.SM90, SETTING) is None
+        assert compiler.start_compiling(mock.Mock(), "sm_90a", SETTING) is None
     with mock.patch.object(torch.cuda, "is_available", lambda: True), launcher.use(mock.Mock()):
-        assert compiler.start_compiling(mock.Mock(), Target.SM90, SETTING) is None
+        assert compiler.start_compiling(mock.Mock(), "sm_90a", SETTING) is None
     assert not started.called
 
 
@@ -58,7 +57,7 @@ def test_the_process_builds_for_this_gpu(started: mock.Mock, tmp_path: Path, mon
     monkeypatch.setattr(compiler.chip, "processors", lambda device: 114)
     monkeypatch.setattr(launcher.CudaLauncher, "clusters", lambda self, device: CLUSTERS)
     with launcher.use(launcher.CudaLauncher()):
-        assert compiler.start_compiling(verified, Target.SM90, SETTING) is started.return_value
+        assert compiler.start_compiling(verified, "sm_90a", SETTING) is started.return_value
     (command,), options = started.call_args
     assert command[:3] == [sys.executable, "-m", "nvfp4_sgl.serving.compiler"]
     assert options["env"]["CUDA_VISIBLE_DEVICES"] == "" and str(Path.cwd()) in options["env"]["PYTHONPATH"]
@@ -73,7 +72,7 @@ def test_the_process_builds_for_this_gpu(started: mock.Mock, tmp_path: Path, mon
     compiler.main(Path(command[3]), int(command[4]))
     ends.assert_called_once_with(os.getpid(), signal.SIGTERM)
     ((told, target, settings, gpu, given),) = built
-    assert (told.config, told.raw, target, settings) == (verified.config, verified.raw, Target.SM90, [SETTING])
+    assert (told.config, told.raw, target, settings) == (verified.config, verified.raw, "sm_90a", [SETTING])
     assert gpu == Gpu(90, 114, CLUSTERS) and given == tmp_path / "built"
     nice.assert_called_once_with(compiler.NICENESS)
     assert not Path(command[3]).exists()
@@ -101,7 +100,7 @@ def test_what_was_built_ahead_is_in_tritons_cache_before_the_process_starts(
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "out"))
     started.side_effect = lambda *args, **more: (cache / "key" / "code").read_text()
     with ahead.cached_in(cache):
-        assert compiler.start_compiling(mock.sentinel.verified, Target.SM90, SETTING) == "code"
+        assert compiler.start_compiling(mock.sentinel.verified, "sm_90a", SETTING) == "code"
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -119,7 +118,7 @@ def test_a_wrong_folder_ends_the_start_before_the_weights_are_loaded(
         (tmp_path / name).touch()
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
     with pytest.raises(LibraryError, match=message):
-        compiler.start_compiling(mock.sentinel.verified, Target.SM90, SETTING)
+        compiler.start_compiling(mock.sentinel.verified, "sm_90a", SETTING)
     assert not started.called
 
 
@@ -134,17 +133,18 @@ def test_a_triton_cache_that_cannot_be_written_is_named(
         ahead.cached_in(Path("/proc/nope")),
         pytest.raises(LibraryError, match="/proc/nope: expected a folder to copy .* let TRITON_CACHE_DIR name one"),
     ):
-        compiler.start_compiling(mock.sentinel.verified, Target.SM90, SETTING)
+        compiler.start_compiling(mock.sentinel.verified, "sm_90a", SETTING)
 
 
 SERVER = """
 import sys, time
 from pathlib import Path
-from nvfp4_sgl.build import GPUS, Serving
+from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.serving.compiler import run_apart
-from nvfp4_sgl.targets.choose import Target
-run_apart(verify(Path(sys.argv[1])), Target.SM90, Serving(1, 512, 2, 64), GPUS[Target.SM90])
+from nvfp4_sgl.targets.target import descriptor
+
+run_apart(verify(Path(sys.argv[1])), "sm_90a", Serving(1, 512, 2, 64), descriptor("sm_90a").gpu())
 print(flush=True)
 time.sleep(600)
 """

@@ -19,7 +19,7 @@ from nvfp4_sgl.serving import arguments, flags, resolution
 from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.flags import combinations
 from nvfp4_sgl.serving.flags.row import Refused, WithoutEffect, Works
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import choose
 from tests.support import resolved_flags
 from tests.support.flag_values import ALONE, NEEDS_FILES, NEEDS_MORE, TOGETHER, VALUES
 
@@ -179,7 +179,7 @@ def command_lines(options: dict[str, list[argparse.Action]]) -> Iterator[list[st
     Values of one flag are tried one by one, and several flags at once.
     """
     several: list[list[str]] = []
-    target = choose(Target.CPU)
+    target = choose("cpu")
     taken = {"dtype": target.dtypes, "kv_cache_dtype": target.kv_cache_dtypes}
     for name in rows(Works):
         actions = [action for action in options.get(name, ()) if flags.flag(name) in action.option_strings]

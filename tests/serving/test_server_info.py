@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
-from nvfp4_sgl.targets.choose import Target, choose
+from nvfp4_sgl.targets.choose import choose
 from tests.support.server import Server, ServerPool
 from tests.support.start_log import STAGES, wait_for_last_stage
 
@@ -31,7 +31,7 @@ def test_what_is_running(server: Server) -> None:
     assert info["dtype"] == "float32"
     assert info["weights"].startswith("nvfp4-full checkpoint /") and info["routing"] == "by the model"
     assert info["target"] == "cpu"
-    assert info["boundaries"] == choose(Target.CPU).boundaries.names()
+    assert info["boundaries"] == choose("cpu").boundaries.names()
 
 
 def test_the_start_is_seven_lines(server: Server) -> None:
@@ -44,7 +44,7 @@ def test_the_start_is_seven_lines(server: Server) -> None:
         "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
     )
     assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["scheduler"]
-    names = choose(Target.CPU).boundaries.names()
+    names = choose("cpu").boundaries.names()
     assert said["boundaries"] == ", ".join(f"{name} {where.rpartition('.')[2]}" for name, where in names.items())
 
 

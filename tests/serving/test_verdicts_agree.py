@@ -19,7 +19,6 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving import sglang_private as private
-from nvfp4_sgl.targets.choose import Target
 
 ABSENT = object()
 
@@ -54,7 +53,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def by_inspect(directory: Path) -> str | None:
     """Why ``inspect`` says that no CPU serves it; ``None`` if one does."""
     try:
-        return inspect(verify(directory)).refused[Target.CPU]
+        return inspect(verify(directory)).refused["cpu"]
     except Nvfp4SglError as error:
         return str(error)
 
@@ -98,7 +97,7 @@ def test_one_verdict(
     by_server: Callable[[Path], str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: Target.CPU)
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoints("nvfp4-full"), checkpoint, copy_function=os.link)
     raw = json.loads((checkpoint / "config.json").read_text())

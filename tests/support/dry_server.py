@@ -33,7 +33,6 @@ from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.targets.fused.warm_up import sizes
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.weights.gemms import distinct_gemms
@@ -203,7 +202,7 @@ def check_foreseen(server: Server, checkpoint: Path, setting: Serving) -> None:
         foreseen[digest(launch)] = launch
 
     with mock.patch.object(JITFunction, "run", note):
-        needed(verify(checkpoint), Target.SM100, setting, gpu)
+        needed(verify(checkpoint), "sm_100a", setting, gpu)
     launched = set(told_once(server.text(), "warmed up")["variants"])
     idle = [launch for name, launch in foreseen.items() if name not in launched]
     assert not idle, f"{len(idle)} compiled and not launched: {idle[0]}"

@@ -19,11 +19,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nvfp4_sgl.build import GPUS, Serving, needed
+from nvfp4_sgl.build import Serving, needed
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, compile_kernel
-from nvfp4_sgl.targets.choose import MODES
+from nvfp4_sgl.targets.target import descriptor, modes, words
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
 from tests.support.released import FLASH, config_json
@@ -81,11 +81,12 @@ def kernels() -> dict[str, Sequence[str] | str]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, verified, serving in checkpoints(folder):
-            for target, gpu in GPUS.items():
-                for mode in MODES[target]:
+            for target in filter(lambda word: descriptor(word).gpu_in, words()):
+                gpu = descriptor(target).gpu()
+                for mode in modes(target):
                     asked = Serving(serving.ranks, serving.context, serving.requests, serving.chunk, mode=mode)
                     keys, variants = needed(verified, target, asked, gpu)
-                    where = f"{name} {target.value} {mode.value}"
+                    where = f"{name} {target} {mode.value}"
                     found[f"{where} GEMMs"] = [repr(key) for key in keys]
                     described = (f"{one.module}.{one.name} {digest(one.specialization)}" for one in variants)
                     found[f"{where} Triton"] = sorted(described)

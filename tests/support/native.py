@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.targets import choose
-from nvfp4_sgl.targets.choose import Target, detect_target
+from nvfp4_sgl.targets.choose import detect_target
+from nvfp4_sgl.targets.target import modes
 from tests.support.calm import write_calm
 from tests.support.interpreted import ON_GPU
 from tests.support.reference_gemms import reference_gemms
 
-GPU_TARGETS = (Target.SM90, Target.SM100)
-MODES = {target: choose.MODES[target][0] for target in GPU_TARGETS}
+GPU_TARGETS = ("sm_90a", "sm_100a")
+MODES = {target: modes(target)[0] for target in GPU_TARGETS}
 """A target's own activation mode, in which the CPU reference is its yardstick."""
 
 
 class Run(NamedTuple):
     """A target in one of its activation modes."""
 
-    target: Target
+    target: str
     mode: ActivationMode
 
     def __str__(self) -> str:
-        return f"{self.target.value}-{self.mode.value}"
+        return f"{self.target}-{self.mode.value}"
 
 
-def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
+def targets(on_gpu: bool = ON_GPU) -> tuple[str, ...]:
     """This GPU's, or without one both.
 
     Raises:
@@ -45,22 +45,20 @@ def targets(on_gpu: bool = ON_GPU) -> tuple[Target, ...]:
 
 def runs(on_gpu: bool = ON_GPU) -> tuple[Run, ...]:
     """:func:`targets` in each of their modes."""
-    return tuple(Run(target, mode) for target in targets(on_gpu) for mode in choose.MODES[target])
+    return tuple(Run(target, mode) for target in targets(on_gpu) for mode in modes(target))
 
 
 @contextmanager
-def gemms(target: Target, on_gpu: bool = ON_GPU) -> Iterator[None]:
+def gemms(target: str, on_gpu: bool = ON_GPU) -> Iterator[None]:
     """GEMMs inside the block are the target's own on its GPU; elsewhere they are computed in torch."""
     if on_gpu:
         yield
         return
-    with reference_gemms(target.value):
+    with reference_gemms(target):
         yield
 
 
-def write_checkpoint(
-    target: Target, path: Path, *, seed: int, mode: ActivationMode | None = None, **shapes: Any
-) -> Path:
+def write_checkpoint(target: str, path: Path, *, seed: int, mode: ActivationMode | None = None, **shapes: Any) -> Path:
     """A full-NVFP4 checkpoint on which whole models can be compared; returns ``path``.
 
     FP4 activations amplify every rounding, so that in ``w4a4`` a mistake shows in a calm model only.

@@ -21,7 +21,6 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
@@ -54,7 +53,7 @@ def log_probabilities(model: Standalone, passes: Any = PASSES) -> Tensor:
 def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
     """Log-probabilities of SM100's decoder, and the launcher that ran its GEMMs; the warm-up knows all of them."""
     with gemms() as runner:
-        model = Standalone(checkpoint, target=Target.SM100, requests=2, capacity=256)
+        model = Standalone(checkpoint, target="sm_100a", requests=2, capacity=256)
         assert set(model.config.layer_kinds) == set(LayerKind)
         found = log_probabilities(model)
     tokens = max(sum(len(chunk) for chunk in chunks.values()) for chunks in PASSES)
@@ -101,7 +100,7 @@ def test_two_ranks(checkpoint: Path):
             models = [
                 Standalone(
                     checkpoint,
-                    target=Target.SM100,
+                    target="sm_100a",
                     requests=1,
                     capacity=256,
                     parallel=parallel,

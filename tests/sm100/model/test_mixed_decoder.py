@@ -19,7 +19,6 @@ from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from tests.sm100.model.test_decoder import SHAPES, SUMS, Gemms, log_probabilities
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
@@ -39,7 +38,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
     """Log-probabilities of SM100's decoder, and the launcher that ran its GEMMs; the planner knows all of them."""
     with gemms() as runner:
-        model = Standalone(checkpoint, target=Target.SM100, requests=2, capacity=256)
+        model = Standalone(checkpoint, target="sm_100a", requests=2, capacity=256)
         assert set(model.config.layer_kinds) == set(LayerKind)
         found = log_probabilities(model, PASSES)
         tokens, limit = max(sum(map(len, chunks.values())) for chunks in PASSES), model.config.swiglu_limit

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.choose import Target
 from tests.support import interpreter_speed
 from tests.support.reference_gemms import reference_gemms
 
@@ -29,7 +28,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 def decode_step(checkpoint: Path, around: Context) -> Tensor:
     """Log-probabilities of the step, which runs inside ``around``; torch computes the GEMMs of the prompt."""
     with reference_gemms():
-        model = Standalone(checkpoint, target=Target.SM100, requests=1, capacity=256)
+        model = Standalone(checkpoint, target="sm_100a", requests=1, capacity=256)
         model.extend({0: PROMPT})
         work = model.begin({0: [TOKEN]})
     with around():
