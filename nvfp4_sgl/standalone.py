@@ -20,7 +20,7 @@ from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import choose
-from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.targets.fused.gemm_bf16 import multiply
 from nvfp4_sgl.targets.target import CPU, descriptor
 from nvfp4_sgl.weights.parallel import TensorParallel
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
-from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.targets.fused.router import FusedRouter
 from nvfp4_sgl.triton_kernels.attention import sparse_attention, tiling
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from tests.support import native, rounding_noise

@@ -26,7 +26,7 @@ from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model.contract import RopeTable, Slots
 from nvfp4_sgl.model.decoder import Block
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner, products_bf16
+from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
@@ -112,7 +112,7 @@ def counted_products() -> Iterator[list[str]]:
         seen.append("multiply")
         return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
-    with mock.patch.object(products_bf16, "multiply", count):
+    with mock.patch.object(gemm_bf16, "multiply", count):
         yield seen
 
 

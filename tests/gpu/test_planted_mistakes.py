@@ -31,7 +31,7 @@ EDGE, OVER = 250, 20
 """Cached tokens, and tokens of a pass that ends in the next page: the first page's ring keeps 6 of them."""
 PROMPT = {0: [7, 300, 41]}
 """What goes through the embedding and all mHC sites."""
-PRODUCTS = {"sm_90a": "products_w4a16", "sm_100a": "products_nvfp4"}
+PRODUCTS = {"sm_90a": "gemm_w4a16", "sm_100a": "gemm_w4a4"}
 BOUNDS: dict[str, dict[int | str, float]] = {
     "sm_90a": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
     "sm_100a": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
@@ -79,17 +79,17 @@ MISTAKES = {
         "experts",
     ),
     "shared expert left out": Mistake(
-        "targets.fused.experts",
+        "targets.fused.router",
         "shared_expert=shared, window_write=window_write)\n        elif",
         "shared_expert=False, window_write=window_write)\n        elif",
         SWA,
         "experts",
     ),
     "no routed scaling": Mistake(
-        "targets.fused.experts", "self._config.routed_scaling_factor, routes", "1.0, routes", SWA, "experts"
+        "targets.fused.router", "self._config.routed_scaling_factor, routes", "1.0, routes", SWA, "experts"
     ),
     "hash layers routed by other tokens' ids": Mistake(
-        "targets.fused.experts", "self.tid2eid, token_ids, *", "self.tid2eid, token_ids.flip(0), *", SWA, "experts"
+        "targets.fused.router", "self.tid2eid, token_ids, *", "self.tid2eid, token_ids.flip(0), *", SWA, "experts"
     ),
     "HCA's list of columns halved": Mistake("triton_kernels.plan.resolve", "longest // 128", "longest // 256", HCA),
     "candidates reused with too few columns": Mistake(

@@ -13,7 +13,7 @@ from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.targets import reference
-from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.targets.fused.router import FusedRouter
 from nvfp4_sgl.targets.reference.experts import ReferenceRouter
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.router_logits import semaphores_size

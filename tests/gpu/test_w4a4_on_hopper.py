@@ -113,7 +113,7 @@ def test_mistakes_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100:
     old, new = MISTAKES[mistake]
     new = new.format(old=old)
     expected = on_sm100["nvfp4-full"]
-    with mutated("targets.fused.products_w4a4_hopper", old, new):
+    with mutated("targets.fused.gemm_rounded", old, new):
         attention, experts = worst(sublayers(checkpoints["nvfp4-full"], "sm_90a", "w4a4"), expected)
     print(f"{mistake}: {attention:.3f} in attention, {experts:.3f} in the experts")
     assert attention > ATTENTION or experts > EXPERTS
@@ -129,7 +129,7 @@ MXFP8_MISTAKES = {
 @pytest.mark.parametrize("mistake", MXFP8_MISTAKES)
 def test_mistakes_with_fp8_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100: Any) -> None:
     old, new = MXFP8_MISTAKES[mistake]
-    with mutated("targets.fused.products_w4a4_hopper", old, new):
+    with mutated("targets.fused.gemm_rounded", old, new):
         found = worst(sublayers(checkpoints["nvfp4-experts"], "sm_90a", "w4a4"), on_sm100["nvfp4-experts"])
     print(f"{mistake}: {found[0]:.4f} in attention, {found[1]:.4f} in the experts")
     assert found[0] > ATTENTION or found[1] > EXPERTS

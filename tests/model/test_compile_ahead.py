@@ -32,7 +32,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.fused import compile_ahead, gemm_planner, products_bf16
+from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.target import descriptor
@@ -413,7 +413,7 @@ def test_experts_by_torch_get_offsets_while_launches_are_noted(tmp_path: Path, m
         return rows.new_empty(len(rows), weight.shape[2])
 
     monkeypatch.setattr(Routes, "allocate", poisoned)
-    monkeypatch.setattr(products_bf16.functional, "grouped_mm", grouped_mm)
+    monkeypatch.setattr(gemm_bf16.functional, "grouped_mm", grouped_mm)
     assert cpu.warm_up() and calls
 
 

@@ -128,7 +128,7 @@ def test_what_is_running(server: Server, target: str, mode: ActivationMode, chec
     assert info["boundaries"] == choose(target, mode).boundaries.names()
     if mode is ActivationMode.W4A16:
         return
-    module = ".products_sm100:" if target == "sm_100a" else ".products_w4a4_hopper:"
+    module = ".backends:" if target == "sm_100a" else ".gemm_rounded:"
     own = {name: where for name, where in info["boundaries"].items() if module in where}
     assert own.keys() == {"plan", "project_input", "project", "project_groups", "experts"}
     if target != "sm_100a":

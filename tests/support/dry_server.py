@@ -86,7 +86,7 @@ class Launches:
 
 def install(model: Any) -> None:
     """Replace both launchers of this process; ``model`` is the module of the served class."""
-    from nvfp4_sgl.targets.fused.products_sm100 import Sm100Planner
+    from nvfp4_sgl.targets.fused.backends import Sm100Planner
 
     launches = Launches()
     _wrap(launches.gemms, "launch", lambda key, call, clusters: launches.gemm(key, call))
@@ -147,7 +147,7 @@ def check_target(server: Server) -> None:
     """Pre-flight, log and ``/server_info`` say SM100 and ``w4a4``."""
     info = server.info()
     assert (info["target"], info["activation_mode"], info["dtype"]) == ("sm_100a", "w4a4", "bfloat16")
-    assert info["boundaries"]["experts"].endswith("products_sm100:experts") and "584-byte" in info["kv_rows"]
+    assert info["boundaries"]["experts"].endswith("backends:experts") and "584-byte" in info["kv_rows"]
     log = server.text()
     assert re.search(r"nvfp4_sgl: scheduler: target sm_100a, w4a4, bfloat16, packed 584-byte entries", log)
 

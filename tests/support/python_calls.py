@@ -73,7 +73,7 @@ def counting() -> Iterator[Counts]:
 @torch.no_grad()
 def of_pass(checkpoint: Path, run: native.Run, tokens: int = TOKENS) -> Counts:
     """Of the second of two equal passes, planning included: what is made once is there."""
-    with dry_gemms(run.target.value):
+    with dry_gemms(run.target):
         model = Standalone(checkpoint, target=run.target, mode=run.mode, requests=1, capacity=2 * tokens)
         for _ in range(2):
             model.reset()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.peers import compared, foreign, installed
-from nvfp4_sgl.targets.fused.products_bf16 import multiply
+from nvfp4_sgl.targets.fused.gemm_bf16 import multiply
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.router_logits import router_logits, semaphores_size

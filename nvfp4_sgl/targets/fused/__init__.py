@@ -1,7 +1,7 @@
 """The GPU targets: each boundary of the decoder is one fused kernel, or a few.
 
 Everything that is not a GEMM is a kernel of :mod:`nvfp4_sgl.triton_kernels`. The targets differ in their GEMMs alone:
-``products_w4a16`` and ``products_w4a4_hopper`` (Hopper, by its mode) and ``products_sm100``. Activations are bf16.
+``gemm_w4a16`` and ``gemm_rounded`` (Hopper, by its mode) and ``backends``. Activations are bf16.
 Accumulators, and everything that the specification keeps in fp32, are fp32. Cache rows are SGLang's packed entries. A
 pass waits for nothing on the host, and the shapes of a decode pass follow from the batch size alone, so that a CUDA
 graph can hold it.
@@ -10,11 +10,11 @@ graph can hold it.
 from dataclasses import replace
 
 from nvfp4_sgl.model.contract import Boundaries
-from nvfp4_sgl.targets.fused import products_sm100 as sm100
-from nvfp4_sgl.targets.fused import products_w4a4_hopper as w4a4_hopper
-from nvfp4_sgl.targets.fused import products_w4a16 as w4a16
+from nvfp4_sgl.targets.fused import backends as sm100
+from nvfp4_sgl.targets.fused import gemm_rounded as w4a4_hopper
+from nvfp4_sgl.targets.fused import gemm_w4a16 as w4a16
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
-from nvfp4_sgl.targets.fused.experts import FusedRouter
+from nvfp4_sgl.targets.fused.router import FusedRouter
 from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
 
 

@@ -12,8 +12,8 @@ from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.model.tokens import tokens_of
+from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
-from nvfp4_sgl.targets.fused.products_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import fuses_quantization

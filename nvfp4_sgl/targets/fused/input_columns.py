@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
-from nvfp4_sgl.targets.fused.products_bf16 import dequantized
+from nvfp4_sgl.targets.fused.gemm_bf16 import dequantized
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen

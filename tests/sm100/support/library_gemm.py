@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl import standalone
-from nvfp4_sgl.targets.fused import products_bf16
+from nvfp4_sgl.targets.fused import gemm_bf16
 from nvfp4_sgl.triton_kernels.common.overlap import OVERLAPPED, after_previous
 
 ROWS, COLUMNS, DEPTH = 16, 32, 64
@@ -39,7 +39,7 @@ def library_gemm(x, weight, out, rows, columns, k, ROWS: tl.constexpr, COLUMNS: 
 
 
 def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``products_bf16.multiply``, of contiguous operands."""
+    """As ``gemm_bf16.multiply``, of contiguous operands."""
     assert x.is_contiguous() and weight.is_contiguous()
     rows, k = x.shape
     out = x.new_empty(rows, weight.shape[0], dtype=dtype)
@@ -52,6 +52,6 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def emulated_library() -> Iterator[None]:
     """The decoder's bf16 GEMMs inside are this kernel."""
     with ExitStack() as patches:
-        for module in (standalone, products_bf16):
+        for module in (standalone, gemm_bf16):
             patches.enter_context(mock.patch.object(module, "multiply", multiply))
         yield

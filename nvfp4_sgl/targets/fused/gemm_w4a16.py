@@ -1,8 +1,8 @@
 """GEMMs of NVFP4 weights with bf16 activations on Hopper (mode ``w4a16``), and the choice by storage.
 
 NVFP4 weights stay packed: their tiles for the tensor core are made once, on the GPU, and expanded to bf16 in registers
-(exact). So do FP8 ones with UE8M0 scales (:mod:`.products_w8a16`). Matrices in another storage are dequantised at load
-(:mod:`.products_bf16`), each boundary by itself. Router, index weights and LM head are bf16, as stored.
+(exact). So do FP8 ones with UE8M0 scales (:mod:`.gemm_w8a16`). Matrices in another storage are dequantised at load
+(:mod:`.gemm_bf16`), each boundary by itself. Router, index weights and LM head are bf16, as stored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
-from nvfp4_sgl.targets.fused import products_bf16 as bf16
-from nvfp4_sgl.targets.fused import products_w8a16 as w8a16
+from nvfp4_sgl.targets.fused import gemm_bf16 as bf16
+from nvfp4_sgl.targets.fused import gemm_w8a16 as w8a16
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
 from nvfp4_sgl.targets.fused.operands import in_form

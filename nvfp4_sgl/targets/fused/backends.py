@@ -1,5 +1,5 @@
-"""SM100's GEMMs by the storage of their matrices: NVFP4 (:mod:`.products_nvfp4`), FP8 as MXFP8 (:mod:`.products_mxfp8`)
-or bf16 (:mod:`.products_bf16`).
+"""SM100's GEMMs by the storage of their matrices: NVFP4 (:mod:`.gemm_w4a4`), FP8 as MXFP8 (:mod:`.gemm_mxfp8`)
+or bf16 (:mod:`.gemm_bf16`).
 
 Matrices that read the same activation are merged with those of their kind. Routed experts are NVFP4.
 """
@@ -17,12 +17,12 @@ from nvfp4_sgl.model.contract import (
     PassRequest,
     Projection,
 )
+from nvfp4_sgl.targets.fused.gemm_bf16 import Bf16GroupedProjection, Bf16Projection, Bf16SharedExpert
+from nvfp4_sgl.targets.fused.gemm_mxfp8 import MxFp8GroupedProjection, MxFp8Projection, MxFp8SharedExpert
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.targets.fused.gemm_w4a4 import NvFp4Experts, NvFp4GroupedProjection, NvFp4Projection
 from nvfp4_sgl.targets.fused.input_columns import InputColumns
-from nvfp4_sgl.targets.fused.mixed import Projections, merged, operands_of
-from nvfp4_sgl.targets.fused.products_bf16 import Bf16GroupedProjection, Bf16Projection, Bf16SharedExpert
-from nvfp4_sgl.targets.fused.products_mxfp8 import MxFp8GroupedProjection, MxFp8Projection, MxFp8SharedExpert
-from nvfp4_sgl.targets.fused.products_nvfp4 import NvFp4Experts, NvFp4GroupedProjection, NvFp4Projection
+from nvfp4_sgl.targets.fused.projections import Projections, merged, operands_of
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.targets.target import SM100
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens

@@ -1,6 +1,6 @@
 """What SM100 multiplies, on Hopper's bf16 tensor cores (mode ``w4a4``): for accuracy work ahead of Blackwell hardware.
 
-Weights are those of ``w4a16`` (:mod:`.products_w4a16`, :mod:`.products_bf16`), merged and grouped as on SM100.
+Weights are those of ``w4a16`` (:mod:`.gemm_w4a16`, :mod:`.gemm_bf16`), merged and grouped as on SM100.
 Activations are rounded to NVFP4 where the weight is NVFP4, to MXFP8 where it is FP8 with UE8M0 scales, by SM100's own
 recipes, in a launch of their own before each GEMM. bf16 holds the rounded values exactly. The row scales of NVFP4 are
 applied in a launch after the GEMM, to its fp32 result. Sums are in another order than on SM100.
@@ -26,22 +26,22 @@ from nvfp4_sgl.model.contract import (
     Operand,
     Projection,
 )
-from nvfp4_sgl.targets.fused.input_columns import InputColumns
-from nvfp4_sgl.targets.fused.mixed import Projections, merged, operands_of
-from nvfp4_sgl.targets.fused.operands import in_form
-from nvfp4_sgl.targets.fused.products_bf16 import (
+from nvfp4_sgl.targets.fused.gemm_bf16 import (
     Bf16GroupedProjection,
     Bf16Projection,
     Bf16SharedExpert,
     multiply,
 )
-from nvfp4_sgl.targets.fused.products_w4a16 import (
+from nvfp4_sgl.targets.fused.gemm_w4a16 import (
     W4A16GroupedProjection,
     W4A16Planner,
     W4A16Projection,
     W4A16Weights,
     load_experts,
 )
+from nvfp4_sgl.targets.fused.input_columns import InputColumns
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.projections import Projections, merged, operands_of
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.targets.target import HOPPER_W4A4
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.uniform_experts import UniformExperts
-from nvfp4_sgl.targets.fused.products_bf16 import multiply_small
+from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
