@@ -19,8 +19,16 @@ from nvfp4_sgl.cli import COMMANDS, build_parser
 from tests.packaging.checkout import ROOT
 from tests.support.documents import Command, commands, pages
 
-PLACEHOLDERS = {"FORMAT": "nvfp4-full", "NAMES": "original", "N": "2", "CLASS,…": "experts", "STEP": "kernels"}
-"""What stands for a value in running text, and a value; others (DIR, OUT, …) are taken as they are."""
+PLACEHOLDERS = {
+    "FORMAT": "nvfp4-full",
+    "NAMES": "original",
+    "N": "2",
+    "CLASS,…": "experts",
+    "STEP": "kernels",
+    "toy": "cpu",
+}
+"""What stands for a value in running text, or is there only after what the page tells, and a value; others (DIR, OUT, …)
+are taken as they are."""
 OUTSIDE = ("cp", "curl", "docker", "hf", "pip", "pre-commit", "ruff", "sed", "source")
 """First words of commands that are not this project's."""
 MADE_BY_THE_READER = "my_kernel"
