@@ -22,7 +22,8 @@ from nvfp4_sgl.arguments import add_checkpoint, add_json, print_json
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import Plan
-from nvfp4_sgl.plugin import DISABLE_VARIABLE, is_disabled
+from nvfp4_sgl.plugin import is_disabled
+from nvfp4_sgl.process_exit import DISABLE_VARIABLE
 from nvfp4_sgl.terminal import fitted
 
 if TYPE_CHECKING:

@@ -6,21 +6,14 @@ DeepSeek-V4 instead of ours. So whatever fails here prints one error and ends th
 ``NVFP4_SGL_DISABLE=1`` switches the package off: nothing is registered, and SGLang behaves as if the package were
 not installed.
 
-Only the standard library is imported at module level, so that importing this module cannot fail.
+Only what needs nothing but the standard library is imported at module level, so that importing this module cannot fail.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import traceback
-from typing import NoReturn
 
-DISABLE_VARIABLE = "NVFP4_SGL_DISABLE"
-"""Environment variable; a value other than empty or 0 switches the package off."""
-
-EXIT_CODE = 78
-"""Exit code of a process that this package stopped on purpose (``EX_CONFIG``)."""
+from nvfp4_sgl.process_exit import DISABLE_VARIABLE, stop
 
 
 def is_disabled() -> bool:
@@ -44,7 +37,7 @@ def activate() -> str | None:
         leave_out_import_warnings()
         if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             return None
-        from nvfp4_sgl.serving.sglang_private import require_supported_version
+        from nvfp4_sgl.serving.sglang.ledger import require_supported_version
 
         require_supported_version()
         from nvfp4_sgl.serving.platform import CpuReferencePlatform
@@ -64,31 +57,6 @@ def register() -> None:
         register_all()
     except Exception as error:
         stop(error)
-
-
-def stop(error: BaseException) -> NoReturn:
-    """Print ``error`` as one message and end this process with :data:`EXIT_CODE`."""
-    print(describe(error), file=sys.stderr, flush=True)
-    raise SystemExit(EXIT_CODE)
-
-
-def describe(error: BaseException) -> str:
-    """One message for ``error``: ours as they are, others with where they were raised and how to go on without us."""
-    try:
-        from nvfp4_sgl.errors import Nvfp4SglError
-
-        if isinstance(error, Nvfp4SglError):
-            from nvfp4_sgl.files import escaped
-
-            return escaped(f"nvfp4-sgl: error: {error}")
-    except Exception:  # the package itself is broken; say what we know
-        pass
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return (
-        f"nvfp4-sgl: error: the plugin failed to load: {type(error).__name__}: {error}{where}."
-        f" Repair the installation, or set {DISABLE_VARIABLE}=1 to run SGLang without this package."
-    )
 
 
 def _has_accelerator() -> bool:

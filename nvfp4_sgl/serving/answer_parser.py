@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl.serving import answer_text, tool_calls
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import answer_parsers
 
 MAX_TOKENS = 1024
 """Tokens that are decoded at once: ends are searched for in few tokens of a long answer."""
@@ -78,7 +78,7 @@ def prepare(original: Callable[..., None], parser: Any, *args: Any, **kwargs: An
     """
     tool_calls.init_output_parser(original, parser, *args, **kwargs)
     if serves_our_model():
-        private.wrap_answer_processor(parser, WholeCharacters)
+        answer_parsers.wrap_answer_processor(parser, WholeCharacters)
 
 
 def cut_at_stop(
@@ -90,7 +90,7 @@ def cut_at_stop(
     """
     if not serves_our_model():
         return original(parser, token_ids, stop, keep_stop=keep_stop)
-    tokenizer = private.answer_tokenizer(parser)
+    tokenizer = answer_parsers.answer_tokenizer(parser)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
     count, rest = answer_text.cut(token_ids, stop, decode, keep_stop=keep_stop)
     return [*token_ids[:count], *tokenizer.encode(rest, add_special_tokens=False).ids]

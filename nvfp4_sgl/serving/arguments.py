@@ -26,10 +26,11 @@ from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import refuse_hub_cache, require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import flags, start_log
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.flags.combinations import check_combinations
+from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
-from nvfp4_sgl.serving.sglang_private import BACKEND
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
 from nvfp4_sgl.targets.target import descriptor
@@ -106,7 +107,7 @@ def is_our_checkpoint(path: str | Path | None) -> bool:
 
 def preflight(server_args: Any) -> None:
     """Check flags and checkpoint before any worker starts; nothing happens for other architectures."""
-    given = private.given_arguments(server_args)
+    given = settings.given_arguments(server_args)
     if given["model_path"] is not None:
         refuse_hub_cache(Path(given["model_path"]), ConfigError)
         require_finished(Path(given["model_path"]), ConfigError)
@@ -124,17 +125,17 @@ def preflight(server_args: Any) -> None:
     check_files_beside(given, verified.config.vocab_size)
     _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
-    for line in flags.without_effect(given, private.unset_arguments()):
+    for line in flags.without_effect(given, settings.unset_arguments()):
         logger.warning(line)
     for name in CRASH_DIAGNOSTICS:
         os.environ.setdefault(name, "0")
-    private.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
+    settings.redact_launch_command(server_args, [given[name] for name in KEYS if given[name]])
     declared: dict[str, Any] = dict(PARSERS)
     if descriptor(detect_target()).on_gpu and given["dtype"] == "auto":
         # SGLang would take float16 where config.json has no torch_dtype, or float32.
         declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
-    private.declare_resolution(server_args, BACKEND, enable_cache_report=True, **declared)
+    settings.declare(server_args, BACKEND, enable_cache_report=True, **declared)
 
 
 def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
@@ -148,7 +149,7 @@ def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments that contradict the checkpoint or select what is not implemented."""
     flags.check(given)
-    backend = private.given_prefill_graphs(given["cuda_graph_config"])
+    backend = settings.given_prefill_graphs(given["cuda_graph_config"])
     if backend not in OFF:
         raise UnsupportedError(
             f"--cuda-graph-config: prefill backend {backend}: not implemented for {ARCHITECTURE} by this package;"
@@ -190,7 +191,7 @@ def check_port(host: str, port: int) -> None:
 
 def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around SGLang's start of a server, not of an engine without one: look at the port before anything else."""
-    given = private.given_arguments(server_args)
+    given = settings.given_arguments(server_args)
     if is_our_checkpoint(given["model_path"]):
         check_port(given["host"], given["port"])
     return original(server_args, *args, **kwargs)
@@ -199,7 +200,7 @@ def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **
 def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dict[str, Any]:
     """Hook around what SGLang prints of its arguments: keys are left out."""
     resolved = original(server_args)
-    return {**resolved, **{name: private.REDACTED for name in KEYS if resolved.get(name)}}
+    return {**resolved, **{name: settings.REDACTED for name in KEYS if resolved.get(name)}}
 
 
 def parse_overrides(text: str | None, load_format: str | None = None) -> dict[str, Any]:
@@ -249,12 +250,12 @@ def verified_at_start() -> Verified:
 
 def resolved_overrides() -> dict[str, Any]:
     """What ``--json-model-override-args`` says, in any process of the server."""
-    return parse_overrides(private.resolved("json_model_override_args"), private.resolved("load_format"))
+    return parse_overrides(settings.resolved("json_model_override_args"), settings.resolved("load_format"))
 
 
 def served_here() -> Verified:
     """:func:`served` by this process's arguments."""
-    return served(private.model_path(), private.resolved("load_format"), resolved_overrides())
+    return served(settings.model_path(), settings.resolved("load_format"), resolved_overrides())
 
 
 def complete_overrides(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def check_activation_mode(raw: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 def check_simulation() -> None:
     """Refuse SGLang's other simulation of routing."""
-    if private.environment_flag(ROUND_ROBIN):
+    if settings.environment_flag(ROUND_ROBIN):
         raise UnsupportedError(
             f"{ROUND_ROBIN}: not implemented for {ARCHITECTURE} by this package; unset it, or use {UNIFORM_EXPERTS}=1"
         )
@@ -341,29 +342,29 @@ def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"--model-path {server_args.model_path}: expected a local directory with a DeepSeek-V4 checkpoint in the"
             " original layout; download it first (hf download), or set NVFP4_SGL_DISABLE=1 for SGLang's own model"
         )
-    given = private.given_arguments(server_args)
+    given = settings.given_arguments(server_args)
     declared: dict[str, Any] = {
         "attention_backend": BACKEND,
         "moe_runner_backend": "auto",
         "sampling_backend": "pytorch",
     }
-    if private.resolving_view(server_args).device != "cpu" and given["kv_cache_dtype"] == "auto":
+    if settings.resolving(server_args).device != "cpu" and given["kv_cache_dtype"] == "auto":
         declared["kv_cache_dtype"] = "fp8_e4m3"
-    if private.resolving_view(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
+    if settings.resolving(server_args).device == "cpu" and given["kv_cache_dtype"] == "auto":
         # SGLang knows two pool formats for this model; this one stands for exact rows (see kv_pool.row_dtype).
         declared["kv_cache_dtype"] = "bfloat16"
-    if private.resolving_view(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
+    if settings.resolving(server_args).device == "cpu" and given["swa_full_tokens_ratio"] is None:
         declared["swa_full_tokens_ratio"] = CPU_SWA_RATIO
     return declared
 
 
 def register() -> None:
     """Hook :func:`preflight` and :func:`defaults` into SGLang's argument resolution."""
-    private.add_attention_backend_choices([BACKEND])
+    find("add_attention_backend_choices")([BACKEND])
 
-    @private.register_resolution_hook("handle_deprecated_dp_attention")
+    @find("register_resolution_hook")("handle_deprecated_dp_attention")
     def nvfp4_sgl_preflight(server_args: Any, previous: Callable[[Any], None]) -> None:
         preflight(server_args)
         previous(server_args)
 
-    private.register_model_override(ARCHITECTURE)(defaults)
+    find("register_model_override")(ARCHITECTURE)(defaults)

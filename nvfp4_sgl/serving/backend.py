@@ -13,14 +13,17 @@ import torch
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.config import ARCHITECTURE, LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import PassRequest, Slots
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving import stages
+from nvfp4_sgl.serving.flags.kernels import BACKEND
+from nvfp4_sgl.serving.model import require_own_model
+from nvfp4_sgl.serving.sglang import pools, settings
+from nvfp4_sgl.serving.sglang.ledger import find
 
 
-class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, valid-type]
+class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
     """Plans every forward pass of our DeepSeek-V4.
 
     Attributes:
@@ -30,7 +33,7 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
 
     def __init__(self, runner: Any):
         super().__init__()
-        private.require_own_model(runner.model)
+        require_own_model(runner.model)
         if runner.page_size != PAGE_TOKENS:
             raise UnsupportedError(
                 f"--page-size {runner.page_size}: DeepSeek-V4's pools need {PAGE_TOKENS}; leave it out"
@@ -45,13 +48,13 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
         self.plan: Any = None
         slots = Slots(
             self.req_to_token_pool.req_to_token,
-            private.full_to_swa_mapping(self.token_to_kv_pool),
+            pools.full_to_swa_mapping(self.token_to_kv_pool),
             requests=self.req_to_token_pool.size,
             longest=int(runner.model_config.context_len),
         )
         self.planner = model.choice.boundaries.plan(model.decoder.context, slots, self.caches)
         with stages.stage("warm-up"):
-            self.planner.warm_up(model.decoder, model.embed.weight, private.largest_prefill())
+            self.planner.warm_up(model.decoder, model.embed.weight, settings.largest_prefill())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -83,6 +86,15 @@ class Nvfp4AttentionBackend(private.AttentionBackend):  # type: ignore[misc, val
         self.planner.fill(self.plan, pass_request(forward_batch))
 
 
+def require_own_backend(backend: Any) -> None:
+    """:class:`UnsupportedError` unless our model runs on our backend."""
+    if not isinstance(backend, Nvfp4AttentionBackend):
+        raise UnsupportedError(
+            f"architecture {ARCHITECTURE}: expected the attention backend '{BACKEND}', found {type(backend).__name__};"
+            " leave the --attention-backend flags out"
+        )
+
+
 def pass_request(forward_batch: Any) -> PassRequest:
     """SGLang's forward batch as the planners take it."""
     decode = forward_batch.forward_mode.is_decode()
@@ -98,15 +110,15 @@ def pass_request(forward_batch: Any) -> PassRequest:
 def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:
     """Row stores over one layer's buffers of SGLang's pool, exact or packed by the buffers' dtype."""
     ratio = config.kind(layer).value
-    swa = _rows(private.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim)
+    swa = _rows(pools.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim)
     if not ratio:
         return LayerCache(swa)
-    compressed = _rows(private.compressed_buffer(pool, layer), PAGE_TOKENS // ratio, config.head_dim)
-    state = private.compress_state(pool, layer, ring=STATE_RING[ratio])
+    compressed = _rows(pools.compressed_buffer(pool, layer), PAGE_TOKENS // ratio, config.head_dim)
+    state = pools.compress_state(pool, layer, ring=STATE_RING[ratio])
     if ratio == LayerKind.HCA.value:
         return LayerCache(swa, compressed, state=state)
-    index = _rows(private.index_buffer(pool, layer), PAGE_TOKENS // ratio, config.index_head_dim, index=True)
-    return LayerCache(swa, compressed, index, state, private.index_compress_state(pool, layer, ring=STATE_RING[ratio]))
+    index = _rows(pools.index_buffer(pool, layer), PAGE_TOKENS // ratio, config.index_head_dim, index=True)
+    return LayerCache(swa, compressed, index, state, pools.index_compress_state(pool, layer, ring=STATE_RING[ratio]))
 
 
 def _rows(buffer: torch.Tensor, page_size: int, dim: int, *, index: bool = False) -> RowStore:

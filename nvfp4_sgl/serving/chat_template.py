@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import front_end
 
 logger = logging.getLogger(__name__)
 
@@ -28,4 +28,4 @@ def load_chat_template(original: Callable[..., None], manager: Any, tokenizer_ma
     if getattr(tokenizer, "chat_template", None) is not None:
         tokenizer.chat_template = None
         logger.info("nvfp4_sgl: the checkpoint's chat template is not used: DeepSeek's encoder writes the prompts")
-    private.use_no_template(manager)
+    front_end.use_no_template(manager)

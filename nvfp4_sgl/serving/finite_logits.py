@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import request_state, scheduling
 
 FAILED = -1
 """The token id of a row that is not finite; the pass that has begun by then takes 0 instead.
@@ -52,8 +52,8 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
     """Hook around SGLang's check of the ids that a pass has brought ``request``: an id that is none is an error."""
     found = original(request, tokens)
     if found:
-        position = private.sequence_length(request) - 1
-        private.fail(
+        position = request_state.sequence_length(request) - 1
+        request_state.fail(
             request,
             f"the logits for position {position} (token {len(request.output_ids)} of the answer) are NaN or infinite;"
             " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time",
@@ -67,7 +67,7 @@ def update_finish_state(original: Callable[..., None], request: Any, new_accepte
 
     An aborted request is answered and its pages are cached as others are: the id would end the detokenizer.
     """
-    if not private.end_outside_vocabulary(request, new_accepted_len):
+    if not request_state.end_outside_vocabulary(request, new_accepted_len):
         original(request, new_accepted_len)
 
 
@@ -92,7 +92,7 @@ def release_request(original: Callable[..., None], request: Any, tree_cache: Any
     """Hook around SGLang's release of a request's pages: after one that is not finite, no cached prefix is trusted."""
     original(request, tree_cache, **kwargs)
     if has_failed(request) or getattr(request, _SPOILT, False):
-        private.forget_prefixes(tree_cache)
+        scheduling.forget_prefixes(tree_cache)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -102,4 +102,4 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "prefill_result": prefill_result,
     "release_request": release_request,
 }
-"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang.hooked.HOOKS`."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import scheduling
 
 ROWS = (1, 2, 16)
 """Triton has programs of their own for a count of one and for multiples of 16."""
@@ -60,8 +60,8 @@ def warm_up(scheduler: Any) -> None:
     Args:
         scheduler: SGLang's ``Scheduler``, which has no request yet.
     """
-    private.positions(torch.ones(1, dtype=torch.int64, device=scheduler.device))
-    allocate(private.page_allocator(scheduler), torch.device(scheduler.device), scheduler.max_running_requests)
+    scheduling.positions(torch.ones(1, dtype=torch.int64, device=scheduler.device))
+    allocate(scheduling.page_allocator(scheduler), torch.device(scheduler.device), scheduler.max_running_requests)
     for rows in ROWS:
         for kind in KINDS:
             sample(scheduler, rows, kind)
@@ -102,7 +102,7 @@ def sample(scheduler: Any, rows: int, kind: dict[str, Any]) -> None:
     """
     device, vocabulary = torch.device(scheduler.device), scheduler.model_config.vocab_size
     logits = torch.zeros(rows, vocabulary, device=device)
-    info = private.sampling_info(
+    info = scheduling.sampling_info(
         temperatures=torch.ones(rows, 1, device=device),
         top_ps=torch.full((rows,), 0.9, device=device),
         top_ks=torch.full((rows,), 4, dtype=torch.int32, device=device),
@@ -115,10 +115,10 @@ def sample(scheduler: Any, rows: int, kind: dict[str, Any]) -> None:
         **(dict.fromkeys((*GREEDY, *NEEDS), False) | kind),
     )
     if device.type == "cuda":
-        private.mask_grammar(logits, torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+        scheduling.mask_grammar(logits, torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
     info.apply_logits_bias(logits)
-    private.sample(scheduler, logits, info)
+    scheduling.sample(scheduler, logits, info)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {"copy_inputs": copy_by_torch}
-"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang.hooked.HOOKS`."""

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.serving import grammar_process as process
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.grammar_compilations import MAX_SECONDS, Compilation, Compilations
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import grammar_manager, settings
 
 logger = logging.getLogger(__name__)
 
@@ -214,18 +214,18 @@ class Ranks:
 
     def __init__(self, manager: Any, started: CompilerProcess | None) -> None:
         self._compilations, self._process = Compilations(), started
-        tokenizer_info = private.grammar_tokenizer(manager)
+        tokenizer_info = grammar_manager.grammar_tokenizer(manager)
         if started is not None:
             started.use(tokenizer_info)
         compiler = Compiler(tokenizer_info, self._compilations, follow if started is None else started.compile)
-        private.use_grammar_compiler(manager, self._compilations, compiler)
+        grammar_manager.use_grammar_compiler(manager, self._compilations, compiler)
 
     def step(self, manager: Any) -> None:
         """Tell other ranks of the first one's outcomes."""
         outcomes = []
         while self._process is not None and self._process.outcomes:
             outcomes.append(self._process.outcomes.popleft())
-        for number, outcome in private.from_first_rank(manager, outcomes):
+        for number, outcome in grammar_manager.from_first_rank(manager, outcomes):
             if self._process is None and (compilation := self._compilations.numbered(number)) is not None:
                 compilation.outcome.put(outcome)
 
@@ -241,7 +241,7 @@ _ranks: Ranks | None = None
 def prepare() -> None:
     """Called on the first rank before its scheduler is built: start the process that compiles."""
     global _process
-    if private.resolved("grammar_backend") != "none":
+    if settings.resolved("grammar_backend") != "none":
         _process = CompilerProcess()
 
 
@@ -251,7 +251,7 @@ def start(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any
     original(manager, *args, **kwargs)
     if not serves_our_model():
         return
-    if private.has_grammars(manager):
+    if grammar_manager.has_grammars(manager):
         _ranks = Ranks(manager, _process)
     elif _process is not None:
         _process.close()
@@ -262,7 +262,7 @@ def take_ready(original: Callable[..., Any], manager: Any) -> Any:
     if _ranks is None:
         return original(manager)
     _ranks.step(manager)
-    private.wait_for_grammars(manager, POLL_SECONDS)
+    grammar_manager.wait_for_grammars(manager, POLL_SECONDS)
     ready = original(manager)
-    _ranks.keep(private.waiting_grammars(manager))
+    _ranks.keep(grammar_manager.waiting_grammars(manager))
     return ready

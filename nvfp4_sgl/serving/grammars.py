@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.finite_logits import has_failed
 from nvfp4_sgl.serving.grammar_process import AMBIGUOUS, MAX_MASK_SECONDS, NO_TOKEN
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import parallel, request_state
 
 MAX_CACHED_GRAMMARS = 128
 """Bound on compiled grammars that are kept; SGLang keeps all."""
@@ -42,7 +42,7 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
     if not mask[row].any():
         mask[row] = ALL_TOKENS
         setattr(grammar, FAULT, NO_TOKEN)
-    elif seconds > MAX_MASK_SECONDS and private.tp_size() == 1:
+    elif seconds > MAX_MASK_SECONDS and parallel.tp_size() == 1:
         # Ranks would come to different ends, so only a single one may go by its clock.
         setattr(grammar, FAULT, AMBIGUOUS)
 
@@ -54,7 +54,7 @@ def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, *
     elif (message := fault(req.grammar)) is None:
         original(processor, req=req, **kwargs)
     else:
-        private.abort(req, message)
+        request_state.abort(req, message)
         req.grammar.finished = req.finished()
 
 
@@ -64,7 +64,7 @@ def accept_tokens(original: Callable[..., list[int]], processor: Any, req: Any, 
         return []
     if (message := fault(req.grammar)) is None:
         return original(processor, req, tokens)
-    private.abort(req, message)
+    request_state.abort(req, message)
     return []
 
 

@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.endpoints import (
     MAX_BODY_BYTES,
     Access,
@@ -28,6 +27,7 @@ from nvfp4_sgl.serving.endpoints import (
 from nvfp4_sgl.serving.fields.bodies import BODIES, checked_body
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
+from nvfp4_sgl.serving.sglang import front_end, http_server, settings
 from nvfp4_sgl.serving.tokenizing import limit_texts
 from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, Client, ClientLeft, answering, in_worker
 
@@ -224,7 +224,7 @@ def first_error(chunk: bytes) -> Refusal | None:
 def name_the_dead(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around the end of a server of which a process has failed: say which, whoever noticed it."""
     if serves_our_model():
-        for name, code in failed(private.watched_processes(handler)):
+        for name, code in failed(front_end.watched_processes(handler)):
             rank = name.removeprefix("scheduler_")
             what = f"{name} (tensor-parallel rank {rank})" if rank.isdigit() else name
             how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
@@ -237,10 +237,12 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
     if serves_our_model():
         advertise_length(manager)
         limit_texts(manager)
-        private.look_for_clients(CLIENT_POLL_SECONDS)
+        front_end.look_for_clients(CLIENT_POLL_SECONDS)
         access = Access(
-            private.resolved("admin_api_key"), private.resolved("device") == "cpu", private.resolved("api_key")
+            settings.resolved("admin_api_key"), settings.resolved("device") == "cpu", settings.resolved("api_key")
         )
-        private.filter_openapi(lambda schema: described(schema, access))
-        private.wrap_http_application(lambda application: Guard(application, access, lambda: manager.gracefully_exit))
+        http_server.filter_openapi(lambda schema: described(schema, access))
+        http_server.wrap_http_application(
+            lambda application: Guard(application, access, lambda: manager.gracefully_exit)
+        )
     return original(server_args, manager, *args, **kwargs)

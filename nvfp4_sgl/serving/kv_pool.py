@@ -25,7 +25,8 @@ from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.memory.forecast import small_window
 from nvfp4_sgl.memory.pools import largest_chunk
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import parallel, pools, settings
+from nvfp4_sgl.serving.sglang.ledger import find
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def describe_rows(dtype: torch.dtype | None) -> str:
 
 
 def _configurator_row_dtype(configurator: Any) -> torch.dtype | None:
-    asked_for = private.given_arguments(private.served_arguments())["kv_cache_dtype"]
+    asked_for = settings.given_arguments(settings.served_arguments())["kv_cache_dtype"]
     return row_dtype(configurator.kv_cache_dtype_str, asked_for, configurator.model_config.dtype)
 
 
@@ -76,7 +77,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
     dtype = _configurator_row_dtype(configurator)
     if dtype is None:
         return original(configurator, **kwargs)
-    with private.pool_class(functools.partial(exact_rows_pool(), row_dtype=dtype)):
+    with pools.pool_class(functools.partial(exact_rows_pool(), row_dtype=dtype)):
         return original(configurator, **kwargs)
 
 
@@ -91,14 +92,14 @@ def fit_chunk(tokens: int, window_tokens: int, context: int) -> None:
     Raises:
         UnsupportedError: there is room for none.
     """
-    room, asked_for = largest_chunk(window_tokens), private.prefill_chunk()
+    room, asked_for = largest_chunk(window_tokens), settings.prefill_chunk()
     longest = -(-min(tokens, context) // PAGE_TOKENS) * PAGE_TOKENS
     if min(asked_for or longest, longest) <= room:
         return
     if not room:
         raise UnsupportedError(small_window(window_tokens))
-    private.set_prefill_chunk(room)
-    if private.tp_rank() == 0:
+    settings.set_prefill_chunk(room)
+    if parallel.tp_rank() == 0:
         found = "no chunks" if asked_for is None else f"chunks of {asked_for}"
         logger.warning(
             "nvfp4_sgl: prompts are prefilled in chunks of %d tokens, since a window pool of %d has no room for larger"
@@ -124,7 +125,7 @@ def configure_pool(original: Callable[[Any], Any], configurator: Any) -> Any:
 def _page_types() -> tuple[Any, Any]:
     """Pools of exact key/value rows and of exact indexer keys."""
 
-    class ExactKvPages(private.DeepSeekV4SingleKVPool):
+    class ExactKvPages(find("DeepSeekV4SingleKVPool")):  # type: ignore[misc]
         """Key/value pages: [pages, page_size * head_dim] of ``dtype``."""
 
         def get_bytes_per_token(self) -> int:
@@ -136,7 +137,7 @@ def _page_types() -> tuple[Any, Any]:
             shape = (num_pages, self.page_size * self.kv_cache_total_dim)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    class ExactIndexPages(private.DeepSeekV4IndexerPool):
+    class ExactIndexPages(find("DeepSeekV4IndexerPool")):  # type: ignore[misc]
         """Indexer key pages: [pages, page_size * index_head_dim] of ``dtype``."""
 
         def get_bytes_per_token(self) -> int:
@@ -157,7 +158,7 @@ def exact_rows_pool() -> Any:
     """The class of pools with exact rows."""
     kv_pages, index_pages = _page_types()
 
-    class ExactRowsPool(private.DeepSeekV4TokenToKVPool):
+    class ExactRowsPool(find("DeepSeekV4TokenToKVPool")):  # type: ignore[misc]
         """SGLang's pool of this model with exact rows."""
 
         def __init__(self, *args: Any, row_dtype: torch.dtype, **kwargs: Any):
@@ -221,7 +222,7 @@ def exact_rows_pool() -> Any:
 def exact_rows_configurator() -> Any:
     """The class that sizes :func:`exact_rows_pool`."""
 
-    class ExactRowsConfigurator(private.DSV4PoolConfigurator):
+    class ExactRowsConfigurator(find("DSV4PoolConfigurator")):  # type: ignore[misc]
         """SGLang's sizing with the bytes of exact rows."""
 
         def __init__(self, configurator: Any, *, row_dtype: torch.dtype):

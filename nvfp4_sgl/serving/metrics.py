@@ -12,7 +12,7 @@ from typing import Any
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.serving import runtime_info
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import hooking, request_state, scheduling
 
 ABOUT = ("version", "target", "activation_mode", "dtype", "kv_rows", "routing")
 """Entries of :func:`nvfp4_sgl.serving.runtime_info.describe_runtime` that are labels of ``nvfp4_sgl_info``."""
@@ -28,7 +28,7 @@ class Metrics:
         config: the served model.
         info: what :func:`nvfp4_sgl.serving.runtime_info.describe_runtime` says.
         labels: SGLang's labels of this scheduler's metrics.
-        pools: asks how full the pools are (:func:`nvfp4_sgl.serving.sglang_private.pool_occupancy`).
+        pools: asks how full the pools are (:func:`nvfp4_sgl.serving.sglang.scheduling.pool_occupancy`).
     """
 
     def __init__(
@@ -124,21 +124,21 @@ def occupancy(config: ModelConfig, pools: Mapping[str, Mapping[str, int]]) -> di
 
 def watch(scheduler: Any) -> None:
     """Publish metrics of SGLang's ``scheduler`` from now on, if it publishes its own."""
-    labels = private.metric_labels(scheduler)
+    labels = scheduling.metric_labels(scheduler)
     if labels is None:
         return
     model_runner = scheduler.tp_worker.model_runner
     info = runtime_info.describe_runtime(model_runner)
     assert info is not None, "no metrics are made for other models"
     config = model_runner.model.model_config
-    metrics = Metrics(config, info, labels, lambda: private.pool_occupancy(scheduler))
+    metrics = Metrics(config, info, labels, lambda: scheduling.pool_occupancy(scheduler))
 
     def decode_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-        metrics.count_decode(private.decoding_lengths(batch))
+        metrics.count_decode(request_state.decoding_lengths(batch))
         original(processor, batch, result)
 
     def publish_metrics(original: Callable[..., None], collector: Any, stats: Any) -> None:
         original(collector, stats)
         metrics.set_pools()
 
-    private.install_hooks({"decode_result": decode_result, "publish_metrics": publish_metrics})
+    hooking.install_hooks({"decode_result": decode_result, "publish_metrics": publish_metrics})

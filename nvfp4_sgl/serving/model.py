@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.replace import replace_weights
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.compiler import start_compiling
 from nvfp4_sgl.serving.memory import forecast_here
+from nvfp4_sgl.serving.sglang import models, parallel, settings
+from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
@@ -46,23 +48,23 @@ class DeepseekV4ForCausalLM(nn.Module):
             words.append(f"{self.verified.inventory.directory} verified")
             words.append(f"{len(self.verified.inventory.entries):,} tensors")
         self.model_config = self.verified.config
-        self.uniform_experts = private.environment_flag(arguments.UNIFORM_EXPERTS)
-        mode = private.activation_mode(config)
+        self.uniform_experts = settings.environment_flag(arguments.UNIFORM_EXPERTS)
+        mode = models.activation_mode(config)
         self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
         self.activation_mode = self.choice.mode
         check_trace()
-        longest = private.resolved("context_length") or self.model_config.max_position_embeddings
+        longest = settings.resolved("context_length") or self.model_config.max_position_embeddings
         self.memory = forecast_here(self.verified, self.choice, int(longest))
-        if private.tp_rank() == 0:
+        if parallel.tp_rank() == 0:
             serving = self.memory.setting
             sizes = (serving.ranks, serving.context, serving.requests, serving.chunk)
             setting = Serving(*sizes, self.uniform_experts, self.activation_mode)
             start_compiling(self.verified, self.choice.target, setting)
-        self.embed = private.VocabParallelEmbedding(self.model_config.vocab_size, self.model_config.hidden_size)
-        self.head = private.ParallelLMHead(self.model_config.vocab_size, self.model_config.hidden_size)
+        self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
+        self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)
         # DeepSeek's logits are fp32 products of the bf16 head (specification §7); SGLang's default rounds them to bf16.
         config.enable_lm_head_fp32 = True
-        self.logits_processor = private.LogitsProcessor(config)
+        self.logits_processor = find("LogitsProcessor")(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
         self.decoder: Decoder | None = None
         self.recorder: Recorder | None = None
@@ -120,10 +122,10 @@ class DeepseekV4ForCausalLM(nn.Module):
             self.embed.weight.dtype,
             self.activation_mode,
             TensorParallel(
-                private.tp_rank(),
-                private.tp_size(),
+                parallel.tp_rank(),
+                parallel.tp_size(),
                 all_reduce,
-                SequenceParallel(reduce_scatter, private.tp_all_gather),
+                SequenceParallel(reduce_scatter, parallel.tp_all_gather),
             ),
             self.uniform_experts,
         )
@@ -146,7 +148,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> Any:
         """SGLang's entry: logits of the batch that the backend has planned."""
         assert self.decoder is not None, "load_weights has not run"
-        backend = private.get_attn_backend()
+        backend = find("get_attn_backend")()
         input_ids.clamp_(min=0)  # a request that has failed (finite_logits.FAILED) may be in its next pass already
         if backend.plan is None:
             hidden = self.embed(input_ids)
@@ -161,9 +163,19 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def _streams(self, input_ids: Tensor, input_embeds: Tensor | None) -> Tensor:
         assert self.decoder is not None
-        if input_embeds is None and private.tp_size() == 1:
+        if input_embeds is None and parallel.tp_size() == 1:
             return self.decoder.embed(input_ids, self.embed.weight)
         return self.decoder.expand(self.embed(input_ids) if input_embeds is None else input_embeds)
+
+
+def require_own_model(model: Any) -> None:
+    """:class:`UnsupportedError` unless ``model`` is our DeepSeek-V4: no fallback to SGLang's own class."""
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise UnsupportedError(
+            f"architecture {ARCHITECTURE}: expected the class of {DeepseekV4ForCausalLM.__module__},"
+            f" found {type(model).__module__}.{type(model).__name__}; another plugin or"
+            " SGLANG_EXTERNAL_MODEL_PACKAGE replaced it: remove that, or set NVFP4_SGL_DISABLE=1"
+        )
 
 
 def progress(line: str) -> None:
@@ -173,12 +185,12 @@ def progress(line: str) -> None:
 
 def all_reduce(collective: Collective, part: Tensor) -> Tensor:
     """SGLang's tensor-parallel sum, the same at every place."""
-    return private.tp_all_reduce(part)
+    return parallel.tp_all_reduce(part)
 
 
 def reduce_scatter(collective: Collective, part: Tensor) -> Tensor:
     """The same sum, of which this rank gets its rows."""
-    return private.tp_reduce_scatter(part)
+    return parallel.tp_reduce_scatter(part)
 
 
 EntryClass = DeepseekV4ForCausalLM

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.ledger import find
 
 
-class CpuReferencePlatform(private.CpuDeviceMixin, private.SRTPlatform):
+class CpuReferencePlatform(find("CpuDeviceMixin"), find("SRTPlatform")):  # type: ignore[misc]
     """CPU without Triton, graphs or SGLang's compiled CPU kernels."""
 
-    _enum = private.PlatformEnum.OOT
+    _enum = find("PlatformEnum").OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = private.PlatformCapabilities()
+    capabilities = find("PlatformCapabilities")()
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # argument resolution wants the name, not SGLang's own torch.device
@@ -43,6 +44,6 @@ class CpuReferencePlatform(private.CpuDeviceMixin, private.SRTPlatform):
                 found = getattr(server_args, name)
                 if found is None or found is False or found == "auto":
                     setattr(server_args, name, value)
-        elif private.given_arguments(server_args)["attention_backend"] is None:
+        elif settings.given_arguments(server_args)["attention_backend"] is None:
             # SGLang has chosen intel_amx, as for any x86 CPU; the published wheel lacks its kernels.
             server_args.attention_backend = self.get_default_attention_backend()

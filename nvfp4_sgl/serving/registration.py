@@ -2,7 +2,7 @@
 
 Arguments matter in the process that resolves them; the model class, the backend and the pools matter where a
 scheduler runs. Only a scheduler process has imported SGLang's scheduler when plugins load (the launcher imports it
-later), so only there the second part is installed; a scheduler that somehow misses it stops, since it knows no
+later), so only there :mod:`.scheduler_start` is imported; a scheduler that somehow misses it stops, since it knows no
 attention backend of our name.
 """
 
@@ -16,42 +16,33 @@ from typing import Any
 
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
-from nvfp4_sgl.plugin import EXIT_CODE, describe, stop
+from nvfp4_sgl.process_exit import EXIT_CODE, describe
 from nvfp4_sgl.serving import (
     answer_parser,
     arguments,
     chat_template,
-    finite_logits,
-    first_requests,
-    grammar_compiler,
-    grammars,
     guard,
     handlers,
-    kv_pool,
-    metrics,
     requests,
     resolution,
-    runtime_info,
     stages,
-    start_log,
     stop_sequences,
-    stop_strings,
     token_bytes,
     tokenizing,
     tool_calls,
     update_request,
 )
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import hooking, ledger
 
 logger = logging.getLogger(__name__)
 
 
 def register_all() -> None:
     """Called once in each process of SGLang."""
-    private.require_supported_version()
+    ledger.require_supported_version()
     print_errors_as_one_message()
     arguments.register()
-    private.install_hooks(
+    hooking.install_hooks(
         {
             "parse_quantization": hide_quantization,
             "load_hf_config": load_hf_config,
@@ -60,8 +51,8 @@ def register_all() -> None:
             "resolved_arguments": arguments.redacted,
         }
     )
-    if private.MODULES["tokenizer_manager"].path in sys.modules or multiprocessing.parent_process() is None:
-        private.install_hooks(
+    if ledger.is_imported("tokenizer_manager") or multiprocessing.parent_process() is None:
+        hooking.install_hooks(
             {
                 "normalize_request": requests.normalize_request,
                 "prepare_arguments": resolution.prepare,
@@ -94,47 +85,12 @@ def register_all() -> None:
                 **tokenizing.HOOKS,
             }
         )
-    if private.MODULES["detokenizer"].path in sys.modules:
-        private.install_hooks({"printable": token_bytes.printable})
-    if private.MODULES["scheduler"].path in sys.modules:
+    if ledger.is_imported("detokenizer"):
+        hooking.install_hooks({"printable": token_bytes.printable})
+    if ledger.is_imported("scheduler"):
+        from nvfp4_sgl.serving.scheduler_start import register_scheduler
+
         register_scheduler()
-
-
-def register_scheduler() -> None:
-    """Model class, attention backend, pools and reports."""
-    from nvfp4_sgl.serving import update_weights
-    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
-
-    registry = private.import_registry_lazily("nvfp4_sgl.serving.architectures")
-    registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
-    private.register_attention_backend(private.BACKEND)(create_backend)
-    private.install_hooks(
-        {
-            "reject_out_of_tree_path": kv_pool.allow_dsv4_pool,
-            "build_pool": kv_pool.build_pool,
-            "configure_pool": kv_pool.configure_pool,
-            "scheduler_init": start_scheduler,
-            "internal_state": runtime_info.add_to_internal_state,
-            "worker_info": requests.worker_info,
-            "validate_in_scheduler": requests.validate_in_scheduler,
-            "validate_when_admitted": requests.validate_when_admitted,
-            "grammar_queue": grammar_compiler.start,
-            "ready_grammars": grammar_compiler.take_ready,
-            "fill_grammar_mask": grammars.fill_mask,
-            "accept_prefill_grammar": grammars.accept_prefill,
-            "accept_grammar_tokens": grammars.accept_tokens,
-            "cache_grammar": grammars.cache,
-            "replace_weights": update_weights.replace_weights,
-        }
-    )
-
-
-def create_backend(runner: Any) -> Any:
-    """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
-    from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
-
-    private.require_own_model(runner.model)
-    return Nvfp4AttentionBackend(runner)
 
 
 def is_ours(hf_config: Any) -> bool:
@@ -159,26 +115,6 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if is_ours(config) and getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     return config
-
-
-def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
-    try:
-        ours = arguments.is_our_checkpoint(private.model_path())
-        if ours:
-            start_log.leave_out_false_lines()
-            if private.tp_rank() == 0:
-                grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
-            arguments.use_bound_cpus(private.tp_rank())
-            private.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
-            first_requests.compile_nothing()
-        original(scheduler, *args, **kwargs)
-        if ours:
-            first_requests.warm_up(scheduler)
-            metrics.watch(scheduler)
-        runtime_info.log(scheduler)
-    except Nvfp4SglError as error:
-        stop(error)
 
 
 def print_errors_as_one_message() -> None:

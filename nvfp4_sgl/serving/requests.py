@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.answer_text import longest
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
 from nvfp4_sgl.serving.endpoints import is_deeper
@@ -30,6 +29,7 @@ from nvfp4_sgl.serving.fields.limits import (
     MAX_STOP_CHARACTERS,
     MAX_TOP_K,
 )
+from nvfp4_sgl.serving.sglang import front_end, scheduling, settings
 
 EMBEDDINGS = ("input_embeds", "positional_embed_overrides")
 """Fields of a request that replace token ids, by which the first layers route."""
@@ -69,7 +69,7 @@ to by :func:`nvfp4_sgl.serving.kv_pool.fit_chunk`."""
 
 def serves_our_model() -> bool:
     """Whether this process belongs to a server of our model; other models keep SGLang's rules."""
-    return _is_ours(private.model_path())
+    return _is_ours(settings.model_path())
 
 
 _is_ours = functools.cache(is_our_checkpoint)
@@ -158,7 +158,7 @@ def count_fault(request: Any) -> str | None:
 def worker_info(original: Callable[..., Any], worker: Any) -> Any:
     """Hook around the lengths that SGLang allows: what its pool has no room for is too long."""
     info = original(worker)
-    return private.shorten_requests(info, pages=RESERVED_PAGES) if serves_our_model() else info
+    return scheduling.shorten_requests(info, pages=RESERVED_PAGES) if serves_our_model() else info
 
 
 def advertise_length(manager: Any) -> None:
@@ -218,7 +218,7 @@ def validate_when_admitted(original: Callable[..., bool], manager: Any, request:
 def validate_for_transport(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hook around the message to the scheduler, which ends at one that it cannot read."""
     message = original(*args, **kwargs)
-    if serves_our_model() and (fault := private.transport_fault(message)) is not None:
+    if serves_our_model() and (fault := front_end.transport_fault(message)) is not None:
         raise ValueError(f"the request is malformed ({fault})")
     return message
 
@@ -334,9 +334,9 @@ def bound_tools(original: Callable[..., dict[str, Any]], request: Any, *args: An
 
 def most_whitespace() -> int | None:
     """Most characters of whitespace in a row that flags allow in JSON; 1 where none is needed, xgrammar's least."""
-    if private.resolved("constrained_json_disable_any_whitespace"):
+    if settings.resolved("constrained_json_disable_any_whitespace"):
         return 1
-    most: int | None = private.resolved("constrained_json_max_whitespace_cnt")
+    most: int | None = settings.resolved("constrained_json_max_whitespace_cnt")
     return most
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from nvfp4_sgl import __version__
 from nvfp4_sgl.serving import arguments, kv_pool, stages
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.backend import require_own_backend
+from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+from nvfp4_sgl.serving.sglang import scheduling
 
 
 def describe_runtime(runner: Any) -> dict[str, Any] | None:
     """A JSON-ready description of what ``runner`` (SGLang's ModelRunner) runs, ``None`` if the model is not ours."""
-    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
-
     model = runner.model
     if not isinstance(model, DeepseekV4ForCausalLM):
         return None
@@ -43,7 +43,7 @@ def log(scheduler: Any) -> None:
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is None:
         return
-    private.require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
+    require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
     words.append(f"routing {info['routing']}")
     if info["note"]:
@@ -58,7 +58,7 @@ def add_to_internal_state(original: Callable[..., Any], scheduler: Any, request:
     info = describe_runtime(scheduler.tp_worker.model_runner)
     if info is not None:
         memory = scheduler.tp_worker.model_runner.model.memory.as_json()
-        output.internal_state["nvfp4_sgl"] = {**info, "pools": private.pool_occupancy(scheduler), "memory": memory}
+        output.internal_state["nvfp4_sgl"] = {**info, "pools": scheduling.pool_occupancy(scheduler), "memory": memory}
     return output
 
 

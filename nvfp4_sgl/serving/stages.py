@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import http_server, parallel
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def begun(*words: str) -> None:
 def warm_up_server(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Hook around SGLang's wait for its own first request: log ``ready`` when ``/health`` answers 200."""
     original(*args, **kwargs)
-    if serves_our_model() and private.is_healthy():
+    if serves_our_model() and http_server.is_healthy():
         logger.info("nvfp4_sgl: ready: %.1f s since the start of the server", process_seconds())
 
 
@@ -50,5 +50,5 @@ def process_seconds() -> float:
 
 def say(name: str, *words: str) -> None:
     """Log a line of the start."""
-    if private.tp_rank() == 0:
+    if parallel.tp_rank() == 0:
         logger.info("nvfp4_sgl: %s: %s", name, ", ".join(words))

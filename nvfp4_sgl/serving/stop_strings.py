@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl.serving import answer_text
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import request_state
 
 
 def send_tokens(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:
@@ -25,7 +25,7 @@ def send_tokens(original: Callable[..., None], accumulator: Any, *, req: Any) ->
     window, decode = list(req.output_ids[first:]), req.tokenizer.decode
     tokens = first + answer_text.split(window, answer_text.sendable(decode(window), stops), decode)[0]
     if tokens > req.send_token_offset:
-        with private.answer_ends_at(req, tokens):
+        with request_state.answer_ends_at(req, tokens):
             original(accumulator, req=req)
 
 
@@ -39,9 +39,9 @@ def find_stop(original: Callable[..., bool], req: Any, new_accepted_len: int = 1
     found = original(req, new_accepted_len)
     if found:
         text, stops = req.tail_str(new_accepted_len), req.sampling_params.stop_strs
-        private.match_stop(req, answer_text.first_complete(text, stops))
+        request_state.match_stop(req, answer_text.first_complete(text, stops))
     return found
 
 
 HOOKS: dict[str, Callable[..., Any]] = {"send_tokens": send_tokens, "hold_back": hold_back, "find_stop": find_stop}
-"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang.hooked.HOOKS`."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl.serving import answer_text
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import answer_parsers
 
 
 def has_byte_tokens(original: Callable[..., bool], tokenizer: Any) -> bool:
     """Hook around SGLang's guess whether tokens are spelled in bytes, which DeepSeek's special tokens make it miss."""
-    return original(tokenizer) or (serves_our_model() and private.is_byte_level(tokenizer))
+    return original(tokenizer) or (serves_our_model() and answer_parsers.is_byte_level(tokenizer))
 
 
 def printable(original: Callable[[str], str], text: str) -> str:

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model, tokens_fault
+from nvfp4_sgl.serving.sglang import front_end, http_server
 from nvfp4_sgl.serving.text_limits import TextLimit, contents, longest_token, score_fault
 from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, in_worker, run_to_end
 
@@ -91,7 +91,7 @@ def joined(answers: Sequence[Any]) -> Any:
     for other in others:
         first.tokens += other.tokens
         first.count += other.count
-    return private.json_response(first)
+    return http_server.json_response(first)
 
 
 async def detokenize(original: Callable[..., Any], serving: Any, adapted: Any, request: Any, raw: Any) -> Any:
@@ -127,11 +127,11 @@ _converted: dict[int, Future[Any]] = {}
 
 async def _convert_first(chat: Any, request: Any, raw: Any, handle: Callable[[], Any]) -> Any:
     """Convert ``request`` in a worker, then ``handle`` it."""
-    if chat._validate_request(request):
+    if front_end.chat_fault(chat, request):
         return await handle()  # which says so
     outcome: Future[Any] = Future()
     try:
-        outcome.set_result(await in_worker(chat._convert_to_internal_request, request, raw))
+        outcome.set_result(await in_worker(front_end.converted_chat, chat, request, raw))
     except Exception as error:
         outcome.set_exception(error)
     _converted[id(request)] = outcome
@@ -143,7 +143,7 @@ async def _convert_first(chat: Any, request: Any, raw: Any, handle: Callable[[],
 
 async def chat(original: Callable[..., Any], serving: Any, request: Any, raw: Any) -> Any:
     """Hook around SGLang's handler of OpenAI's requests, for chats."""
-    if not serves_our_model() or not isinstance(serving, private.OpenAIServingChat):
+    if not serves_our_model() or not front_end.serves_chats(serving):
         return await original(serving, request, raw)
     return await _convert_first(serving, request, raw, lambda: original(serving, request, raw))
 
@@ -189,4 +189,4 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "responses": aside,
     "encode_chat": encode_chat,
 }
-"""Hooks of the front end, by their names in :data:`nvfp4_sgl.serving.sglang_private.HOOKS`."""
+"""Hooks of the front end, by their names in :data:`nvfp4_sgl.serving.sglang.hooked.HOOKS`."""

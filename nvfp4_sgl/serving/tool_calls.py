@@ -13,8 +13,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import answer_parsers, settings
 from nvfp4_sgl.serving.tool_markup import MARK, TOKEN, Call, MarkupScanner
 
 FORWARD_UNKNOWN = "SGLANG_FORWARD_UNKNOWN_TOOLS"
@@ -39,7 +39,7 @@ class Scanners:
         thought, calls = self.reasoning.feed(reasoning, final=final or bool(content))
         said, more = self.content.feed(content, final=final)
         pieces = [piece for call in calls + more for piece in self._pieces(call)]
-        return private.output_delta(thought, said, pieces)
+        return answer_parsers.output_delta(thought, said, pieces)
 
     def _pieces(self, call: Call) -> Iterator[tuple[int, str, str | None]]:
         """Index, arguments and name of the pieces that streams send of a call."""
@@ -111,7 +111,7 @@ def declared(tools: Sequence[Any], choice: Any = None) -> Iterator[None]:
     """
     names = {(getattr(tool, "function", None) or tool).name for tool in tools}
     forced = choice is not None and choice not in ("auto", "none")
-    before = _scanned.set((None if private.environment_flag(FORWARD_UNKNOWN) else names, forced))
+    before = _scanned.set((None if settings.environment_flag(FORWARD_UNKNOWN) else names, forced))
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ def init_output_parser(
     original(parser, *args, **options, **kwargs)
     setattr(parser, SCANNERS, Scanners(*_scanned.get()) if ours else None)
     if ours:
-        private.replace_processor(parser, TOKEN, MarkingProcessor)
+        answer_parsers.replace_processor(parser, TOKEN, MarkingProcessor)
 
 
 def output_deltas(original: Callable[..., Any], parser: Any, chunks: list[Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.tracing.contents import FORMAT
 from nvfp4_sgl.tracing.record import Recorder
 
@@ -33,7 +33,7 @@ def check_trace() -> None:
     if not os.environ.get(TRACE):
         return
     _passes()
-    if torch.cuda.is_available() and not private.has_no_graphs():
+    if torch.cuda.is_available() and not settings.has_no_graphs():
         raise ConfigError(
             f"{TRACE}: passes in CUDA graphs cannot be recorded; add --disable-cuda-graph, or unset {TRACE}"
         )
@@ -63,12 +63,12 @@ def recorder(decoder: Decoder, target: str, mode: str) -> Recorder | None:
     """What records this rank's passes; ``None`` if nothing is to be recorded."""
     if not os.environ.get(TRACE):
         return None
-    about = {"target": target, "mode": mode, "rank": private.tp_rank(), "ranks": private.tp_size()}
+    about = {"target": target, "mode": mode, "rank": parallel.tp_rank(), "ranks": parallel.tp_size()}
     return Recorder(decoder, _file(), _passes(), about)
 
 
 def _file() -> Path:
-    return Path(os.environ[TRACE]) / f"rank{private.tp_rank()}.jsonl"
+    return Path(os.environ[TRACE]) / f"rank{parallel.tp_rank()}.jsonl"
 
 
 def _passes() -> int:

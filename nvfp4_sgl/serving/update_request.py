@@ -20,8 +20,8 @@ from nvfp4_sgl.checkpoint.sweep import available_cores
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
 from nvfp4_sgl.serving import arguments
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.requests import serves_our_model
+from nvfp4_sgl.serving.sglang import settings
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ async def update_weights(original: Callable[..., Any], manager: Any, asked: Any,
             raise UnsupportedError("generation is paused: expected /continue_generation before an update of weights")
         name = manager.served_model_name
         success, message, paused = await original(manager, asked, request)
-        if success and private.given_arguments(manager.server_args)["served_model_name"] is not None:
+        if success and settings.given_arguments(manager.server_args)["served_model_name"] is not None:
             manager.served_model_name = name
         return success, message, paused
     except (Nvfp4SglError, OSError) as error:
@@ -164,7 +164,7 @@ def check_fits(served: Verified, found: Verified) -> None:
 
 def check_tokenizer(directory: Path) -> None:
     """UnsupportedError if ``directory`` has a tokenizer other than the one that the server has read."""
-    file, served = directory / "tokenizer.json", Path(private.resolved("tokenizer_path")) / "tokenizer.json"
+    file, served = directory / "tokenizer.json", Path(settings.resolved("tokenizer_path")) / "tokenizer.json"
     if not file.is_file() or not served.is_file() or served.samefile(file):
         return
     if file.read_bytes() != served.read_bytes():

@@ -16,9 +16,10 @@ import torch
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.model.replace import workspace_bytes
-from nvfp4_sgl.plugin import stop
+from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import arguments, stages
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+from nvfp4_sgl.serving.sglang import weight_updates
 from nvfp4_sgl.serving.update_request import BUSY, check_fits
 
 logger = logging.getLogger(__name__)
@@ -26,26 +27,24 @@ logger = logging.getLogger(__name__)
 
 def replace_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Hook around the scheduler's update: check, agree with the other ranks, copy, forget the prefix cache."""
-    from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
-
     model = updater.tp_worker.model_runner.model
     if not isinstance(model, DeepseekV4ForCausalLM):
         return original(updater, request)
     found, refusal = examine(model, updater, request.model_path)
-    if refusals := [one for one in private.gather(updater, refusal) if one is not None]:
-        return private.update_output(False, refusals[0])
+    if refusals := [one for one in weight_updates.gather(updater, refusal) if one is not None]:
+        return weight_updates.update_output(False, refusals[0])
     assert found is not None
     started = time.monotonic()
     try:
         wait_for_device(model)
         model.replace_weights(found)
         wait_for_device(model)
-        if not private.finish_update(updater, request):
+        if not weight_updates.finish_update(updater, request):
             raise CheckpointError("the prefix cache could not be emptied")
     except Exception as error:
         stop(half_replaced(found, error))
     stages.say("weights", f"replaced: {found.describe()}", f"{time.monotonic() - started:.1f} s")
-    return private.update_output(True, f"weights replaced by those of {found.inventory.directory}")
+    return weight_updates.update_output(True, f"weights replaced by those of {found.inventory.directory}")
 
 
 def examine(model: Any, updater: Any, directory: str) -> tuple[Verified | None, str | None]:

@@ -291,12 +291,12 @@ def test_records_of_other_requests_and_no_records_are_refused(model: Standalone,
 def test_a_server_says_what_it_cannot_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace.check_trace()
     monkeypatch.setenv(trace.TRACE, str(tmp_path / "records"))
-    monkeypatch.setattr(trace.private, "tp_rank", lambda: 1)
+    monkeypatch.setattr(trace.parallel, "tp_rank", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(trace.private, "has_no_graphs", lambda: False)
+    monkeypatch.setattr(trace.settings, "has_no_graphs", lambda: False)
     with pytest.raises(ConfigError, match="add --disable-cuda-graph"):
         trace.check_trace()
-    monkeypatch.setattr(trace.private, "has_no_graphs", lambda: True)
+    monkeypatch.setattr(trace.settings, "has_no_graphs", lambda: True)
     trace.check_trace()
     file, header = tmp_path / "records" / "rank1.jsonl", '{"format": 2, "rank": 1}\n'
     for left_by_a_failed_start in ("", header):

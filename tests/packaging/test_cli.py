@@ -16,7 +16,7 @@ from nvfp4_sgl import cli, doctor
 from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.plugin import DISABLE_VARIABLE
+from nvfp4_sgl.process_exit import DISABLE_VARIABLE
 from nvfp4_sgl.targets.choose import choose
 from tests.support.damage import change_json
 

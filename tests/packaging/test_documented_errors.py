@@ -64,5 +64,5 @@ def test_each_has_a_cause_and_a_remedy() -> None:
 
 def test_the_first_word_of_our_errors_is_the_documented_one() -> None:
     assert "`nvfp4-sgl: error:`" in PAGE
-    for file in ("cli.py", "plugin.py"):
+    for file in ("cli.py", "process_exit.py"):
         assert "nvfp4-sgl: error: " in (Path(PACKAGE) / file).read_text()

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.serving import answer_parser, answer_text, requests, stop_strings, token_bytes, tool_calls
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang.hooked import HOOKS as LEDGER
 
 VOCAB, CASES = 512, 400
 END_THINK, DSML = "</think>", "｜DSML｜"
@@ -47,8 +47,8 @@ def hooked() -> Iterator[None]:
         for module in (requests, answer_parser, token_bytes, tool_calls):
             patch.setattr(module, "serves_our_model", lambda: True)
         for name, hook in HOOKS.items():
-            owner, _, attribute = private.HOOKS[name].path.rpartition(".")
-            patch.setattr(resolve_name(owner), attribute, around(hook, resolve_name(private.HOOKS[name].path)))
+            owner, _, attribute = LEDGER[name].path.rpartition(".")
+            patch.setattr(resolve_name(owner), attribute, around(hook, resolve_name(LEDGER[name].path)))
         yield
 
 

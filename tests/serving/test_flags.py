@@ -16,9 +16,10 @@ import pytest
 
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, flags, resolution
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.flags import combinations
+from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import Refused, WithoutEffect, Works
+from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.targets.choose import choose
 from tests.support import resolved_flags
 from tests.support.flag_values import ALONE, NEEDS_FILES, NEEDS_MORE, TOGETHER, VALUES
@@ -34,7 +35,7 @@ def rows(kind: type) -> list[str]:
 @pytest.fixture(scope="module")
 def unset() -> dict[str, Any]:
     """Every argument of SGLang as it is when no flag is given."""
-    return private.unset_arguments()
+    return settings.unset_arguments()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_every_choice_is_in_its_row(options: dict[str, list[argparse.Action]]) -
         row, choices = flags.ROWS.get(name), {choice for action in actions for choice in action.choices or ()}
         if isinstance(row, Works) and choices:
             listed = {value for value in (row.values or ()) if value is not None} | set(row.refused)
-            assert listed == choices - {private.BACKEND}, name
+            assert listed == choices - {BACKEND}, name
 
 
 def test_flags_are_spelled_as_sglang_does(options: dict[str, list[argparse.Action]]) -> None:
@@ -154,10 +155,10 @@ def test_flags_that_contradict_each_other(given: dict[str, Any], message: str, u
 def test_tracing_needs_its_packages(unset: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them SGLang loads the model for minutes, and ends with a traceback."""
     traced = unset | {"enable_trace": True}
-    monkeypatch.setattr(private, "can_trace", lambda: False)
+    monkeypatch.setattr(settings, "can_trace", lambda: False)
     with pytest.raises(ConfigError, match=r"--enable-trace: .* pip install 'sglang\[tracing\]==0.5.23'"):
         combinations.check_combinations(traced)
-    monkeypatch.setattr(private, "can_trace", lambda: True)
+    monkeypatch.setattr(settings, "can_trace", lambda: True)
     combinations.check_combinations(traced)
     monkeypatch.setenv(combinations.PROTOCOL, "http/json")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/json: expected one of grpc"):

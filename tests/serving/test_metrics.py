@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.metrics import entries, occupancy
+from nvfp4_sgl.serving.sglang import request_state
 from tests.packaging.checkout import ROOT
 from tests.support.chat import MODEL, client
 from tests.support.logprobs import flush
@@ -72,7 +72,7 @@ def test_a_pass_too_many_is_not_counted() -> None:
         )
 
     requests = [request(10), request(20, finished=True), request(30, retracted=True), request(40)]
-    assert private.decoding_lengths(SimpleNamespace(reqs=requests)) == [13, 43]
+    assert request_state.decoding_lengths(SimpleNamespace(reqs=requests)) == [13, 43]
 
 
 def test_rows_that_pools_of_tokens_stand_for(config: ModelConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl import plugin
+from nvfp4_sgl import plugin, process_exit
 from nvfp4_sgl.errors import ConfigError
 
 REPORT = """
@@ -76,7 +76,7 @@ def test_off_switch_registers_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "disabled"), [("", False), ("0", False), ("1", True), ("yes", True)])
 def test_off_switch_values(value: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.DISABLE_VARIABLE, value)
+    monkeypatch.setenv(process_exit.DISABLE_VARIABLE, value)
     assert plugin.is_disabled() is disabled
 
 
@@ -94,19 +94,19 @@ def _bare_environment() -> dict[str, str]:
 
 
 def test_errors_of_ours_are_one_line() -> None:
-    assert plugin.describe(ConfigError("--flag: bad")) == "nvfp4-sgl: error: --flag: bad"
+    assert process_exit.describe(ConfigError("--flag: bad")) == "nvfp4-sgl: error: --flag: bad"
 
 
 def test_other_errors_say_what_where_and_what_to_do() -> None:
     try:
         raise ImportError("no module named fish")
     except ImportError as error:
-        text = plugin.describe(error)
+        text = process_exit.describe(error)
     assert "ImportError: no module named fish" in text and __file__ in text and "NVFP4_SGL_DISABLE=1" in text
 
 
 def test_stop_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        plugin.stop(ConfigError("bad"))
-    assert caught.value.code == plugin.EXIT_CODE != 0
+        process_exit.stop(ConfigError("bad"))
+    assert caught.value.code == process_exit.EXIT_CODE != 0
     assert capsys.readouterr().err == "nvfp4-sgl: error: bad\n"

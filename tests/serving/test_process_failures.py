@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.plugin import EXIT_CODE
+from nvfp4_sgl.process_exit import EXIT_CODE
 from nvfp4_sgl.standalone import Standalone
 from tests.serving.test_startup_errors import MATRIX, replace
 from tests.support.damage import file_of

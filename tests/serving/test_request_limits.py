@@ -15,7 +15,7 @@ import xgrammar
 from examples.function_calling import WEATHER
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import arguments, grammars, requests
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import parallel, request_state, settings
 
 CALL = """
 
@@ -31,14 +31,14 @@ def our_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that serves our model."""
     for module in (requests, grammars):
         monkeypatch.setattr(module, "serves_our_model", lambda: True)
-    monkeypatch.setattr(private, "tp_size", lambda: 1)
+    monkeypatch.setattr(parallel, "tp_size", lambda: 1)
 
 
 @pytest.fixture
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Messages of the requests that were failed."""
     messages: list[str] = []
-    monkeypatch.setattr(private, "abort", lambda request, message: messages.append(message))
+    monkeypatch.setattr(request_state, "abort", lambda request, message: messages.append(message))
     return messages
 
 
@@ -82,7 +82,7 @@ def test_mask_that_takes_long(ranks: int, working: bool, failed: bool, monkeypat
             pass
         time.sleep(0 if working else 0.02)
 
-    monkeypatch.setattr(private, "tp_size", lambda: ranks)
+    monkeypatch.setattr(parallel, "tp_size", lambda: ranks)
     monkeypatch.setattr(grammars, "MAX_MASK_SECONDS", 0.01)
     grammar = SimpleNamespace()
     grammars.fill_mask(fill, grammar, torch.full((1, 16), -1, dtype=torch.int32), 0)
@@ -237,7 +237,7 @@ def test_length_that_is_advertised() -> None:
 
 def test_room_that_a_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool tokens stand first, the longest request and the longest prompt fifth and sixth."""
-    monkeypatch.setattr(private, "resolved", lambda name: {"page_size": 256}[name])
+    monkeypatch.setattr(settings, "resolved", lambda name: {"page_size": 256}[name])
     info = (16384, 1, 2, 3, 16383, 16378, "seed")
     assert requests.worker_info(lambda worker: info, None) == (16384, 1, 2, 3, 15873, 15868, "seed")
     ample = (10**6, 1, 2, 3, 16383, 16378, "seed")
@@ -258,10 +258,10 @@ def test_keys_that_cannot_be_sent(api_key: str | None, admin_api_key: str | None
 def test_keys_are_left_out() -> None:
     arguments.check_keys({"api_key": "one", "admin_api_key": "other"})
     given = {"api_key": "one", "admin_api_key": "other", "ssl_keyfile_password": None, "port": 1}
-    hidden = {"api_key": private.REDACTED, "admin_api_key": private.REDACTED, "ssl_keyfile_password": None, "port": 1}
+    hidden = {"api_key": settings.REDACTED, "admin_api_key": settings.REDACTED, "ssl_keyfile_password": None, "port": 1}
     assert arguments.redacted(lambda server_args: given, None) == hidden
     server_args = SimpleNamespace(_launch_command="--api-key one --admin-api-key=other --port 1")
-    private.redact_launch_command(server_args, ["one", "other"])
+    settings.redact_launch_command(server_args, ["one", "other"])
     assert "one" not in server_args._launch_command and "other" not in server_args._launch_command
 
 
@@ -270,15 +270,15 @@ def test_only_a_server_needs_its_port(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text('{"architectures": ["DeepseekV4ForCausalLM"]}')
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = {"model_path": str(tmp_path), "host": "127.0.0.1", "port": listener.getsockname()[1]}
-        given = private.unset_arguments() | here
-        monkeypatch.setattr(private, "given_arguments", lambda server_args: given)
+        given = settings.unset_arguments() | here
+        monkeypatch.setattr(settings, "given_arguments", lambda server_args: given)
         with pytest.raises(ConfigError, match="cannot listen"):
             arguments.launch_server(lambda server_args: None, None)
         checks = ("arguments", "keys", "simulation", "activation_mode", "target", "files_beside")
         for name in checks:
             monkeypatch.setattr(arguments, f"check_{name}", lambda *args: None)
-        for name in ("redact_launch_command", "declare_resolution"):
-            monkeypatch.setattr(private, name, lambda *args, **fields: None)
+        for name in ("redact_launch_command", "declare"):
+            monkeypatch.setattr(settings, name, lambda *args, **fields: None)
         monkeypatch.setattr(arguments, "bind_threads", lambda ranks: None)
         verified = SimpleNamespace(raw={}, config=SimpleNamespace(vocab_size=1), inventory=None)
         monkeypatch.setattr(arguments, "served", lambda *args: verified)
@@ -289,7 +289,7 @@ def test_only_a_server_needs_its_port(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_grammar_of_tools_is_the_tools_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "serves_our_model", lambda: True)
-    monkeypatch.setattr(private, "resolved", {}.get)
+    monkeypatch.setattr(settings, "resolved", {}.get)
     long, deep = "x" * (requests.MAX_GRAMMAR_CHARACTERS + 1), "[" * 200 + "]" * 200
 
     def params(request: Any, tool_call_constraint: Any = None) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def test_flags_of_whitespace_hold_for_calls(
 ) -> None:
     """In the grammar of a forced call, as SGLang asks xgrammar for it."""
     monkeypatch.setattr(requests, "serves_our_model", lambda: True)
-    monkeypatch.setattr(private, "resolved", flags.get)
+    monkeypatch.setattr(settings, "resolved", flags.get)
     tag = xgrammar.get_model_structural_tag("deepseek_v4", tools=[WEATHER], tool_choice="required", reasoning=False)
 
     def params(request: Any, tool_call_constraint: Any = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.serving import arguments, first_requests
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import settings
 from tests.support.bf16_logprobs import prompt
 from tests.support.sampling import require_bias, require_kinds, require_penalties
 
@@ -52,8 +52,8 @@ def test_torch_samples_by_default(device: str, monkeypatch: pytest.MonkeyPatch) 
     """On a GPU SGLang's own default is FlashInfer's, which compiles at the first request."""
     given = {"kv_cache_dtype": "auto", "swa_full_tokens_ratio": None}
     monkeypatch.setattr(arguments, "is_our_checkpoint", lambda path: True)
-    monkeypatch.setattr(private, "given_arguments", lambda server_args: given)
-    monkeypatch.setattr(private, "resolving_view", lambda server_args: SimpleNamespace(device=device), raising=False)
+    monkeypatch.setattr(settings, "given_arguments", lambda server_args: given)
+    monkeypatch.setattr(settings, "resolving", lambda server_args: SimpleNamespace(device=device), raising=False)
     declared = arguments.defaults(SimpleNamespace(model_path="here"), SimpleNamespace(model_type="deepseek_v4"))
     assert declared["sampling_backend"] == "pytorch"
 

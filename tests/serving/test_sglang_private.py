@@ -9,23 +9,36 @@ import torch
 
 from nvfp4_sgl.checkpoint.beside import DEFAULTS
 from nvfp4_sgl.serving import arguments, kv_pool
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import ledger, settings
+from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.serving.sglang.private import Private
 
 
 @pytest.fixture(scope="module")
 def unset() -> dict[str, Any]:
     """Every argument of SGLang as it is when no flag is given."""
-    return private.unset_arguments()
+    return settings.unset_arguments()
 
 
-def test_every_private_name_exists() -> None:
-    assert private.check_names() == []
+def test_the_ledger_says_what_sglang_has() -> None:
+    assert ledger.differences() == []
+
+
+def test_a_changed_sglang_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has gone and a parameter that has another name; each line says what fails."""
+    path, parameters = ledger.HOOKS["cache_grammar"].path, ledger.HOOKS["cache_grammar"].parameters
+    monkeypatch.setitem(ledger.NAMES, "find", Private("sglang.srt.nothing:find", "finds"))
+    monkeypatch.setitem(ledger.HOOKS, "cache_grammar", Private(path, "caches", "self, name, value"))
+    assert ledger.differences() == [
+        "sglang.srt.nothing:find: missing (finds)",
+        f"{path}: expected parameters (self, name, value), found ({parameters}) (caches)",
+    ]
 
 
 @pytest.mark.parametrize("name", arguments.LAYOUTS)
 def test_other_layouts_of_pages_are_refused(name: str, unset: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = arguments.LAYOUTS[name]
-    assert getattr(private.envs, name).get() == ours
+    assert getattr(find("envs"), name).get() == ours
     monkeypatch.setenv(name, ours.upper())
     arguments.check_arguments(unset)
     monkeypatch.setenv(name, "v41")

@@ -10,7 +10,7 @@ import pytest
 
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.serving import kv_pool
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import parallel, settings
 from tests.support.server import Server, ServerPool
 
 SECONDS = 20
@@ -55,12 +55,12 @@ def test_prompts_after_a_cached_prefix(window: str, serve: ServerPool, tiny_chec
 def test_chunks_by_pool(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Left alone where no prompt or chunk needs more, made smaller where one does, refused where none would do."""
     chosen: list[int] = []
-    monkeypatch.setattr(private, "set_prefill_chunk", chosen.append)
-    monkeypatch.setattr(private, "tp_rank", lambda: 0)
+    monkeypatch.setattr(settings, "set_prefill_chunk", chosen.append)
+    monkeypatch.setattr(parallel, "tp_rank", lambda: 0)
 
     def fit(asked_for: int | None, window: int, context: int = 65536) -> int | None:
         chosen.clear()
-        monkeypatch.setattr(private, "prefill_chunk", lambda: asked_for)
+        monkeypatch.setattr(settings, "prefill_chunk", lambda: asked_for)
         kv_pool.fit_chunk(2 * window, window, context)
         return chosen[0] if chosen else None
 

@@ -15,7 +15,7 @@ from nvfp4_sgl.serving import stages
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("nvfp4_sgl.serving.sglang_private.tp_rank", lambda: 0)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang.parallel.tp_rank", lambda: 0)
 
 
 def test_a_stage_says_its_words_and_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,7 +31,7 @@ def test_a_stage_that_fails_says_nothing(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("nvfp4_sgl.serving.sglang_private.tp_rank", lambda: 1)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang.parallel.tp_rank", lambda: 1)
     stages.say("weights", "words")
     assert not caplog.messages
 
@@ -49,7 +49,7 @@ def test_ready_is_said_once_health_is(
     ours: bool, healthy: bool, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stages, "serves_our_model", lambda: ours)
-    monkeypatch.setattr("nvfp4_sgl.serving.sglang_private.is_healthy", lambda: healthy)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang.http_server.is_healthy", lambda: healthy)
     stages.warm_up_server(lambda arguments, callback=None: logging.getLogger("sglang").info("fired up"), "arguments")
     assert caplog.messages[0] == "fired up" and len(caplog.messages) == 1 + lines
     assert all(line.startswith("nvfp4_sgl: ready: ") for line in caplog.messages[1:])

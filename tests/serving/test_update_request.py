@@ -11,8 +11,8 @@ import pytest
 
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, update_request, update_weights
-from nvfp4_sgl.serving import sglang_private as private
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
+from nvfp4_sgl.serving.sglang import parallel, settings, weight_updates
 
 
 def asked(**fields: Any) -> Any:
@@ -57,7 +57,7 @@ def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         if text:
             (folder / "tokenizer.json").write_text(text)
-    monkeypatch.setattr(private, "resolved", lambda name: str(served))
+    monkeypatch.setattr(settings, "resolved", lambda name: str(served))
     for folder in (served, same, none):
         update_request.check_tokenizer(folder)
     with pytest.raises(UnsupportedError, match=r"other/tokenizer\.json: differs"):
@@ -95,9 +95,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(arguments, "resolved_overrides", dict)
     for name in ("check_fits", "check_memory", "wait_for_device"):
         monkeypatch.setattr(update_weights, name, lambda *args: None)
-    monkeypatch.setattr(private, "tp_rank", lambda: 0)
-    monkeypatch.setattr(private, "finish_update", lambda updater, request: True)
-    monkeypatch.setattr(private, "update_output", lambda success, message: (success, message))
+    monkeypatch.setattr(parallel, "tp_rank", lambda: 0)
+    monkeypatch.setattr(weight_updates, "finish_update", lambda updater, request: True)
+    monkeypatch.setattr(weight_updates, "update_output", lambda success, message: (success, message))
     return Model()
 
 
@@ -108,9 +108,9 @@ def replace(model: Model, *, idle: bool = True) -> Any:
 
 
 def test_no_rank_replaces_if_another_refuses(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "gather", lambda updater, refusal: [refusal, "rank 1 cannot read it"])
+    monkeypatch.setattr(weight_updates, "gather", lambda updater, refusal: [refusal, "rank 1 cannot read it"])
     assert replace(model) == (False, "rank 1 cannot read it") and model.replaced == 0
-    monkeypatch.setattr(private, "gather", lambda updater, refusal: [refusal, None])
+    monkeypatch.setattr(weight_updates, "gather", lambda updater, refusal: [refusal, None])
     assert replace(model)[0] and model.replaced == 1
     assert replace(model, idle=False) == (False, update_request.BUSY) and model.replaced == 1
 
@@ -118,17 +118,17 @@ def test_no_rank_replaces_if_another_refuses(model: Model, monkeypatch: pytest.M
 def test_what_fails_after_the_first_tensor_ends_the_process(
     model: Model, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(private, "gather", lambda updater, refusal: [refusal])
+    monkeypatch.setattr(weight_updates, "gather", lambda updater, refusal: [refusal])
 
     def fail(found: Any) -> None:
         raise CheckpointError("tensor 'x' in FILE: expected a number")
 
-    for name, value in ((model, fail), (private, lambda *args: False)):
+    for name, value in ((model, fail), (weight_updates, lambda *args: False)):
         with monkeypatch.context() as patch:
             if name is model:
                 patch.setitem(model.__dict__, "replace_weights", value)
             else:
-                patch.setattr(private, "finish_update", value)
+                patch.setattr(weight_updates, "finish_update", value)
             with pytest.raises(SystemExit):
                 replace(model)
     first, second = capfd.readouterr().err.strip().splitlines()

@@ -18,7 +18,8 @@ from nvfp4_sgl.checkpoint.inspection import inspect
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.serving import arguments
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.hooked import HOOKS
 
 ABSENT = object()
 
@@ -70,7 +71,7 @@ def by_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str | None]:
 
     record = ServerArgs(model_path="none")
     unset = {field.name: getattr(record, field.name) for field in record_fields(ServerArgs)}
-    monkeypatch.setattr(private, "declare_resolution", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(settings, "declare", lambda *_, **__: None, raising=False)
     monkeypatch.setattr(arguments, "_verified_at_start", [])
     for name in arguments.CRASH_DIAGNOSTICS:
         monkeypatch.setenv(name, os.environ.get(name, "0"))
@@ -78,12 +79,12 @@ def by_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str | None]:
     def verdict(directory: Path) -> str | None:
         if not arguments.is_our_checkpoint(directory):
             return "not ours"
-        monkeypatch.setattr(private, "given_arguments", lambda _: unset | {"model_path": str(directory)})
+        monkeypatch.setattr(settings, "given_arguments", lambda _: unset | {"model_path": str(directory)})
         try:
             arguments.preflight(SimpleNamespace())
         except Nvfp4SglError as error:
             return str(error)
-        resolve_name(private.HOOKS["load_hf_config"].path)(str(directory), trust_remote_code=False)
+        resolve_name(HOOKS["load_hf_config"].path)(str(directory), trust_remote_code=False)
         return None
 
     return verdict

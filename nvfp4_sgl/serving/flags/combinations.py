@@ -12,7 +12,8 @@ from typing import Any
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.serving import sglang_private as private
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.private import VERSION
 
 PRIORITY_POLICIES = ("fcfs", "lof")
 """Policies that SGLang combines with priorities."""
@@ -65,10 +66,10 @@ def check_name(given: Mapping[str, Any]) -> None:
 
 def check_trace_packages() -> None:
     """Refuse ``--enable-trace`` where SGLang cannot trace."""
-    if not private.can_trace():
+    if not settings.can_trace():
         raise ConfigError(
             "--enable-trace: OpenTelemetry's SDK and exporter are not installed; run:"
-            f" pip install 'sglang[tracing]=={private.VERSION}', or leave the flag out"
+            f" pip install 'sglang[tracing]=={VERSION}', or leave the flag out"
         )
     protocol = os.environ.get(PROTOCOL, "grpc")
     if protocol not in PROTOCOLS:

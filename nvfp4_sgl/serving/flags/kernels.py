@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.serving.flags.row import OFF, Refused, Row, Works, refused, without_effect, works
-from nvfp4_sgl.serving.sglang_private import BACKEND
+
+BACKEND = "nvfp4_sgl"
+"""Name of our attention backend."""
 
 OWN_ATTENTION = (
     f"architecture {ARCHITECTURE} runs on this package's own backend, '{BACKEND}';"

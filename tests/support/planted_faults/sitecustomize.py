@@ -83,7 +83,7 @@ def _lost_share(model):
         def sum_of(collective, part):
             if collective is model.Collective.EXPERT_OUTPUT:
                 sums.append(collective)
-                if len(sums) == 3 and model.private.tp_rank() == 1:
+                if len(sums) == 3 and model.parallel.tp_rank() == 1:
                     part = part * 0
             return summed(collective, part)
 

@@ -1,0 +1,81 @@
+"""What the package installs into a process that runs a scheduler, and how the scheduler starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.process_exit import stop
+from nvfp4_sgl.serving import (
+    arguments,
+    finite_logits,
+    first_requests,
+    grammar_compiler,
+    grammars,
+    kv_pool,
+    metrics,
+    requests,
+    runtime_info,
+    start_log,
+    stop_strings,
+    update_weights,
+)
+from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+from nvfp4_sgl.serving.flags.kernels import BACKEND
+from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM, require_own_model
+from nvfp4_sgl.serving.sglang import hooking, models, parallel, settings
+from nvfp4_sgl.serving.sglang.ledger import find
+
+
+def register_scheduler() -> None:
+    """Model class, attention backend, pools and reports."""
+    registry = models.import_registry_lazily("nvfp4_sgl.serving.architectures")
+    registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
+    find("register_attention_backend")(BACKEND)(create_backend)
+    hooking.install_hooks(
+        {
+            "reject_out_of_tree_path": kv_pool.allow_dsv4_pool,
+            "build_pool": kv_pool.build_pool,
+            "configure_pool": kv_pool.configure_pool,
+            "scheduler_init": start_scheduler,
+            "internal_state": runtime_info.add_to_internal_state,
+            "worker_info": requests.worker_info,
+            "validate_in_scheduler": requests.validate_in_scheduler,
+            "validate_when_admitted": requests.validate_when_admitted,
+            "grammar_queue": grammar_compiler.start,
+            "ready_grammars": grammar_compiler.take_ready,
+            "fill_grammar_mask": grammars.fill_mask,
+            "accept_prefill_grammar": grammars.accept_prefill,
+            "accept_grammar_tokens": grammars.accept_tokens,
+            "cache_grammar": grammars.cache,
+            "replace_weights": update_weights.replace_weights,
+        }
+    )
+
+
+def create_backend(runner: Any) -> Any:
+    """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
+    require_own_model(runner.model)
+    return Nvfp4AttentionBackend(runner)
+
+
+def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
+    try:
+        ours = arguments.is_our_checkpoint(settings.model_path())
+        if ours:
+            start_log.leave_out_false_lines()
+            if parallel.tp_rank() == 0:
+                grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
+            arguments.use_bound_cpus(parallel.tp_rank())
+            hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
+            first_requests.compile_nothing()
+        original(scheduler, *args, **kwargs)
+        if ours:
+            first_requests.warm_up(scheduler)
+            metrics.watch(scheduler)
+        runtime_info.log(scheduler)
+    except Nvfp4SglError as error:
+        stop(error)

@@ -1,0 +1,57 @@
+"""SGLang's tokenizer manager: requests before they reach the scheduler, and the processes behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nvfp4_sgl.serving.sglang.ledger import find, module
+
+
+def look_for_clients(seconds: float) -> None:
+    """Have the front end look every so many seconds whether the client of a request that waits has left."""
+    vars(module("tokenizer_manager"))["_REQUEST_STATE_WAIT_TIMEOUT"] = seconds
+
+
+def watched_processes(handler: Any) -> list[tuple[str, Any]]:
+    """Name and ``multiprocessing`` process of a server's processes; names are ``scheduler_RANK`` and ``detokenizer``.
+
+    Args:
+        handler: SGLang's ``SignalHandler``.
+    """
+    watchdog = handler.tokenizer_manager._subprocess_watchdog
+    if watchdog is None:
+        return []
+    return list(zip(watchdog._names, watchdog._processes, strict=True))
+
+
+def transport_fault(message: Any) -> str | None:
+    """Why the scheduler could not read ``message`` to it, or ``None``; its times are pickled when it is sent."""
+    decode, encode = find("msgpack_decode"), find("msgpack_encode")
+    try:
+        decode(encode(msgspec.structs.replace(message, time_stats=None)))
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def serves_chats(serving: Any) -> bool:
+    """Whether a handler of OpenAI's requests is the one of chats."""
+    return isinstance(serving, find("OpenAIServingChat"))
+
+
+def chat_fault(chat: Any, request: Any) -> str | None:
+    """Why SGLang's handler of chats refuses ``request``, or ``None``."""
+    fault: str | None = chat._validate_request(request)
+    return fault
+
+
+def converted_chat(chat: Any, request: Any, raw: Any) -> Any:
+    """``request`` as SGLang's handler of chats sends it on, rendered and tokenised."""
+    return chat._convert_to_internal_request(request, raw)
+
+
+def use_no_template(manager: Any) -> None:
+    """Have SGLang's ``TemplateManager`` as it is for a checkpoint without a template."""
+    manager._jinja_template_content_format = "string"

@@ -1,0 +1,43 @@
+"""Tensor-parallel ranks and what they exchange."""
+
+from __future__ import annotations
+
+import torch.distributed
+from torch import Tensor
+
+from nvfp4_sgl.serving.sglang.ledger import find
+
+
+def tp_rank() -> int:
+    """This process's tensor-parallel rank."""
+    return int(find("get_parallel")().tp_rank)
+
+
+def tp_size() -> int:
+    """How many tensor-parallel ranks there are."""
+    return int(find("get_parallel")().tp_size)
+
+
+def tp_all_reduce(tensor: Tensor) -> Tensor:
+    """Sum of ``tensor`` over the tensor-parallel ranks."""
+    return find("tensor_model_parallel_all_reduce")(tensor)
+
+
+def tp_reduce_scatter(tensor: Tensor) -> Tensor:
+    """This rank's rows of the sum of ``tensor`` [size * n, ...] over the tensor-parallel ranks; contiguous."""
+    own, group = tensor.new_empty(len(tensor) // tp_size(), *tensor.shape[1:]), find("get_tp_group")()
+    if tensor.is_cpu:  # for which SGLang has these operators in its own CPU engine alone
+        torch.distributed.reduce_scatter_single(own, tensor, group=group.device_group)
+    else:
+        group.reduce_scatter_tensor(own, tensor)
+    return own
+
+
+def tp_all_gather(tensor: Tensor) -> Tensor:
+    """Every tensor-parallel rank's ``tensor`` [n, ...], in their order: [size * n, ...]; contiguous."""
+    rows, group = tensor.new_empty(len(tensor) * tp_size(), *tensor.shape[1:]), find("get_tp_group")()
+    if tensor.is_cpu:
+        torch.distributed.all_gather_single(rows, tensor, group=group.device_group)
+    else:
+        group.all_gather_into_tensor(rows, tensor)
+    return rows

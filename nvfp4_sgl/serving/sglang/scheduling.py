@@ -1,0 +1,84 @@
+"""SGLang's scheduler: its bounds, caches and metrics, and how it samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.ledger import find
+
+
+def shorten_requests(info: Any, *, pages: int) -> Any:
+    """``info`` of the hook ``worker_info`` with requests that leave so many ``pages`` of the pool free.
+
+    SGLang bounds prompt + answer by the fifth entry less 1, and keeps prompts below the sixth.
+    """
+    tokens, size = info[0], int(settings.resolved("page_size"))
+    excess = max(0, info[4] - (tokens - pages * size + 1))
+    return (*info[:4], info[4] - excess, info[5] - excess, *info[6:])
+
+
+def forget_prefixes(tree_cache: Any) -> None:
+    """Drop every cached prefix that no running request uses."""
+    params = find("EvictParams")
+    full, swa = tree_cache.full_evictable_size(), tree_cache.swa_evictable_size()
+    tree_cache.evict(params(num_tokens=full, swa_num_tokens=swa))
+
+
+def page_allocator(scheduler: Any) -> Any:
+    """What gives requests their pages."""
+    return scheduler.token_to_kv_pool_allocator
+
+
+def pool_occupancy(scheduler: Any) -> dict[str, dict[str, int]]:
+    """Capacity and occupancy of the token pools and request slots of SGLang's ``Scheduler``.
+
+    ``cached`` tokens belong to finished requests and are given up on demand; ``used`` is what is left over: tokens of
+    running requests, and any that leaked.
+    """
+    stats, requests = scheduler.pool_stats_observer.get_pool_stats(), scheduler.req_to_token_pool
+    pools = {}
+    for name in ("full", "swa"):
+        values = {key: getattr(stats, f"{name}_{key}") for key in ("capacity", "available_size", "evictable_size")}
+        if None not in values.values():
+            capacity, free, cached = map(int, values.values())
+            pools[name] = {"capacity": capacity, "free": free, "cached": cached, "used": capacity - free - cached}
+    slots, free = int(requests.size), len(requests.free_slots)
+    return {**pools, "requests": {"capacity": slots, "free": free, "cached": 0, "used": slots - free}}
+
+
+def metric_labels(scheduler: Any) -> dict[str, Any] | None:
+    """SGLang's own labels of the metrics of ``scheduler``; ``None`` if it publishes none."""
+    reporter = scheduler.metrics_reporter
+    return dict(reporter.metrics_collector.labels) if reporter.current_scheduler_metrics_enabled else None
+
+
+def sampling_info(**fields: Any) -> Any:
+    """How a batch is to be sampled; the fields are those of SGLang's ``SamplingBatchInfo``."""
+    return find("SamplingBatchInfo")(**fields)
+
+
+def positions(lengths: Tensor) -> Tensor:
+    """Positions of a decode pass, int64 [B], by lengths, int64 [B]; a kernel."""
+    return find("clamp_position")(lengths)
+
+
+def mask_grammar(logits: Tensor, mask: Tensor) -> None:
+    """Set ``logits`` [B, vocabulary] to -inf where the bits of ``mask``, int32 [B, vocabulary / 32], are 0."""
+    find("apply_token_bitmask")(logits, mask)
+
+
+def sample(scheduler: Any, logits: Tensor, info: Any) -> Tensor:
+    """Token ids, int [B], that ``scheduler`` samples from fp32 [B, vocabulary], with all kinds of log-probabilities."""
+    rows = len(logits)
+    return scheduler.tp_worker.model_runner.sampler(
+        find("LogitsProcessorOutput")(next_token_logits=logits),
+        info,
+        True,
+        [2] * rows,
+        [[0, 1]] * rows,
+        torch.zeros(rows, dtype=torch.int64, device=logits.device),
+    )
