@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,9 +18,18 @@ from .common.clusters import Clusters
 from .compiled import KernelCache, KernelKey
 from .errors import ArchitectureError
 from .occupancy import active_clusters
+from .plan import Pin
 
 ARCHITECTURE_OF = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Architectures by compute capability."""
+
+
+class Target(NamedTuple):
+    """What plans are made for: a device's architecture, how many clusters it runs at a time, and the pin if any."""
+
+    architecture: str
+    clusters: Clusters
+    pin: Pin | None = None
 
 
 class Launcher(Protocol):
@@ -28,6 +37,8 @@ class Launcher(Protocol):
 
     programmatic_launch: bool
     """What the kernels' keys have: see :class:`.compiled.KernelKey`."""
+    pin: Pin | None
+    """What all plans have in common; None plans for speed. Rows, the warm-up and calls must be made with the same."""
 
     def architecture(self, device: torch.device) -> str:
         """The device's architecture, one of ``compiled.ARCHITECTURES``.
@@ -56,11 +67,14 @@ class CudaLauncher:
             between a launch that writes weights and the GEMM that reads them there must be an ordinary one, or one that
             waits before it lets the next begin: Triton's kernels and GEMMs over experts do. Of dense GEMMs those of
             Hopper happen to, SM100's do not: nothing may rely on it.
+        pin: what all plans have in common; None plans for speed.
     """
 
-    def __init__(self, kernels: KernelCache | None = None, programmatic_launch: bool = True) -> None:
+    def __init__(
+        self, kernels: KernelCache | None = None, programmatic_launch: bool = True, pin: Pin | None = None
+    ) -> None:
         self.kernels = kernels or KernelCache()
-        self.programmatic_launch = programmatic_launch
+        self.programmatic_launch, self.pin = programmatic_launch, pin
 
     def architecture(self, device: torch.device) -> str:
         if device.type != "cuda":
@@ -110,8 +124,8 @@ def current() -> Launcher:
     return _current
 
 
-def target(device: torch.device, architectures: Sequence[str], what: str) -> tuple[str, Clusters]:
-    """The device's architecture, one of ``architectures``, and how many clusters it runs at a time.
+def target(device: torch.device, architectures: Sequence[str], what: str) -> Target:
+    """What plans for ``device`` are made for; its architecture is one of ``architectures``.
 
     Args:
         what: the operations that have kernels for ``architectures``, for the error.
@@ -125,7 +139,7 @@ def target(device: torch.device, architectures: Sequence[str], what: str) -> tup
             f"device {device}: expected {' or '.join(architectures)} for {what}, found {found}; use the operations made"
             " for it, or the torch reference"
         )
-    return found, _current.clusters(device)
+    return Target(found, _current.clusters(device), _current.pin)
 
 
 def install(launcher: Launcher) -> None:

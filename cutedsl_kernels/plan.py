@@ -4,14 +4,12 @@
 their offsets, limit what is possible. A plan follows from sizes alone: the same call always runs the same kernel.
 
 Another number of tokens may run another kernel, which adds the splits of K in another order. So a token's result
-depends on how many other tokens there are. With pinned plans (:func:`pin`) it does not: results are the same for any
-batch.
+depends on how many other tokens there are. With pinned plans (:class:`Pin`) it does not: results are the same for any
+batch. Planners take the pin as an argument; operations take that of the current launcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from nvfp4_sgl.errors import OperandValueError
@@ -83,26 +81,6 @@ class Pin:
         return replace(shape, split_k=longest_split(k, self.split_k, shape))
 
 
-_pin: Pin | None = None
-
-
-def pin(wanted: Pin | None) -> None:
-    """Plan by ``wanted`` from now on, in all threads; None plans for speed again. To be called before the warm-up."""
-    global _pin
-    _pin = wanted
-
-
-@contextmanager
-def pinned(wanted: Pin | None) -> Iterator[None]:
-    """Plan by ``wanted`` inside the block."""
-    before = _pin
-    pin(wanted)
-    try:
-        yield
-    finally:
-        pin(before)
-
-
 def plan_product(
     features: int,
     k: int,
@@ -112,6 +90,8 @@ def plan_product(
     output: Output,
     clusters: Clusters,
     operands: Operands = "nvfp4",
+    *,
+    pin: Pin | None = None,
 ) -> KernelShape:
     """The kernel for a dense GEMM, or for ``groups`` of them, of rows that are quantised for ``token_tile``.
 
@@ -122,21 +102,31 @@ def plan_product(
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
         operands: what is multiplied.
+        pin: what all plans have in common; by default they are for speed.
     """
-    if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated=False, grouped=False, operands=operands)
+    if pin is not None:
+        return pin.shape(k, token_tile, output, gated=False, grouped=False, operands=operands)
     return choose_product(features, k, rows, groups, output, clusters, token_tile, operands)
 
 
 def plan_experts(
-    features: int, k: int, rows: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
+    features: int,
+    k: int,
+    rows: int,
+    experts: int,
+    gated: bool,
+    token_tile: int,
+    output: Output,
+    clusters: Clusters,
+    *,
+    pin: Pin | None = None,
 ) -> KernelShape:
     """The kernel for a grouped GEMM of experts whose offsets are multiples of ``token_tile``.
 
     The tokens of each expert are known on the device alone; how many pairs there may be in all follows from ``rows``.
     """
-    if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated=gated, grouped=True)
+    if pin is not None:
+        return pin.shape(k, token_tile, output, gated=gated, grouped=True)
     pairs = pairs_in(rows, experts, token_tile)
     return choose_experts(features, k, pairs, experts, gated, output, clusters, token_tile)
 
@@ -149,10 +139,12 @@ def plan_gated(
     output: Output,
     clusters: Clusters,
     operands: Operands = "nvfp4",
+    *,
+    pin: Pin | None = None,
 ) -> KernelShape:
     """The kernel for the gated GEMM of one expert that all rows visit: an expert kernel without offsets."""
-    if _pin is not None:
-        return _pin.shape(k, token_tile, output, gated=True, grouped=False, operands=operands)
+    if pin is not None:
+        return pin.shape(k, token_tile, output, gated=True, grouped=False, operands=operands)
     return choose_gated(features, k, rows, output, clusters, token_tile, operands)
 
 
@@ -164,6 +156,8 @@ def plan_w4a16(
     output: Output,
     clusters: Clusters,
     weights: HopperWeights = "nvfp4",
+    *,
+    pin: Pin | None = None,
 ) -> HopperShape:
     """The kernel for a dense GEMM, or for ``groups`` of them, of bf16 rows.
 
@@ -177,8 +171,8 @@ def plan_w4a16(
     Raises:
         OperandValueError: plans are pinned to pairs, or to a split of K that Hopper has not.
     """
-    if _pin is not None:
-        return _pinned_hopper(k, output, gated=False, grouped=False, weights=weights)
+    if pin is not None:
+        return _pinned_hopper(pin, k, output, gated=False, grouped=False, weights=weights)
     return hopper.choose_product(features, k, rows, groups, output, clusters, weights)
 
 
@@ -192,6 +186,8 @@ def plan_w4a16_experts(
     output: Output,
     clusters: Clusters,
     gathers: bool = False,
+    *,
+    pin: Pin | None = None,
 ) -> HopperShape:
     """The kernel for a grouped GEMM of experts over bf16 rows, whose offsets are multiples of ``token_tile``.
 
@@ -201,12 +197,12 @@ def plan_w4a16_experts(
     Raises:
         OperandValueError: plans are pinned to another token tile, or to a split of K that Hopper has not.
     """
-    if _pin is not None:
-        if token_tile != _pin.token_tile:
+    if pin is not None:
+        if token_tile != pin.token_tile:
             raise OperandValueError(
-                f"token_tile: expected {_pin.token_tile}, to which plans are pinned, found {token_tile}"
+                f"token_tile: expected {pin.token_tile}, to which plans are pinned, found {token_tile}"
             )
-        return replace(_pinned_hopper(k, output, gated, grouped=True), gathers=gathers)
+        return replace(_pinned_hopper(pin, k, output, gated, grouped=True), gathers=gathers)
     pairs = pairs_in(rows, experts, token_tile)
     shape = hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
     return replace(shape, gathers=gathers)
@@ -217,16 +213,17 @@ def w4a16_gathers(token_tile: int) -> bool:
     return token_tile <= GATHER_MAX_TILE
 
 
-def _pinned_hopper(k: int, output: Output, gated: bool, grouped: bool, weights: HopperWeights = "nvfp4") -> HopperShape:
-    assert _pin is not None
-    if _pin.pair or _pin.split_k > max_split(_pin.token_tile):
+def _pinned_hopper(
+    pin: Pin, k: int, output: Output, gated: bool, grouped: bool, weights: HopperWeights = "nvfp4"
+) -> HopperShape:
+    if pin.pair or pin.split_k > max_split(pin.token_tile):
         raise OperandValueError(
-            f"pin: expected no pairs and split_k at most {max_split(_pin.token_tile)} on Hopper, found {_pin}"
+            f"pin: expected no pairs and split_k at most {max_split(pin.token_tile)} on Hopper, found {pin}"
         )
-    split = _pin.split_k
+    split = pin.split_k
     while split > 1 and k // split < hopper.MIN_SLICE:
         split //= 2
-    return HopperShape(_pin.token_tile, split, output, gated=gated, grouped=grouped, weights=weights)
+    return HopperShape(pin.token_tile, split, output, gated=gated, grouped=grouped, weights=weights)
 
 
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:
@@ -240,19 +237,19 @@ def pairs_in(rows: int, experts: int, token_tile: int) -> int:
     return tiles if tiles <= experts else rows - experts * (token_tile - 1)
 
 
-def token_tile_for(tokens: int) -> int:
+def token_tile_for(tokens: int, pin: Pin | None = None) -> int:
     """The token tile to quantise this many rows for, before any dense or block-diagonal GEMM of them."""
-    return _pin.token_tile if _pin is not None else layout_tile(product_tiles(max(tokens, 1))[0])
+    return pin.token_tile if pin is not None else layout_tile(product_tiles(max(tokens, 1))[0])
 
 
-def expert_token_tile_for(pairs: int, experts: int) -> int:
+def expert_token_tile_for(pairs: int, experts: int, pin: Pin | None = None) -> int:
     """The token tile to quantise for, and to align offsets to, if ``experts`` share ``pairs`` token-expert pairs."""
-    return _pin.token_tile if _pin is not None else expert_tile(max(pairs, 1), experts)
+    return pin.token_tile if pin is not None else expert_tile(max(pairs, 1), experts)
 
 
-def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
+def w4a16_expert_token_tile_for(pairs: int, experts: int, pin: Pin | None = None) -> int:
     """The token tile to align offsets to, if ``experts`` share ``pairs`` token-expert pairs of bf16 rows."""
-    return _pin.token_tile if _pin is not None else hopper.expert_tile(max(pairs, 1), experts)
+    return pin.token_tile if pin is not None else hopper.expert_tile(max(pairs, 1), experts)
 
 
 def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:

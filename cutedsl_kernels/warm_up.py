@@ -19,6 +19,7 @@ from .common.clusters import Clusters
 from .common.shape import Output
 from .compiled import KernelKey
 from .plan import (
+    Pin,
     expert_token_tile_for,
     plan_experts,
     plan_gated,
@@ -77,6 +78,7 @@ def keys_for(
     clusters: Clusters,
     weighted: bool = False,
     programmatic_launch: bool = True,
+    pin: Pin | None = None,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
@@ -88,15 +90,16 @@ def keys_for(
         clusters: how many clusters the GPU runs at a time.
         weighted: whether the experts' down GEMMs are called with row weights.
         programmatic_launch: as in :class:`.compiled.KernelKey`.
+        pin: what all plans have in common, as the launcher has it.
     """
     if architecture == "sm_90a":
-        return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch)
+        return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch, pin)
     found: dict[KernelKey, None] = {}
     for product in products:
         if product.operands == "bf16" or product.operands == "fp8":
             continue
         for tokens in range(1, max_tokens + 1):
-            shape = _shape(product, product.operands, tokens, clusters)
+            shape = _shape(product, product.operands, tokens, clusters, pin)
             down = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
             found[key] = None
@@ -104,7 +107,12 @@ def keys_for(
 
 
 def _w4a16_keys(
-    products: Iterable[SizedProduct], max_tokens: int, limit: float, clusters: Clusters, programmatic_launch: bool
+    products: Iterable[SizedProduct],
+    max_tokens: int,
+    limit: float,
+    clusters: Clusters,
+    programmatic_launch: bool,
+    pin: Pin | None,
 ) -> list[KernelKey]:
     """:func:`keys_for` on Hopper, whose experts write bf16 unless fp32 is asked for."""
     found: dict[KernelKey, None] = {}
@@ -115,29 +123,32 @@ def _w4a16_keys(
         for tokens in range(1, max_tokens + 1):
             if product.experts_per_token:
                 pairs = tokens * product.experts_per_token
-                tile = w4a16_expert_token_tile_for(pairs, groups)
+                tile = w4a16_expert_token_tile_for(pairs, groups, pin)
                 rows = rows_of(pairs, groups, tile)
                 output: Output = "fp32" if product.output == "fp32" else "bf16"
                 gathers = product.gated and w4a16_gathers(tile)
-                shape = plan_w4a16_experts(features, k, rows, groups, product.gated, tile, output, clusters, gathers)
+                shape = plan_w4a16_experts(
+                    features, k, rows, groups, product.gated, tile, output, clusters, gathers, pin=pin
+                )
             else:
-                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.operands)
+                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.operands, pin=pin)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clusters) -> KernelShape:
+def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clusters, pin: Pin | None) -> KernelShape:
     """The kernel that the operations will plan for ``tokens`` tokens."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
         pairs = tokens * product.experts_per_token
-        tile = expert_token_tile_for(pairs, groups)
-        return plan_experts(features, k, rows_of(pairs, groups, tile), groups, product.gated, tile, output, clusters)
-    tile = token_tile_for(tokens)
+        tile = expert_token_tile_for(pairs, groups, pin)
+        rows = rows_of(pairs, groups, tile)
+        return plan_experts(features, k, rows, groups, product.gated, tile, output, clusters, pin=pin)
+    tile = token_tile_for(tokens, pin)
     if product.gated:
-        return plan_gated(features, k, tokens, tile, output, clusters, operands)
-    return plan_product(features, k, tokens, groups, tile, output, clusters, operands)
+        return plan_gated(features, k, tokens, tile, output, clusters, operands, pin=pin)
+    return plan_product(features, k, tokens, groups, tile, output, clusters, operands, pin=pin)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ class GemmCall(ABC):
         alpha: fp32, the weights' global scales.
         offsets, counts: int32 [groups] of a grouped kernel, else None: each expert's first row, a multiple of the token
             tile, and its rows.
+        row_weight: fp32 [rows] that results are multiplied by; None on Hopper.
 
     Raises:
         ValueError: a CTA of the cluster would have nothing to add up.
@@ -36,6 +38,7 @@ class GemmCall(ABC):
     alpha: Tensor
     offsets: Tensor | None = None
     counts: Tensor | None = None
+    row_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
         stages = -(-self.k // self.stage_k)
@@ -98,6 +101,14 @@ class GemmCall(ABC):
     def clusters(self, active: Clusters) -> int:
         """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
         return max(1, min(self.blocks, active.of(self.shape.cluster) * self.shape.ctas_per_sm))
+
+    def with_workspace(self, active: Clusters) -> Self:
+        """The call with the workspace that its kernel needs, on a GPU that runs so many clusters at a time."""
+        return self
+
+    def copied(self) -> dict[str, Tensor]:
+        """What the tensor memory accelerator reads and writes, by the operators' names: aligned to 16 bytes."""
+        return {"weights": self.weights, "tokens": self.tokens, "out": self.out}
 
     @abstractmethod
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

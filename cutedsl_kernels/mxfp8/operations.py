@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats.rows import MxFp8Rows
 
-from ..plan import token_tile_for
+from ..w4a4.operations import token_tile_for
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .operand import MxFp8Weights
 

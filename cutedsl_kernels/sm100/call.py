@@ -1,14 +1,17 @@
-"""The tensors of one launch on SM100. No checks here (custom_ops.py has them) and nothing on the device."""
+"""The tensors of one launch on SM100. No checks here and nothing on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
 from ..common.arguments import Arguments
 from ..common.call import GemmCall, address
+from ..common.clusters import Clusters
 from ..errors import WorkspaceError
+from ..workspace import workspace
 from .shape import MAX_STREAM_K_CLUSTERS, SCALE_ATOM_BLOCKS, SCALE_ATOM_BYTES, KernelShape
 
 
@@ -27,7 +30,6 @@ class Call(GemmCall):
             half as many features here.
         out_scales: E4M3 of NVFP4 output, swizzled like ``token_scales``.
         row_scale: fp32 [rows], [rows, groups], or [1] for a constant.
-        row_weight: fp32 [rows] or None.
         alpha: fp32, the weights' global scales: [features] for a plain product, [groups] for experts, [groups, 2] for
             gates and ups, or [groups, features].
         offsets, counts: int32 [experts] of a grouped kernel.
@@ -40,7 +42,6 @@ class Call(GemmCall):
     token_scales: Tensor
     row_scale: Tensor
     out_scales: Tensor | None = None
-    row_weight: Tensor | None = None
     workspace: Tensor | None = None
 
     @property
@@ -61,6 +62,13 @@ class Call(GemmCall):
         across = -(-self.features // (shape.tile_features * shape.shared_tokens))
         down = -(-self.rows // (shape.token_tile * (1 if shape.grouped else shape.shared_weights)))
         return across * down * (1 if shape.grouped else self.groups)
+
+    def with_workspace(self, active: Clusters) -> Self:
+        return replace(self, workspace=workspace(self.out.device, active)) if self.shape.stream_k else self
+
+    def copied(self) -> dict[str, Tensor]:
+        scales = {"weight_scales": self.weight_scales, "token_scales": self.token_scales}
+        return super().copied() | scales | ({} if self.out_scales is None else {"out_scales": self.out_scales})
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         read = [self.weights, self.weight_scales, self.tokens, self.token_scales, self.row_scale, self.alpha]

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan import w4a16_expert_token_tile_for, w4a16_gathers
+from .. import launcher, plan
+from ..plan import w4a16_gathers
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .operand import TiledWeights
 
@@ -31,6 +32,11 @@ __all__ = [
     "w4a16_expert_token_tile_for",
     "w4a16_gathers",
 ]
+
+
+def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
+    """The token tile to align offsets to, if ``experts`` share ``pairs`` token-expert pairs."""
+    return plan.w4a16_expert_token_tile_for(pairs, experts, launcher.current().pin)
 
 
 def product(

@@ -22,8 +22,8 @@ from torch import Tensor
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
+from .. import launcher, plan
 from ..compiled import swiglu_row_scale
-from ..plan import expert_token_tile_for, token_tile_for
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .operand import Weights
 
@@ -37,6 +37,16 @@ __all__ = [
     "product",
     "token_tile_for",
 ]
+
+
+def token_tile_for(tokens: int) -> int:
+    """The token tile to quantise this many rows for, before any dense or block-diagonal GEMM of them."""
+    return plan.token_tile_for(tokens, launcher.current().pin)
+
+
+def expert_token_tile_for(pairs: int, experts: int) -> int:
+    """The token tile to quantise for, and to align offsets to, if ``experts`` share ``pairs`` token-expert pairs."""
+    return plan.expert_token_tile_for(pairs, experts, launcher.current().pin)
 
 
 def product(rows: Rows, weights: Weights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:

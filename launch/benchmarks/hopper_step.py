@@ -28,6 +28,7 @@ from benchmarks.profile_decoder import FLASH_PROMPT, each_us, flash_model, next_
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.standalone import Standalone
@@ -106,9 +107,9 @@ class Plans:
                 stack.enter_context(mock.patch.object(plan, name, partial(self._plan, getattr(plan, name), of)))
             yield
 
-    def _plan(self, planned: Any, of: Any, *arguments: Any) -> KernelShape:
+    def _plan(self, planned: Any, of: Any, *arguments: Any, pin: Pin | None = None) -> KernelShape:
         gemm = of(*arguments)
-        self.planned[gemm] = planned(*arguments)
+        self.planned[gemm] = planned(*arguments, pin=pin)
         self.calls[gemm] += 1
         return self.instead.get(gemm, self.planned[gemm])
 

@@ -49,7 +49,7 @@ class JournalledLauncher:
 
     def __init__(self, journal: Journal, runner: Launcher):
         self._journal, self._runner = journal, runner
-        self.programmatic_launch = runner.programmatic_launch
+        self.programmatic_launch, self.pin = runner.programmatic_launch, runner.pin
 
     def architecture(self, device: torch.device) -> str:
         return self._runner.architecture(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
-from nvfp4_sgl.cutedsl_kernels.plan import Pin, every_key, pinned
+from nvfp4_sgl.cutedsl_kernels.plan import Pin, every_key
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS, choose_product
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
@@ -81,9 +81,11 @@ def test_no_rows_launch_nothing() -> None:
 
 def test_pinned_plans() -> None:
     tiled = Fp8TiledWeights.of(matrix(16, 512, seed=1))
-    with dry_gemms("sm_90a") as dry, pinned(Pin(token_tile=8, split_k=2)):
+    pin = Pin(token_tile=8, split_k=2)
+    with dry_gemms("sm_90a", pin) as dry:
         operations.product(random_tokens(40, 512, seed=2), tiled)
     assert [key.shape for key in dry.keys] == [KernelShape(8, 2, weights="fp8")]
+    assert set(dry.keys) <= set(keys_for(PRODUCTS, 1, 10.0, "sm_90a", H200_CLUSTERS, pin=pin))
 
 
 # What is planned.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cutedsl_kernels.plan import Pin, pinned
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
@@ -112,18 +112,21 @@ def test_no_rows_launch_nothing(runner: EmulatedLauncher) -> None:
 def test_pinned_plans_give_the_same_bits_in_any_batch(runner: EmulatedLauncher) -> None:
     weights, tokens = matrix(16, 512, seed=1), random_tokens(40, 512, seed=2)
     tiled = TiledWeights.dense(weights.packed, weights.block_scale, weights.global_scale)
-    with pinned(Pin(token_tile=8, split_k=2)):
-        whole = operations.product(tokens, tiled, dtype=torch.float32)
-        alone = operations.product(tokens[:1], tiled, dtype=torch.float32)
+    runner.pin = Pin(token_tile=8, split_k=2)
+    whole = operations.product(tokens, tiled, dtype=torch.float32)
+    alone = operations.product(tokens[:1], tiled, dtype=torch.float32)
     assert torch.equal(whole[:1], alone)
     assert {(key.shape.token_tile, key.shape.split_k) for key in runner.keys} == {(8, 2)}
 
 
-def test_a_pin_that_does_not_fit_is_refused() -> None:
+def test_a_pin_that_does_not_fit_is_refused(runner: EmulatedLauncher) -> None:
     weights = matrix(16, 512, seed=1)
     tiled = TiledWeights.dense(weights.packed, weights.block_scale, weights.global_scale)
-    with pinned(Pin(token_tile=64, split_k=8)), pytest.raises(OperandValueError, match="split_k at most 2 on Hopper"):
+    runner.pin = Pin(token_tile=64, split_k=8)
+    with pytest.raises(OperandValueError, match="split_k at most 2 on Hopper"):
         operations.product(random_tokens(1, 512, seed=2), tiled)
     stack, none = TiledWeights.allocate_experts(1, 16, 64, torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
-    with pinned(Pin(token_tile=64)), pytest.raises(OperandValueError, match="token_tile: expected 64, .* found 8"):
+    runner.pin = Pin(token_tile=64)
+    assert operations.w4a16_expert_token_tile_for(1, 1) == 64
+    with pytest.raises(OperandValueError, match="token_tile: expected 64, .* found 8"):
         operations.expert_down(random_tokens(8, 64, seed=2), 8, none, none, stack)

@@ -19,6 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.sm90.call import Call as HopperCall
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
@@ -49,6 +50,7 @@ class ReferenceLauncher:
 
     name: str = "sm_100a"
     programmatic_launch: bool = True
+    pin: Pin | None = None
     keys: list[KernelKey] = field(default_factory=list)
     ready: frozenset[KernelKey] | None = None
 
@@ -170,8 +172,8 @@ class DryLauncher(ReferenceLauncher):
 
 
 @contextmanager
-def dry_gemms(name: str = "sm_100a") -> Iterator[DryLauncher]:
+def dry_gemms(name: str = "sm_100a", pin: Pin | None = None) -> Iterator[DryLauncher]:
     """Operations inside compute nothing, as on a GPU of the architecture ``name``."""
-    runner = DryLauncher(name)
+    runner = DryLauncher(name, pin=pin)
     with launcher.use(runner):
         yield runner

@@ -15,6 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.library import Library
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.decoder import Decoder
@@ -29,9 +30,11 @@ logger = logging.getLogger(__name__)
 class DryLauncher:
     """Stands for a GPU's launcher: plans are the GPU's, and calls compute nothing."""
 
-    def __init__(self, architecture: str, clusters: Clusters, programmatic_launch: bool = True) -> None:
+    def __init__(
+        self, architecture: str, clusters: Clusters, programmatic_launch: bool = True, pin: Pin | None = None
+    ) -> None:
         self._architecture, self._clusters = architecture, clusters
-        self.programmatic_launch = programmatic_launch
+        self.programmatic_launch, self.pin = programmatic_launch, pin
 
     def architecture(self, device: torch.device) -> str:
         return self._architecture
@@ -88,6 +91,7 @@ class GemmPlanner(FusedPlanner):
             runner.architecture(context.device),
             runner.clusters(context.device),
             programmatic_launch=runner.programmatic_launch,
+            pin=runner.pin,
         )
 
     def products(self) -> Sequence[GemmSpec]:
@@ -97,7 +101,7 @@ class GemmPlanner(FusedPlanner):
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
         """The Triton kernels of the warm-up, told by passes that launch none."""
         device, runner = self.context.device, launcher.current()
-        dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch)
+        dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch, runner.pin)
         with launcher.use(dry), ahead.recording() as variants:
             FusedPlanner.warm_up(self, decoder, table, tokens)
         return list(variants)

@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops  # noqa: F401
 from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
@@ -30,6 +31,7 @@ class Recorder:
     """A launcher that only notes what it is asked to launch."""
 
     programmatic_launch = True
+    pin: Pin | None = None
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

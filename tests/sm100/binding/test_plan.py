@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import plan, warm_up
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.plan import Pin, pairs_in, pinned, rows_of
+from nvfp4_sgl.cutedsl_kernels.plan import Pin, pairs_in, rows_of
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
+from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.formats.scale_layout import scale_bytes
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
+from tests.support.reference_gemms import dry_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 LIMIT = 10.0
@@ -23,16 +29,16 @@ def products(base: dict, ranks: int) -> list[GemmSpec]:
     return distinct_gemms(ModelConfig.from_dict(config_json(base)), ranks)
 
 
-def planned(product: GemmSpec, tokens: int, clusters: Clusters = B200_CLUSTERS) -> KernelShape:
+def planned(product: GemmSpec, tokens: int, clusters: Clusters = B200_CLUSTERS, pin: Pin | None = None) -> KernelShape:
     """As the operations plan a call whose rows were made by the kernels before."""
     sizes = product.features, product.k
     if not product.experts_per_token:
-        tile = plan.token_tile_for(tokens)
-        return plan.plan_product(*sizes, tokens, product.groups, tile, product.output, clusters)
+        tile = plan.token_tile_for(tokens, pin)
+        return plan.plan_product(*sizes, tokens, product.groups, tile, product.output, clusters, pin=pin)
     pairs = tokens * product.experts_per_token
-    tile = plan.expert_token_tile_for(pairs, product.groups)
+    tile = plan.expert_token_tile_for(pairs, product.groups, pin)
     rows = padded_rows(pairs, product.groups, tile)
-    return plan.plan_experts(*sizes, rows, product.groups, product.gated, tile, product.output, clusters)
+    return plan.plan_experts(*sizes, rows, product.groups, product.gated, tile, product.output, clusters, pin=pin)
 
 
 @pytest.mark.parametrize(("base", "ranks"), [(FLASH, 1), (FLASH, 8), (PRO, 8)], ids=["flash", "flash-8", "pro-8"])
@@ -72,9 +78,8 @@ def test_a_plan_follows_from_its_sizes_alone() -> None:
 def test_pinned_plans_do_not_depend_on_the_number_of_tokens(pin: Pin) -> None:
     everything = {key.shape for key in plan.every_key("sm_100a", LIMIT, ("bf16", "fp32"))}
     for product in products(FLASH, 8):
-        with pinned(pin):
-            shapes = {planned(product, tokens) for tokens in TOKENS}
-            other = {planned(product, 1, Clusters.in_gpcs((16, 16)))}
+        shapes = {planned(product, tokens, pin=pin) for tokens in TOKENS}
+        other = {planned(product, 1, Clusters.in_gpcs((16, 16)), pin)}
         assert len(shapes) == 1 and shapes == other
         (shape,) = shapes
         assert (shape.token_tile, shape.pair) == (pin.token_tile, pin.pair)
@@ -90,19 +95,28 @@ def test_without_a_pin_the_order_of_sums_may_depend_on_the_number_of_tokens() ->
     assert planned(from_x, 1).split_k > 1 == planned(from_x, 300).split_k
 
 
-def test_pins_end_with_their_block() -> None:
-    before = plan.token_tile_for(1), plan.expert_token_tile_for(7, 257)
-    with pinned(Pin(32)), pinned(Pin(16)):
-        assert (plan.token_tile_for(1), plan.expert_token_tile_for(100_000, 257)) == (16, 16)
-        assert plan.plan_gated(64, 128, 5, 16, "nvfp4", B200_CLUSTERS).token_tile == 16
-    with pytest.raises(ZeroDivisionError), pinned(Pin(32)):
-        raise ZeroDivisionError
-    assert (plan.token_tile_for(1), plan.expert_token_tile_for(7, 257)) == before
+@pytest.mark.parametrize("pin", [None, Pin(16), Pin(64, split_k=8)], ids=str)
+def test_operations_and_warm_up_plan_by_the_pin_of_the_launcher(pin: Pin | None) -> None:
+    """Also the rows: their token tile is the pin's, so that the call's kernel takes them."""
+    product = GemmSpec("from x", 128, 4096, output="bf16")
+    weights = Weights(
+        torch.zeros(128, 2048, dtype=torch.uint8),
+        torch.zeros(scale_bytes(128, 4096), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.ones(128),
+    )
+    with dry_gemms(pin=pin) as dry:
+        for tokens in TOKENS[:9]:
+            rows = Rows.allocate(tokens, 4096, operations.token_tile_for(tokens), torch.device("cpu"))
+            operations.product(rows, weights)
+        tile = operations.expert_token_tile_for(100_000, 257)
+    ready = warm_up.keys_for([product], TOKENS[8], LIMIT, "sm_100a", B200_CLUSTERS, pin=pin)
+    assert set(dry.keys) == set(ready)
+    assert len(ready) > 1 if pin is None else {key.shape.token_tile for key in ready} == {tile} == {pin.token_tile}
 
 
-def test_rows_quantised_before_a_pin_are_refused() -> None:
-    with pinned(Pin(64)), pytest.raises(OperandValueError, match="expected 64, to which plans are pinned, found 8"):
-        plan.plan_product(128, 256, 1, 1, 8, "bf16", B200_CLUSTERS)
+def test_rows_quantised_for_another_pin_are_refused() -> None:
+    with pytest.raises(OperandValueError, match="expected 64, to which plans are pinned, found 8"):
+        plan.plan_product(128, 256, 1, 1, 8, "bf16", B200_CLUSTERS, pin=Pin(64))
 
 
 @pytest.mark.parametrize(

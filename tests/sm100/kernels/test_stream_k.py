@@ -19,7 +19,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_product
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape
-from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops
+from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops  # noqa: F401
 from nvfp4_sgl.weights.gemms import GemmSpec
 from tests.sm100.emulator import Compiled, DeadlockError, HazardError, Options, emulated
 from tests.sm100.support.launcher import emulated_operations
@@ -189,7 +189,7 @@ def test_counters_must_be_reset(tmp_path: Path) -> None:
 def test_operations_bring_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product as the model calls it, were it large enough to be planned so; and the warm-up runs the same kernel."""
     monkeypatch.setattr(workspace, "_made", {})
-    monkeypatch.setattr(plan, "plan_product", lambda *sizes: SHAPE)
+    monkeypatch.setattr(plan, "plan_product", lambda *sizes, pin: SHAPE)
     call, _ = SMALL.build()
     gpu = Clusters.in_gpcs((4,))
     with emulated_operations(gpu=gpu) as emulator:
@@ -197,7 +197,7 @@ def test_operations_bring_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None
         warm_up.warm_up([key], torch.device("cpu"))
         made = workspace.workspace(torch.device("cpu"), gpu)
         made[4 * COUNTER_WORDS :] = 0xFF
-        custom_ops._product(
+        torch.ops.nvfp4_sgl.product(
             call.tokens[:, 0], call.token_scales.view(torch.float8_e4m3fn), call.row_scale[:, 0].contiguous(), 128,
             call.weights[0], call.weight_scales.view(torch.float8_e4m3fn), call.alpha[0], call.out[:, 0],
         )  # fmt: skip

@@ -13,6 +13,7 @@ from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from tests.sm100.emulator import Compiled, Options, emulated
 from tests.sm100.support.entries import compile_key
 
@@ -26,6 +27,7 @@ class EmulatedLauncher:
     options: Options = field(default_factory=Options)
     compile: Callable[[KernelKey], Compiled] = compile_key
     programmatic_launch: bool = True
+    pin: Pin | None = None
     keys: list[KernelKey] = field(default_factory=list)
 
     def architecture(self, device: torch.device) -> str:

@@ -1,0 +1,169 @@
+"""PyTorch custom operators from tables, ``torch.ops.nvfp4_sgl``: plain tensors in, results into given tensors.
+
+A room (``w4a4``, ``mxfp8``, ``w4a16``, ``w8a16``) says what its operators take and, for each, a check and a call.
+Every call is checked from the tensors' metadata before anything is launched. The same checks run on fake tensors, so
+that ``torch.compile`` reports a mistake while tracing. Nothing is allocated, copied or synchronised, so calls may be
+captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_up`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.checks import (
+    ALIGNMENT,
+    require_aligned,
+    require_contiguous,
+    require_dtype,
+    require_multiple,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+
+from . import launcher
+from .common.shape import MAX_EXPERTS, Output
+from .compiled import KernelKey
+from .launcher import Target
+from .sm90.call import Call as HopperCall
+from .sm100.call import Call
+
+OUTPUTS: dict[torch.dtype, Output] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Kernel outputs by the dtype of ``out``."""
+WHOLE_STORES_REASON = "stores write whole 16 bytes, beyond a row's end too"
+"""Why features must be a multiple, for messages. Seen on an H200: a TMA store ends not at the tensor's last element,
+but at the next multiple of 16 bytes."""
+ARGUMENT = re.compile(r"(\w+)[,)]")
+"""Names of arguments in a schema."""
+
+_LIBRARY = torch.library.Library("nvfp4_sgl", "FRAGMENT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Arguments that operators of every room have; a room adds its own. Fields have the names of schemas.
+
+    Attributes:
+        tokens: activations [rows, ...] or [rows, groups, ...].
+        weights: in the layout of the architecture.
+        out: the result.
+        limit: the SwiGLU clamp of a gated GEMM, else None.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    out: Tensor
+    limit: float | None = None
+
+
+OperandsT = TypeVar("OperandsT", bound=Operands)
+
+
+@dataclass(frozen=True)
+class Operator(Generic[OperandsT]):
+    """One operator of a room's table.
+
+    Attributes:
+        schema: name and arguments, as ``torch.library`` reads them; nothing is returned.
+        check: takes the operator's name and its operands, which are on one device, and refuses those that no kernel
+            takes; returns what is written.
+        call: plans the kernel for operands that have been checked, and says what it is launched with.
+    """
+
+    schema: str
+    check: Callable[[str, OperandsT], Output]
+    call: Callable[[OperandsT, Output, Target], Call | HopperCall]
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+
+@dataclass(frozen=True)
+class Room(Generic[OperandsT]):
+    """What the operators of one kind of activations share.
+
+    Attributes:
+        operands: the class of their arguments.
+        architectures: those that have kernels for them.
+        activations: what they multiply, for the error on another architecture.
+    """
+
+    operands: type[OperandsT]
+    architectures: tuple[str, ...]
+    activations: str
+
+    def register(self, *table: Operator[OperandsT]) -> None:
+        """Register operators for every device, so that a wrong device gets our error; fake tensors are only checked."""
+        for operator in table:
+            self._register(operator)
+
+    def _register(self, operator: Operator[OperandsT]) -> None:
+        name, fields = operator.name, ARGUMENT.findall(operator.schema)
+        labels = [f"{name}: {field}" for field in fields]
+
+        def check(arguments: Sequence[object]) -> tuple[OperandsT, Output]:
+            operands = self.operands(**dict(zip(fields, arguments, strict=True)))
+            tensors = {
+                label: value for label, value in zip(labels, arguments, strict=True) if isinstance(value, Tensor)
+            }
+            require_same_device("out", operands.out, **tensors)
+            return operands, operator.check(name, operands)
+
+        def trace(*arguments: object) -> None:
+            check(arguments)
+
+        def run(*arguments: object) -> None:
+            operands, output = check(arguments)
+            target = launcher.target(operands.out.device, self.architectures, self.activations)
+            launch(name, target, operator.call(operands, output, target), operands.limit)
+
+        _LIBRARY.define(f"{operator.schema} -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"nvfp4_sgl::{name}", trace, lib=_LIBRARY)
+
+
+def launch(op: str, target: Target, call: Call | HopperCall, limit: float | None) -> None:
+    """Check addresses, which only real tensors have, and launch the call unless it has no rows."""
+    for name, tensor in call.copied().items():
+        require_aligned(f"{op}: {name}", tensor)
+    if call.rows == 0:
+        return
+    runner = launcher.current()
+    call = call.with_workspace(target.clusters)
+    key = KernelKey(target.architecture, call.shape, limit, call.row_weight is not None, runner.programmatic_launch)
+    runner.launch(key, call, call.clusters(target.clusters))
+
+
+def check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Check global scales, fp32 of ``shape``."""
+    require_dtype(f"{op}: alpha", alpha, torch.float32)
+    require_shape(f"{op}: alpha", alpha, shape, meaning)
+    require_contiguous(f"{op}: alpha", alpha)
+
+
+def check_experts(op: str, offsets: Tensor, counts: Tensor, experts: int) -> None:
+    """Check the number of experts, and their offsets and counts, int32 [experts]."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise OperandValueError(f"{op}: weights: expected 1 to {MAX_EXPERTS} experts, found {experts}")
+    for name, tensor in (("offsets", offsets), ("counts", counts)):
+        require_dtype(f"{op}: {name}", tensor, torch.int32)
+        require_shape(f"{op}: {name}", tensor, (experts,), "[experts]")
+        require_contiguous(f"{op}: {name}", tensor)
+
+
+def check_out(op: str, out: Tensor, shape: tuple[int, ...], meaning: str) -> Output:
+    """Check a bf16 or fp32 result of ``shape``; returns which it is."""
+    require_dtype(f"{op}: out", out, *OUTPUTS)
+    require_shape(f"{op}: out", out, shape, meaning)
+    require_rows(f"{op}: out", out, ALIGNMENT)
+    whole = ALIGNMENT // out.element_size()
+    require_multiple(f"{op}: out", "features", shape[-1], whole, WHOLE_STORES_REASON)
+    return OUTPUTS[out.dtype]
