@@ -27,7 +27,7 @@ PLACEHOLDERS = {
     "STEP": "kernels",
     "toy": "cpu",
 }
-"""What stands for a value in running text, or is there only after what the page tells, and a value; others (DIR, OUT, …)
+"""What stands for a value in running text, or is there once a page's steps are taken, and a value; others (DIR, OUT, …)
 are taken as they are."""
 OUTSIDE = ("cp", "curl", "docker", "hf", "pip", "pre-commit", "ruff", "sed", "source")
 """First words of commands that are not this project's."""
