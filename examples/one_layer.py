@@ -1,4 +1,4 @@
-"""One layer: the sublayers of a CSA layer, called one by one with the caches that they need.
+"""One layer: the sublayers of a CSA layer, one after the other, with the caches that they need.
 
     python examples/one_layer.py
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.model.layer import Place, Walk
 from nvfp4_sgl.standalone import Standalone
 
 LAYER = 1
@@ -33,24 +34,20 @@ def main() -> dict[str, tuple[int, ...]]:
 
     work = model.begin({0: ids[CACHED:].tolist()})  # what three more tokens see and write, planned for all layers
     block: Any = model.decoder.layers[LAYER]
-    cache = model.caches.layers[LAYER]
     streams = model.decoder.embed(work.ids, model.table)
-    x, mix = block.hc_attn.enter(streams, work.step)  # mHC pre and RMSNorm
-    attended = block.attn(x, work.step, cache)
-    y, streams, mix = block.hc_ffn.advance(attended, streams, mix, work.step)  # post, then pre of the experts
-    output = block.ffn(y, work.ids, work.step)
-    streams = block.hc_ffn.leave(output, streams, mix)
+    sublayers = block.sublayers(work.ids, work.step, model.caches.layers[LAYER])
+    walk, shapes = Walk(sublayers, None, streams, work.step), {}
+    for place in walk:  # each mHC site mixes the output before it into the streams, collapses and normalises them
+        if place is Place.INPUT:
+            shapes[f"input of {walk.sublayer.name}"] = tuple(walk.x.require_values().shape)
+        else:
+            shapes[f"output of {walk.sublayer.name}"] = tuple(walk.output.shape)
+    shapes["streams behind the layer"] = tuple(walk.streams.shape)
 
-    shapes = {
-        "input of attention": tuple(x.require_values().shape),
-        "output of attention": tuple(attended.shape),
-        "output of the experts": tuple(output.shape),
-        "streams behind the layer": tuple(streams.shape),
-    }
     print(f"layer {LAYER}: {model.config.kind(LAYER).name}, {CACHED} tokens cached, {ADDED} added")
     for what, shape in shapes.items():
         print(f"{what:<26} {shape}")
-    assert bool(torch.isfinite(streams).all())
+    assert bool(torch.isfinite(walk.streams).all())
     return shapes
 
 

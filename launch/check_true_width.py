@@ -127,7 +127,7 @@ def reference_experts(context: Context, y: Tensor) -> tuple[Tensor, list[int]]:
         config.num_experts_per_tok,
         config.routed_scaling_factor,
     )
-    matrices = expert_matrices(config, LAYER, TensorParallel())
+    matrices = expert_matrices(config, config.layer(LAYER), TensorParallel())
     total = torch.zeros(1, config.hidden_size)
     visits = [*zip(chosen[0].tolist(), weights[0].tolist(), strict=True), (config.n_routed_experts, 1.0)]
     present = replace(context, source=RandomSource(config, [expert for expert, _ in visits]))
@@ -166,7 +166,7 @@ def check(model: str, emulate: bool) -> Result:
     caches = caches_of(config, cached)
     before = {name: store.clone() for name, store in contents(caches.layers[LAYER]).items()}
     step, ids = planned(cpu, caches, cached)
-    reference = Attention(cpu, LAYER)
+    reference = Attention(cpu, config.layer(LAYER))
     with choices(reference) as found:
         expected = reference(Operand(x), step, caches.layers[LAYER]).float()
     told = chosen_slots(found)
@@ -178,7 +178,7 @@ def check(model: str, emulate: bool) -> Result:
     sm100 = replace(cpu, source=source, boundaries=choose("sm_100a").boundaries)
     gemms = emulated_operations() if emulate else reference_gemms()
     with gemms as runner, only(source, "put_expert"), only(source, "put_gated_expert"):
-        attention, experts = Attention(sm100, LAYER), MoE(sm100, LAYER)
+        attention, experts = Attention(sm100, config.layer(LAYER)), MoE(sm100, config.layer(LAYER))
         step, ids = planned(sm100, caches, cached)
         started = time.monotonic()
         with choices(attention) as found:

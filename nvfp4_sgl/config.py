@@ -34,6 +34,51 @@ class LayerKind(enum.Enum):
     """Window plus every entry that compresses 128 tokens."""
 
 
+class RopeTable(enum.Enum):
+    """Which RoPE frequencies a layer rotates everything with (specification §3.2)."""
+
+    WINDOW = "window"
+    """``rope_theta``: layers without compressed entries."""
+    COMPRESSED = "compressed"
+    """``compress_rope_theta`` with YaRN: layers with compressed entries, their window included."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer, by what differs between layers; a draft's block is one, too.
+
+    Attributes:
+        index: its number, from 0.
+        stem: what the names of its tensors begin with, such as ``layers.3``.
+        kind: its attention.
+        hash_routed: whether its experts are chosen by token id.
+    """
+
+    index: int
+    stem: str
+    kind: LayerKind
+    hash_routed: bool
+
+    @property
+    def ratio(self) -> int:
+        """Tokens that an entry compresses; 0 without entries."""
+        return self.kind.value
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it attends to compressed entries."""
+        return self.kind is not LayerKind.SWA
+
+    @property
+    def selects(self) -> bool:
+        """Whether an indexer selects the entries of each query, which otherwise sees all of them."""
+        return self.kind is LayerKind.CSA
+
+    @property
+    def rope(self) -> RopeTable:
+        return RopeTable.COMPRESSED if self.compresses else RopeTable.WINDOW
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Dimensions and constants of one DeepSeek-V4 decoder. Field names are config.json's."""
@@ -75,6 +120,14 @@ class ModelConfig:
     def is_hash_routed(self, layer: int) -> bool:
         """Whether the experts of layer ``layer`` are chosen by token id."""
         return layer < self.num_hash_layers
+
+    def layer(self, index: int) -> LayerSpec:
+        """Layer ``index`` (0-based)."""
+        return LayerSpec(index, f"layers.{index}", self.kind(index), self.is_hash_routed(index))
+
+    def layers(self) -> list[LayerSpec]:
+        """All layers of the decoder."""
+        return [self.layer(index) for index in range(self.num_hidden_layers)]
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:

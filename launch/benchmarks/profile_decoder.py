@@ -33,7 +33,7 @@ from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Operand
-from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.weights.parallel import lone_rank
 
@@ -109,8 +109,8 @@ def parts(model: Standalone, work: Pass) -> Iterator[tuple[str, Callable[[], obj
         x, _ = block.hc_attn.enter(streams, step)
 
         def run(block: Block = block, cache: LayerCache = cache, x: Operand = x, mix: Any = mix) -> None:
-            given, _, mix = block.hc_ffn.advance(block.attn(x, step, cache), streams, mix, step)
-            block.hc_attn.advance(block.ffn(given, work.ids, step), streams, mix, step)
+            sublayers = block.sublayers(work.ids, step, cache)
+            Walk(sublayers, block.hc_attn, streams, step, entered=(x, mix)).finish()
 
         yield f"{config.kind(layer).name} (layer {layer})", run
 

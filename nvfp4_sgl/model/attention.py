@@ -7,29 +7,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.config import LayerKind
-from nvfp4_sgl.model.contract import Context, Form, Operand, RopeTable
+from nvfp4_sgl.config import LayerSpec
+from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.weights.layout import attention_matrices
-
-
-def rope_table(kind: LayerKind) -> RopeTable:
-    """The frequencies of a layer: those of the long context wherever there are compressed entries."""
-    return RopeTable.WINDOW if kind is LayerKind.SWA else RopeTable.COMPRESSED
 
 
 class Attention(nn.Module):
     """One layer's attention. Holds this rank's heads and o-groups; returns a partial sum over ranks."""
 
-    def __init__(self, context: Context, layer: int):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
-        target, config = context.boundaries, context.config
-        kind = config.kind(layer)
-        matrices, table = attention_matrices(config, layer, context.parallel), rope_table(kind)
+        target = context.boundaries
+        matrices = attention_matrices(context.config, layer, context.parallel)
         self.project_x = target.project_input(context, matrices.from_x, matrices.index_weights)
-        self.prepare = target.prepare_attention(context, layer, kind, table)
+        self.prepare = target.prepare_attention(context, layer)
         self.project_q = target.project(context, matrices.from_q)
-        self.select = target.select(context, table) if kind is LayerKind.CSA else None
-        self.attend = target.attend(context, layer, kind, table)
+        self.select = target.select(context, layer) if layer.selects else None
+        self.attend = target.attend(context, layer)
         self.wo_a = target.project_groups(context, matrices.wo_a, matrices.groups)
         self.wo_b = target.project(context, [matrices.wo_b])
 

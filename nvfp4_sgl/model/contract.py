@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -71,15 +71,6 @@ class Operand:
     def require_rows(self) -> Rows:
         assert self.rows is not None, "the producer of this activation was not asked for Form.NVFP4"
         return self.rows
-
-
-class RopeTable(enum.Enum):
-    """Which RoPE frequencies a layer rotates everything with (specification §3.2)."""
-
-    WINDOW = "window"
-    """``rope_theta``: layers without compressed entries."""
-    COMPRESSED = "compressed"
-    """``compress_rope_theta`` with YaRN: layers with compressed entries, their window included."""
 
 
 @dataclass(frozen=True)
@@ -302,10 +293,10 @@ class Boundaries:
     project_input: Callable[[Context, Sequence[Shard], Shard | None], InputProjection]
     project: Callable[[Context, Sequence[Shard]], Projection]
     project_groups: Callable[[Context, Shard, int], GroupedProjection]
-    prepare_attention: Callable[[Context, int, LayerKind, RopeTable], AttentionInputs]
-    select: Callable[[Context, RopeTable], Selection]
-    attend: Callable[[Context, int, LayerKind, RopeTable], AttentionCore]
-    route: Callable[[Context, int, Any], Router]
+    prepare_attention: Callable[[Context, LayerSpec], AttentionInputs]
+    select: Callable[[Context, LayerSpec], Selection]
+    attend: Callable[[Context, LayerSpec], AttentionCore]
+    route: Callable[[Context, LayerSpec, Any], Router]
     """Also told the experts, whose GEMMs say how rows are grouped."""
     experts: Callable[[Context, Sequence[ExpertMatrices]], Experts]
 

@@ -1,33 +1,17 @@
-"""The decoder: attention and experts around four residual streams, and the final collapse. The same on every target."""
+"""The decoder: layers around four residual streams, and the final collapse. The same on every target."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.model.attention import Attention
 from nvfp4_sgl.model.contract import Context, Form, Site, SiteNames
-from nvfp4_sgl.model.moe import MoE
+from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.model.tokens import tokens_of
-from nvfp4_sgl.weights.parallel import Collective
-
-
-class Block(nn.Module):
-    """Attention and experts of one layer, and the mHC sites in front of them."""
-
-    def __init__(self, context: Context, layer: int):
-        super().__init__()
-        stem, iterations = f"layers.{layer}", context.config.hc_sinkhorn_iters
-        self.attn = Attention(context, layer)
-        self.ffn = MoE(context, layer)
-        site = context.boundaries.site
-        attention = SiteNames(f"{stem}.hc_attn", f"{stem}.attn_norm.weight", iterations)
-        experts = SiteNames(f"{stem}.hc_ffn", f"{stem}.ffn_norm.weight", iterations)
-        self.hc_attn = site(context, attention, self.attn.takes)
-        self.hc_ffn = site(context, experts, self.ffn.takes)
 
 
 def final_collapse(context: Context) -> Site:
@@ -48,7 +32,7 @@ class Decoder(nn.Module):
         context.parallel.check(config)
         self.context, self.embedding = context, context.boundaries.embed(context)
         self.range = range(config.num_hidden_layers) if layers is None else layers
-        self.layers = nn.ModuleList(Block(context, layer) for layer in self.range)
+        self.layers = nn.ModuleList(Block(context, config.layer(layer)) for layer in self.range)
         self.hc_head = None
         if self.range.stop == config.num_hidden_layers:
             self.hc_head = final_collapse(context)
@@ -64,10 +48,11 @@ class Decoder(nn.Module):
     def distinct_layers(self) -> list[int]:
         """One layer of each kind, by their places in the range: between them they launch whatever the range does."""
         first: dict[Hashable, int] = {}
-        for place, (layer, block) in enumerate(zip(self.range, self.layers, strict=True)):
+        for place, block in enumerate(self.layers):
+            assert isinstance(block, Block)
             modules = tuple((name, type(module)) for name, module in block.named_modules())
             tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in block.state_dict().items())
-            first.setdefault((self.context.config.kind(layer), modules, tensors), place)
+            first.setdefault((block.spec.kind, modules, tensors), place)
         return list(first.values())
 
     def forward(
@@ -87,17 +72,20 @@ class Decoder(nn.Module):
             caches: one a layer of the range.
             only: places of the layers that run, all unless given; with some left out the result means nothing.
         """
-        tokens = tokens_of(self.context.parallel, len(token_ids))
+        walk = self.walk(streams, token_ids, step, caches, only).finish()
+        return walk.streams if self.hc_head is None else walk.x.require_values()
+
+    def walk(
+        self,
+        streams: Tensor,
+        token_ids: Tensor,
+        step: Any,
+        caches: Sequence[LayerCache],
+        only: Sequence[int] | None = None,
+    ) -> Walk:
+        """The pass of :meth:`forward`, sublayer by sublayer; behind the last one, ``x`` is the final collapse's."""
         places = range(len(self.layers)) if only is None else only
         blocks: list[Any] = [self.layers[place] for place in places]
-        following = [block.hc_attn for block in blocks[1:]] + [self.hc_head]
-        streams = tokens.own(streams)
-        x, mix = blocks[0].hc_attn.enter(streams, step, gather=tokens.gather)
-        for block, after, place in zip(blocks, following, places, strict=True):
-            output = tokens.sum(Collective.ATTENTION_OUTPUT, block.attn(x, step, caches[place]))
-            x, streams, mix = block.hc_ffn.advance(output, streams, mix, step, gather=tokens.gather)
-            output = tokens.sum(Collective.EXPERT_OUTPUT, block.ffn(x, token_ids, step))
-            if after is None:
-                return block.hc_ffn.leave(output, streams, mix, gather=tokens.gather)
-            x, streams, mix = after.advance(output, streams, mix, step, gather=tokens.gather)
-        return x.require_values()
+        given = zip(blocks, places, strict=True)
+        sublayers = [*chain(*(block.sublayers(token_ids, step, caches[place]) for block, place in given))]
+        return Walk(sublayers, self.hc_head, streams, step, tokens_of(self.context.parallel, len(token_ids)))

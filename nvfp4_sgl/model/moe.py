@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nvfp4_sgl.config import LayerSpec
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.weights.layout import expert_matrices
 
@@ -16,7 +17,7 @@ class MoE(nn.Module):
     The intermediate dimension of every expert is split over ranks; the result is a partial sum.
     """
 
-    def __init__(self, context: Context, layer: int):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
         matrices = expert_matrices(context.config, layer, context.parallel)
         self.experts = context.boundaries.experts(context, matrices)

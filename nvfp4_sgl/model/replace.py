@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.model.contract import Context
-from nvfp4_sgl.model.decoder import Block, Decoder, final_collapse
+from nvfp4_sgl.model.decoder import Decoder, final_collapse
+from nvfp4_sgl.model.layer import Block
 
 BOOKKEEPING = frozenset(vars(nn.Module()))
 """Attributes of every module that hold hooks and flags; parameters, buffers and modules are looked at by themselves."""
@@ -41,7 +42,7 @@ def replace_weights(decoder: Decoder, context: Context) -> None:
             decoder must not run any more.
     """
     for layer, block in zip(decoder.range, decoder.layers, strict=True):
-        _replace(f"layers.{layer}", block, lambda layer=layer: Block(context, layer))
+        _replace(f"layers.{layer}", block, lambda layer=layer: Block(context, context.config.layer(layer)))
     if decoder.hc_head is not None:
         _replace("hc_head", decoder.hc_head, lambda: final_collapse(context))
     decoder.context = context

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.model.contract import RopeTable
+from nvfp4_sgl.config import ModelConfig, RopeTable
 from nvfp4_sgl.ops.rope import inverse_frequencies
 
 

@@ -106,7 +106,7 @@ def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: 
 
     Where merges go by kind, a shared expert is also refused whose matrices do not all arrive alike.
     """
-    for layer in range(config.num_hidden_layers):
+    for layer in config.layers():
         *routed, shared = expert_matrices(config, layer, TensorParallel())
         merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
         if chosen.stacks_experts:

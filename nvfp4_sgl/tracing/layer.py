@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.model.contract import Form, Operand
+from nvfp4_sgl.model.layer import Place, Walk
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import choose
@@ -27,6 +27,8 @@ from nvfp4_sgl.tracing.taps import observing, owned
 
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.003, 20.0
 """A few activations of large models are many times the others."""
+LAST_BOUNDARY = {"attn": "wo_b", "ffn": "experts"}
+"""By the part of a layer, the boundary that gives its output."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +65,31 @@ class _Side:
 
     def run(self, work: Pass, streams: Tensor, given: Mapping[str, Tensor] | None = None) -> None:
         """Run a pass on ``streams`` [T, n, d]; every stretch from ``given``, another side's values, if there are."""
-        model, step, stem = self.model, work.step, f"layers.{self.layer}"
-        block: Any = model.decoder.layers[0]
-
-        def output(name: str, own: Tensor) -> Tensor:
-            return own if given is None else given[f"{stem}.{name}"].to(model.device, own.dtype)
-
-        def entered(name: str, own: Operand, takes: Form) -> Operand:
-            if given is None:
-                return own
-            return in_form(given[f"{stem}.{name}.x"].to(model.device, model.dtype), takes)
-
-        def whole() -> Tensor:
-            # A site may overwrite the streams.
-            return streams.to(model.device, model.dtype, copy=True)
+        model = self.model
 
         def see(name: str, values: Tensor) -> None:
             self.seen[name] = owned(values).cpu()
 
         self.seen.clear()
         with observing(model.decoder, see):
-            x, mix = block.hc_attn.enter(whole(), step)
-            attended = block.attn(entered("hc_attn", x, block.attn.takes), step, self.cache)
-            x, mixed, mix = block.hc_ffn.advance(output("attn.wo_b", attended), whole(), mix, step)
-            summed = block.ffn(entered("hc_ffn", x, block.ffn.takes), work.ids, step)
-            block.hc_ffn.leave(output("ffn.experts", summed), output("hc_ffn.streams", mixed), mix)
+            block: Any = model.decoder.layers[0]
+            own = streams.to(model.device, model.dtype, copy=True)  # a site may overwrite them
+            walk = Walk(block.sublayers(work.ids, work.step, self.cache), None, own, work.step)
+            for place in walk:
+                if given is not None:
+                    self._begin_from(given, walk, place)
+
+    def _begin_from(self, given: Mapping[str, Tensor], walk: Walk, place: Place) -> None:
+        """Put the other side's values in place of those that the walk has."""
+        stem, _, part = walk.sublayer.name.rpartition(".")
+        site, last = f"{stem}.hc_{part}", f"{walk.sublayer.name}.{LAST_BOUNDARY[part]}"
+        device, dtype = self.model.device, self.model.dtype
+        if place is Place.INPUT:
+            walk.x = in_form(given[f"{site}.x"].to(device, dtype), walk.sublayer.takes)
+            if f"{site}.streams" in given:
+                walk.streams = given[f"{site}.streams"].to(device, walk.streams.dtype, copy=True)
+        else:
+            walk.output = given[last].to(device, walk.output.dtype)
 
 
 @torch.no_grad()

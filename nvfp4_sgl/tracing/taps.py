@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Columns, Operand, Prepared
-from nvfp4_sgl.model.decoder import Block, Decoder
+from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.tracing.values import operand_values, route_weights, selected_set
 
 Observe = Callable[[str, Tensor], None]
 """Called with a name, such as ``layers.3.attn.project_x.kv``, and values [T, ...]."""
 
-ATTENTION = ("project_x", "prepare", "project_q", "select", "attend", "wo_a", "wo_b")
 PROJECTED_FROM_Q = ("q", "index_q")
 
 
@@ -34,9 +34,10 @@ def observing(decoder: Decoder, observe: Observe) -> Iterator[None]:
     undo: list[Callable[[], object]] = []
     experts = decoder.context.config.n_routed_experts
     try:
-        for layer, block in zip(decoder.range, decoder.layers, strict=True):
+        for block in decoder.layers:
             assert isinstance(block, Block)
-            undo += _tap_block(block, f"layers.{layer}", experts, observe)
+            for name, boundary in block.boundaries():
+                undo += _tap(boundary, f"{block.spec.stem}.{name}", experts, observe)
         if decoder.hc_head is not None:
             undo += _tap_site(decoder.hc_head, "hc_head", observe)
         yield
@@ -45,23 +46,21 @@ def observing(decoder: Decoder, observe: Observe) -> Iterator[None]:
             restore()
 
 
-def _tap_block(block: Block, stem: str, experts: int, observe: Observe) -> list[Callable[[], object]]:
-    def tap(module: object, name: str, parts: Callable[[str, Any], Iterator[tuple[str, Tensor]]]) -> None:
-        def see(module: nn.Module, arguments: object, output: Any) -> None:
-            for part, values in parts(name, output):
+def _tap(boundary: Any, name: str, experts: int, observe: Observe) -> list[Callable[[], object]]:
+    what = name.rpartition(".")[2]
+    if what.startswith("hc_"):
+        return _tap_site(boundary, name, observe)
+
+    def see(module: nn.Module, arguments: object, output: Any) -> None:
+        if what == "route":
+            observe(name, route_weights(output, experts))
+        elif what == "select":
+            observe(name, selected_set(output))
+        else:
+            for part, values in named_parts(name, output):
                 observe(part, values)
 
-        assert isinstance(module, nn.Module), name
-        undo.append(module.register_forward_hook(see).remove)
-
-    undo = [*_tap_site(block.hc_attn, f"{stem}.hc_attn", observe), *_tap_site(block.hc_ffn, f"{stem}.hc_ffn", observe)]
-    for part in ATTENTION:
-        module = getattr(block.attn, part)
-        if module is not None:
-            tap(module, f"{stem}.attn.{part}", _selected if part == "select" else named_parts)
-    tap(block.ffn.route, f"{stem}.ffn.route", lambda name, routes: iter([(name, route_weights(routes, experts))]))
-    tap(block.ffn.experts, f"{stem}.ffn.experts", named_parts)
-    return undo
+    return [boundary.register_forward_hook(see).remove]
 
 
 def _tap_site(site: Any, name: str, observe: Observe) -> list[Callable[[], object]]:
@@ -125,10 +124,6 @@ def _names(name: str, count: int) -> list[str]:
         return [name]
     parts = PROJECTED_FROM_Q if name.endswith("project_q") else ("kv", "score")
     return [f"{name}.{part}" for part in parts]
-
-
-def _selected(name: str, entries: Any) -> Iterator[tuple[str, Tensor]]:
-    yield name, selected_set(entries)
 
 
 def owned(values: Tensor) -> Tensor:

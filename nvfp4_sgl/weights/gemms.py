@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nvfp4_sgl.checkpoint.names import attention_specs
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.weights.layout import ExpertMatrices, attention_matrices, expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard
@@ -127,7 +127,7 @@ def launched_gemms(
     parallel.check(config)
     return [
         gemm
-        for layer in range(config.num_hidden_layers)
+        for layer in config.layers()
         for part in (_attention, _experts)
         for gemm in part(config, layer, parallel, operands, rule)
     ]
@@ -156,10 +156,10 @@ def distinct_gemms(
 
 
 def _attention(
-    config: ModelConfig, layer: int, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
 ) -> Iterator[GemmSpec]:
-    stem = f"layers.{layer}.attn"
-    shapes = {spec.name: spec.shape for spec in attention_specs(config, stem, config.kind(layer))}
+    stem = f"{layer.stem}.attn"
+    shapes = {spec.name: spec.shape for spec in attention_specs(config, stem, layer.kind)}
     matrices = attention_matrices(config, layer, parallel)
 
     def gemms(shards: Sequence[Shard], groups: int = 1, output: Output = "bf16") -> Iterator[GemmSpec]:
@@ -188,7 +188,7 @@ def _length(part: slice | None, total: int) -> int:
 
 
 def _experts(
-    config: ModelConfig, layer: int, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
 ) -> list[GemmSpec]:
     *routed, shared = expert_matrices(config, layer, parallel)
     if not rule.by_kind and common(operands(shard.stem) for expert in routed for shard in _shards(expert)) != "nvfp4":

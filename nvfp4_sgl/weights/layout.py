@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
@@ -36,15 +36,15 @@ class AttentionMatrices:
     groups: int
 
 
-def attention_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> AttentionMatrices:
-    """The GEMMs of attention layer ``layer``."""
-    stem, kind = f"layers.{layer}.attn", config.kind(layer)
+def attention_matrices(config: ModelConfig, layer: LayerSpec, parallel: TensorParallel) -> AttentionMatrices:
+    """The GEMMs of the attention of ``layer``."""
+    stem = f"{layer.stem}.attn"
     from_x = ["wq_a", "wkv"]
-    if kind is not LayerKind.SWA:
+    if layer.compresses:
         from_x += ["compressor.wkv", "compressor.wgate"]
     from_q = [Shard(f"{stem}.wq_b", rows=parallel.share(config.num_attention_heads * config.head_dim))]
     index_weights = None
-    if kind is LayerKind.CSA:
+    if layer.selects:
         from_x += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
         from_q.append(Shard(f"{stem}.indexer.wq_b"))
         index_weights = Shard(f"{stem}.indexer.weights_proj")
@@ -71,10 +71,10 @@ class ExpertMatrices:
     down: Shard
 
 
-def expert_matrices(config: ModelConfig, layer: int, parallel: TensorParallel) -> list[ExpertMatrices]:
+def expert_matrices(config: ModelConfig, layer: LayerSpec, parallel: TensorParallel) -> list[ExpertMatrices]:
     """Matrices of every routed expert in order, then of the shared expert."""
     share = parallel.share(config.moe_intermediate_size)
-    return list(_expert_matrices(f"layers.{layer}.ffn", config.n_routed_experts, share.start, share.stop))
+    return list(_expert_matrices(f"{layer.stem}.ffn", config.n_routed_experts, share.start, share.stop))
 
 
 @functools.lru_cache(maxsize=LAYERS_REMEMBERED)

@@ -249,15 +249,16 @@ def test_two_ranks_hold_the_parts_of_one(tmp_path: Path) -> None:
 
     dummy = verify_dummy(write_config(tmp_path / "model"))
     for layer in (1, 2):
-        whole = attention_matrices(dummy.config, layer, TensorParallel())
-        all_experts = expert_matrices(dummy.config, layer, TensorParallel())
+        spec = dummy.config.layer(layer)
+        whole = attention_matrices(dummy.config, spec, TensorParallel())
+        all_experts = expert_matrices(dummy.config, spec, TensorParallel())
         parts = [TensorParallel(rank, 2) for rank in (0, 1)]
         for pick, dim in ((lambda m: m.from_q[0], 0), (lambda m: m.wo_a, 0), (lambda m: m.wo_b, 1)):
-            halves = [load_matrix(dummy.reader(), [pick(attention_matrices(dummy.config, layer, p))]) for p in parts]
+            halves = [load_matrix(dummy.reader(), [pick(attention_matrices(dummy.config, spec, p))]) for p in parts]
             joined = torch.cat([half.dequantize() for half in halves], dim)
             assert torch.equal(joined, load_matrix(dummy.reader(), [pick(whole)]).dequantize())
         for expert in (0, 7, dummy.config.n_routed_experts):
-            down = [load_matrix(dummy.reader(), [expert_matrices(dummy.config, layer, p)[expert].down]) for p in parts]
+            down = [load_matrix(dummy.reader(), [expert_matrices(dummy.config, spec, p)[expert].down]) for p in parts]
             joined = torch.cat([part.dequantize() for part in down], 1)
             assert torch.equal(joined, load_matrix(dummy.reader(), [all_experts[expert].down]).dequantize())
 

@@ -147,7 +147,9 @@ def test_experts_are_read_before_they_are_asked_for_and_in_their_order(
     monkeypatch.setattr(staged_files, "THREADS", 1)
     monkeypatch.setattr(StagedFiles, "_fill", lambda *_: pytest.fail("something was not expected"))
     reader, asked = staged(verified), []
-    for _, batch in expert_batches(reader, expert_matrices(verified.config, 3, TensorParallel(1, 2))):
+    for _, batch in expert_batches(
+        reader, expert_matrices(verified.config, verified.config.layer(3), TensorParallel(1, 2))
+    ):
         for expert in batch:
             for shard in (*expert.gate_up, expert.down):
                 reader.read_matrix(shard.stem, shard.rows, shard.cols)
@@ -211,7 +213,9 @@ def test_staging_memory_is_bounded(tiny: dict[str, Path], monkeypatch: pytest.Mo
     verified = verify(tiny["nvfp4-full"])
     reader = staged(verified)
     for _ in range(3):
-        for _, batch in expert_batches(reader, expert_matrices(verified.config, 3, TensorParallel())):
+        for _, batch in expert_batches(
+            reader, expert_matrices(verified.config, verified.config.layer(3), TensorParallel())
+        ):
             for expert in batch:
                 reader.read_matrix(expert.down.stem)
     for name in required(verified):

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.model.contract import RopeTable, Slots
-from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
@@ -73,10 +73,9 @@ def test_launches_of_a_decode_layer(requests: int, model: Standalone):
         streams = torch.zeros(requests, 4, model.config.hidden_size, dtype=torch.bfloat16)
         for layer in LAYERS:
             block, cache = cast(Block, model.decoder.layers[layer]), model.caches.layers[layer]
-            x, mix = block.hc_attn.enter(streams, work.step)
+            sublayers, entered = block.sublayers(work.ids, work.step, cache), block.hc_attn.enter(streams, work.step)
             with dry_launches() as launches:
-                x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
-                block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
+                Walk(sublayers, block.hc_attn, streams, work.step, entered=entered).finish()
             kind = model.config.kind(layer)
             most = MAX_LAUNCHES[kind] + (requests > GATHERED_REQUESTS)
             most += kind is LayerKind.CSA and requests > MAX_TOKENS  # index weights
@@ -126,11 +125,13 @@ def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
             streams = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16)
             for layer in LAYERS:
                 block, cache = cast(Block, model.decoder.layers[layer]), model.caches.layers[layer]
-                x, mix = block.hc_attn.enter(streams, work.step)
+                sublayers, entered = (
+                    block.sublayers(work.ids, work.step, cache),
+                    block.hc_attn.enter(streams, work.step),
+                )
                 gemms.keys.clear()
                 with dry_launches() as launches, counted_products() as products:
-                    x, _, mix = block.hc_ffn.advance(block.attn(x, work.step, cache), streams, mix, work.step)
-                    block.hc_attn.advance(block.ffn(x, work.ids, work.step), streams, mix, work.step)
+                    Walk(sublayers, block.hc_attn, streams, work.step, entered=entered).finish()
                 kind = model.config.kind(layer)
                 names = Counter([launch.name for launch in launches] + products + ["GEMM"] * len(gemms.keys))
                 print(f"{kind.name}: {names.total()} launches {dict(names)}")

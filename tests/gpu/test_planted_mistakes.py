@@ -58,10 +58,10 @@ class Mistake:
 
 MISTAKES = {
     "compressed layers rotated by the window's table": Mistake(
-        "model.attention", "else RopeTable.COMPRESSED", "else RopeTable.WINDOW", HCA
+        "config", "RopeTable.COMPRESSED if", "RopeTable.WINDOW if", HCA
     ),
     "window-only layers rotated by the compressed table": Mistake(
-        "model.attention", "RopeTable.WINDOW if", "RopeTable.COMPRESSED if", SWA
+        "config", "else RopeTable.WINDOW", "else RopeTable.COMPRESSED", SWA
     ),
     "no YaRN": Mistake("model.rope_tables", "compress_rope_theta, config.yarn", "compress_rope_theta, None", HCA),
     "the compressor's values and scores taken for each other": Mistake(
@@ -126,7 +126,7 @@ MISTAKES = {
         "streams",
     ),
     "mHC sites taken for each other": Mistake(
-        "model.decoder",
+        "model.layer",
         'attention = SiteNames(f"{stem}.hc_attn", f"{stem}.attn_norm.weight", iterations)\n        experts =',
         'experts = SiteNames(f"{stem}.hc_attn", f"{stem}.attn_norm.weight", iterations)\n        attention =',
         SWA,

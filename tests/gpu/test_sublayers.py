@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused import attention

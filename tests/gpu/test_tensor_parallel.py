@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.model.decoder import Block
+from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone

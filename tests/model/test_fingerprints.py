@@ -68,7 +68,7 @@ def test_unmutated_model_agrees(checkpoint, ids, expected):
 
 ROPE, HC, MOE = "ops.rope", "ops.hyper_connection", "ops.moe"
 ATTENTION, COMPRESSOR, INDEXER, PLAN = "ops.attention", "ops.compressor", "ops.indexer", "cache.plan"
-MODEL, TABLES = "model.attention", "model.rope_tables"
+CONFIG, TABLES = "config", "model.rope_tables"
 CORE = "targets.reference.attention"
 
 MISTAKES = {
@@ -88,17 +88,13 @@ MISTAKES = {
     ),
     "no inverse rope": (CORE, "o = apply_rope(o, step.positions, self._frequencies, inverse=True)", "o = o"),
     "inverse rope forwards": (CORE, "inverse=True", "inverse=False"),
-    "main theta in compressed layers": (
-        MODEL,
-        "RopeTable.COMPRESSED",
-        "RopeTable.WINDOW",
-    ),
+    "main theta in compressed layers": (CONFIG, "RopeTable.COMPRESSED if", "RopeTable.WINDOW if"),
     "no YaRN in compressed layers": (
         TABLES,
         "config.compress_rope_theta, config.yarn",
         "config.compress_rope_theta, None",
     ),
-    "compress table in SWA layers": (MODEL, "RopeTable.WINDOW if", "RopeTable.COMPRESSED if"),
+    "compress table in SWA layers": (CONFIG, "else RopeTable.WINDOW", "else RopeTable.COMPRESSED"),
     "entry rope at the window's last token": (
         COMPRESSOR,
         "plan.window_positions,",

@@ -78,8 +78,8 @@ def test_every_value_is_the_checkpoints(path: Path, rank: int) -> None:
         parts = (source.read_matrix(shard.stem, rows=shard.rows, cols=shard.cols) for shard in shards)
         return torch.cat([part.float() for part in parts])
 
-    matrices = attention_matrices(config, CSA, parallel)
-    shared = expert_matrices(config, CSA, parallel)[-1]
+    matrices = attention_matrices(config, config.layer(CSA), parallel)
+    shared = expert_matrices(config, config.layer(CSA), parallel)[-1]
     expert = block.ffn.experts.shared
     for weights, shards in (
         (block.attn.project_q.weights, matrices.from_q),

@@ -77,14 +77,14 @@ def require_equal(matrix: Any, expected: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def test_merged(reader: CheckpointReader, config: ModelConfig, raw: Mapping[str, Tensor]) -> None:
-    matrices = attention_matrices(config, LAYER, TensorParallel())
+    matrices = attention_matrices(config, config.layer(LAYER), TensorParallel())
     assert len(matrices.from_x) == 6 and len(matrices.from_q) == 2
     for shards in (matrices.from_x, matrices.from_q):
         require_equal(load_matrix(reader, shards), stored(raw, shards))
 
 
 def test_grouped(reader: CheckpointReader, config: ModelConfig, raw: Mapping[str, Tensor]) -> None:
-    matrices = attention_matrices(config, LAYER, TensorParallel())
+    matrices = attention_matrices(config, config.layer(LAYER), TensorParallel())
     whole = stored(raw, [matrices.wo_a])
     expected = tuple(part.unflatten(0, (matrices.groups, -1)) for part in whole)
     found = load_matrix(reader, [matrices.wo_a], groups=matrices.groups)
@@ -93,7 +93,7 @@ def test_grouped(reader: CheckpointReader, config: ModelConfig, raw: Mapping[str
 
 
 def test_stacked(reader: CheckpointReader, config: ModelConfig, raw: Mapping[str, Tensor]) -> None:
-    experts = expert_matrices(config, LAYER, TensorParallel())[:-1]
+    experts = expert_matrices(config, config.layer(LAYER), TensorParallel())[:-1]
     found = stack([load_matrix(reader, expert.gate_up) for expert in experts], [e.down.stem for e in experts])
     expected = [stored(raw, expert.gate_up) for expert in experts]
     assert isinstance(found, NvFp4Tensor)
@@ -105,7 +105,7 @@ def test_stacked(reader: CheckpointReader, config: ModelConfig, raw: Mapping[str
 def test_a_rank_has_its_rows_and_columns(
     reader: CheckpointReader, config: ModelConfig, raw: Mapping[str, Tensor]
 ) -> None:
-    expert = expert_matrices(config, LAYER, TensorParallel(1, 2, lambda _, part: part))[3]
+    expert = expert_matrices(config, config.layer(LAYER), TensorParallel(1, 2, lambda _, part: part))[3]
     half = config.moe_intermediate_size // 2
     up, down = expert.gate_up[1].stem, expert.down.stem
     found = load_matrix(reader, [expert.gate_up[1]])
@@ -125,10 +125,10 @@ def test_sm100_keeps_them_packed(path: Path, config: ModelConfig, raw: Mapping[s
     """What a layer holds on SM100 is no more than the checkpoint: codes as they are, block scales swizzled."""
     layer: Any = Standalone(path, target="sm_100a", capacity=256).decoder.layers[LAYER]
     weights = layer.attn.project_x.projection.weights
-    packed, scales, alphas = stored(raw, attention_matrices(config, LAYER, TensorParallel()).from_x)
+    packed, scales, alphas = stored(raw, attention_matrices(config, config.layer(LAYER), TensorParallel()).from_x)
     assert torch.equal(weights.codes, packed) and torch.equal(weights.scale, alphas)
     assert torch.equal(unswizzle_128x4(as_bytes(weights.block_scales), *scales.shape), scales)
-    experts = expert_matrices(config, LAYER, TensorParallel())
+    experts = expert_matrices(config, config.layer(LAYER), TensorParallel())
     for index, expert in enumerate(experts):
         packed, _, alphas = stored(raw, expert.gate_up)
         half = len(packed) // 2

@@ -126,7 +126,7 @@ def test_attention(name, ratio):
     reader = MemoryReader(original_names(module, "layers.0.attn"))
     del module
     context = Context(reader, config, reference.boundaries())
-    ours = Attention(context, 0)
+    ours = Attention(context, config.layer(0))
     assert config.kind(0) is LayerKind(ratio)
     for chunks in ([tokens], [131, 1, 1, 2, 120, 1, 3, 41]):
         result = attend(context, ours, list(x.split(chunks)))
@@ -153,7 +153,7 @@ def test_moe(name, hashed):
     expected = module(x[None], ids[None])[0]
     reader = MemoryReader(original_names(module, "layers.0.ffn"))
     del module
-    ours = MoE(Context(reader, config, reference.boundaries()), 0)
+    ours = MoE(Context(reader, config, reference.boundaries()), config.layer(0))
     assert max_error(ours(Operand(x), ids, None), expected) <= 1e-5 * expected.abs().max().item()
 
 
@@ -170,7 +170,9 @@ def test_tensor_parallel_parts_sum_to_the_whole(size):
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         context = Context(reader, config, reference.boundaries(), parallel=parallel)
-        return attend(context, Attention(context, 0), [x]), MoE(context, 0)(Operand(x), ids, None)
+        return attend(context, Attention(context, config.layer(0)), [x]), MoE(context, config.layer(0))(
+            Operand(x), ids, None
+        )
 
     whole = run(TensorParallel())
     parts = [run(replace(TensorParallel(), rank=rank, size=size)) for rank in range(size)]

@@ -22,7 +22,8 @@ def test_one_op() -> None:
 def test_one_layer() -> None:
     shapes = one_layer.main()
     assert shapes["streams behind the layer"] == (one_layer.ADDED, 4, 256)
-    assert shapes["input of attention"] == shapes["output of the experts"] == (one_layer.ADDED, 256)
+    names = [f"{end} of layers.1.{part}" for part in ("attn", "ffn") for end in ("input", "output")]
+    assert [shapes[name] for name in names] == [(one_layer.ADDED, 256)] * 4
 
 
 def test_the_decoder_alone(tmp_path: Path) -> None:

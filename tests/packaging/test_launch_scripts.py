@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -73,7 +74,14 @@ sys.exit(guarded("waits", main))
 def interrupt(command: list[str | Path], environment: dict[str, str], ready: str) -> tuple[int, str, str]:
     """(status, stdout, stderr) of a command that gets what a terminal sends on Ctrl-C once it has printed ``ready``."""
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell that started the tests in the background has the signal ignored, and children inherit that.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.readline()

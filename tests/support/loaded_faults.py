@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.model.contract import Operand, RopeTable
+from nvfp4_sgl.config import RopeTable
+from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.ops.rope import apply_rope
 from nvfp4_sgl.standalone import Standalone

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.rows import PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.config import LayerKind, LayerSpec
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
@@ -68,15 +68,15 @@ class FusedAttentionInputs(nn.Module):
     Index weights of up to ``MAX_TOKENS`` tokens are computed in the same launch, of more in one before.
     """
 
-    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
-        stem, ratio = f"layers.{layer}.attn", kind.value
-        self._eps, self._table = context.config.rms_norm_eps, table
-        self._frequencies = frequencies(context.config, table).to(context.device)
+        stem, ratio = f"{layer.stem}.attn", layer.ratio
+        self._eps, self._table = context.config.rms_norm_eps, layer.rope
+        self._frequencies = frequencies(context.config, layer.rope).to(context.device)
         self.q_norm, self.kv_norm = (frozen(context.read(f"{stem}.{name}.weight")) for name in ("q_norm", "kv_norm"))
         self.compressor = FusedCompressor(context, f"{stem}.compressor", ratio) if ratio else None
         self.index_compressor = None
-        if kind is LayerKind.CSA:
+        if layer.selects:
             self.index_compressor = FusedCompressor(context, f"{stem}.indexer.compressor", ratio)
 
     def forward(self, columns: Columns, x: Operand, step: Step, cache: LayerCache, form: Form) -> Prepared:
@@ -125,9 +125,9 @@ class FusedSelection(nn.Module):
     query can see more than index_topk entries, none is scored, and every rank takes all entries of all queries.
     """
 
-    def __init__(self, context: Context, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
-        self._config, self._table, self._parallel = context.config, table, context.parallel
+        self._config, self._table, self._parallel = context.config, layer.rope, context.parallel
 
     def forward(self, index_q: Tensor, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
         config, batch, keys = self._config, step.plan.batch, packed(cache.index)
@@ -159,14 +159,14 @@ class FusedAttentionCore(nn.Module):
     Quantisation is part of the launch for the group sizes that ``fuses_quantization`` names, else a launch of its own.
     """
 
-    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
         config, parallel = context.config, context.parallel
-        self._config, self._kind, self._table = config, kind, table
+        self._config, self._kind, self._table = config, layer.kind, layer.rope
         self._heads = config.num_attention_heads // parallel.size
         self._groups = config.o_groups // parallel.size
         heads = parallel.share(config.num_attention_heads)
-        self.attn_sink = frozen(context.read(f"layers.{layer}.attn.attn_sink", rows=heads).float())
+        self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=heads).float())
 
     def forward(
         self, q: Tensor, step: Step, cache: LayerCache, entries: tuple[Tensor, Tensor] | None, form: Form

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from nvfp4_sgl.config import LayerSpec
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.uniform_experts import UniformExperts
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
@@ -35,17 +36,17 @@ class RoutedExperts(Protocol):
 class FusedRouter(nn.Module):
     """The router: a bf16 GEMM with fp32 logits, then choice, weights and permutation in one operation."""
 
-    def __init__(self, context: Context, layer: int, experts: RoutedExperts):
+    def __init__(self, context: Context, layer: LayerSpec, experts: RoutedExperts):
         super().__init__()
-        stem, self._config, self._experts = f"layers.{layer}.ffn.gate", context.config, (experts,)
+        stem, self._config, self._experts = f"{layer.stem}.ffn.gate", context.config, (experts,)
         self.weight = frozen(context.read(f"{stem}.weight").bfloat16())
-        self._is_hash = context.config.is_hash_routed(layer)
+        self._is_hash = layer.hash_routed
         self._uniform: UniformExperts | None = None
         if self._is_hash:
             self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
         else:
             if context.uniform_experts:
-                self._uniform = UniformExperts(context.config, layer, context.device)
+                self._uniform = UniformExperts(context.config, layer.index, context.device)
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.config import LayerKind, ModelConfig
-from nvfp4_sgl.model.contract import RopeTable
+from nvfp4_sgl.config import LayerKind, ModelConfig, RopeTable
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace

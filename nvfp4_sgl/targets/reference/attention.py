@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.cache.rows import RowStore
-from nvfp4_sgl.config import LayerKind
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, RopeTable, Unmultiplied
+from nvfp4_sgl.config import LayerKind, LayerSpec
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.ops.attention import sparse_attention
 from nvfp4_sgl.ops.compressor import compress_windows
@@ -35,15 +35,15 @@ class ReferenceAttentionInputs(nn.Module):
     stored.
     """
 
-    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
-        stem = f"layers.{layer}.attn"
-        self._eps, self._ratio, self._dtype = context.config.rms_norm_eps, kind.value, context.dtype
-        self._frequencies = frequencies(context.config, table).to(context.device)
+        stem = f"{layer.stem}.attn"
+        self._eps, self._ratio, self._dtype = context.config.rms_norm_eps, layer.ratio, context.dtype
+        self._frequencies = frequencies(context.config, layer.rope).to(context.device)
         self.q_norm, self.kv_norm = (frozen(context.read(f"{stem}.{name}.weight")) for name in ("q_norm", "kv_norm"))
         self.compressor = CompressorParameters(context, f"{stem}.compressor") if self._ratio else None
         self.index_compressor = None
-        if kind is LayerKind.CSA:
+        if layer.selects:
             self.index_compressor = CompressorParameters(context, f"{stem}.indexer.compressor")
 
     def forward(self, columns: Columns, x: Operand, step: BatchPlan, cache: LayerCache, form: Form) -> Prepared:
@@ -83,10 +83,10 @@ def _require(rows: RowStore | None) -> RowStore:
 class ReferenceSelection(nn.Module):
     """Score the visible ratio-4 entries and choose each query's: slots int64 [T, K], -1 padded."""
 
-    def __init__(self, context: Context, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
         self._config, self._dtype = context.config, context.dtype
-        self._frequencies = frequencies(context.config, table).to(context.device)
+        self._frequencies = frequencies(context.config, layer.rope).to(context.device)
 
     def forward(self, index_q: Tensor, weights: Tensor, step: BatchPlan, cache: LayerCache) -> Tensor:
         config, keys = self._config, _require(cache.index)
@@ -102,15 +102,15 @@ class ReferenceAttentionCore(nn.Module):
     Rounding: queries as they leave the GEMM, and the output behind the inverse RoPE; fp32 in between.
     """
 
-    def __init__(self, context: Context, layer: int, kind: LayerKind, table: RopeTable):
+    def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
         config, parallel = context.config, context.parallel
-        self._config, self._kind, self._dtype = config, kind, context.dtype
-        self._frequencies = frequencies(config, table).to(context.device)
+        self._config, self._kind, self._dtype = config, layer.kind, context.dtype
+        self._frequencies = frequencies(config, layer.rope).to(context.device)
         self._heads = config.num_attention_heads // parallel.size
         self._groups = config.o_groups // parallel.size
         heads = parallel.share(config.num_attention_heads)
-        self.attn_sink = frozen(context.read(f"layers.{layer}.attn.attn_sink", rows=heads))
+        self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=heads))
 
     def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Operand:
         config, tokens = self._config, q.shape[0]

@@ -10,6 +10,7 @@ from torch.nn.functional import softplus
 
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.checkpoint.decoders import Matrix
+from nvfp4_sgl.config import LayerSpec
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.model.uniform_experts import UniformExperts
 from nvfp4_sgl.ops.linear import PreparedWeight
@@ -31,17 +32,17 @@ class Choices:
 class ReferenceRouter(nn.Module):
     """Choose experts: in the first layers by the token's id, in the others by biased scores."""
 
-    def __init__(self, context: Context, layer: int, experts: object):
+    def __init__(self, context: Context, layer: LayerSpec, experts: object):
         super().__init__()
-        stem, self._config = f"layers.{layer}.ffn.gate", context.config
+        stem, self._config = f"{layer.stem}.ffn.gate", context.config
         self.weight = frozen(context.read(f"{stem}.weight"))
-        self._is_hash = context.config.is_hash_routed(layer)
+        self._is_hash = layer.hash_routed
         self._uniform: UniformExperts | None = None
         if self._is_hash:
             self.tid2eid = frozen(context.read(f"{stem}.tid2eid"))
         else:
             if context.uniform_experts:
-                self._uniform = UniformExperts(context.config, layer, context.device)
+                self._uniform = UniformExperts(context.config, layer.index, context.device)
             self.bias = frozen(context.read(f"{stem}.bias"))
 
     def forward(self, x: Tensor, token_ids: Tensor, step: BatchPlan) -> Choices:
