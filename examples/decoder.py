@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 
 PROMPT = list(range(2, 152))
 NEW = 12

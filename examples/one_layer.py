@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.layer import Place, Walk
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 
 LAYER = 1
 """The second layer of a tiny model is its first CSA layer: compressed entries and an indexer."""

@@ -349,7 +349,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:
         checkpoint = arguments.checkpoint
         if checkpoint is None:
-            from nvfp4_sgl.checkpoint.tiny import write_tiny
+            from nvfp4_sgl.synthetic.tiny import write_tiny
 
             checkpoint = Path(folder) / "tiny"
             write_tiny(checkpoint, "nvfp4-full", seed=1, **(SHAPES if arguments.gpu else {}))

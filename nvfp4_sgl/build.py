@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from nvfp4_sgl.cache.local import LocalCaches
-from nvfp4_sgl.checkpoint.dummy import DummyReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
@@ -23,6 +22,7 @@ from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
+from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, add_target, print_json
-from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
+from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets.choose import detect_target, mode_of
 from nvfp4_sgl.targets.target import descriptor, words
 

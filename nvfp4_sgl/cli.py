@@ -18,30 +18,24 @@ from nvfp4_sgl.terminal import guarded
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: ``module`` defines ``add`` (parser -> None) and ``run`` (namespace -> exit status or None)."""
+    """A subcommand: ``module`` defines ``add_arguments`` (of a parser) and ``run`` (namespace -> exit status)."""
 
     summary: str
     module: str
-    add: str = "add_arguments"
-    run: str = "run"
 
 
 COMMANDS = {
     "tiny": Command(
         "write a tiny random DeepSeek-V4 checkpoint",
-        "nvfp4_sgl.checkpoint.cli",
-        add="add_tiny_arguments",
-        run="run_tiny",
+        "nvfp4_sgl.synthetic.tiny_cli",
     ),
     "inspect": Command(
         "verify a checkpoint directory and summarise what it stores",
-        "nvfp4_sgl.checkpoint.cli",
-        add="add_inspect_arguments",
-        run="run_inspect",
+        "nvfp4_sgl.reports.inspect_cli",
     ),
     "verify": Command(
         "check a checkpoint's values, and compare it with the one it was made from",
-        "nvfp4_sgl.checkpoint.verify_cli",
+        "nvfp4_sgl.reports.verify_cli",
     ),
     "convert": Command("write a checkpoint with its large matrices in NVFP4", "nvfp4_sgl.convert.cli"),
     "build": Command("compile a checkpoint's kernels ahead of time, on any machine", "nvfp4_sgl.build_cli"),
@@ -89,8 +83,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
         if name == chosen:
             module = importlib.import_module(command.module)
-            getattr(module, command.add)(subparser)
-            subparser.set_defaults(run=getattr(module, command.run))
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
     return parser
 
 

@@ -224,7 +224,8 @@ def device_name(index: int) -> str:
 def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     from nvfp4_sgl.checkpoint.beside import check_beside
-    from nvfp4_sgl.checkpoint.verified import holds_weights, verify, verify_dummy
+    from nvfp4_sgl.checkpoint.verified import holds_weights, verify
+    from nvfp4_sgl.synthetic.random_weights import verify_dummy
     from nvfp4_sgl.targets.choose import choose, mode_of
     from nvfp4_sgl.targets.requirements import check_target
     from nvfp4_sgl.weights.parallel import TensorParallel

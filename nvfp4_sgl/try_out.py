@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from nvfp4_sgl.checkpoint.inspection import inspect
 from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.reports.inspection import inspect
 from nvfp4_sgl.standalone import Standalone
 
 PROMPT, GENERATED = 8, 8

@@ -18,7 +18,7 @@ import torch
 from benchmarks import own_folder
 from benchmarks.process_memory import measured
 from benchmarks.random_checkpoint import write_random
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 LOADED_TP_SIZE = 8
 """Tensor-parallel size whose rank 0 is loaded: a share of 20 GB fits beside other work in 24 GB of memory."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
+from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from tests.support.released import FLASH, config_json
 
 LAYERS = FLASH["num_hidden_layers"]

@@ -27,8 +27,8 @@ from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
 from benchmarks.flash import LAYERS, write_flash
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"

@@ -26,7 +26,7 @@ import torch
 from benchmarks import own_folder
 from benchmarks.process_memory import Peak, measured
 from benchmarks.random_checkpoint import write_random
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 LEAST_RATE = 2e9
 """Bytes a second and rank."""

@@ -39,7 +39,7 @@ from benchmarks.full_size import (
     shared_options,
     steady,
 )
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 CONTEXTS = {"long": 1 << 20, "short": 1 << 14}
 """``--context-length`` by server."""

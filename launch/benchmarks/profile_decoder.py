@@ -29,12 +29,12 @@ from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.captured import CapturedDecode, capture
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Operand
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Pass, Standalone
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from nvfp4_sgl.weights.parallel import lone_rank
 
 SHAPES: dict[str, Any] = {"index_topk": 512, "num_attention_heads": 64, "o_groups": 8, "num_hidden_layers": 6}

@@ -14,8 +14,8 @@ import torch
 from benchmarks.flash import write_flash
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, LENGTH_BYTES, Entry
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.verified import verify_dummy
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 SHARD_BYTES = 5 * 10**9
 PIECE_BYTES = 64 * 10**6

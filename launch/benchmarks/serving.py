@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from local_server import server
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 
 SEED = 1
 

@@ -14,7 +14,6 @@ from benchmarks.sm100.cases import CHECKPOINTS, MODELS, Case, cases, released
 from benchmarks.sm100.measure import Workload
 
 from first_light.journal import Journal
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
@@ -22,6 +21,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.common.native import NativeKernel
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey, compile_kernel
 from nvfp4_sgl.cutedsl_kernels.launcher import CudaLauncher, Launcher
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.weights.gemms import distinct_gemms, step_gemms
 from tests.sm100.support.launcher import EmulatedLauncher
 

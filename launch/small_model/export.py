@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint.names import Role, mtp_specs, tensor_specs
-from nvfp4_sgl.checkpoint.tiny_config import generation_config
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.checkpoint.transformers_names import original_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.synthetic.tiny_config import generation_config
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from small_model.network import SmallModel, raw_config
 
 WEIGHTS = "model.safetensors"

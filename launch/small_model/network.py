@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from small_model.task import VOCABULARY
 
 SIZES: dict[str, Any] = {

@@ -17,7 +17,7 @@ import string
 from dataclasses import dataclass
 from functools import cache
 
-from nvfp4_sgl.checkpoint.tokenizer import build_tokenizer
+from nvfp4_sgl.synthetic.tokenizer import build_tokenizer
 
 KEYS = string.ascii_letters
 VALUES = string.digits

@@ -1,6 +1,6 @@
 """Checkpoints in DeepSeek's original layout: which tensors there must be, what the files hold, and how to read them.
 
 ``names`` says what a configuration demands, ``inventory`` compares that with the files' headers before a byte of
-data is read, ``reader`` hands out the tensors bit for bit and checks their values. ``tiny`` writes small complete
-checkpoints, ``tokenizer`` the tokenizer that goes with them.
+data is read, ``reader`` hands out the tensors bit for bit and checks their values. What is told of a checkpoint is in
+:mod:`nvfp4_sgl.reports`; checkpoints that nobody trained are in :mod:`nvfp4_sgl.synthetic`.
 """

@@ -23,6 +23,7 @@ from nvfp4_sgl.checkpoint.late_checks import Checked, LateChecks
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.progress import ByteProgress
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called
+from nvfp4_sgl.checkpoint.staged_files import StagedFiles
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.stored_files import MappedFiles, StoredFiles
 from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
@@ -34,6 +35,12 @@ logger = logging.getLogger(__name__)
 
 CHECKED_BYTES = 64 << 20
 """Tables are checked in pieces of this size: intermediate results of a vocabulary's would take gigabytes."""
+
+
+def reader_for(inventory: Inventory, device: torch.device | str, say: Callable[[str], None] | None) -> CheckpointReader:
+    """A reader onto ``device``, or onto the CPU if that is no GPU; ``say`` takes lines that say how far reading is."""
+    device = torch.device(device)
+    return CheckpointReader(inventory, StagedFiles(device) if device.type == "cuda" else None, say)
 
 
 class CheckpointReader:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.dummy import DummyReader
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader, bounds
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
@@ -27,6 +26,7 @@ from nvfp4_sgl.convert.plan import Copy, Invert, Plan, Quantise, Step, make_plan
 from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.dummy import DummyReader
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny import MARKER
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, is_finished
 from nvfp4_sgl.convert.options import Options
@@ -30,6 +29,7 @@ from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.files import UNFINISHED, require_directory, shown
+from nvfp4_sgl.synthetic.tiny import MARKER
 
 NOT_COPIED = {"config.json", INDEX, MANIFEST, checksums.FILE, MARKER}
 """Small files that are written anew, or that say of a directory what does not hold for its copy."""

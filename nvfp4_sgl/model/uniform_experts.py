@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.random_words import key_of, words
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.synthetic.random_words import key_of, words
 from nvfp4_sgl.weights.source import frozen
 
 MAX_TOKENS = 1 << 16

@@ -18,7 +18,7 @@ from typing import Any
 from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
 from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
 from nvfp4_sgl.convert.options import Options
@@ -31,6 +31,7 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
 from nvfp4_sgl.targets.target import descriptor

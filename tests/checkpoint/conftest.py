@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 
 @pytest.fixture(scope="session")

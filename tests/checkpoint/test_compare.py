@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.checkpoint import compare as compare_module
-from nvfp4_sgl.checkpoint.compare import compare, is_lossless
 from nvfp4_sgl.checkpoint.findings import Finding
-from nvfp4_sgl.checkpoint.inspection import finding_lines
 from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.verification import verify_checkpoint
 from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.reports import compare as compare_module
+from nvfp4_sgl.reports.compare import compare, is_lossless
+from nvfp4_sgl.reports.inspection import finding_lines
+from nvfp4_sgl.reports.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
+from nvfp4_sgl.reports.verification import verify_checkpoint
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from tests.support.damage import (
     change_tensor,
     copy_checkpoint,

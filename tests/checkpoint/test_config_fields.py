@@ -15,12 +15,12 @@ import pytest
 
 from nvfp4_sgl import cli, config_fields, doctor
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import BASE
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.config_fields import ELSEWHERE, FIELDS, FIXED, NO_EFFECT, READ, REPEATS, YARN, Integer, unknown_fields
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import BASE
 from tests.packaging.checkout import ROOT
 from tests.support.damage import change_json, replace_bytes
 from tests.support.released import FLASH, PRO, config_json

@@ -16,8 +16,6 @@ import torch
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.transformers_names import original_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.convert import matrix
@@ -26,6 +24,8 @@ from nvfp4_sgl.convert.options import Options, Scales, parse_classes, parse_size
 from nvfp4_sgl.convert.run import convert
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.targets.requirements import check_target
 from tests.support import numpy_nvfp4
 from tests.support.damage import change_tensor, copy_checkpoint, load_stored, set_byte, store

@@ -18,7 +18,6 @@ from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.convert import matrix
 from nvfp4_sgl.convert.at_load import ConvertedAtLoad, classes_of, converted_at_load
@@ -27,6 +26,7 @@ from nvfp4_sgl.convert.run import convert
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import descriptor
 from tests.support.damage import change_tensor, copy_checkpoint, set_byte
 

@@ -18,7 +18,6 @@ import torch
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint import checksums
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.convert import progress, run, shard
 from nvfp4_sgl.convert.options import Options, Scales
@@ -28,6 +27,7 @@ from nvfp4_sgl.convert.run import convert
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.files import UNFINISHED
 from nvfp4_sgl.serving.arguments import preflight
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 from tests.support.damage import change_tensor, copy_checkpoint, replace_bytes, set_byte
 

@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.claimed import claimed_storages
-from nvfp4_sgl.checkpoint.dummy import SEED, DummyReader
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
-from nvfp4_sgl.checkpoint.random_words import key_of, random_bytes, words
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.claimed import claimed_storages
+from nvfp4_sgl.synthetic.dummy import SEED, DummyReader
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.random_words import key_of, random_bytes, words
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets.reference.experts import ReferenceRouter
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.matrices import values_of
@@ -111,7 +112,7 @@ def test_parts_are_parts_of_the_whole(format: TinyFormat, tmp_path: Path, monkey
     """Whatever range of whichever tensor a rank asks for, and however many words are drawn in one piece."""
     dummy = verify_dummy(write_config(tmp_path / "model", format))
     whole = {name: dummy.reader().read(name) for name in dummy.inventory.entries}
-    monkeypatch.setattr("nvfp4_sgl.checkpoint.dummy.MAX_WORDS_AT_ONCE", 1000)
+    monkeypatch.setattr("nvfp4_sgl.synthetic.dummy.MAX_WORDS_AT_ONCE", 1000)
     reader = dummy.reader()
     for name, tensor in whole.items():
         if tensor.dim() == 0:
@@ -336,17 +337,17 @@ def test_unknown_tensors_and_ranges_are_refused(dummy: Verified) -> None:
 
 MISTAKES: Mapping[str, tuple[str, str, str]] = {
     "rows of a slice counted from its start": (
-        "checkpoint.dummy",
+        "synthetic.dummy",
         "row = range(*bounds(entry, name, 0, rows or slice(None)))",
         "row = range((lambda b: b[1] - b[0])(bounds(entry, name, 0, rows or slice(None))))",
     ),
     "columns that begin within a word": (
-        "checkpoint.random_words",
+        "synthetic.random_words",
         "columns.start - 4 * first : columns.stop - 4 * first",
         ": len(columns)",
     ),
     "the width of a part in place of the whole": (
-        "checkpoint.random_words",
+        "synthetic.random_words",
         "range(first, last), -(-width // 4)",
         "range(first, last), last - first",
     ),
@@ -358,7 +359,7 @@ def part_of_a_part(tmp_path: Path) -> Iterator[Any]:
     folder = write_config(tmp_path / "model")
 
     def differs() -> bool:
-        module = importlib.import_module("nvfp4_sgl.checkpoint.verified")
+        module = importlib.import_module("nvfp4_sgl.synthetic.random_weights")
         reader: CheckpointReader = module.verify_dummy(folder).reader()
         name, rows, cols = "layers.1.attn.wo_b.weight", slice(64, 128), slice(33, 63)
         part, whole = reader.read(name, rows, cols), reader.read(name)

@@ -12,11 +12,11 @@ import pytest
 
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_quantization_config
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames
 from tests.support.damage import copy_checkpoint
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}

@@ -19,13 +19,13 @@ from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.inventory import INDEX
 from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
 from nvfp4_sgl.checkpoint.transformers_names import original_name, transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames
 from tests.support.damage import (
     change_json,
     change_tensor,
@@ -162,7 +162,7 @@ def test_names_are_translated_both_ways() -> None:
 
 
 def _config() -> dict:
-    from nvfp4_sgl.checkpoint.tiny_config import tiny_config
+    from nvfp4_sgl.synthetic.tiny_config import tiny_config
 
     return tiny_config(TinyFormat.BF16, {})
 

@@ -11,7 +11,7 @@ import pytest
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import words
 from tests.packaging.checkout import ROOT
 from tests.support.damage import change_tensor, set_byte

@@ -24,12 +24,12 @@ from nvfp4_sgl.checkpoint.names import tensor_specs
 from nvfp4_sgl.checkpoint.quantization import MANIFEST
 from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.stored_files import MappedFiles, ReadFiles
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.memory.plan import Plan
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from tests.support.damage import (
     change_json,
     change_tensor,
@@ -448,7 +448,7 @@ def test_memory_does_not_grow_with_the_files(small: dict[str, Path], tmp_path: P
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from nvfp4_sgl.checkpoint import scan, compare\n"
+        "from nvfp4_sgl.checkpoint import scan\nfrom nvfp4_sgl.reports import compare\n"
         "from nvfp4_sgl.checkpoint.verified import verify\n"
         "def status(field): return int(Path('/proc/self/status').read_text().split(field)[1].split()[0]) // 1024\n"
         "small, large = map(verify, sys.argv[1:])\n"

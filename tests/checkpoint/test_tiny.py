@@ -11,11 +11,11 @@ import torch
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
-from nvfp4_sgl.checkpoint.tiny import MARKER, write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.tiny_weights import draw
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
+from nvfp4_sgl.synthetic.tiny import MARKER, write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_weights import draw
 from tests.support.dequantize import dequantize_checkpoint, raw_tensors
 from tests.support.oracle import hf_logits, hf_model, load_strictly
 from tests.support.prompts import FP32_MARGIN, clear_ids, draw_ids, selection_margin
@@ -158,7 +158,7 @@ def test_draws_depend_on_name_and_seed_alone() -> None:
 
 
 def _config() -> dict:
-    from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
+    from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 
     return tiny_config(TinyFormat.BF16, {})
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nvfp4_sgl.checkpoint.tokenizer import BOS, CONTROL_TOKENS, EOS, MARKUP_TOKENS, build_tokenizer
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.tokenizer import BOS, CONTROL_TOKENS, EOS, MARKUP_TOKENS, build_tokenizer
 
 
 @pytest.fixture(scope="module")

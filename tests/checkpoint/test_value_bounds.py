@@ -16,12 +16,12 @@ from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.checkpoint.names import Role, mtp_specs, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.config_fields import READ, YARN
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.damage import change_json, change_tensor, copy_checkpoint, file_of, load_stored, store
 from tests.support.released import FLASH
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.captured import CapturedDecode
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import native
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
@@ -26,6 +25,7 @@ from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.tracing.diff import differences
 from nvfp4_sgl.tracing.layer import compare_layer
 from nvfp4_sgl.tracing.layer_cli import BOUNDS, first_departure

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import Recording, Replayed, check_writes, record, relative_errors, replay

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.triton_kernels.indexer import topk
 from tests.support import native
 from tests.support.interpreted import ON_GPU

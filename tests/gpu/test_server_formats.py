@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import bf16_logprobs, native
 from tests.support.bf16_logprobs import errors, generate, prompt
 from tests.support.calm import write_calm

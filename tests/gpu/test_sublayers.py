@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import attention
 from nvfp4_sgl.targets.fused import step as step_module
 from nvfp4_sgl.targets.fused.step import Scratch

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny_config import BASE
-from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import BASE
 from tests.support import native
 from tests.support.device_reference import DeviceReference
 from tests.support.interpreted import ON_GPU

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets import reference
 from nvfp4_sgl.targets.fused.router import FusedRouter
 from nvfp4_sgl.targets.reference.experts import ReferenceRouter

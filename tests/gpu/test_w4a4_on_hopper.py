@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import activations, relative_errors

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused.warm_up import MAX_SHORT_PROMPT, divided_sizes, sizes, warm_up_passes
 from nvfp4_sgl.triton_kernels.attention.tiling import MIN_TOGETHER
 from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS, TensorParallel, lone_rank

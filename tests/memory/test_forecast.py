@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
@@ -30,6 +29,8 @@ from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import kv_pool
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.mutation import mutated

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.memory.plan import Plan
 from nvfp4_sgl.sglang_defaults import FRACTION, REQUESTS
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 
 PLANNED = ("--target", "sm_100a", "--json")
 

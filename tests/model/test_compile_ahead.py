@@ -20,7 +20,6 @@ from triton.runtime import jit
 from nvfp4_sgl import build, cli
 from nvfp4_sgl.build import Serving, needed, with_distinct_layers
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
@@ -32,6 +31,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner

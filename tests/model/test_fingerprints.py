@@ -25,7 +25,7 @@ BOUND = 1e-4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from nvfp4_sgl.checkpoint.tiny import write_tiny
+    from nvfp4_sgl.synthetic.tiny import write_tiny
 
     path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=5, sliding_window=16, index_topk=16)

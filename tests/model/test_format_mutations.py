@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 8}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from nvfp4_sgl.checkpoint.tiny import write_tiny
+    from nvfp4_sgl.synthetic.tiny import write_tiny
 
     root = tmp_path_factory.mktemp("mutations")
     found = {}

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused.gemm_bf16 import Bf16GroupedProjection, Bf16InputProjection, Bf16Projection
 from nvfp4_sgl.targets.fused.gemm_w8a16 import (
     W8A16GroupedProjection,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cli import main
 from nvfp4_sgl.model.contract import Columns, Operand
 from nvfp4_sgl.ops.linear import ActivationMode
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.reference import attention, experts, projections, sites
 from nvfp4_sgl.tracing.layer import Stage, compare_layer
 from nvfp4_sgl.tracing.layer_cli import BOUNDS, first_departure

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.scale_layout import unswizzle_128x4
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.weights.layout import attention_matrices, expert_matrices
 from nvfp4_sgl.weights.matrix import load_matrix, stack
 from nvfp4_sgl.weights.parallel import TensorParallel

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.model.contract import Context
@@ -22,6 +21,7 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.replace import pairs, replace_weights, workspace_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import TensorParallel

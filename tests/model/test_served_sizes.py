@@ -18,12 +18,13 @@ import torch
 from nvfp4_sgl import build
 from nvfp4_sgl.build import META, Serving
 from nvfp4_sgl.cache.local import LocalCaches
-from nvfp4_sgl.checkpoint.dummy import DummyReader
-from nvfp4_sgl.checkpoint.tiny_config import BASE, TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.verified import Verified, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.synthetic.dummy import DummyReader
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.target import descriptor

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.checkpoint.tokenizer import build_tokenizer
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tokenizer import build_tokenizer
 from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.tokens import ALIGNMENT, DividedTokens, EveryToken, tokens_of
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.tracing.taps import observing
 from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS, TensorParallel
 from tests.support.ranks import Exchange

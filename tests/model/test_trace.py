@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cli import main
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import trace
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.tracing import diff, record
 from nvfp4_sgl.tracing.contents import RANK_LOCAL
 from nvfp4_sgl.tracing.diff import Difference

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cli import main
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.tracing.contents import FORMAT, SKETCH
 from nvfp4_sgl.tracing.reading import read_record
 from nvfp4_sgl.tracing.runs import check_fed

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.layer import Block, Place, Walk
 from nvfp4_sgl.standalone import Pass, Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 
 PROMPT = list(range(5, 26))
 LAYERS = 3

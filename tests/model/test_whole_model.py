@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from tests.support.oracle import hf_model
 from tests.support.packed_oracle import pack_rows
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import GROUP, targets, words
 from tests.packaging.checkout import ROOT
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
-from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from tests.support.released import FLASH, config_json
 
 ROOT = Path(__file__).resolve().parents[2]

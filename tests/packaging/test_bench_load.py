@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.verified import verify, verify_dummy
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl import cli, doctor
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
 from tests.support.damage import change_json
 

@@ -14,7 +14,7 @@ import pytest
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.arguments import print_json
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "n_routed_experts": 6}

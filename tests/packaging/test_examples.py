@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import decoder, one_layer, one_op
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.storages import how, table
 from nvfp4_sgl.targets.target import words

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cli import COMMANDS
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 
 HOOK = ROOT / "tests" / "support" / "without_heavy_imports"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.server import Server, ServerPool
 from tests.support.start_ups import StartUps
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.serving import answer_parser, answer_text, requests, stop_strings, token_bytes, tool_calls
 from nvfp4_sgl.serving.sglang.hooked import HOOKS as LEDGER
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 
 VOCAB, CASES = 512, 400
 END_THINK, DSML = "</think>", "｜DSML｜"

@@ -18,13 +18,13 @@ import torch
 
 import nvfp4_sgl
 from nvfp4_sgl.build import Gpu, Serving
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import MANIFEST
 from nvfp4_sgl.serving import compiler
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused.compile_ahead import LIBRARY_VARIABLE, TRITON_FOLDER
 from nvfp4_sgl.triton_kernels import ahead
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl.build import Serving
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import dry_server
 from tests.support.server import Server, ServerPool
 

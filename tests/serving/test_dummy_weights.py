@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, tiny_config
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
-from nvfp4_sgl.checkpoint.verified import verify_dummy
 from nvfp4_sgl.serving import arguments, trace
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.tracing.diff import differences
 from nvfp4_sgl.tracing.reading import read_record
 from tests.support.server import Server

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support import bf16_logprobs, native

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from tests.support.server import Server
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.serving.grammar_process import TITLE
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.damage import change_json, copy_checkpoint, damaged_copy
 from tests.support.golden import Golden
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from nvfp4_sgl.checkpoint.tokenizer import build_tokenizer
 from nvfp4_sgl.serving.text_limits import MAX_SCORED, TextLimit, contents, longest_token, score_fault
+from nvfp4_sgl.synthetic.tokenizer import build_tokenizer
 
 LIMIT = TextLimit(tokens=10, token_bytes=4)
 

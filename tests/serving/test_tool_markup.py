@@ -16,9 +16,9 @@ import pytest
 from sglang.srt.parser.deepseek_recipe_output import DeepSeekRecipeOutputParser, whole_tool_calls
 from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
 
-from nvfp4_sgl.checkpoint.tokenizer import build_tokenizer
 from nvfp4_sgl.serving import tool_calls
 from nvfp4_sgl.serving.tool_markup import MARK, TOKEN, MarkupScanner
+from nvfp4_sgl.synthetic.tokenizer import build_tokenizer
 
 NAMES = ("f", "get_weather", "a_b-c")
 MUTATIONS = 4000

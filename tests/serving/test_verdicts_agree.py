@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl import doctor
-from nvfp4_sgl.checkpoint.inspection import inspect
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.reports.inspection import inspect
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.hooked import HOOKS

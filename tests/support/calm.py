@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.damage import load_stored, store
 
 QUIET = (".attn.wo_b.weight_scale_2", ".w2.weight_scale_2")

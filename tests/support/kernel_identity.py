@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nvfp4_sgl.build import Serving, needed
-from nvfp4_sgl.checkpoint.tiny import write_tiny
-from nvfp4_sgl.checkpoint.verified import Verified, verify, verify_dummy
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey, compile_kernel
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import descriptor, modes, words
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant

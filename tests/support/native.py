@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import detect_target
 from nvfp4_sgl.targets.target import modes
 from tests.support.calm import write_calm

@@ -20,10 +20,10 @@ from unittest import mock
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from nvfp4_sgl.checkpoint.tiny import write_tiny
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support import native
 from tests.support.reference_gemms import DryLauncher, dry_gemms
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nvfp4_sgl.checkpoint import modelopt_words
-from nvfp4_sgl.checkpoint.tokenizer import BOS_ID, EOS_ID
 from nvfp4_sgl.config import ARCHITECTURE
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.synthetic.tokenizer import BOS_ID, EOS_ID
 
 
 class TinyFormat(enum.Enum):

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from nvfp4_sgl.arguments import add_checkpoint, add_json, add_threads
-from nvfp4_sgl.checkpoint.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
+from nvfp4_sgl.reports.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
 from nvfp4_sgl.terminal import fitted
 
 
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report, the verdict last; 0 if DIR is right, 1 if it is wrong. A SRC that cannot be read raises."""
-    from nvfp4_sgl.checkpoint.html_report import page
-    from nvfp4_sgl.checkpoint.verification import verify_checkpoint
+    from nvfp4_sgl.reports.html_report import page
+    from nvfp4_sgl.reports.verification import verify_checkpoint
 
     if args.html is not None:
         args.html.touch()  # what cannot be written is told now, not after hours of reading

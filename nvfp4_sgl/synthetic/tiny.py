@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint import tiny_storage
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, mtp_specs, tensor_specs
 from nvfp4_sgl.checkpoint.quantization import MANIFEST
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames, generation_config, manifest, tiny_config
-from nvfp4_sgl.checkpoint.tiny_weights import draw
-from nvfp4_sgl.checkpoint.tokenizer import write_tokenizer
 from nvfp4_sgl.checkpoint.transformers_names import transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.synthetic import tiny_storage
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames, generation_config, manifest, tiny_config
+from nvfp4_sgl.synthetic.tiny_weights import draw
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.terminal import Counter
 
 MARKER = "nvfp4_sgl_tiny.json"

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TextIO
 
 from nvfp4_sgl.checkpoint import checksums
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.compare import Compared, Comparison, compare
 from nvfp4_sgl.checkpoint.findings import Finding
-from nvfp4_sgl.checkpoint.inspection import Inspection, counted, finding_lines, inspect, number, table
 from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.checkpoint.thresholds import Thresholds
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.reports.compare import Compared, Comparison, compare
+from nvfp4_sgl.reports.inspection import Inspection, counted, finding_lines, inspect, number, table
+from nvfp4_sgl.reports.thresholds import Thresholds
 
 
 class ClassKey(NamedTuple):

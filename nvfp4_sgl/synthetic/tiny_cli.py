@@ -1,4 +1,4 @@
-"""``nvfp4-sgl tiny`` and ``nvfp4-sgl inspect``."""
+"""``nvfp4-sgl tiny``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from nvfp4_sgl.arguments import add_checkpoint, add_json, add_output, add_seed, add_threads, print_json
-from nvfp4_sgl.checkpoint.tiny_config import TinyFormat, TinyNames
-from nvfp4_sgl.checkpoint.verified import verify
-from nvfp4_sgl.errors import Nvfp4SglError
-from nvfp4_sgl.terminal import Counter, fitted
+from nvfp4_sgl.arguments import add_json, add_output, add_seed, print_json
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames
+from nvfp4_sgl.terminal import Counter
 
 
-def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl tiny``."""
     add_output(parser, "where to write; created if absent")
     parser.add_argument(
@@ -47,9 +45,9 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run_tiny(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
-    from nvfp4_sgl.checkpoint.tiny import write_tiny
+    from nvfp4_sgl.synthetic.tiny import write_tiny
     from nvfp4_sgl.try_out import try_out
 
     overrides = dict(args.overrides)
@@ -83,53 +81,6 @@ def run_tiny(args: argparse.Namespace) -> int:
             print("\n".join(shown.lines()))
         print(f"next: {serve}")
     return 0
-
-
-def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``nvfp4-sgl inspect``."""
-    add_checkpoint(parser)
-    parser.add_argument("--values", action="store_true", help="read all tensors, and check what they hold")
-    parser.add_argument(
-        "--scales",
-        action="store_true",
-        help="read the scales alone, a tenth of the bytes: their ranges, and MXFP4 matrices that NVFP4 cannot hold",
-    )
-    add_json(parser)
-    add_threads(parser)
-    parser.add_argument(
-        "--checksums", action="store_true", help="hold every tensor against the manifest that 'convert' wrote"
-    )
-
-
-def run_inspect(args: argparse.Namespace) -> int:
-    """Check names, shapes, dtypes and what exporters say of them, and with flags values; print what is stored.
-
-    Return 1 if something is wrong with the values or the checksums, or if no target serves what is stored. What is
-    wrong before that raises; with ``--json`` it is printed and 2 is returned.
-    """
-    from nvfp4_sgl.checkpoint import checksums
-    from nvfp4_sgl.checkpoint.beside import check_beside
-    from nvfp4_sgl.checkpoint.inspection import broken_as_json, inspect
-
-    try:
-        verified, found = verify(args.directory), None
-        check_beside(args.directory, verified.config.vocab_size)
-        if args.values or args.scales:
-            from nvfp4_sgl.checkpoint.scan import scan
-
-            found = scan(verified, whole=args.values, threads=args.threads)
-        inspection = inspect(verified, found, checksums.check(verified.inventory) if args.checksums else None)
-    except Nvfp4SglError as error:
-        if not args.json:
-            raise
-        print_json(broken_as_json(args.directory, error))
-        return 2
-    print(
-        json.dumps(inspection.as_json(), indent=2, allow_nan=False)
-        if args.json
-        else fitted("\n".join(inspection.lines()))
-    )
-    return 1 if inspection.problems else 0
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -27,11 +27,11 @@ from nvfp4_sgl.checkpoint.names import TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
-from nvfp4_sgl.checkpoint.thresholds import Thresholds
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.formats import ue8m0
 from nvfp4_sgl.formats.nvfp4 import BLOCK
+from nvfp4_sgl.reports.thresholds import Thresholds
 
 LEAST_BLOCK_SHARE = 2.0**-14
 """Blocks whose maximum is below this share of the matrix's count as if it were that: smaller ones have subnormal scales

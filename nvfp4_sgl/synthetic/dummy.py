@@ -1,8 +1,8 @@
-"""Random weights with no files behind them, for ``--load-format dummy``: full-size servers, measurements, tests.
+"""Draws random weights, for ``--load-format dummy``: full-size servers, measurements, tests.
 
-:func:`dummy_inventory` lists the tensors that a checkpoint of a configuration would have, and :class:`DummyReader`
-hands them out as :class:`CheckpointReader` does, so that everything behind a reader is the same. A tensor is a function
-of seed, name and position alone (:mod:`.random_words`): of any size, for any rank, on any device.
+:class:`DummyReader` hands out tensors of :mod:`.random_weights` as :class:`CheckpointReader` does those of files: what
+is behind a reader is the same. A tensor is a function of seed, name and position alone (:mod:`.random_words`): of any
+size, for any rank, on any device.
 
 Codes are random bytes, and nothing is ever quantised. Magnitudes are those of tiny checkpoints
 (:mod:`.tiny_weights`), by which activations stay of order 1 through all layers; routers are balanced.
@@ -11,29 +11,21 @@ Codes are random bytes, and nothing is ever quantised. Magnitudes are those of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.claimed import claimed_storages
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
-from nvfp4_sgl.checkpoint.random_words import key_of, normal_numbers, random_bytes, words
 from nvfp4_sgl.checkpoint.reader import CheckpointReader, bounds
-from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
-from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.checkpoint.stored_files import DTYPES
-from nvfp4_sgl.checkpoint.tiny_weights import fp32_values, gain
-from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats import ue8m0
+from nvfp4_sgl.synthetic.random_words import key_of, normal_numbers, random_bytes, words
+from nvfp4_sgl.synthetic.tiny_weights import fp32_values, gain
 
 SEED = 0
 """Seed of the weights that are served."""
-FILE = Path("(random weights)")
-"""What errors name in place of a file."""
 MAX_WORDS_AT_ONCE = 1 << 24
 """Words drawn in one piece: 128 MiB, and as much again on the way."""
 
@@ -52,43 +44,11 @@ Draw = Callable[[range, range], Tensor]
 """Rows and columns of a tensor, as stored."""
 
 
-def dummy_inventory(raw: Mapping[str, Any], config: ModelConfig, directory: Path) -> Inventory:
-    """The tensors of a checkpoint of ``config``, not verified yet.
-
-    Args:
-        raw: config.json; its ``quantization_config`` decides the storages (:func:`claimed_storages`).
-        directory: for errors.
-
-    Raises:
-        ConfigError: of :func:`claimed_storages`.
-    """
-    storages = claimed_storages(raw, config)
-    entries = {
-        entry.name: entry
-        for spec in tensor_specs(config).values()
-        for entry in _entries(spec, storages.get(spec.name, Storage.PLAIN))
-    }
-    return Inventory(directory, entries)
-
-
-def _entries(spec: TensorSpec, storage: Storage) -> Iterator[Entry]:
-    if not spec.role.is_matrix:
-        yield _entry(spec.key, {Role.FP32: "F32", Role.TID2EID: "I64"}.get(spec.role, "BF16"), spec.shape)
-        return
-    for part in storage.decoder.parts:
-        if not part.optional:
-            yield _entry(f"{spec.name}.{part.suffixes[0]}", part.dtypes[0], part.shapes(*spec.shape)[0])
-
-
-def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-    return Entry(name, FILE, dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype])
-
-
 class DummyReader(CheckpointReader):
     """Draws what :class:`CheckpointReader` would read; its docstrings apply.
 
     Args:
-        inventory: of :func:`dummy_inventory`, verified.
+        inventory: of :func:`.random_weights.dummy_inventory`, verified.
         device: where tensors are made.
         seed: of all tensors.
         say: as of the base.

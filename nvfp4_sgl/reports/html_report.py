@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.compare import Compared, Comparison
 from nvfp4_sgl.checkpoint.findings import Finding
-from nvfp4_sgl.checkpoint.verification import Verification
 from nvfp4_sgl.files import escaped
+from nvfp4_sgl.reports.compare import Compared, Comparison
+from nvfp4_sgl.reports.verification import Verification
 
 SHOWN_FINDINGS, SHOWN_MATRICES = 200, 20
 """Rows of the longer tables."""

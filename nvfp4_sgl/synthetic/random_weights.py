@@ -1,0 +1,95 @@
+"""Random weights for a config.json, with no files behind them: the tensors that its checkpoint would have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.overrides import FLAG, completed
+from nvfp4_sgl.checkpoint.quantization import check_quantization_config
+from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
+from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.config import ModelConfig, read_config_json
+from nvfp4_sgl.synthetic.claimed import claimed_storages
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvfp4_sgl.checkpoint.reader import CheckpointReader
+
+FILE = Path("(random weights)")
+"""What errors name in place of a file."""
+
+
+@dataclass(frozen=True)
+class RandomWeights(Verified):
+    """Random tensors that match a configuration, whatever files are in the directory."""
+
+    is_dummy: ClassVar[bool] = True
+
+    def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
+        """What draws the tensors on ``device``; ``say`` is as of the base."""
+        from nvfp4_sgl.synthetic.dummy import DummyReader
+
+        return DummyReader(self.inventory, device, say=say)
+
+    def describe(self) -> str:
+        """Where the weights come from, in words."""
+        return f"RANDOM ({self.summary.format}, --load-format dummy): this is no model, its answers mean nothing"
+
+
+def verify_dummy(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> RandomWeights:
+    """Random weights for ``directory``'s config.json; other files are not looked at.
+
+    Args:
+        overrides: fields that replace config.json's; what depends on them follows (``completed``).
+
+    Raises:
+        ConfigError: config.json is absent, unreadable or not servable, or claims a storage that is not supported.
+    """
+    raw, source = read_config_json(directory), str(Path(directory) / "config.json")
+    if overrides:
+        raw, source = raw | completed(raw, overrides), f"{source} with {FLAG}"
+    config = ModelConfig.from_dict(raw, source=source)
+    inventory = dummy_inventory(raw, config, Path(directory))
+    summary = inventory.verify(config)
+    check_quantization_config(raw, summary)
+    return RandomWeights(raw, config, inventory, summary)
+
+
+def dummy_inventory(raw: Mapping[str, Any], config: ModelConfig, directory: Path) -> Inventory:
+    """The tensors of a checkpoint of ``config``, not verified yet.
+
+    Args:
+        raw: config.json; its ``quantization_config`` decides the storages (:func:`claimed_storages`).
+        directory: for errors.
+
+    Raises:
+        ConfigError: of :func:`claimed_storages`.
+    """
+    storages = claimed_storages(raw, config)
+    entries = {
+        entry.name: entry
+        for spec in tensor_specs(config).values()
+        for entry in _entries(spec, storages.get(spec.name, Storage.PLAIN))
+    }
+    return Inventory(directory, entries)
+
+
+def _entries(spec: TensorSpec, storage: Storage) -> Iterator[Entry]:
+    if not spec.role.is_matrix:
+        yield _entry(spec.key, {Role.FP32: "F32", Role.TID2EID: "I64"}.get(spec.role, "BF16"), spec.shape)
+        return
+    for part in storage.decoder.parts:
+        if not part.optional:
+            yield _entry(f"{spec.name}.{part.suffixes[0]}", part.dtypes[0], part.shapes(*spec.shape)[0])
+
+
+def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+    return Entry(name, FILE, dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype])
