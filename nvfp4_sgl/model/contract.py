@@ -24,6 +24,7 @@ What passes from ``route`` to ``experts``, from ``select`` to ``attend`` and bet
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -301,9 +302,14 @@ class Boundaries:
     experts: Callable[[Context, Sequence[ExpertMatrices]], Experts]
 
     def names(self) -> dict[str, str]:
-        """``module:name`` of each boundary's implementation."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: f"{item.__module__}:{item.__qualname__}" for name, item in found.items()}
+        """``module:name`` of each boundary's implementation, and in brackets what it is bound to."""
+        return {each.name: _where(getattr(self, each.name)) for each in fields(self)}
+
+
+def _where(item: Any) -> str:
+    if isinstance(item, functools.partial):
+        return f"{_where(item.func)} ({', '.join(map(str, item.args))})"
+    return f"{item.__module__}:{item.__qualname__}"
 
 
 @dataclass(frozen=True)

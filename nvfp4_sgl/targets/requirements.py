@@ -115,7 +115,7 @@ def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: 
         for stems in merged:
             _require_alike(where, storage, {storage(stem).is_nvfp4: stem for stem in reversed(stems)})
         if chosen.merge.by_kind:
-            stems = [shard.stem for shard in (*shared.gate_up, shared.down)]
+            stems = [shard.stem for shard in shared.shards]
             _require_alike(where, storage, {Arrival.of(storage(stem)): stem for stem in reversed(stems)})
 
 

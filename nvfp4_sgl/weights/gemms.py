@@ -102,6 +102,15 @@ class MergeRule:
             members.setdefault(kind, []).append(index)
         return list(members.items())
 
+    def experts(self, routed: Iterable[Operands], shared: Iterable[Operands]) -> tuple[Operands, Operands]:
+        """What the GEMMs of a layer's routed experts and of its shared one multiply; if the same, they are grouped.
+
+        A target that merges by kind takes routed experts in NVFP4 alone, and a shared one whose matrices are of a kind.
+        """
+        if not self.by_kind and common(routed) != "nvfp4":
+            return "bf16", "bf16"
+        return "nvfp4", common(shared)
+
 
 BY_KIND = MergeRule(by_kind=True, gated_alone=True)
 """SM100's."""
@@ -191,12 +200,12 @@ def _experts(
     config: ModelConfig, layer: LayerSpec, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
 ) -> list[GemmSpec]:
     *routed, shared = expert_matrices(config, layer, parallel)
-    if not rule.by_kind and common(operands(shard.stem) for expert in routed for shard in _shards(expert)) != "nvfp4":
-        return _grouped(config, parallel, [*routed, shared], shared=True, kind="bf16")
-    # A target that merges by kind takes a shared expert only if its matrices are of one kind.
-    kind = common(operands(shard.stem) for shard in _shards(shared))
-    if kind == "nvfp4":
-        return _grouped(config, parallel, [*routed, shared], shared=True)
+    of_routed, kind = rule.experts(
+        (operands(shard.stem) for expert in routed for shard in expert.shards),
+        (operands(shard.stem) for shard in shared.shards),
+    )
+    if of_routed == kind:
+        return _grouped(config, parallel, [*routed, shared], shared=True, kind=kind)
     inner, d = config.moe_intermediate_size // parallel.size, config.hidden_size
     gated, features = (True, inner) if rule.gated_alone else (False, 2 * inner)
     return [
@@ -235,7 +244,3 @@ def _grouped(
             Part.EXPERTS, down, (d,) * len(down),
         ),
     ]  # fmt: skip
-
-
-def _shards(expert: ExpertMatrices) -> Sequence[Shard]:
-    return (*expert.gate_up, expert.down)

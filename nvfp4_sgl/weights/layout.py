@@ -70,6 +70,11 @@ class ExpertMatrices:
     gate_up: tuple[Shard, Shard]
     down: Shard
 
+    @property
+    def shards(self) -> tuple[Shard, Shard, Shard]:
+        """All three."""
+        return (*self.gate_up, self.down)
+
 
 def expert_matrices(config: ModelConfig, layer: LayerSpec, parallel: TensorParallel) -> list[ExpertMatrices]:
     """Matrices of every routed expert in order, then of the shared expert."""
@@ -102,7 +107,7 @@ def expert_batches(
     batches = [matrices[first : first + EXPERTS_AT_ONCE] for first in range(0, len(matrices), EXPERTS_AT_ONCE)]
 
     def expect(batch: Sequence[ExpertMatrices]) -> None:
-        shards = (shard for expert in batch for shard in (*expert.gate_up, expert.down))
+        shards = (shard for expert in batch for shard in expert.shards)
         source.expect([(shard.stem, shard.rows, shard.cols) for shard in shards])
 
     first = 0

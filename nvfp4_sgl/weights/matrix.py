@@ -33,20 +33,17 @@ def load_matrix(source: WeightSource, shards: Sequence[Shard], *, groups: int | 
     )
 
 
-def load_mxfp8(source: WeightSource, shards: Sequence[Shard], *, groups: int | None = None) -> MxFp8Tensor:
-    """Merge FP8 ``shards`` by rows, in MXFP8; with ``groups``, split the rows into [groups, N/groups, K]."""
+def load_mxfp8(
+    source: WeightSource, shards: Sequence[Shard], *, groups: int | None = None
+) -> tuple[MxFp8Tensor, list[int]]:
+    """FP8 ``shards`` merged by rows, in MXFP8, a copy, and the rows of each; with ``groups`` [groups, N/groups, K]."""
     parts = [source.read_mxfp8(shard.stem, rows=shard.rows, cols=shard.cols) for shard in shards]
-    matrix = parts[0] if len(parts) == 1 else merge_mxfp8(parts)
-    if groups is None:
-        return matrix
-    return MxFp8Tensor(matrix.codes.unflatten(0, (groups, -1)), matrix.scale.unflatten(0, (groups, -1)))
-
-
-def merge_mxfp8(matrices: Sequence[MxFp8Tensor]) -> MxFp8Tensor:
-    """Matrices [N, K] one below the other."""
     # As bytes: torch does not concatenate e4m3 everywhere.
-    codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in matrices])
-    return MxFp8Tensor(codes.view(torch.float8_e4m3fn), torch.cat([matrix.scale for matrix in matrices]))
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    scale, rows = torch.cat([part.scale for part in parts]), [len(part.codes) for part in parts]
+    if groups is not None:
+        codes, scale = codes.unflatten(0, (groups, -1)), scale.unflatten(0, (groups, -1))
+    return MxFp8Tensor(codes, scale), rows
 
 
 def concatenate(matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:

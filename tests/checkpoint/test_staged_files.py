@@ -151,7 +151,7 @@ def test_experts_are_read_before_they_are_asked_for_and_in_their_order(
         reader, expert_matrices(verified.config, verified.config.layer(3), TensorParallel(1, 2))
     ):
         for expert in batch:
-            for shard in (*expert.gate_up, expert.down):
+            for shard in expert.shards:
                 reader.read_matrix(shard.stem, shard.rows, shard.cols)
                 for part in reader.storage(shard.stem).decoder.parts:
                     if not part.optional:

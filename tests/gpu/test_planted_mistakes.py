@@ -31,7 +31,6 @@ EDGE, OVER = 250, 20
 """Cached tokens, and tokens of a pass that ends in the next page: the first page's ring keeps 6 of them."""
 PROMPT = {0: [7, 300, 41]}
 """What goes through the embedding and all mHC sites."""
-PRODUCTS = {"sm_90a": "gemm_w4a16", "sm_100a": "gemm_w4a4"}
 BOUNDS: dict[str, dict[int | str, float]] = {
     "sm_90a": {SWA: 0.03, CSA: 0.3, HCA: 0.03, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
     "sm_100a": {SWA: 0.2, CSA: 0.3, HCA: 0.2, "experts": 0.02, "state": 0.05, "ring": 0.05, "streams": 0.013},
@@ -46,7 +45,7 @@ A query of a CSA layer may choose another entry near the margin."""
 class Mistake:
     """``old`` becomes ``new`` in ``module``; it shows in ``layer``, in ``place``: attention, experts, state or ring.
 
-    In place "streams" it shows whatever the layer. ``{products}`` stands for the target's own module of GEMMs.
+    In place "streams" it shows whatever the layer.
     """
 
     module: str
@@ -113,10 +112,10 @@ MISTAKES = {
         "ring",
     ),
     "columns of a GEMM one further": Mistake(
-        "targets.fused.{products}", "result.split(self.sizes", "result.roll(1, dims=1).split(self.sizes", HCA
+        "targets.fused.projections", "result.split(gemm.sizes", "result.roll(1, dims=1).split(gemm.sizes", HCA
     ),
     "o-groups in another order": Mistake(
-        "targets.fused.{products}", "result.flatten(1)", "result.flip(1).flatten(1)", HCA
+        "targets.fused.projections", "result.flatten(1)", "result.flip(1).flatten(1)", HCA
     ),
     "embeddings of other tokens": Mistake(
         "targets.fused.sites",
@@ -229,7 +228,7 @@ def test_nothing_planted(layer: int, place: str, target: str, checkpoint: Path, 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_seen(name: str, target: str, checkpoint: Path, recordings: dict[str, Told]):
     mistake = MISTAKES[name]
-    with mutated(mistake.module.format(products=PRODUCTS[target]), mistake.old, mistake.new):
+    with mutated(mistake.module, mistake.old, mistake.new):
         error = error_of(target, checkpoint, recordings[target], mistake.layer, mistake.place)
     print(f"{target}: {name}: {error:.3f}")
     assert error > bound(target, mistake.layer, mistake.place), f"{name}: the worst row moved by {error:.3f} only"

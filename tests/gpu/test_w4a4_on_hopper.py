@@ -102,8 +102,11 @@ MISTAKES = {
     "alphas of gate and up exchanged": ("gate_up.global_scale)", "gate_up.global_scale.flip(1))"),
     "no constant row scale behind SwiGLU": ("down.global_scale * self._hidden_scale", "down.global_scale"),
     "no row scale after the GEMM": ("scale_rows(sums, scale,", "scale_rows(sums, torch.ones_like(scale),"),
-    "row scales of other groups": ("in_form(scaled(sums, scale,", "in_form(scaled(sums, scale.roll(1, 1),"),
-    "experts read what is not rounded": ("scatter_rows(values, routes", "scatter_rows(given, routes"),
+    "row scales of other groups": (
+        "torch.float32), scale, dtype",
+        "torch.float32), scale.roll(1, 1) if scale.dim() == 2 else scale, dtype",
+    ),
+    "experts read what is not rounded": ("scatter_rows(values, routes", "scatter_rows(x, routes"),
 }
 """What stands there, and what is put in its place."""
 
@@ -120,16 +123,28 @@ def test_mistakes_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100:
 
 
 MXFP8_MISTAKES = {
-    "FP8 matrices see activations as they are": ("Operand(rounded_mxfp8(x.require_values())), dtype", "x, dtype"),
-    "the shared expert sees activations as they are": ("multiply(rounded_mxfp8(x), self.w13", "multiply(x, self.w13"),
-    "what SwiGLU gives is not rounded": ("multiply(rounded_mxfp8(hidden)", "multiply(hidden"),
+    "FP8 matrices see activations as they are": (
+        "gemm_rounded",
+        "return round_to_mxfp8(values, values.new_empty(values.shape))",
+        "return values",
+    ),
+    "the shared expert sees activations as they are": (
+        "gemm_rounded",
+        "SwiGluGemm(self.load(",
+        "SwiGluGemm(self.backend.load(",
+    ),
+    "what SwiGLU gives is not rounded": (
+        "experts",
+        "backend.load(context, [matrices.down])",
+        "backend.backend.load(context, [matrices.down])",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MXFP8_MISTAKES)
 def test_mistakes_with_fp8_are_seen(mistake: str, checkpoints: dict[str, Path], on_sm100: Any) -> None:
-    old, new = MXFP8_MISTAKES[mistake]
-    with mutated("targets.fused.gemm_rounded", old, new):
+    module, old, new = MXFP8_MISTAKES[mistake]
+    with mutated(f"targets.fused.{module}", old, new):
         found = worst(sublayers(checkpoints["nvfp4-experts"], "sm_90a", "w4a4"), on_sm100["nvfp4-experts"])
     print(f"{mistake}: {found[0]:.4f} in attention, {found[1]:.4f} in the experts")
     assert found[0] > ATTENTION or found[1] > EXPERTS

@@ -124,7 +124,7 @@ def test_storages_do_not_mix(reader: CheckpointReader) -> None:
 def test_sm100_keeps_them_packed(path: Path, config: ModelConfig, raw: Mapping[str, Tensor]) -> None:
     """What a layer holds on SM100 is no more than the checkpoint: codes as they are, block scales swizzled."""
     layer: Any = Standalone(path, target="sm_100a", capacity=256).decoder.layers[LAYER]
-    weights = layer.attn.project_x.projection.weights
+    weights = layer.attn.project_x.projection.gemms[0].weights
     packed, scales, alphas = stored(raw, attention_matrices(config, config.layer(LAYER), TensorParallel()).from_x)
     assert torch.equal(weights.codes, packed) and torch.equal(weights.scale, alphas)
     assert torch.equal(unswizzle_128x4(as_bytes(weights.block_scales), *scales.shape), scales)
@@ -132,7 +132,7 @@ def test_sm100_keeps_them_packed(path: Path, config: ModelConfig, raw: Mapping[s
     for index, expert in enumerate(experts):
         packed, _, alphas = stored(raw, expert.gate_up)
         half = len(packed) // 2
-        found = layer.ffn.experts.w13.codes[index].unflatten(0, (-1, 2, 16))
+        found = layer.ffn.experts.gemms.w13.codes[index].unflatten(0, (-1, 2, 16))
         assert torch.equal(found.transpose(0, 1).flatten(1, 2), packed.unflatten(0, (2, half)))
-        assert torch.equal(layer.ffn.experts.w13.scale[index], alphas[[0, -1]])
-        assert torch.equal(layer.ffn.experts.w2.codes[index], raw[f"{expert.down.stem}.weight"])
+        assert torch.equal(layer.ffn.experts.gemms.w13.scale[index], alphas[[0, -1]])
+        assert torch.equal(layer.ffn.experts.gemms.w2.codes[index], raw[f"{expert.down.stem}.weight"])

@@ -169,7 +169,7 @@ def test_doctor_says_what_runs_in_the_mode_of_a_checkpoint(tmp_path: Path, monke
     chosen = choose("sm_90a", ActivationMode.W4A4)
     assert report.activation_mode == "w4a4" and report.note == chosen.note
     assert report.boundaries == chosen.boundaries.names()
-    assert report.boundaries["experts"].endswith("gemm_rounded:experts")
+    assert report.boundaries["experts"].endswith("experts:Experts (hopper_w4a4)")
 
 
 def test_doctor_reports_a_directory_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

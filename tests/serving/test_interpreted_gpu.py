@@ -128,8 +128,8 @@ def test_what_is_running(server: Server, target: str, mode: ActivationMode, chec
     assert info["boundaries"] == choose(target, mode).boundaries.names()
     if mode is ActivationMode.W4A16:
         return
-    module = ".backends:" if target == "sm_100a" else ".gemm_rounded:"
-    own = {name: where for name, where in info["boundaries"].items() if module in where}
+    bound_to = "(sm100)" if target == "sm_100a" else "(hopper_w4a4)"
+    own = {name: where for name, where in info["boundaries"].items() if where.endswith(bound_to)}
     assert own.keys() == {"plan", "project_input", "project", "project_groups", "experts"}
     if target != "sm_100a":
         return

@@ -86,7 +86,7 @@ class Launches:
 
 def install(model: Any) -> None:
     """Replace both launchers of this process; ``model`` is the module of the served class."""
-    from nvfp4_sgl.targets.fused.backends import Sm100Planner
+    from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 
     launches = Launches()
     _wrap(launches.gemms, "launch", lambda key, call, clusters: launches.gemm(key, call))
@@ -99,15 +99,15 @@ def install(model: Any) -> None:
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     JITFunction.run = dry
-    _wrap(Sm100Planner, "plan", lambda planner, request: launches.plan(len(request.positions)))
+    _wrap(GemmPlanner, "plan", lambda planner, request: launches.plan(len(request.positions)))
 
-    warm_up = Sm100Planner.warm_up
+    warm_up = GemmPlanner.warm_up
 
     def warm_up_and_tell(*args: Any, **kwargs: Any) -> None:
         warm_up(*args, **kwargs)
         tell("warmed up", passes=sorted(launches.passes), variants=sorted(map(digest, launches.warm)))
 
-    Sm100Planner.warm_up = warm_up_and_tell  # type: ignore[method-assign]
+    GemmPlanner.warm_up = warm_up_and_tell  # type: ignore[method-assign]
     load = model.DeepseekV4ForCausalLM.load_weights
 
     def load_and_tell(self: Any, weights: Any) -> Any:
@@ -147,7 +147,7 @@ def check_target(server: Server) -> None:
     """Pre-flight, log and ``/server_info`` say SM100 and ``w4a4``."""
     info = server.info()
     assert (info["target"], info["activation_mode"], info["dtype"]) == ("sm_100a", "w4a4", "bfloat16")
-    assert info["boundaries"]["experts"].endswith("backends:experts") and "584-byte" in info["kv_rows"]
+    assert info["boundaries"]["experts"].endswith("experts:Experts (sm100)") and "584-byte" in info["kv_rows"]
     log = server.text()
     assert re.search(r"nvfp4_sgl: scheduler: target sm_100a, w4a4, bfloat16, packed 584-byte entries", log)
 

@@ -27,7 +27,7 @@ def expert_scale_doubled(model: Standalone, layer: int, ids: Sequence[int]) -> I
     table: Tensor = block.ffn.route.tid2eid
     visited = table[torch.tensor(ids, device=table.device)]
     expert = int(visited.flatten().bincount().argmax())
-    scale: Tensor = block.ffn.experts.w2.scale.data[expert]
+    scale: Tensor = block.ffn.experts.gemms.w2.scale.data[expert]
     scale.mul_(2)
     try:
         yield

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
-from nvfp4_sgl.targets.fused.operands import in_form
-from nvfp4_sgl.targets.fused.step import Step
-from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.targets.fused.gated import SwiGluGemm
 from nvfp4_sgl.triton_kernels import ahead
-from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.router_logits import max_tokens, router_logits
 from nvfp4_sgl.triton_kernels.experts.swiglu import scatter_rows, swiglu
@@ -46,6 +43,15 @@ def multiply(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(x, weight.t(), out=out)
 
 
+def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
+    """``x[:, g] @ weight[g]^T`` with fp32 accumulation: bf16 [T, G, N] from bf16 [T, G, K] and [G, N, K]."""
+    out = x.new_empty(x.shape[0], *weight.shape[:2])
+    if not x.is_cuda:
+        return out.copy_(torch.einsum("tgk,gnk->tgn", x.float(), weight.float()))
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
 def multiply_small(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     """``x @ weight^T`` in fp32 for a small matrix: by the kernel for few tokens where that is faster than the library.
 
@@ -59,62 +65,26 @@ def multiply_small(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     return multiply(x, weight, torch.float32)
 
 
-class Bf16Projection(nn.Module):
-    """Matrices that read the same activation, merged into one GEMM: ``weight`` bf16 [sum of rows, K]."""
+class Bf16Gemm(nn.Module):
+    """A library's GEMM: ``weight`` bf16 [sum of rows, K] or [G, N, K]. A block-diagonal one writes bf16 alone."""
 
     takes = Form.VALUES
 
-    def __init__(self, context: Context, shards: Sequence[Shard]):
+    def __init__(self, context: Context, shards: Sequence[Shard], groups: int | None = None):
         super().__init__()
-        parts = [dequantized(load_matrix(context.source, [shard]), context.device) for shard in shards]
-        self.sizes = [part.shape[0] for part in parts]
-        self.weight = frozen(torch.cat(parts))
+        parts = [dequantized(load_matrix(context.source, [each], groups=groups), context.device) for each in shards]
+        self.sizes = [len(part) for part in parts]
+        self.weight = frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The columns of each shard, slices [T, rows] in ``dtype``, bf16 or fp32."""
-        return multiply(x.require_values(), self.weight, dtype).split(self.sizes, dim=1)
-
-    def forward(self, x: Operand) -> list[Tensor]:
-        """The columns of each shard in bf16."""
-        return list(self.product(x, torch.bfloat16))
-
-
-class Bf16InputProjection(nn.Module):
-    """The first GEMMs of an attention layer, that of the index weights included, merged into one."""
-
-    takes = Form.VALUES
-
-    def __init__(self, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
-        super().__init__()
-        self._is_indexed = index_weights is not None
-        self.projection = Bf16Projection(context, [*shards, *([index_weights] if index_weights else [])])
-
-    def forward(self, x: Operand) -> Columns:
-        """The layer's columns in fp32."""
-        return columns_of(self.projection.product(x, torch.float32), indexed=self._is_indexed)
-
-
-class Bf16GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (specification §3.4): ``weight`` bf16 [G, N, K]."""
-
-    takes = Form.VALUES
-
-    def __init__(self, context: Context, shard: Shard, groups: int):
-        super().__init__()
-        self.weight = frozen(dequantized(load_matrix(context.source, [shard], groups=groups), context.device))
-
-    def forward(self, x: Operand, form: Form) -> Operand:
+    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
         values = x.require_values()
-        groups, rows, _ = self.weight.shape
-        out = values.new_empty(values.shape[0], groups, rows)
-        if not values.is_cuda:
-            out.copy_(torch.einsum("tgk,gnk->tgn", values.float(), self.weight.float()))
-        else:
-            torch.bmm(values.transpose(0, 1), self.weight.transpose(1, 2), out=out.transpose(0, 1))
-        return in_form(out.view(values.shape[0], groups * rows), form)
+        if self.weight.dim() == 2:
+            return multiply(values, self.weight, dtype)
+        assert dtype == torch.bfloat16
+        return multiply_groups(values, self.weight)
 
 
-class Bf16ExpertProjection(nn.Module):
+class Bf16ExpertWeights(nn.Module):
     """The grouped GEMM of experts, all of one shape: ``weight`` bf16 [E, N, K]."""
 
     def __init__(self, matrices: Iterable[Matrix], count: int, device: torch.device):
@@ -133,53 +103,46 @@ class Bf16ExpertProjection(nn.Module):
         return functional.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
 
 
-class Bf16SharedExpert(nn.Module):
-    """The shared expert by itself: two GEMMs with SwiGLU between them."""
+class Bf16ExpertGemms(nn.Module):
+    """Two grouped GEMMs with SwiGLU between them; rows have no padding.
 
-    def __init__(self, context: Context, matrices: ExpertMatrices):
-        super().__init__()
-        source, device, self._limit = context.source, context.device, context.config.swiglu_limit
-        self.w13 = frozen(dequantized(load_matrix(source, matrices.gate_up), device))
-        self.w2 = frozen(dequantized(load_matrix(source, [matrices.down]), device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """bf16 [T, d]; the rows between the GEMMs are bf16."""
-        gate_up = multiply(x, self.w13, torch.bfloat16)
-        hidden = swiglu(gate_up, self._limit, x.new_empty(x.shape[0], gate_up.shape[1] // 2))
-        return multiply(hidden, self.w2, torch.bfloat16)
-
-
-class Bf16Experts(nn.Module):
-    """Routed and shared experts as two grouped GEMMs with SwiGLU between them; rows have no padding."""
-
-    takes, has_shared_group = Form.VALUES, True
+    There is one group more than there are experts, which no token visits: the offset of each group is the end of the
+    one before, and so the last expert's end is an offset, too.
+    """
 
     def __init__(self, context: Context, matrices: Sequence[ExpertMatrices]):
         super().__init__()
-        source, device, self._config = context.source, context.device, context.config
+        source, device, self._limit = context.source, context.device, context.config.swiglu_limit
         gate_up = (load_matrix(source, expert.gate_up) for expert in matrices)
         down = (load_matrix(source, [expert.down]) for expert in matrices)
-        self.w13 = Bf16ExpertProjection(gate_up, len(matrices), device)
-        self.w2 = Bf16ExpertProjection(down, len(matrices), device)
-        self._groups, self._device = len(matrices), device
+        self.w13 = Bf16ExpertWeights(gate_up, len(matrices), device)
+        self.w2 = Bf16ExpertWeights(down, len(matrices), device)
+        self.groups = len(matrices) + 1
 
-    def new_routes(self, tokens: int) -> Routes:
-        """Routes with one group more than there are experts, which no token visits.
+    def token_tile(self, rows: int) -> int:
+        return 1
 
-        The offset of each group is the end of the one before, and so the last expert's end is an offset, too.
-        """
-        routes = Routes.allocate(tokens, self._config.num_experts_per_tok + 1, self._groups + 1, 1, self._device)
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
         # Passes that only tell what would be launched do not route, but torch's GEMM runs, and asserts that its offsets
         # lie within the rows.
         if ahead.is_recording():
             routes.offsets.zero_()
-        return routes
+        ends = routes.offsets[1:]
+        rows = scatter_rows(x, routes.destination, x.new_empty(len(routes.source_row), x.shape[1]))
+        gate_up = self.w13(rows, ends)
+        hidden = swiglu(gate_up, self._limit, x.new_empty(len(rows), gate_up.shape[1] // 2))
+        out: Tensor = self.w2(hidden, ends)
+        return out
 
-    def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
-        """The weighted sum of experts, bf16 [T, d]."""
-        values, ends = x.require_values(), routes.offsets[1:]
-        rows = values.new_empty(routes.source_row.shape[0], values.shape[1])
-        gate_up = self.w13(scatter_rows(values, routes.destination, rows), ends)
-        hidden = values.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        swiglu(gate_up, self._config.swiglu_limit, hidden)
-        return finalize(self.w2(hidden, ends), routes.destination, routes.weights, torch.empty_like(values))
+
+class Bf16:
+    """The backend of matrices that are multiplied in bf16."""
+
+    def load(self, context: Context, shards: Sequence[Shard], groups: int | None = None) -> Bf16Gemm:
+        return Bf16Gemm(context, shards, groups)
+
+    def load_gated(self, context: Context, shards: Sequence[Shard]) -> SwiGluGemm:
+        return SwiGluGemm(self.load(context, shards), torch.bfloat16)
+
+    def load_experts(self, context: Context, matrices: Sequence[ExpertMatrices]) -> Bf16ExpertGemms:
+        return Bf16ExpertGemms(context, matrices)

@@ -16,11 +16,10 @@ from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations
 from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
 from nvfp4_sgl.formats.rows import MxFp8Rows
 from nvfp4_sgl.model.contract import Context, Form, Operand
-from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.parameters import Parameters
 from nvfp4_sgl.triton_kernels.quantize.mxfp8 import quantize_mxfp8
-from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.matrix import load_mxfp8, merge_mxfp8
-from nvfp4_sgl.weights.source import Shard, frozen
+from nvfp4_sgl.weights.matrix import load_mxfp8
+from nvfp4_sgl.weights.source import Shard
 
 
 def quantized(values: Tensor) -> MxFp8Rows:
@@ -32,68 +31,37 @@ def quantized(values: Tensor) -> MxFp8Rows:
     return rows
 
 
-class MxFp8Parameters(nn.Module):
-    """The weight operand of a GEMM as parameters."""
-
-    def __init__(self, weights: MxFp8Weights):
-        super().__init__()
-        self.codes, self.block_scales = frozen(weights.codes), frozen(weights.block_scales)
-        self.ones = frozen(weights.ones)
-
-    @property
-    def operand(self) -> MxFp8Weights:
-        """The weights as the GEMMs take them."""
-        return MxFp8Weights(self.codes.data, self.block_scales.data, self.ones.data)
-
-
-class MxFp8Projection(nn.Module):
-    """Matrices that read the same activation, merged into one GEMM."""
+class MxFp8Gemm(nn.Module):
+    """A GEMM of merged matrices, or a block-diagonal one."""
 
     takes = Form.VALUES
+
+    def __init__(self, context: Context, shards: Sequence[Shard], groups: int | None = None):
+        super().__init__()
+        matrix, self.sizes = load_mxfp8(context.source, shards, groups=groups)
+        self.weights = Parameters(MxFp8Weights.of(matrix.to(context.device)))
+
+    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+        return operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)
+
+
+class MxFp8GatedGemm(nn.Module):
+    """A GEMM of gate and up whose epilogue does SwiGLU."""
 
     def __init__(self, context: Context, shards: Sequence[Shard]):
         super().__init__()
-        parts = [load_mxfp8(context.source, [shard]) for shard in shards]
-        self.sizes = [part.shape[0] for part in parts]
-        self.weights = MxFp8Parameters(MxFp8Weights.of(merge_mxfp8(parts).to(context.device)))
+        matrix, _ = load_mxfp8(context.source, shards, groups=2)
+        self.weights = Parameters(MxFp8Weights.gated(matrix.to(context.device)))
 
-    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The columns of each shard, slices [T, rows] in ``dtype``."""
-        result = operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)
-        return result.split(self.sizes, dim=1)
-
-    def forward(self, x: Operand) -> list[Tensor]:
-        """The columns of each shard in bf16."""
-        return list(self.product(x, torch.bfloat16))
+    def forward(self, x: Tensor, limit: float) -> Tensor:
+        return operations.gate_up(quantized(x), self.weights.operand, limit)
 
 
-class MxFp8GroupedProjection(nn.Module):
-    """The block-diagonal GEMM of the attention output (specification §3.4)."""
+class MxFp8:
+    """The backend of FP8 matrices with UE8M0 scales on SM100."""
 
-    takes = Form.VALUES
+    def load(self, context: Context, shards: Sequence[Shard], groups: int | None = None) -> MxFp8Gemm:
+        return MxFp8Gemm(context, shards, groups)
 
-    def __init__(self, context: Context, shard: Shard, groups: int):
-        super().__init__()
-        matrix = load_mxfp8(context.source, [shard], groups=groups)
-        self.weights = MxFp8Parameters(MxFp8Weights.of(matrix.to(context.device)))
-
-    def forward(self, x: Operand, form: Form) -> Operand:
-        """The result [T, G * N] in ``form``."""
-        result = operations.product(quantized(x.require_values()), self.weights.operand)
-        return in_form(result.flatten(1), form)
-
-
-class MxFp8SharedExpert(nn.Module):
-    """The shared expert by itself: a GEMM whose epilogue does SwiGLU, and one of its bf16 rows, quantised again."""
-
-    def __init__(self, context: Context, matrices: ExpertMatrices):
-        super().__init__()
-        source, device, self._limit = context.source, context.device, context.config.swiglu_limit
-        gate_up, down = load_mxfp8(source, matrices.gate_up, groups=2), load_mxfp8(source, [matrices.down])
-        self.w13 = MxFp8Parameters(MxFp8Weights.gated(gate_up.to(device)))
-        self.w2 = MxFp8Parameters(MxFp8Weights.of(down.to(device)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """bf16 [T, d] from bf16 [T, d]."""
-        hidden = operations.gate_up(quantized(x), self.w13.operand, self._limit)
-        return operations.product(quantized(hidden), self.w2.operand)
+    def load_gated(self, context: Context, shards: Sequence[Shard]) -> MxFp8GatedGemm:
+        return MxFp8GatedGemm(context, shards)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
+from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
@@ -18,11 +20,16 @@ from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
+from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, compile_missing, folder_of, given_folder
+from nvfp4_sgl.targets.fused.gemm_backend import Backends
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.triton_kernels import ahead
-from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
+from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
+from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
+from nvfp4_sgl.weights.gemms import GemmSpec
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,29 @@ class GemmPlanner(FusedPlanner):
     compiled in parallel and kept in the user's cache folder. Nothing is compiled after the warm-up: a GEMM that was
     overlooked is an error.
     """
+
+    def __init__(self, backends: Backends, context: Context, slots: Slots, caches: Sequence[LayerCache]):
+        super().__init__(context, slots, caches)
+        self.backends = backends
+
+    def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
+        """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
+        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16, and the kernel that
+        prepares attention for the number of tokens whose index weights it computes."""
+        backends = self.backends
+        sizes = {(gemm.experts_per_token, gemm.groups) for gemm in self.products() if gemm.experts_per_token}
+
+        def kind(count: int) -> Hashable:
+            found: list[Hashable] = [backends.token_tile(count)]
+            for visits, groups in sorted(sizes):
+                tile = backends.expert_token_tile(count * visits, groups)
+                found.append((tile, padded_rows(count * visits, groups, tile) % 16 == 0))
+            return tuple(found)
+
+        def tile(count: int) -> Hashable:
+            return backends.token_tile(count), padded_tokens(count)
+
+        return warm_up_passes(self.slots, tokens, self.context.parallel, kind, tile)
 
     @torch.no_grad()
     def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
@@ -95,8 +125,10 @@ class GemmPlanner(FusedPlanner):
         )
 
     def products(self) -> Sequence[GemmSpec]:
-        """The GEMMs of the model's layers on this rank."""
-        return distinct_gemms(self.context.config, self.context.parallel.size)
+        """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
+        context, target = self.context, self.backends.target
+        found = dict.fromkeys(target.gemms(context.config, context.parallel.size, context.source.storage))
+        return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
         """The Triton kernels of the warm-up, told by passes that launch none."""
@@ -105,3 +137,10 @@ class GemmPlanner(FusedPlanner):
         with launcher.use(dry), ahead.recording() as variants:
             FusedPlanner.warm_up(self, decoder, table, tokens)
         return list(variants)
+
+
+def _with_fp32_sums(gemm: GemmSpec) -> GemmSpec:
+    """SM100's GEMM as Hopper's kernels compute it: gate and up in one matrix, and fp32 where scales are to follow."""
+    if gemm.gated:
+        return replace(gemm, features=2 * gemm.features, gated=False, output="fp32")
+    return gemm if gemm.experts_per_token else replace(gemm, output="fp32")

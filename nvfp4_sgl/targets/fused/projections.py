@@ -1,56 +1,92 @@
-"""Matrices that read the same activation, merged with those of their kind where a target has a GEMM for each kind."""
+"""Matrices that read the same activation, merged as the target's rule says; each merged part is a GEMM of a backend."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Context, Operand
-from nvfp4_sgl.targets.fused.input_columns import MergedProjection
-from nvfp4_sgl.targets.target import SM100
-from nvfp4_sgl.weights.gemms import BY_KIND, Operands
-from nvfp4_sgl.weights.source import Shard
-
-Projections = Mapping[Operands, Callable[[Context, Sequence[Shard]], MergedProjection]]
-"""A target's GEMMs of matrices that are all of one kind."""
-
-
-def operands_of(context: Context, shard: Shard) -> Operands:
-    """What the GEMM of a matrix multiplies."""
-    return SM100.operands_of(context.source.storage(shard.stem))
+from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
+from nvfp4_sgl.targets.fused.gemm_backend import Backends, Gemm
+from nvfp4_sgl.targets.fused.gemm_bf16 import dequantized
+from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.reference.projections import columns_of
+from nvfp4_sgl.weights.matrix import load_matrix
+from nvfp4_sgl.weights.source import Shard, frozen
 
 
-def merged(context: Context, shards: Sequence[Shard], projections: Projections) -> MergedProjection:
-    """A GEMM for each kind that there is."""
-    kinds = {operands_of(context, shard) for shard in shards}
-    if len(kinds) == 1:
-        return projections[kinds.pop()](context, shards)
-    return MixedProjection(context, shards, projections)
+class Projection(nn.Module):
+    """Matrices that read the same activation: a GEMM for each part that the target's rule makes of them."""
 
-
-class MixedProjection(nn.Module):
-    """Matrices of several kinds that read the same activation: a GEMM for each kind."""
-
-    def __init__(self, context: Context, shards: Sequence[Shard], projections: Projections):
+    def __init__(self, backends: Backends, context: Context, shards: Sequence[Shard]):
         super().__init__()
-        parts = BY_KIND.split([operands_of(context, shard) for shard in shards])
-        self._members, self._count = [members for _, members in parts], len(shards)
-        self._parts = [projections[kind](context, [shards[i] for i in members]) for kind, members in parts]
-        self.parts = nn.ModuleList(cast("list[nn.Module]", self._parts))
-        self.takes = functools.reduce(operator.or_, (part.takes for part in self._parts))
+        parts = backends.target.merge.split(backends.kinds(context, shards))
+        placed = [index for _, members in parts for index in members]
+        self._order = [placed.index(index) for index in range(len(shards))]
+        gemms: list[Gemm] = [
+            backends.dense[kind].load(context, [shards[index] for index in members]) for kind, members in parts
+        ]
+        self._gemms, self.gemms = gemms, nn.ModuleList(cast("list[nn.Module]", gemms))
+        self.takes = functools.reduce(operator.or_, (gemm.takes for gemm in gemms))
 
-    def product(self, x: Operand, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The columns of each shard, slices [T, rows] in ``dtype``."""
-        found: dict[int, Tensor] = {}
-        for members, part in zip(self._members, self._parts, strict=True):
-            found.update(zip(members, part.product(x, dtype), strict=True))
-        return tuple(found[index] for index in range(self._count))
+    def product(self, x: Operand, dtype: torch.dtype) -> list[Tensor]:
+        """The columns of each shard, slices [T, rows] in ``dtype``, bf16 or fp32."""
+        columns: list[Tensor] = []
+        for gemm in self._gemms:
+            result = gemm(x, dtype)
+            columns += result.split(gemm.sizes, dim=1)
+        return [columns[place] for place in self._order]
 
     def forward(self, x: Operand) -> list[Tensor]:
         """The columns of each shard in bf16."""
-        return list(self.product(x, torch.bfloat16))
+        return self.product(x, torch.bfloat16)
+
+
+class InputProjection(nn.Module):
+    """The first GEMMs of an attention layer.
+
+    The bf16 matrix of a CSA layer's index weights is left to what prepares attention, unless the target merges all and
+    the others are bf16, too.
+    """
+
+    def __init__(self, backends: Backends, context: Context, shards: Sequence[Shard], index_weights: Shard | None):
+        super().__init__()
+        rule, kinds = backends.target.merge, backends.kinds(context, shards)
+        self._merges = index_weights is not None and not rule.by_kind and rule.split(kinds)[0][0] == "bf16"
+        self.index_weights: nn.Parameter | None = None
+        if index_weights is not None and self._merges:
+            shards = [*shards, index_weights]
+        elif index_weights is not None:
+            self.index_weights = frozen(dequantized(load_matrix(context.source, [index_weights]), context.device))
+        self.projection = Projection(backends, context, shards)
+
+    @property
+    def takes(self) -> Form:
+        return self.projection.takes if self.index_weights is None else self.projection.takes | Form.VALUES
+
+    def forward(self, x: Operand) -> Columns:
+        """The layer's columns in fp32."""
+        columns = columns_of(self.projection.product(x, torch.float32), indexed=self._merges)
+        if self.index_weights is None:
+            return columns
+        return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
+
+
+class GroupedProjection(nn.Module):
+    """The block-diagonal GEMM of the attention output (specification §3.4)."""
+
+    def __init__(self, backends: Backends, context: Context, shard: Shard, groups: int):
+        super().__init__()
+        (kind,) = backends.kinds(context, [shard])
+        self.gemm: Gemm = backends.dense[kind].load(context, [shard], groups)
+        self.takes = self.gemm.takes
+
+    def forward(self, x: Operand, form: Form) -> Operand:
+        """The result [T, G * N] in ``form``; NVFP4 takes a launch of its own, because a row's maximum spans CTAs."""
+        result = self.gemm(x, torch.bfloat16)
+        return in_form(result.flatten(1), form)
