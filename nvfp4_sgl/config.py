@@ -129,6 +129,10 @@ class ModelConfig:
         """All layers of the decoder."""
         return [self.layer(index) for index in range(self.num_hidden_layers)]
 
+    def draft_layer(self, index: int) -> LayerSpec:
+        """Block ``index`` of a draft, MTP's or a stage of DSpark: window only, routed by scores."""
+        return LayerSpec(self.num_hidden_layers + index, f"mtp.{index}", LayerKind.SWA, False)
+
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
         """Parse ``path/config.json``; :class:`ConfigError` if it is absent, not JSON or not servable."""

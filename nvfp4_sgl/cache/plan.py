@@ -50,7 +50,7 @@ class BatchPlan:
         positions: int64 [T].
         bounds: B + 1 row numbers; request b owns tokens ``bounds[b] .. bounds[b + 1] - 1``.
         swa_write_slots: int64 [T].
-        swa_slots: int64 [T, window], the query's window, newest first, -1 padded.
+        swa_slots: int64 [T, window], the query's window, newest first, -1 padded; with a block's tokens wider by those.
         hca_slots: int64 [T, N128], visible ratio-128 entries in order, -1 padded.
         csa_entry_slots: int64 [B, N4], every ratio-4 entry of a request in order, -1 padded.
         csa_visible: int64 [T], how many ratio-4 entries a query sees: ``(position + 1) // 4``.
@@ -95,19 +95,25 @@ def _masked(slots: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, slots, -1)
 
 
-def plan_batch(batch: Batch, *, window: int, ratios: frozenset[int]) -> BatchPlan:
+def plan_batch(batch: Batch, *, window: int, ratios: frozenset[int], is_block: bool = False) -> BatchPlan:
     """Plan one forward pass.
 
     Args:
         window: sliding window in tokens, the query included.
         ratios: compression ratios that the model uses, a subset of {4, 128}.
+        is_block: each token sees the window in front of its request's new tokens, and all of these.
     """
     lengths = batch.ends - batch.starts
     owner, within = _ragged(lengths)
     positions = batch.starts[owner] + within
     bounds = [0, *lengths.cumsum(0).tolist()]
 
-    back = positions[:, None] - torch.arange(window)
+    if is_block:
+        # Positions from the last new token back to the first of the window in front of them.
+        seen = batch.ends[owner, None] - 1 - torch.arange(window + int(lengths.max()))
+        back = torch.where(seen >= batch.starts[owner, None] - window, seen, -1)
+    else:
+        back = positions[:, None] - torch.arange(window)
     swa_slots = batch.full_to_swa[batch.full_slots[owner[:, None], back.clamp(min=0)]]
     entries4, entries128 = batch.ends // 4, batch.ends // 128
     first128 = torch.arange(int(entries128.max())) * 128

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
+from nvfp4_sgl.draft_config import DsparkConfig
 
 MTP_PREFIX = "mtp."
-"""Draft layers, those of DSpark too. Recognised by name and left out: nothing here drafts."""
+"""Draft layers, those of DSpark too. Recognised by name and left out: no server drafts."""
+MARKOV = ("markov_w1", "markov_w2")
+"""DSpark's low-rank bias of logits by the token before."""
 
 
 class Role(enum.Enum):
@@ -71,6 +74,22 @@ def mtp_specs(config: ModelConfig, index: int = 0) -> dict[str, TensorSpec]:
         TensorSpec(f"{stem}.h_proj", (d, d), Role.LINEAR),
         *(TensorSpec(f"{stem}.{norm}.weight", (d,), Role.PLAIN) for norm in ("enorm", "hnorm", "norm")),
         *_hyper_head(config, f"{stem}.hc_head"),
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def dspark_specs(config: ModelConfig, dspark: DsparkConfig) -> dict[str, TensorSpec]:
+    """Logical tensors of a DSpark draft: its stages, what the first reads of the target, the heads of the last (§7)."""
+    d, first, last = config.hidden_size, f"{MTP_PREFIX}0", f"{MTP_PREFIX}{dspark.stages - 1}"
+    embedding = (config.vocab_size, dspark.markov_rank)
+    specs = [
+        TensorSpec(f"{first}.main_proj", (d, len(dspark.captured_layers) * d), Role.LINEAR),
+        TensorSpec(f"{first}.main_norm.weight", (d,), Role.PLAIN),
+        *(spec for index in range(dspark.stages) for spec in draft_block(config, index)),
+        TensorSpec(f"{last}.norm.weight", (d,), Role.PLAIN),
+        *_hyper_head(config, f"{last}.hc_head"),
+        *(TensorSpec(f"{last}.markov_head.{name}.weight", embedding, Role.PLAIN) for name in MARKOV),
+        TensorSpec(f"{last}.confidence_head.proj.weight", (1, d + dspark.markov_rank), Role.PLAIN),
     ]
     return {spec.name: spec for spec in specs}
 

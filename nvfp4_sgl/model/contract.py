@@ -85,6 +85,8 @@ class PassRequest:
         added: int32 [B], new tokens of each request; ``None`` in decode, where each adds ``tokens_each``.
         tokens_each: tokens that each request adds in decode; sizes of a captured graph follow from it and B.
         longest: length of the longest sequence of this pass as the host knows it; ``None`` leaves it open.
+        is_block: the tokens that a request adds are a draft's block: each sees the window in front of the block, and
+            every token of it.
     """
 
     positions: Tensor
@@ -93,6 +95,7 @@ class PassRequest:
     added: Tensor | None = None
     tokens_each: int = 1
     longest: int | None = None
+    is_block: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -264,6 +267,20 @@ class AttentionCore(Protocol):
         """
 
 
+class MtpInput(Protocol):
+    """The streams that MTP's block begins with (specification §7)."""
+
+    def __call__(self, embedded: Tensor, streams: Tensor) -> Tensor:
+        """Streams [T, n, d] in the model dtype, from embeddings [T, d] of the next tokens and the target's streams."""
+
+
+class DsparkInput(Protocol):
+    """What DSpark's stages read of the target (specification §7)."""
+
+    def __call__(self, captured: Sequence[Tensor], takes: Form) -> Operand:
+        """[T, d], normalised, in the form ``takes``; from the target's streams [T, n, d] behind its captured layers."""
+
+
 class Router(Protocol):
     """Which experts each token visits, and with what weights (specification §6.1)."""
 
@@ -300,10 +317,14 @@ class Boundaries:
     route: Callable[[Context, LayerSpec, Any], Router]
     """Also told the experts, whose GEMMs say how rows are grouped."""
     experts: Callable[[Context, Sequence[ExpertMatrices]], Experts]
+    mtp_input: Callable[[Context, str], MtpInput] | None = None
+    dspark_input: Callable[[Context, str], DsparkInput] | None = None
+    """Told what the names of the draft's tensors begin with; ``None`` where the target does not draft so."""
 
     def names(self) -> dict[str, str]:
         """``module:name`` of each boundary's implementation, and in brackets what it is bound to."""
-        return {each.name: _where(getattr(self, each.name)) for each in fields(self)}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: _where(item) for name, item in found.items() if item is not None}
 
 
 def _where(item: Any) -> str:

@@ -6,6 +6,7 @@ from nvfp4_sgl.targets.reference.attention import (
     ReferenceAttentionInputs,
     ReferenceSelection,
 )
+from nvfp4_sgl.targets.reference.drafts import ReferenceDsparkInput, ReferenceMtpInput
 from nvfp4_sgl.targets.reference.experts import ReferenceExperts, ReferenceRouter
 from nvfp4_sgl.targets.reference.planner import ReferencePlanner
 from nvfp4_sgl.targets.reference.projections import (
@@ -30,4 +31,6 @@ def boundaries() -> Boundaries:
         attend=ReferenceAttentionCore,
         route=ReferenceRouter,
         experts=ReferenceExperts,
+        mtp_input=ReferenceMtpInput,
+        dspark_input=ReferenceDsparkInput,
     )

@@ -1,0 +1,76 @@
+"""Draft models (specification §7): what MTP and DSpark have of their own besides ordinary blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mtp_streams(from_token: Tensor, from_streams: Tensor) -> Tensor:
+    """Input of the MTP block: ``y_k = e_proj(enorm(E[t])) + h_proj(hnorm(x_k))`` for every stream k.
+
+    Args:
+        from_token: fp32 [T, d], ``e_proj(enorm(E[t]))``, shared by all streams.
+        from_streams: fp32 [T, n, d], ``h_proj(hnorm(x))``.
+
+    Returns:
+        fp32 [T, n, d].
+    """
+    return from_token.unsqueeze(1) + from_streams
+
+
+def stream_means(captured: Sequence[Tensor]) -> Tensor:
+    """What DSpark reads of the target: the mean stream behind each of some layers, one layer after the other.
+
+    Args:
+        captured: [T, n, d] each, the streams behind a layer.
+
+    Returns:
+        fp32 [T, len(captured) * d].
+    """
+    return torch.cat([streams.float().mean(1) for streams in captured], dim=-1)
+
+
+def markov_bias(previous: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """DSpark's bias of logits by the token before: ``w2 @ w1[previous]``.
+
+    Args:
+        previous: int [...], token ids.
+        w1: [vocabulary, r]. w2: [vocabulary, r].
+
+    Returns:
+        fp32 [..., vocabulary].
+    """
+    return w1[previous].float() @ w2.float().t()
+
+
+def draft_greedily(base: Tensor, anchor: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """DSpark's tokens: one after the other, each the likeliest behind the one before.
+
+    Args:
+        base: [B, block, vocabulary], logits of the block's positions. anchor: int [B], the token in front of it.
+        w1, w2: as of :func:`markov_bias`.
+
+    Returns:
+        int64 [B, block].
+    """
+    tokens = [anchor]
+    for logits in base.float().unbind(1):
+        tokens.append((logits + markov_bias(tokens[-1], w1, w2)).argmax(-1))
+    return torch.stack(tokens[1:], dim=1)
+
+
+def confidence(x: Tensor, previous: Tensor, w1: Tensor, projection: Tensor) -> Tensor:
+    """DSpark's estimate that a token will be accepted: ``sigmoid(p . [x, w1[previous]])``.
+
+    Args:
+        x: [T, d], the final collapse's output, not normalised.
+        previous: int [T]. w1: [vocabulary, r]. projection: fp32 [1, d + r].
+
+    Returns:
+        fp32 [T].
+    """
+    read = torch.cat([x.float(), w1[previous].float()], dim=-1)
+    return torch.sigmoid(read @ projection.float().t()).squeeze(-1)
