@@ -71,6 +71,8 @@ def test_own_pins_agree_with_constraints() -> None:
         assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
 
 
+TYPE_CHECKERS = {"_typeshed"}
+"""Modules that type checkers bring along, and nothing imports when it runs."""
 ALSO_PROVIDED_BY = {
     "cutlass": ["nvidia-cutlass-dsl"],
     "cuda": ["nvidia-cutlass-dsl"],
@@ -102,7 +104,7 @@ def test_what_is_imported_is_declared(folders: tuple[str, ...], extra: str) -> N
     own = {"nvfp4_sgl", "tests", "examples", *KERNEL_FOLDERS, *packages, *scripts}
     for file in [file for folder in folders for file in sources(ROOT / folder)]:
         for found in imports(file.read_text()):
-            if found.level or found.top in own or found.top in sys.stdlib_module_names:
+            if found.level or found.top in own or found.top in sys.stdlib_module_names | TYPE_CHECKERS:
                 continue
             provided_by = [*providers.get(found.top, ()), *ALSO_PROVIDED_BY.get(found.top, ())]
             distributions = {canonical(name) for name in provided_by}

@@ -11,7 +11,7 @@ import pytest
 from tests.packaging.checkout import PACKAGE, sources
 
 NAMES = re.compile(r"(?<!\w)(?:wq_a|wq_b|wkv|wgate|wo_a|wo_b|w1|w2|w3|shared_experts)(?!\w)")
-KNOW_NAMES = ("checkpoint", "convert", "weights")
+KNOW_NAMES = ("checkpoint", "convert", "synthetic", "weights")
 """Folders of the package that read, write or list the matrices of a checkpoint."""
 TESTS_OF_TEXT = {"endswith", "startswith", "removeprefix", "removesuffix", "partition", "rpartition", "find", "split"}
 
