@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.cache.layout import STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
@@ -50,6 +51,7 @@ class Standalone:
         uniform_experts: simulate uniform routing.
         layers: those that are loaded, all unless given. With fewer there are no embedding and LM head: call ``decoder``
             with the streams before them.
+        rings: rows of the compressors' state rings.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Standalone:
         parallel: TensorParallel | None = None,
         uniform_experts: bool = False,
         layers: range | None = None,
+        rings: Rings = STATE_RING,
     ):
         choice = choose(target, mode)
         if descriptor(target).on_gpu:
@@ -91,11 +94,17 @@ class Standalone:
         else:
             reader.check_read()
         self.caches = LocalCaches(
-            self.config, requests=requests, capacity=capacity, packed=packed, dtype=dtype, device=self.device
+            self.config,
+            requests=requests,
+            capacity=capacity,
+            packed=packed,
+            dtype=dtype,
+            device=self.device,
+            rings=rings,
         )
         full_to_swa = self.caches.full_to_swa.to(self.device)
         self._table = self.caches.slots.int().to(self.device)
-        slots = Slots(self._table, full_to_swa, requests, self.caches.capacity)
+        slots = Slots(self._table, full_to_swa, requests, self.caches.capacity, rings)
         self.planner: Any = choice.boundaries.plan(context, slots, self.caches.layers)
 
     def reset(self) -> None:

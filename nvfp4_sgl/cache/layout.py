@@ -8,13 +8,20 @@ ring. Pages hold 256 tokens, so windows of 4 and of 128 never straddle one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 PAGE_TOKENS = 256
 """Tokens of one logical page; prefix-cache hits are multiples of it."""
 
-STATE_RING = {4: 8, 128: 128}
+Rings = Mapping[int, int]
 """Rows of the compressor state ring, by ratio."""
+STATE_RING: Rings = {4: 8, 128: 128}
+"""Of a run without drafts: no more than the windows that are open need."""
+DRAFTED_STATE_RING: Rings = {4: 16, 128: 256}
+"""Of a run with drafts: what a pass of up to 10 tokens of a request overwrites, of which some are rejected, is nothing
+that the next pass needs."""
 
 
 def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:
@@ -22,14 +29,15 @@ def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:
     return full_slot // ratio
 
 
-def state_row(ratio: int, *, request: Tensor, position: Tensor, swa_slot: Tensor | None) -> Tensor:
+def state_row(
+    ratio: int, *, request: Tensor, position: Tensor, swa_slot: Tensor | None, rings: Rings = STATE_RING
+) -> Tensor:
     """Row of a token's raw (kv, score) in the compressor's state buffer.
 
-    Ratio 4: a ring of 8 rows belongs to each 256-token SWA page, so that a page reused from the prefix cache
-    brings its last 8 tokens along. Ratio 128: a ring of 128 rows belongs to each request; nothing is pending
-    at a page boundary.
+    Ratio 4: a ring belongs to each 256-token SWA page, so that a page reused from the prefix cache brings its last
+    tokens along. Ratio 128: a ring belongs to each request; nothing is pending at a page boundary.
     """
-    ring = STATE_RING[ratio]
+    ring = rings[ratio]
     if ratio == 4:
         assert swa_slot is not None
         return swa_slot // PAGE_TOKENS * ring + swa_slot % ring

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
@@ -26,6 +26,7 @@ class LocalCaches:
         requests: sequences; capacity: tokens of each, rounded up to whole pages.
         packed: SGLang's 8-bit entries instead of rows in ``dtype``.
         device: where the rows are; slots are planned on the CPU.
+        rings: rows of the compressors' state rings.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class LocalCaches:
         packed: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rings: Rings = STATE_RING,
     ):
         self._config, self._requests, self._packed, self._dtype, self._device = config, requests, packed, dtype, device
+        self.rings = rings
         self.capacity = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
         pages = requests * self.capacity // PAGE_TOKENS
         generator = torch.Generator().manual_seed(0)
@@ -67,7 +70,7 @@ class LocalCaches:
         swa = self._rows(pages, PAGE_TOKENS, config.head_dim)
         if not ratio:
             return LayerCache(swa)
-        rows = (pages if ratio == 4 else self._requests + 1) * STATE_RING[ratio]
+        rows = (pages if ratio == 4 else self._requests + 1) * self.rings[ratio]
         compressed = self._rows(pages, PAGE_TOKENS // ratio, config.head_dim)
 
         def state(width: int) -> torch.Tensor:
@@ -97,6 +100,12 @@ class LocalCaches:
         for request, end in zip(counts, ends, strict=True):
             self.lengths[request] = end
         return starts, ends
+
+    def take_back(self, request: int, length: int) -> None:
+        """Let a request be as long as before its last tokens, which were rejected; their rows stay, and are stale."""
+        if not 0 < length <= self.lengths[request]:
+            raise ValueError(f"request {request} has {self.lengths[request]} tokens, expected {length} or more")
+        self.lengths[request] = length
 
     def share_prefix(self, source: int, target: int, pages: int) -> None:
         """Let ``target`` begin with the first whole pages of ``source``, as after a hit in the prefix cache."""

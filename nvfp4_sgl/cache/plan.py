@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, entry_slot, state_row
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings, entry_slot, state_row
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,15 @@ def _masked(slots: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, slots, -1)
 
 
-def plan_batch(batch: Batch, *, window: int, ratios: frozenset[int], is_block: bool = False) -> BatchPlan:
+def plan_batch(
+    batch: Batch, *, window: int, ratios: frozenset[int], is_block: bool = False, rings: Rings = STATE_RING
+) -> BatchPlan:
     """Plan one forward pass.
 
     Args:
         window: sliding window in tokens, the query included.
         ratios: compression ratios that the model uses, a subset of {4, 128}.
+        rings: rows of the compressors' state rings.
         is_block: each token sees the window in front of its request's new tokens, and all of these.
     """
     lengths = batch.ends - batch.starts
@@ -131,18 +134,20 @@ def plan_batch(batch: Batch, *, window: int, ratios: frozenset[int], is_block: b
         else no_entries,
         csa_entry_slots=_masked(entry_slot(batch.full_slots[:, first4], 4), csa_exists),
         csa_visible=(positions + 1) // 4,
-        compress={ratio: _plan_compress(batch, ratio, owner, positions, bounds) for ratio in ratios},
+        compress={ratio: _plan_compress(batch, ratio, owner, positions, bounds, rings) for ratio in ratios},
     )
 
 
-def _plan_compress(batch: Batch, ratio: int, owner: Tensor, positions: Tensor, bounds: list[int]) -> CompressPlan:
+def _plan_compress(
+    batch: Batch, ratio: int, owner: Tensor, positions: Tensor, bounds: list[int], rings: Rings
+) -> CompressPlan:
     starts, ends = batch.starts, batch.ends
     overlap = ratio if ratio == 4 else 0
     tokens = positions.numel()
 
     def rows_of(request: Tensor, position: Tensor) -> Tensor:
         swa = batch.full_to_swa[batch.full_slots[request, position]] if ratio == 4 else None
-        return state_row(ratio, request=batch.requests[request], position=position, swa_slot=swa)
+        return state_row(ratio, request=batch.requests[request], position=position, swa_slot=swa, rings=rings)
 
     windows = ends // ratio - starts // ratio
     window_owner, window_within = _ragged(windows)
@@ -165,7 +170,7 @@ def _plan_compress(batch: Batch, ratio: int, owner: Tensor, positions: Tensor, b
     horizon = ends[owner]
     if ratio == 4:
         horizon = torch.minimum((positions // PAGE_TOKENS + 1) * PAGE_TOKENS, horizon)
-    kept = (positions >= horizon - STATE_RING[ratio]).nonzero().squeeze(1)
+    kept = (positions >= horizon - rings[ratio]).nonzero().squeeze(1)
     return CompressPlan(
         ratio=ratio,
         phase=positions % ratio,

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import STATE_RING, Rings
 from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.tokens import Gather
@@ -110,12 +111,14 @@ class Slots:
         table: int [request slots, columns], the full slot of each position of a request.
         full_to_swa: int64, window slot of a full slot.
         requests: of the largest decode pass. longest: tokens of the longest sequence that may come.
+        rings: rows of the compressors' state rings.
     """
 
     table: Tensor
     full_to_swa: Tensor
     requests: int
     longest: int
+    rings: Rings = field(default_factory=lambda: STATE_RING)
 
 
 class Planner(Protocol):

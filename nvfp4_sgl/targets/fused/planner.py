@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import STATE_RING
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.targets.fused.attention import packed
@@ -25,6 +27,8 @@ class FusedPlanner:
     def __init__(self, context: Context, slots: Slots, caches: Sequence[LayerCache]):
         for cache in caches:
             packed(cache.swa)  # refuse exact rows here rather than at the first request
+        if slots.rings != STATE_RING:
+            raise UnsupportedError(f"state rings of {dict(slots.rings)} rows: expected {dict(STATE_RING)} on a GPU")
         self.context, self.slots, self.caches = context, slots, caches
         self.scratch = Scratch(context.device)
         self._frequencies = device_frequencies(context.config, context.device)
@@ -34,6 +38,8 @@ class FusedPlanner:
 
     def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
         """Room for a pass, not filled; ``scores`` as in :meth:`Step.allocate`."""
+        if request.is_block:
+            raise UnsupportedError("a pass of a draft's block: expected none on a GPU, whose kernels mask causally")
         longest = self.slots.longest
         if not request.is_decode and request.longest is not None:
             longest = request.longest

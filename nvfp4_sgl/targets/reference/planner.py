@@ -25,7 +25,9 @@ class ReferencePlanner:
         added = request.tokens_each if request.added is None else request.added.long()
         full_slots = self._slots.table[requests, : int(ends.max())].long()
         batch = Batch(ends - added, ends, requests, full_slots, self._slots.full_to_swa)
-        return plan_batch(batch, window=self._window, ratios=self._ratios, is_block=request.is_block)
+        return plan_batch(
+            batch, window=self._window, ratios=self._ratios, is_block=request.is_block, rings=self._slots.rings
+        )
 
     def reserve(self, requests: int) -> None:
         """Nothing to allocate: this target is eager."""
