@@ -7,13 +7,12 @@ compile anything.
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 
 from .common.native import NativeKernel
 from .errors import LibraryError
@@ -31,10 +30,6 @@ SHAPES: dict[str, type[HopperShape] | type[KernelShape]] = {
 }
 """The kernel shapes of each architecture that kernels are compiled for."""
 ARCHITECTURES = tuple(SHAPES)
-MIN_SWIGLU_LIMIT = 0.27846454276107376
-"""Smallest SwiGLU clamp, -min silu(x): with a smaller one, limit² would not bound the SwiGLU's output."""
-FULL_SCALE = 6.0 * 448.0
-"""The largest E2M1 code times the largest E4M3 block scale."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +75,6 @@ class KernelKey:
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         operands = self.shape.operands if isinstance(self.shape, KernelShape) else self.shape.weights
         return f"{operands}_{self.architecture}_t{self.shape.token_tile}_{self.shape.output}_{digest}"
-
-
-def swiglu_row_scale(limit: float) -> float:
-    """The constant row scale of clamped SwiGLU outputs, fp32(limit² / 2688); limit² is their bound.
-
-    Raises:
-        OperandValueError: ``limit`` is not finite, or not from MIN_SWIGLU_LIMIT to 2^60.
-    """
-    if not (math.isfinite(limit) and MIN_SWIGLU_LIMIT <= limit <= 2.0**60):
-        raise OperandValueError(f"limit: expected a finite value from {MIN_SWIGLU_LIMIT:.4f} to 2^60, found {limit!r}")
-    return struct.unpack("<f", struct.pack("<f", limit * limit / FULL_SCALE))[0]
 
 
 def entry_of(key: KernelKey) -> Entry:

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
+
 from .common.arguments import Arguments
 from .common.native import NativeKernel, describe_error
 from .compiled import KernelKey, compile_kernel
@@ -39,7 +41,7 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def fingerprint() -> dict[str, object]:
-    """What a kernel's code depends on apart from its key: sources, interface and CuTeDSL version."""
+    """What a kernel's code depends on apart from its key: sources, interface, limits and CuTeDSL version."""
     digest = hashlib.sha256()
     for file in kernel_sources(SOURCES):
         digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -47,6 +49,7 @@ def fingerprint() -> dict[str, object]:
         "format": MANIFEST_FORMAT,
         "sources": digest.hexdigest(),
         "interface": list(Arguments._fields),
+        "experts": MAX_GEMM_EXPERTS,
         DSL: version(DSL),
     }
 

@@ -27,9 +27,10 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
 
 from . import launcher
-from .common.shape import MAX_EXPERTS, Output
+from .common.shape import Output
 from .compiled import KernelKey
 from .launcher import Target
 from .sm90.call import Call as HopperCall
@@ -151,8 +152,8 @@ def check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) ->
 
 def check_experts(op: str, offsets: Tensor, counts: Tensor, experts: int) -> None:
     """Check the number of experts, and their offsets and counts, int32 [experts]."""
-    if not 1 <= experts <= MAX_EXPERTS:
-        raise OperandValueError(f"{op}: weights: expected 1 to {MAX_EXPERTS} experts, found {experts}")
+    if not 1 <= experts <= MAX_GEMM_EXPERTS:
+        raise OperandValueError(f"{op}: weights: expected 1 to {MAX_GEMM_EXPERTS} experts, found {experts}")
     for name, tensor in (("offsets", offsets), ("counts", counts)):
         require_dtype(f"{op}: {name}", tensor, torch.int32)
         require_shape(f"{op}: {name}", tensor, (experts,), "[experts]")

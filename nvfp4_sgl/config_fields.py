@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nvfp4_sgl.limits import MAX_CONFIGURED_EXPERTS
+
 if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
 
 MAX_LAYERS = 1024
-MAX_EXPERTS = 4096
-"""Pro has 61 layers of 384 experts. They bound what is built before files are looked at."""
+"""Bounds what is built before files are looked at. Pro has 61."""
 MODEL_TYPE = "deepseek_v4"
 
 
@@ -131,8 +132,8 @@ READ: dict[str, Integer | Number] = {
     "o_lora_rank": Integer(1, 2**14, _SIZE),
     "sliding_window": Integer(1, 2**11, "128 in the releases; rows of this many tokens are kept for every request"),
     "moe_intermediate_size": Integer(1, 2**16, _SIZE),
-    "n_routed_experts": Integer(1, MAX_EXPERTS, "bounds what is built before files are looked at"),
-    "num_experts_per_tok": Integer(1, MAX_EXPERTS, "at most n_routed_experts"),
+    "n_routed_experts": Integer(1, MAX_CONFIGURED_EXPERTS, "bounds what is built before files are looked at"),
+    "num_experts_per_tok": Integer(1, MAX_CONFIGURED_EXPERTS, "at most n_routed_experts"),
     "routed_scaling_factor": Number(2.0**-10, 2.0**10, "1.5 and 2.5 in the releases; experts' outputs stay finite"),
     "swiglu_limit": Number(0.5, 2.0**16, "10 in the releases; SiLU's least is -0.28; sums of its square stay finite"),
     "num_hash_layers": Integer(0, MAX_LAYERS, "3 in the releases"),

@@ -14,10 +14,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from .fixed import Fixed
-from .shape import MAX_EXPERTS, WARP_LANES
+from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
 
-EXPERTS_PER_LANE = MAX_EXPERTS // WARP_LANES
+from .fixed import Fixed
+from .shape import WARP_LANES
+
+EXPERTS_PER_LANE = MAX_GEMM_EXPERTS // WARP_LANES
 FIRST_TILES = EXPERTS_PER_LANE * (WARP_LANES + 1)
 """Words between a table of all experts and the next."""
 
@@ -68,7 +70,7 @@ class GroupedSchedule(Fixed):
     Attributes:
         feature_tiles: tiles along the features, the same for each expert.
         token_tile: tokens of a tile.
-        experts: number of experts, at most MAX_EXPERTS.
+        experts: number of experts, at most MAX_GEMM_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; zero is fine.
         table: int32 shared tensor [``GemmShape.expert_words``]: blocks before each run and in all; at ``_word``, blocks

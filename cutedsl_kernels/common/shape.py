@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
+
 BLOCK = 16
 """Elements of NVFP4 that share a block scale."""
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
@@ -41,10 +43,9 @@ MAX_SPLIT_TILE = 64
 """Tokens of a tile of a kernel that splits K: with more there are tiles enough."""
 SPLIT_CHUNK = 8
 """Tokens of a unit of work of the split-K reduction."""
-MAX_EXPERTS = 512
-EXPERT_TABLE_WORDS = 33 + MAX_EXPERTS // 32 * 33
+EXPERT_TABLE_WORDS = 33 + MAX_GEMM_EXPERTS // 32 * 33
 """What a grouped kernel keeps of its experts in shared memory (schedule.py): blocks before each."""
-FIRST_TILE_WORDS = MAX_EXPERTS // 32 * 33
+FIRST_TILE_WORDS = MAX_GEMM_EXPERTS // 32 * 33
 """What most keep beside that: each expert's first token tile."""
 
 Output = Literal["bf16", "fp32", "nvfp4"]

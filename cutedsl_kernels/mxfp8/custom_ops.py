@@ -20,17 +20,17 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 from nvfp4_sgl.formats.mxfp8 import BLOCK
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import scale_bytes
+from nvfp4_sgl.limits import MXFP8_K_MULTIPLE
 
 from .. import operators, plan
 from ..common.shape import TOKEN_TILES, Output
-from ..compiled import swiglu_row_scale
 from ..launcher import Target
 from ..operators import Operator, Room, check_alpha, check_out
 from ..sm100.call import Call
 from ..sm100.shape import GATE_ROWS, KernelShape
 from ..w4a4.custom_ops import ARCHITECTURES
-from .operand import K_MULTIPLE
 
 E4M3 = torch.float8_e4m3fn
 
@@ -52,7 +52,7 @@ def _check_operands(op: str, x: Operands) -> None:
     require_dtype(f"{op}: token_scales", token_scales, torch.uint8)
     require_one_of(f"{op}: token_tile", x.token_tile, TOKEN_TILES)
     rows, k, groups = tokens.shape[0], tokens.shape[-1], tokens.shape[1] if tokens.dim() == 3 else 1
-    require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole blocks")
+    require_multiple(f"{op}: tokens", "K", k, MXFP8_K_MULTIPLE, "whole blocks")
     require_rows(f"{op}: tokens", tokens, ALIGNMENT)
     require_extent(f"{op}: tokens", "rows", rows)
     require_contiguous(f"{op}: token_scales", token_scales)

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_contiguous, require_dimensions, require_multiple
-from nvfp4_sgl.formats.mxfp8 import BLOCK, MxFp8Tensor
+from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
+from nvfp4_sgl.limits import MXFP8_K_MULTIPLE
 
 from ..sm100.shape import GATE_ROWS
 from ..w4a4.operand import interleave_gates
-
-K_MULTIPLE = BLOCK
-"""K must be a multiple of this: whole blocks, 32 bytes of codes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class MxFp8Weights:
         """
         if weights.codes.dim() not in (2, 3):
             raise OperandValueError(f"codes: expected shape [F, K] or [G, F, K], found {tuple(weights.codes.shape)}")
-        require_multiple("codes", "K", weights.codes.shape[-1], K_MULTIPLE, "whole blocks")
+        require_multiple("codes", "K", weights.codes.shape[-1], MXFP8_K_MULTIPLE, "whole blocks")
         require_contiguous("codes", weights.codes)
         matrices = weights.codes if weights.codes.dim() == 3 else weights.codes.unsqueeze(0)
         ones = torch.ones(2, dtype=torch.float32, device=weights.codes.device)

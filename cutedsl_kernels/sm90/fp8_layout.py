@@ -19,6 +19,7 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import mxfp8, ue8m0
 from nvfp4_sgl.formats.checks import holds_any, require_dtype, require_multiple, require_shape
+from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
 from .fp8_twiddle import (
     BYTES_LEFT,
@@ -31,7 +32,6 @@ from .fp8_twiddle import (
     SECOND_REST,
 )
 from .layout import (
-    K_MULTIPLE,
     ROW_SHAPE,
     TILE_K,
     TILE_ROWS,
@@ -44,7 +44,7 @@ from .layout import (
     words_of,
 )
 
-HALVES = TILE_K // K_MULTIPLE
+HALVES = TILE_K // TILED_K_MULTIPLE
 FP8_CODE_BYTES = TILE_ROWS * TILE_K
 FP8_TILE_BYTES = FP8_CODE_BYTES + TILE_ROWS * HALVES * 2
 FACTOR_EXPONENT = 120
@@ -80,7 +80,7 @@ def pack_fp8_tiles(codes: Tensor, scale: Tensor) -> Tensor:
     require_dtype("codes", codes, torch.float8_e4m3fn)
     require_dtype("scale", scale, torch.uint8)
     rows, k = codes.shape[-2:]
-    require_multiple("codes", "K", k, K_MULTIPLE, "whole halves of a tile")
+    require_multiple("codes", "K", k, TILED_K_MULTIPLE, "whole halves of a tile")
     require_shape("scale", scale, (*codes.shape[:-1], k // mxfp8.BLOCK), "[..., F, K/32]")
     stored = codes.view(torch.uint8)
     exponents = _exponents(stored, scale)
@@ -97,9 +97,9 @@ def unpack_fp8_tiles(packed: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]
     """Codes [..., rows, k] and scales [..., rows, k/32] of what :func:`pack_fp8_tiles` made, bit for bit but the scales
     of zeros: they are the nearest that a factor can hold."""
     codes = untiled(_plain_codes(packed[..., :FP8_CODE_BYTES]))[..., :rows, :k]
-    factors = untiled(_plain_factors(packed[..., FP8_CODE_BYTES:]))[..., :rows, : k // K_MULTIPLE]
+    factors = untiled(_plain_factors(packed[..., FP8_CODE_BYTES:]))[..., :rows, : k // TILED_K_MULTIPLE]
     scale = (factors >> BF16_MANTISSA) - FACTOR_EXPONENT
-    blocks = scale.repeat_interleave(K_MULTIPLE // mxfp8.BLOCK, dim=-1).to(torch.uint8)
+    blocks = scale.repeat_interleave(TILED_K_MULTIPLE // mxfp8.BLOCK, dim=-1).to(torch.uint8)
     return codes.contiguous().view(torch.float8_e4m3fn), blocks
 
 
@@ -108,15 +108,16 @@ def _exponents(stored: Tensor, scale: Tensor) -> Tensor:
     magnitudes = stored & MAGNITUDE
     if holds_any(magnitudes == NAN):
         raise OperandValueError("codes: expected finite E4M3 codes, found NaN")
-    pairs = scale.unflatten(-1, (-1, K_MULTIPLE // mxfp8.BLOCK))
+    pairs = scale.unflatten(-1, (-1, TILED_K_MULTIPLE // mxfp8.BLOCK))
     if holds_any(pairs[..., :1] != pairs):
         raise OperandValueError(
-            f"scale: expected one for each {K_MULTIPLE} of a row, found two; weights here are in blocks of 128 × 128"
+            f"scale: expected one for each {TILED_K_MULTIPLE} of a row, found two; weights here are in blocks of"
+            " 128 × 128"
         )
     exponents = pairs[..., 0]
     least, largest = (exponent + ue8m0.BIAS for exponent in (LEAST_EXPONENT, LARGEST_EXPONENT))
     outside = (exponents < least) | (exponents > largest)
-    is_used = magnitudes.unflatten(-1, (-1, K_MULTIPLE)).amax(dim=-1) > 0
+    is_used = magnitudes.unflatten(-1, (-1, TILED_K_MULTIPLE)).amax(dim=-1) > 0
     if holds_any(outside & is_used | (exponents == ue8m0.NAN_BYTE)):
         raise OperandValueError(
             f"scale: expected 2^{LEAST_EXPONENT} to 2^{LARGEST_EXPONENT} wherever a code is not 0, found others or NaN"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import holds_any, require_dtype, require_multiple, require_shape
+from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
 from ..common.shape import BLOCK
 from .twiddle import FIRST, FIRST_REST, JOINED, PAIR_MASK, SECOND, SECOND_REST
@@ -34,8 +35,6 @@ WARPS = 8
 CODE_BYTES = TILE_ROWS * TILE_K // 2
 SCALE_BYTES = TILE_ROWS * TILE_K // BLOCK
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
-K_MULTIPLE = 64
-"""K must be a multiple of this; a tile's second half is zeros where K ends in its middle."""
 SCALE_BIAS = 22
 """Bias of the stored exponents: 2^8, the largest of E4M3, becomes 30, and 2^-9, the smallest, 13."""
 SIGNS = 0x88
@@ -63,7 +62,7 @@ def pack_tiles(codes: Tensor, block_scales: Tensor, *, checked: bool = False) ->
     require_dtype("codes", codes, torch.uint8)
     require_dtype("block_scales", block_scales, torch.float8_e4m3fn)
     rows, k = codes.shape[-2], codes.shape[-1] * 2
-    require_multiple("codes", "K", k, K_MULTIPLE, "whole halves of a tile")
+    require_multiple("codes", "K", k, TILED_K_MULTIPLE, "whole halves of a tile")
     require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
     stored = block_scales.view(torch.uint8)
     if not checked and holds_any(stored >= E4M3_FINITE):

@@ -19,13 +19,14 @@ from nvfp4_sgl.formats.checks import (
     require_rows,
     require_shape,
 )
+from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
 from .. import operators, plan
 from ..common.shape import TOKEN_TILES, Output
 from ..launcher import Target
 from ..operators import Operator, Room, check_alpha, check_experts, check_out
 from ..sm90.call import Call
-from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS
+from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
 from ..sm90.shape import GATE_ROWS
 
 ARCHITECTURES = ("sm_90a",)
@@ -61,7 +62,7 @@ def _check_operands(op: str, x: operators.Operands, features: int, tile_bytes: i
     require_dtype(f"{op}: weights", weights, torch.uint8)
     require_rows(f"{op}: tokens", tokens, ALIGNMENT)
     require_extent(f"{op}: tokens", "rows", tokens.shape[0])
-    require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole halves of a tile of weights")
+    require_multiple(f"{op}: tokens", "K", k, TILED_K_MULTIPLE, "whole halves of a tile of weights")
     require_dimensions(f"{op}: weights", weights, 4, "[matrices, feature tiles, K tiles, bytes]")
     expected = (weights.shape[0], -(-features // TILE_ROWS), -(-k // TILE_K), tile_bytes)
     require_shape(f"{op}: weights", weights, expected, f"tiles of matrices of {features} features by K = {k}")

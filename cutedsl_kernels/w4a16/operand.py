@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dimensions, require_dtype, require_multiple, require_shape
+from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
-from ..sm90.layout import K_MULTIPLE, TILE_BYTES, TILE_K, TILE_ROWS, pack_tiles
+from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS, pack_tiles
 from ..sm90.shape import GATE_ROWS
 
 
@@ -150,7 +151,7 @@ class TiledWeights:
     def _allocate(
         cls, matrices: int, features: int, k: int, of_scale: tuple[int, ...], device: torch.device
     ) -> TiledWeights:
-        require_multiple("k", "K", k, K_MULTIPLE, "whole halves of a tile")
+        require_multiple("k", "K", k, TILED_K_MULTIPLE, "whole halves of a tile")
         grid = (-(-features // TILE_ROWS), -(-k // TILE_K))
         tiles = torch.empty(matrices, *grid, TILE_BYTES, dtype=torch.uint8, device=device)
         return cls(tiles, torch.empty(of_scale, dtype=torch.float32, device=device), features, k)

@@ -19,16 +19,16 @@ from nvfp4_sgl.formats.checks import (
     require_rows,
     require_shape,
 )
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import scale_bytes
+from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
 from .. import operators, plan
 from ..common.shape import TOKEN_TILES, Output
-from ..compiled import swiglu_row_scale
 from ..launcher import Target
 from ..operators import WHOLE_STORES_REASON, Operator, Room, check_alpha, check_experts, check_out
 from ..sm100.call import Call
 from ..sm100.shape import GATE_ROWS, KernelShape
-from .operand import K_MULTIPLE
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
 """Architectures with block-scaled tensor cores."""
@@ -63,7 +63,7 @@ def _check_tokens(op: str, x: Operands) -> int:
     require_dtype(f"{op}: row_scale", row_scale, torch.float32)
     require_one_of(f"{op}: token_tile", x.token_tile, TOKEN_TILES)
     rows, k = tokens.shape[0], tokens.shape[-1] * 2
-    require_multiple(f"{op}: tokens", "K", k, K_MULTIPLE, "whole groups of four block scales")
+    require_multiple(f"{op}: tokens", "K", k, NVFP4_K_MULTIPLE, "whole groups of four block scales")
     require_rows(f"{op}: tokens", tokens, ALIGNMENT)
     require_extent(f"{op}: tokens", "rows", rows)
     columns = k * (tokens.shape[1] if tokens.dim() == 3 else 1)

@@ -23,12 +23,10 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 from nvfp4_sgl.formats.scale_layout import scale_bytes, swizzle_128x4
+from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
 from ..common.shape import BLOCK
 from ..sm100.shape import GATE_ROWS
-
-K_MULTIPLE = 64
-"""K must be a multiple of this: 32 bytes of codes and whole groups of four block scales."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class Weights:
     @classmethod
     def _allocate(cls, shape: tuple[int, int, int], of_alpha: tuple[int, ...], device: torch.device) -> Weights:
         experts, features, k = shape
-        require_multiple("k", "K", k, K_MULTIPLE, "whole groups of four block scales")
+        require_multiple("k", "K", k, NVFP4_K_MULTIPLE, "whole groups of four block scales")
         scales = torch.empty(experts * scale_bytes(features, k), dtype=torch.uint8, device=device)
         return cls(
             torch.empty(experts, features, k // 2, dtype=torch.uint8, device=device),
@@ -208,7 +206,7 @@ class Weights:
         require_dtype("block_scales", block_scales, torch.float8_e4m3fn)
         require_dtype("alpha", alpha, torch.float32)
         k = codes.shape[-1] * 2
-        require_multiple("codes", "K", k, K_MULTIPLE, "whole groups of four block scales")
+        require_multiple("codes", "K", k, NVFP4_K_MULTIPLE, "whole groups of four block scales")
         require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
         require_contiguous("codes", codes)
         return cls(codes, swizzle_128x4(block_scales).flatten(), alpha)

@@ -19,11 +19,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 from .. import launcher, plan
-from ..compiled import swiglu_row_scale
 from . import custom_ops  # noqa: F401  registers torch.ops.nvfp4_sgl
 from .operand import Weights
 

@@ -14,8 +14,9 @@ from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
 from nvfp4_sgl.formats.pages import PageLayout
 from nvfp4_sgl.formats.values import as_finite_fp32, divide
+from nvfp4_sgl.limits import INDEX_HEAD_DIM
 
-DIM = 128
+DIM = INDEX_HEAD_DIM
 SCALE_BYTES = 4
 AMAX_FLOOR = 1e-4
 LAYOUT = PageLayout(data_bytes=DIM, scale_bytes=SCALE_BYTES)

@@ -21,9 +21,9 @@ from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import round_to_e4m3
 from nvfp4_sgl.formats.pages import PageLayout
 from nvfp4_sgl.formats.values import as_finite_fp32
+from nvfp4_sgl.limits import HEAD_DIM, ROPE_DIM
 
-DIM = 512
-ROPE_DIM = 64
+DIM = HEAD_DIM
 NOPE_DIM = DIM - ROPE_DIM
 BLOCK = 64
 DATA_BYTES = NOPE_DIM + 2 * ROPE_DIM

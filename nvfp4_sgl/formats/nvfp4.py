@@ -25,6 +25,7 @@ from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_mult
 from nvfp4_sgl.formats.e2m1 import E2M1_MAX
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, E4M3_MIN, round_to_e4m3
 from nvfp4_sgl.formats.values import as_finite_fp32, divide, require_finite
+from nvfp4_sgl.limits import MAX_SWIGLU_LIMIT, MIN_QUANTIZED_SWIGLU_LIMIT
 
 BLOCK = NVFP4_BLOCK
 FULL_SCALE = E2M1_MAX * E4M3_MAX
@@ -37,9 +38,6 @@ fp32, so that hardware which flushes subnormals agrees with hardware which does 
 SCALE_MIN, SCALE_MAX = 2.0**-117, 2.0**116
 """Range of a global or row scale given from outside: below it reciprocals or products would become subnormal, above
 it the largest value, 2688 times the scale, would not be finite."""
-
-SILU_MIN = -0.27846454276107376
-"""Minimum of silu(x) = x·sigmoid(x), at x ≈ −1.27846."""
 
 
 def round_to_fp32(x: float) -> float:
@@ -193,13 +191,16 @@ def swiglu_row_scale(limit: float) -> float:
 
     gate ≤ limit and |up| ≤ limit bound |silu(gate)·up| by limit², since silu(x) < x for x > 0 and silu ≥ −0.2785
     everywhere; hence limit ≥ 0.2785 is required. No block scale derived with it is cut off at 448.
+
+    Raises:
+        OperandValueError: ``limit`` is not from MIN_QUANTIZED_SWIGLU_LIMIT to MAX_SWIGLU_LIMIT.
     """
-    if not (math.isfinite(limit) and limit >= -SILU_MIN):
-        raise OperandValueError(f"swiglu_limit: expected a finite value >= {-SILU_MIN:.4f}, found {limit!r}")
-    scale = limit * limit / FULL_SCALE
-    if scale > SCALE_MAX:
-        raise OperandValueError(f"swiglu_limit: expected its square over 2688 to be at most 2^116, found {limit!r}")
-    return round_to_fp32(scale)
+    if not MIN_QUANTIZED_SWIGLU_LIMIT <= limit <= MAX_SWIGLU_LIMIT:
+        raise OperandValueError(
+            f"swiglu_limit: expected a value from {MIN_QUANTIZED_SWIGLU_LIMIT:.4f} to"
+            f" 2^{math.log2(MAX_SWIGLU_LIMIT):g}, found {limit!r}"
+        )
+    return round_to_fp32(limit * limit / FULL_SCALE)
 
 
 def _times_block_scale(packed: Tensor, block_scale: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""What the Triton kernels take of a model's sizes, asked before any weight is read.
-
-The numbers are the kernels' own. They stand here, too, because headers are inspected without torch, which every kernel
-imports; ``tests/packaging/test_kernel_sizes.py`` holds each to the kernel that it is of.
-"""
+"""What the Triton kernels take of a model's sizes, asked before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,24 +6,23 @@ from collections.abc import Iterator
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-
-MIN_CSA_WINDOW = 8
-"""Least window of a model with CSA layers."""
-STREAMS, MAX_HIDDEN_SIZE = 4, 16384
-"""Residual streams of an mHC site, and the most values of each."""
-MAX_Q_LORA_RANK = 16384
-"""Most values of a row that is normalised."""
-HEAD_DIM, ROPE_DIM = 512, 64
-"""Values of a cache entry, and those of them that are rotated."""
-INDEX_HEAD_DIM, MAX_INDEX_HEADS = 128, 64
-"""Values of an index key, and the most heads of an index query."""
-MAX_INDEX_TOPK, CHUNK_SCORES, MAX_CANDIDATES = 2048, 16384, 16384
-"""Most entries that a query selects; scores of a chunk; most candidates that the chunks of a query nominate."""
-MAX_EXPERTS = 512
-"""Most experts that a token is routed among."""
-MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT = 2.0**-10, 2.0**60
-MAX_QUERY_EPS = 1.0
-"""Largest epsilon that is added to the mean square of a query."""
+from nvfp4_sgl.limits import (
+    CHUNK_SCORES,
+    HEAD_DIM,
+    INDEX_HEAD_DIM,
+    MAX_CANDIDATES,
+    MAX_HIDDEN_SIZE,
+    MAX_INDEX_HEADS,
+    MAX_INDEX_TOPK,
+    MAX_NORM_WIDTH,
+    MAX_QUERY_EPS,
+    MAX_ROUTED_EXPERTS,
+    MAX_SWIGLU_LIMIT,
+    MIN_CSA_WINDOW,
+    MIN_SWIGLU_LIMIT,
+    ROPE_DIM,
+    STREAMS,
+)
 
 
 def check_kernel_sizes(where: str, config: ModelConfig, longest: int) -> None:
@@ -60,11 +55,11 @@ def _limits(config: ModelConfig) -> Iterator[tuple[str, bool, str]]:
     window = config.sliding_window
     yield "hidden_size", config.hidden_size <= MAX_HIDDEN_SIZE, f"at most {MAX_HIDDEN_SIZE}"
     yield "hc_mult", config.hc_mult == STREAMS, str(STREAMS)
-    yield "q_lora_rank", config.q_lora_rank <= MAX_Q_LORA_RANK, f"at most {MAX_Q_LORA_RANK}"
+    yield "q_lora_rank", config.q_lora_rank <= MAX_NORM_WIDTH, f"at most {MAX_NORM_WIDTH}"
     yield "head_dim", config.head_dim == HEAD_DIM, str(HEAD_DIM)
     yield "qk_rope_head_dim", config.qk_rope_head_dim == ROPE_DIM, str(ROPE_DIM)
     yield "sliding_window", window & (window - 1) == 0, "a power of two"
-    yield "n_routed_experts", config.n_routed_experts <= MAX_EXPERTS, f"at most {MAX_EXPERTS}"
+    yield "n_routed_experts", config.n_routed_experts <= MAX_ROUTED_EXPERTS, f"at most {MAX_ROUTED_EXPERTS}"
     limited = MIN_SWIGLU_LIMIT <= config.swiglu_limit <= MAX_SWIGLU_LIMIT
     yield "swiglu_limit", limited, f"{MIN_SWIGLU_LIMIT:g} to {MAX_SWIGLU_LIMIT:g}"
     yield "rms_norm_eps", config.rms_norm_eps <= MAX_QUERY_EPS, f"at most {MAX_QUERY_EPS:g}"

@@ -9,6 +9,7 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
+from nvfp4_sgl.limits import FEATURE_MULTIPLE, GATED_FEATURE_MULTIPLE, GEMM_K_MULTIPLE, MAX_STACKED_EXPERTS
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
@@ -19,12 +20,6 @@ from nvfp4_sgl.weights.parallel import TensorParallel
 
 SHOWN = 4
 """Matrices that an error lists at most."""
-K_MULTIPLE = 64
-"""K must be a multiple of this: 32 bytes of codes, and whole groups of four block scales."""
-FEATURE_MULTIPLE, GATED_FEATURE_MULTIPLE = 8, 64
-"""A GEMM's weight rows must be multiples of these: bf16 results are stored in 16 bytes; SwiGLU's are the next K."""
-MAX_EXPERTS = 511
-"""Routed experts, beside which the shared one is a group."""
 
 
 def check_target(
@@ -69,11 +64,13 @@ def check_target(
             " with 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
             " Hopper in activation_mode w4a16, or on a CPU"
         )
-    if config.n_routed_experts > MAX_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
-        raise ConfigError(f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_EXPERTS}")
+    if config.n_routed_experts > MAX_STACKED_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
+        raise ConfigError(
+            f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_STACKED_EXPERTS}"
+        )
     for product in _kernels(chosen, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
-        for what, value, multiple in (("K", product.k, K_MULTIPLE), ("features", product.features, rows)):
+        for what, value, multiple in (("K", product.k, GEMM_K_MULTIPLE), ("features", product.features, rows)):
             if value % multiple:
                 raise ConfigError(
                     f"{where}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"

@@ -10,7 +10,7 @@ import pytest
 from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, Import, imports, sources
 
 KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"torch", "triton", "cutlass", "cuda", "numpy"}
-FLOOR = ("nvfp4_sgl.formats", "nvfp4_sgl.errors")
+FLOOR = ("nvfp4_sgl.formats", "nvfp4_sgl.errors", "nvfp4_sgl.limits")
 """Below the kernel folders; torch is all that it needs."""
 SGLANG_IS_KNOWN_TO = PACKAGE / "serving"
 
@@ -102,7 +102,7 @@ def test_every_folder_of_sources_is_a_package() -> None:
 
 
 def test_the_floor_needs_torch_alone() -> None:
-    for file in [PACKAGE / "errors.py", *sources(PACKAGE / "formats")]:
+    for file in [PACKAGE / "errors.py", PACKAGE / "limits.py", *sources(PACKAGE / "formats")]:
         for found in imports(file.read_text()):
             below = found.top in sys.stdlib_module_names | {"torch"} or found.module.startswith(FLOOR)
             assert below and not found.level, f"{file.relative_to(ROOT)}, line {found.line}: {found.module}"

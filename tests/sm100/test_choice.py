@@ -6,7 +6,7 @@ import pytest
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
-from nvfp4_sgl.cutedsl_kernels.common.shape import MAX_EXPERTS, SHARED_CAPACITY, TOKEN_TILES, Output
+from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
     choose_experts,
     choose_product,
@@ -16,6 +16,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, Problem, cost, multiply_cycles, read_bytes
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import TENSOR_COLUMNS, KernelShape
+from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
 from nvfp4_sgl.weights.gemms import GemmSpec, distinct_gemms
 from tests.support.released import FLASH, PRO, config_json
 
@@ -57,7 +58,7 @@ def test_no_choice_is_modelled_faster_than_the_floor() -> None:
 def test_every_product_of_the_model_is_supported() -> None:
     assert len(PRODUCTS) > 40
     for product in PRODUCTS:
-        assert product.k % 64 == 0 and product.features % 32 == 0 and product.groups <= MAX_EXPERTS, product
+        assert product.k % 64 == 0 and product.features % 32 == 0 and product.groups <= MAX_GEMM_EXPERTS, product
         for tokens in TOKENS:
             shape, _ = chosen(product, tokens)
             assert shape.stages >= 3

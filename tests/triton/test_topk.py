@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.limits import CHUNK_SCORES
 from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
 from nvfp4_sgl.triton_kernels.indexer.topk import (
-    CHUNK,
     MAX_REGISTERS,
     SINGLE_PASS_MAX_SCORES,
     Candidates,
@@ -96,11 +96,20 @@ def test_real_sizes_in_one_launch(topk: int, device: str):
 
 @pytest.mark.parametrize("topk", [3, 512, 1024])
 def test_rows_of_several_chunks(topk: int, device: str):
-    visible = [2, topk, topk + 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + topk, 2 * CHUNK + 7]
-    made, scores = new_pass(at_sight(visible), device), random_scores(len(visible), 2 * CHUNK + 7)
+    visible = [
+        2,
+        topk,
+        topk + 1,
+        CHUNK_SCORES - 1,
+        CHUNK_SCORES,
+        CHUNK_SCORES + 1,
+        CHUNK_SCORES + topk,
+        2 * CHUNK_SCORES + 7,
+    ]
+    made, scores = new_pass(at_sight(visible), device), random_scores(len(visible), 2 * CHUNK_SCORES + 7)
     check(made, scores, topk)
-    scores[-1] = torch.arange(2 * CHUNK + 7).float()  # all of the best in the last chunks
-    scores[-2] = -torch.arange(2 * CHUNK + 7).float()
+    scores[-1] = torch.arange(2 * CHUNK_SCORES + 7).float()  # all of the best in the last chunks
+    scores[-2] = -torch.arange(2 * CHUNK_SCORES + 7).float()
     scores[-3] = scores[-3].round()  # many ties, across chunks
     scores[-4] = 0.25
     check(made, scores, topk)
@@ -108,8 +117,15 @@ def test_rows_of_several_chunks(topk: int, device: str):
 
 def test_blocks_of_every_size(device: str):
     """Rows at the edges of blocks and more candidates than a small block holds; the last entries are among the best."""
-    visible = [4 * CHUNK + 500, CHUNK + 300, SINGLE_PASS_MAX_SCORES + 1, SINGLE_PASS_MAX_SCORES, CHUNK, 2 * CHUNK]
-    made, scores = new_pass(at_sight(visible), device), random_scores(6, 4 * CHUNK + 500)
+    visible = [
+        4 * CHUNK_SCORES + 500,
+        CHUNK_SCORES + 300,
+        SINGLE_PASS_MAX_SCORES + 1,
+        SINGLE_PASS_MAX_SCORES,
+        CHUNK_SCORES,
+        2 * CHUNK_SCORES,
+    ]
+    made, scores = new_pass(at_sight(visible), device), random_scores(6, 4 * CHUNK_SCORES + 500)
     scores[0, ::7] = scores[0, 3]
     for row, count in zip(scores, visible, strict=True):
         row[count - 3 : count] = 9.0
@@ -120,7 +136,7 @@ def test_blocks_of_every_size(device: str):
 def test_rows_at_the_borders_of_small_chunks(order: str, monkeypatch: pytest.MonkeyPatch, device: str):
     """Whichever program comes last; rows that need no election beside those that do; the same candidates again."""
     chunk, topk = 256, 40
-    monkeypatch.setattr(topk_module, "CHUNK", chunk)
+    monkeypatch.setattr(topk_module, "CHUNK_SCORES", chunk)
     if order == "backwards":
         run_backwards(monkeypatch)
     visible = [0, 39, 40, 41, 255, 256, 257, 256 + 40, 2 * 256 - 1, 2 * 256, 2 * 256 + 1, 3 * 256 + 1, 5 * 256]
@@ -137,7 +153,7 @@ def test_rows_at_the_borders_of_small_chunks(order: str, monkeypatch: pytest.Mon
 def test_a_last_chunk_of_few_scores_nominates_no_more(monkeypatch: pytest.MonkeyPatch, device: str):
     """What an earlier launch left behind a short chunk's nominations is better than any score, and is no candidate."""
     chunk, topk = 256, 40
-    monkeypatch.setattr(topk_module, "CHUNK", chunk)
+    monkeypatch.setattr(topk_module, "CHUNK_SCORES", chunk)
     visible = [chunk + 1, chunk + topk - 1, 3 * chunk + 7]
     made, scores = new_pass(at_sight(visible), device), random_scores(3, 4 * chunk)
     candidates = new_candidates(3, 4 * chunk, topk, device)
@@ -216,17 +232,17 @@ def test_what_is_kept_first(kind: str, device: str):
         SINGLE_PASS_MAX_SCORES,
         SINGLE_PASS_MAX_SCORES + 1,
         2 * SINGLE_PASS_MAX_SCORES + 70,
-        CHUNK,
+        CHUNK_SCORES,
     ]
     made = new_pass(at_sight(visible), device)
-    check(made, KEPT[kind](random_scores(6, CHUNK, 5)), 512 if len(kind) % 2 else 1024)
+    check(made, KEPT[kind](random_scores(6, CHUNK_SCORES, 5)), 512 if len(kind) % 2 else 1024)
 
 
 def test_more_chosen_than_groups_hold_any(device: str):
     """Just above SINGLE_PASS_MAX_SCORES a block's last warps hold nothing."""
-    made, scores = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 1] * 3), device), random_scores(3, CHUNK, 7)
+    made, scores = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 1] * 3), device), random_scores(3, CHUNK_SCORES, 7)
     scores[1] = -3.0
-    scores[2] = scores[2].masked_fill(torch.arange(CHUNK) % 5 > 0, torch.nan)
+    scores[2] = scores[2].masked_fill(torch.arange(CHUNK_SCORES) % 5 > 0, torch.nan)
     check(made, scores, 2048)
 
 
@@ -283,18 +299,21 @@ def test_refusals(device: str):
         ((scores, made.batch, 8, slots.long(), lengths), "slots: expected dtype"),
         ((scores, made.batch, 8, slots, lengths[:4]), "lengths: expected shape"),
         ((scores, made.batch, 4096, slots, lengths), "topk: expected a value"),
-        ((scores.new_zeros(5, 17 * CHUNK), made.batch, 1024, slots.new_zeros(5, 1024), lengths), "chunks of scores"),
+        (
+            (scores.new_zeros(5, 17 * CHUNK_SCORES), made.batch, 1024, slots.new_zeros(5, 1024), lengths),
+            "chunks of scores",
+        ),
     ]:
         with pytest.raises(OperandError, match=message):
             select_entries(*arguments)
     with pytest.raises(OperandError, match="first: expected a value"):
         select_entries(scores, made.batch, 8, slots, lengths, first=1)
-    wide = scores.new_zeros(5, CHUNK + 1)
+    wide = scores.new_zeros(5, CHUNK_SCORES + 1)
     for candidates, message in [
         (None, "candidates: expected those of 2 chunks"),
-        (new_candidates(4, CHUNK + 1, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
-        (new_candidates(5, CHUNK, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
-        (new_candidates(5, CHUNK + 1, 9, device), "candidates.nominated: expected shape"),
+        (new_candidates(4, CHUNK_SCORES + 1, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
+        (new_candidates(5, CHUNK_SCORES, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
+        (new_candidates(5, CHUNK_SCORES + 1, 9, device), "candidates.nominated: expected shape"),
     ]:
         with pytest.raises(OperandError, match=message):
             select_entries(wide, made.batch, 8, slots, lengths, candidates=candidates)
@@ -322,7 +341,7 @@ STACK = {90: 304, 100: 456}
 """Bytes a thread per architecture: beside the rounds over all keys of a chunk, which are for ties and the like."""
 
 
-SERVED = ((2048, 512), (CHUNK, 1024), (262144, 512), (262144, 1024))
+SERVED = ((2048, 512), (CHUNK_SCORES, 1024), (262144, 512), (262144, 1024))
 """Columns and topk of models."""
 ONE_KEY_A_THREAD = (4100, 100)
 """Rows that begin anywhere: of these ptxas lost a negation."""

@@ -58,18 +58,16 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.limits import MAX_QUERY_EPS, ROPE_DIM
 
 from ..common import chip
 from ..common.integers import cdiv
-from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes
+from ..entries.kv_entry import DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments
 from .kernel import attend
 from .parts import LOG2_E
 from .query_block import attend_block
 from .tiling import Tiling, choose_splits, choose_tiling, fuses_quantization, most_splits
-
-MAX_QUERY_EPS = 1.0
-"""Most that is added to the mean square of a raw query."""
 
 
 class Entries(NamedTuple):

@@ -24,15 +24,12 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import MIN_CSA_WINDOW, ROPE_DIM
 
 from ..entries import index_entry, kv_entry
 from ..entries.pool import last_row, last_slot
 from ..plan.batch import Batch
 from .windows import CompressionArguments, unit_limit
-
-ROPE_DIM = 64
-MIN_WINDOW = 8
-"""Least window with compressors of ratio 4: their kernel finds the state of so many tokens by the window's slots."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,9 @@ class Compression:
             checks.require_shape(f"compress: {name}", rows, (batch.tokens, width), "[T, w]")
             checks.require_rows(f"compress: {name}", rows)
         if compressor.ratio == 4:
-            checks.require_range("compress: window_slots' columns", batch.window_slots.shape[1], MIN_WINDOW, math.inf)
+            checks.require_range(
+                "compress: window_slots' columns", batch.window_slots.shape[1], MIN_CSA_WINDOW, math.inf
+            )
         checks.require_dtype("compress: state", self.state, *floats)
         checks.require_dimensions("compress: state", self.state, 2, "[rows, 2w]")
         checks.require_shape("compress: state", self.state, (self.state.shape[0], 2 * width), "[rows, 2w]")

@@ -18,13 +18,14 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandTypeError
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.limits import MAX_NORM_WIDTH
 
 from ..common.integers import next_power_of_2
 from ..common.rope import require_cos_sin, require_norm_weight
 from ..common.rounding import round_for, round_to_bf16
 from ..entries.kv_entry import DIM, ROPE_DIM, page_bytes, store_row
 from ..entries.pool import last_slot
-from ..hyper_connection.streams import RMS_NORM_MAX_WIDTH, normalized
+from ..hyper_connection.streams import normalized
 from ..quantize.nvfp4 import halves
 from ..quantize.rows import RowsArguments, check_rows, rows_arguments, store_quantized_row
 
@@ -105,7 +106,7 @@ class Latents:
             checks.require_shape(f"latents: {name}", tensor, (tokens, columns), "[T, n] or [T, 512]")
             checks.require_dtype(f"latents: {name}", tensor, torch.bfloat16, torch.float32)
             checks.require_rows(f"latents: {name}", tensor)
-        checks.require_range("latents: columns of q_lora", width, 1, RMS_NORM_MAX_WIDTH)
+        checks.require_range("latents: columns of q_lora", width, 1, MAX_NORM_WIDTH)
         require_norm_weight(self.q_norm, width)
         require_norm_weight(self.kv_norm, DIM)
         rope = require_cos_sin("latents: cos_sin", self.cos_sin, tokens, DIM)

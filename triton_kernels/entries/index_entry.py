@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import INDEX_HEAD_DIM
 
 from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
 from .pool import last_slot
 
-DIM = 128
+DIM = INDEX_HEAD_DIM
 ENTRY_BYTES = 132
 
 AMAX_FLOOR = tl.constexpr(1e-4)

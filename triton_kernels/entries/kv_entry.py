@@ -21,14 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import HEAD_DIM, ROPE_DIM
 
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import load_cos_sin, mean_square_scale, require_cos_sin, require_norm_weight, rotate
 from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
 from .pool import last_slot
 
-DIM = 512
-ROPE_DIM = 64
+DIM = HEAD_DIM
 DATA_BYTES = 576
 ENTRY_BYTES = 584
 

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.nvfp4 import BLOCK, SCALE_MAX, SCALE_MIN
+from nvfp4_sgl.limits import MAX_SWIGLU_LIMIT, MIN_SWIGLU_LIMIT, NVFP4_K_MULTIPLE
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED, finite
 from ..quantize.nvfp4 import block_maxima, load_halves, quantize_blocks, store_halves
 from ..quantize.rounded import decoded_halves
-from ..quantize.rows import K_MULTIPLE
 from .permutation import Routes
-from .swiglu import MAX_LIMIT, MIN_LIMIT, clamped_swiglu
+from .swiglu import clamped_swiglu
 
 PROGRAM_BLOCKS = 64
 """Blocks of a row that a program computes at most: the row scale is constant, so none needs the whole row."""
@@ -88,7 +88,7 @@ def swiglu_to_nvfp4(
     """
     op = "swiglu_to_nvfp4"
     checks.require_dimensions(f"{op}: gate_up", gate_up, 2, "[R, 2 I]")
-    checks.require_multiple(f"{op}: gate_up", "columns", gate_up.shape[1], 2 * K_MULTIPLE)
+    checks.require_multiple(f"{op}: gate_up", "columns", gate_up.shape[1], 2 * NVFP4_K_MULTIPLE)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     checks.require_shape(f"{op}: row_scale", row_scale, (routes.tokens,), "[T]")
     checks.require_shape(f"{op}: alpha", alpha, (routes.groups, 2), "[G, gate and up]")
@@ -102,7 +102,7 @@ def swiglu_to_nvfp4(
     checks.require_shape(f"{op}: routes.source_row", routes.source_row, (rows,), "[R]")
     checks.require_same_device("out", out, **{f"{op}: routes.destination": routes.destination})
     routes.check(op)
-    checks.require_range(f"{op}: limit", limit, MIN_LIMIT, MAX_LIMIT)
+    checks.require_range(f"{op}: limit", limit, MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT)
     checks.require_range(f"{op}: scale", scale, SCALE_MIN, SCALE_MAX)
     pairs = routes.tokens * routes.topk
     if pairs:

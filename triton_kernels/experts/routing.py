@@ -6,8 +6,8 @@ Scores are ``sqrt(softplus(logits))`` in fp32. :func:`route_topk` takes the expe
 captured graph visits no group. The permutation (:mod:`.permutation`) is part of the same launch if one program can
 place all pairs, and takes two more otherwise.
 
-Supports bf16 and fp32 logits of up to :data:`MAX_EXPERTS` experts. Experts are not grouped for the choice, and the
-logits are a GEMM of the caller's.
+Supports bf16 and fp32 logits of up to :data:`MAX_ROUTED_EXPERTS` experts. Experts are not grouped for the choice, and
+the logits are a GEMM of the caller's.
 
 Floor: the logits read, 16 bytes a pair and 4 a padded row written.
 """
@@ -30,6 +30,7 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
@@ -45,8 +46,6 @@ from .permutation import (
     place_counted,
 )
 
-MAX_EXPERTS = 512
-"""Most columns of logits: a warp holds all of a token's."""
 SINGLE_MAX_PAIRS = 8
 """Most pairs of a token that is routed alone and whose pairs are compared with each other: 2.56 µs by scores and 1.89
 by table, against 4.11 and 3.16 with the sort of other launches (H100, 2026-11-25)."""
@@ -402,7 +401,7 @@ def _check(
     require_dtype(f"{op}: logits", logits, torch.bfloat16, torch.float32)
     require_rows(f"{op}: logits", logits)
     tokens, num_experts = logits.shape
-    require_range(f"{op}: experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
+    require_range(f"{op}: experts (columns of logits)", num_experts, 1, MAX_ROUTED_EXPERTS)
     require_dimensions(f"{op}: experts", out.experts, 2, "[tokens, topk]")
     require_shape(f"{op}: experts", out.experts, (tokens, out.topk), "[tokens, topk]")
     out.check(op)

@@ -26,13 +26,11 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import MAX_SWIGLU_LIMIT, MIN_SWIGLU_LIMIT
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED, round_for
-
-MIN_LIMIT, MAX_LIMIT = 2.0**-10, 2.0**60
-"""What ``swiglu_limit`` may be."""
 
 
 @triton.jit
@@ -84,7 +82,7 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
     for name, tensor in {"gate_up": gate_up, "out": out}.items():
         require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
         require_rows(f"{op}: {name}", tensor)
-    require_range(f"{op}: limit", limit, MIN_LIMIT, MAX_LIMIT)
+    require_range(f"{op}: limit", limit, MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT)
     require_same_device("gate_up", gate_up, out=out)
     if rows and width:
         block = min(next_power_of_2(width), 1024)

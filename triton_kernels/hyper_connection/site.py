@@ -8,7 +8,7 @@ into the next sublayer's input and normalised (*pre*). :func:`hyper_connection_n
 The GEMM uses bf16 tensor cores without loss: X is bf16, and the fp32 weight ``fn`` is stored as three bf16 matrices
 whose sum it is (:func:`split_fn`), so that the kernel need not split it for every block of tokens.
 
-Supports exactly four streams, in bf16, of d up to :data:`MAX_WIDTH`.
+Supports exactly four streams, in bf16, of d up to :data:`MAX_HIDDEN_SIZE`.
 
 Floor in bytes: 20·d a token (streams read and written 16·d, h read and x written 4·d), and ``fn``, 576·d, once. The
 traffic above the floor goes through L2: 8·d a token, because the whole row must be known before it can be collapsed,
@@ -35,6 +35,7 @@ from nvfp4_sgl.formats.checks import (
 )
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.limits import MAX_HIDDEN_SIZE, STREAMS
 
 from ..common import chip
 from ..common.integers import cdiv, next_power_of_2
@@ -44,11 +45,8 @@ from ..quantize.rows import check_rows, rows_arguments
 from .site_kernel import COLUMNS, as_fp32, mixed, site_kernel
 from .tiling import choose_tiling, semaphores_size, workspace_size
 
-STREAMS = 4
 SITE_ROWS = (2 + STREAMS) * STREAMS
 """Rows of ``fn`` at a site: 4 of *pre*, 4 of *post*, 16 of *comb*."""
-MAX_WIDTH = 16384
-"""Largest d: a program holds a collapsed row in registers."""
 
 
 @triton.jit
@@ -286,9 +284,10 @@ def hyper_connection_post(
 def _check_streams(op: str, streams: Tensor) -> None:
     require_dimensions(f"{op}: streams", streams, 3, "[tokens, 4, d]")
     _, count, d = streams.shape
-    if count != STREAMS or not 0 < d <= MAX_WIDTH:
+    if count != STREAMS or not 0 < d <= MAX_HIDDEN_SIZE:
         raise OperandValueError(
-            f"{op}: streams: expected shape [tokens, {STREAMS}, d], d at most {MAX_WIDTH}, found {tuple(streams.shape)}"
+            f"{op}: streams: expected shape [tokens, {STREAMS}, d], d at most {MAX_HIDDEN_SIZE}, found"
+            f" {tuple(streams.shape)}"
         )
     require_dtype(f"{op}: streams", streams, torch.bfloat16)
     require_contiguous(f"{op}: streams", streams)

@@ -1,7 +1,7 @@
 """The ends of the residual streams: embedding rows copied to every stream, and RMSNorm (specification §2).
 
 Both are copies with a little arithmetic. They support bf16 and fp32, any number of streams, and RMSNorm rows of up to
-:data:`RMS_NORM_MAX_WIDTH` values, with or without a weight.
+:data:`MAX_NORM_WIDTH` values, with or without a weight.
 
 Floors: ``embed_streams`` reads d and writes n·d values a token, ``rms_norm`` reads and writes every value once; the
 benchmark compares with the device's copy bandwidth.
@@ -23,13 +23,11 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import MAX_NORM_WIDTH
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
-
-RMS_NORM_MAX_WIDTH = 16384
-"""Most values of a row that is normalised: a program holds one whole row in registers."""
 
 
 @triton.jit
@@ -178,10 +176,8 @@ def rms_norm(
     op = "rms_norm"
     width = x.shape[-1]
     require_dtype(f"{op}: x", x, torch.bfloat16, torch.float32)
-    if not 0 < width <= RMS_NORM_MAX_WIDTH:
-        raise OperandValueError(
-            f"{op}: x: expected rows of 1 to {RMS_NORM_MAX_WIDTH} values, found shape {tuple(x.shape)}"
-        )
+    if not 0 < width <= MAX_NORM_WIDTH:
+        raise OperandValueError(f"{op}: x: expected rows of 1 to {MAX_NORM_WIDTH} values, found shape {tuple(x.shape)}")
     if weight is not None:
         require_dtype(f"{op}: weight", weight, torch.bfloat16, torch.float32)
         require_shape(f"{op}: weight", weight, (width,), "[n], the last dimension of x")

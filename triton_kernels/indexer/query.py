@@ -16,14 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import ROPE_DIM
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import require_cos_sin, rotate
 from ..common.rounding import UNFUSED, round_to_bf16, widen
 from ..entries.index_entry import DIM, hadamard128, pack_index_row
-
-ROPE_DIM = 64
 
 
 @triton.jit

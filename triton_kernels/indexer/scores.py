@@ -13,7 +13,7 @@ Hopper's align the 32 products of an instruction and the previous sum to the lar
 its leading one, so a dot product is off by at most 132 · 2^-13 times the largest product or partial sum. Weighted sums
 over heads are fp32, in an order that the tiling sets: with the same tiling a score depends on its query and key alone.
 
-Supports heads of 128 values, up to ``MAX_HEADS`` of them, and keys packed or bf16 in pages of 64. Floor: see
+Supports heads of 128 values, up to ``MAX_INDEX_HEADS`` of them, and keys packed or bf16 in pages of 64. Floor: see
 :func:`index_scores`.
 """
 
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import MAX_INDEX_HEADS
 
 from ..common import chip
 from ..common.integers import cdiv, next_power_of_2
@@ -36,7 +37,6 @@ from ..entries.index_entry import DIM, page_bytes
 from ..plan.batch import PAGE_TOKENS, Batch
 from .query import check_queries, prepare_heads, prepare_queries, run_length
 
-MAX_HEADS = 64
 ENTRIES_PER_PAGE = tl.constexpr(PAGE_TOKENS // 4)
 """Ratio-4 entries, that is keys, of a page."""
 TOKENS_PER_PAGE = tl.constexpr(PAGE_TOKENS)
@@ -283,7 +283,7 @@ def index_scores(
 
     Args:
         q: bf16 or fp32 [rows, H, 128], the projection of tokens ``first`` to ``first + rows - 1``, the last dimension
-            contiguous; 1 to ``MAX_HEADS`` heads.
+            contiguous; 1 to ``MAX_INDEX_HEADS`` heads.
         weights: bf16 or fp32 [rows, H], the projection, the last dimension contiguous.
         cos_sin: fp32 [rows, 64], contiguous, from ``common.rope.rope_cos_sin``.
         factor: of the weights, ``128**-0.5 * H**-0.5``.
@@ -383,7 +383,7 @@ def _check(
     checks.require_range("first", first, 0, batch.tokens - rows)
     check_queries(q, weights, cos_sin)
     checks.require_shape("q", q, (rows, q.shape[1], DIM), "[rows, H, 128]")
-    checks.require_range("H of q", q.shape[1], 1, MAX_HEADS)
+    checks.require_range("H of q", q.shape[1], 1, MAX_INDEX_HEADS)
     checks.require_dtype("pages", pages, torch.uint8, torch.bfloat16)
     checks.require_one_of("page_size", page_size, (PAGE_TOKENS // 4,))
     if pages.dtype != torch.bfloat16:

@@ -1,10 +1,10 @@
 """Select the topk best entries of each query without sorting, by a threshold and prefix sums (specification §5).
 
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; if they are more than topk, it attends to the topk of
-the largest scores. A program holds up to :data:`CHUNK` scores of one query in registers, as integer keys of the same
-order. It finds the topk-th largest key by counting the keys that reach a bound. Each selected entry is stored at the
-place that a prefix sum gives it, so in the order of the entries. Of more than :data:`SINGLE_PASS_MAX_SCORES` scores the
-program first *narrows*: it finds a bound that topk to 2 · topk keys reach, and keeps only those. It stores their
+the largest scores. A program holds up to :data:`CHUNK_SCORES` scores of one query in registers, as integer keys of the
+same order. It finds the topk-th largest key by counting the keys that reach a bound. Each selected entry is stored at
+the place that a prefix sum gives it, so in the order of the entries. Of more than :data:`SINGLE_PASS_MAX_SCORES` scores
+the program first *narrows*: it finds a bound that topk to 2 · topk keys reach, and keeps only those. It stores their
 indices, in order, in the place of the slots to come.
 
 A longer row is divided into chunks. Each chunk nominates its own topk best as candidates, which include all of the
@@ -14,8 +14,8 @@ the scores alone.
 
 Scores are ordered as numbers, −inf to +inf; −0 equals +0, and NaN is below all.
 
-Supports topk up to ``MAX_TOPK``, and rows of as many chunks as nominate ``MAX_CANDIDATES``. Floor: 4 bytes per visible
-entry.
+Supports topk up to ``MAX_INDEX_TOPK``, and rows of as many chunks as nominate ``MAX_CANDIDATES``. Floor: 4 bytes per
+visible entry.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.limits import CHUNK_SCORES, MAX_CANDIDATES, MAX_INDEX_TOPK
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
@@ -36,18 +37,12 @@ from ..common.rounding import INTERPRETED
 from ..plan.batch import Batch
 from .scores import visible_entries
 
-CHUNK = 16384
-"""Scores that a program holds at most; a longer row is divided into chunks of so many."""
-MAX_TOPK = 2048
-"""Entries that a query selects at most."""
 SINGLE_PASS_MAX_SCORES = 4096
 """Scores at most among which the threshold is found without narrowing first; half as many up to a topk of 512.
 
 Measured on an H200 (2026-11-22, when keys were made by a negation): selecting 512 of 4096 for 1, 8, 64 and 256 queries
 takes 7.0, 7.2, 7.9 and 9.9 us with narrowing, 5.6, 6.8, 7.3 and 13.0 without.
 """
-MAX_CANDIDATES = 16384
-"""Candidates of a row at most, of all of its chunks together."""
 
 MAX_WARPS = 8
 """Warps of a program at most; up to 2048 scores it has 4.
@@ -550,7 +545,7 @@ class Candidates:
 
 def new_candidates(rows: int, columns: int, topk: int, device: torch.device | str) -> Candidates:
     """Allocate the workspace for up to ``rows`` rows of ``columns`` columns; no candidates where a row is one chunk."""
-    chunks = cdiv(columns, CHUNK) if columns > CHUNK else 0
+    chunks = cdiv(columns, CHUNK_SCORES) if columns > CHUNK_SCORES else 0
     nominated = torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
     return Candidates(nominated, torch.zeros(rows, dtype=torch.int32, device=device))
 
@@ -593,7 +588,7 @@ def select_entries(
     checks.require_dtype("scores", scores, torch.float32)
     checks.require_rows("scores", scores)
     rows, columns = scores.shape
-    checks.require_range("topk", topk, 1, MAX_TOPK)
+    checks.require_range("topk", topk, 1, MAX_INDEX_TOPK)
     checks.require_range("first", first, 0, batch.tokens - rows)
     checks.require_dtype("slots", slots, torch.int32)
     checks.require_shape("slots", slots, (rows, topk), "[rows, topk]")
@@ -601,7 +596,7 @@ def select_entries(
     checks.require_dtype("lengths", lengths, torch.int32)
     checks.require_shape("lengths", lengths, (rows,), "[rows]")
     checks.require_contiguous("lengths", lengths)
-    chunks = max(1, cdiv(columns, CHUNK))
+    chunks = max(1, cdiv(columns, CHUNK_SCORES))
     nominated, semaphores = lengths, lengths  # unused
     if chunks > 1:
         checks.require_range("topk times chunks of scores", topk * chunks, 1, MAX_CANDIDATES)
@@ -617,7 +612,7 @@ def select_entries(
     )
     if not rows:
         return
-    block = min(max(128, next_power_of_2(columns)), CHUNK)
+    block = min(max(128, next_power_of_2(columns)), CHUNK_SCORES)
     padded = next_power_of_2(topk)
     lanes = min(32 * MAX_WARPS, max(block // 16, min(128, block // 4)))
     _select_kernel[(rows, chunks)](

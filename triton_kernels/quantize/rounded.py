@@ -23,13 +23,13 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import checks, mxfp8, nvfp4
+from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import decode_e2m1, decode_e4m3, round_for
 from .mxfp8 import WARP_ELEMENTS, quantize_mxfp8_blocks
 from .nvfp4 import load_halves, quantize_row, store_halves
-from .rows import K_MULTIPLE
 
 WARP_BLOCKS = 32
 """NVFP4 blocks of a row that a warp rounds, one a thread."""
@@ -87,7 +87,7 @@ def round_to_nvfp4(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     Source: specification §9.3.
     """
     op = "round_to_nvfp4"
-    rows, groups, k = _check(op, x, out, K_MULTIPLE)
+    rows, groups, k = _check(op, x, out, NVFP4_K_MULTIPLE)
     checks.require_dtype(f"{op}: scale", scale, torch.float32)
     checks.require_shape(f"{op}: scale", scale, x.shape[:-1], "[T] or [T, G]")
     checks.require_contiguous(f"{op}: scale", scale)

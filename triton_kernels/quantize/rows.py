@@ -16,11 +16,9 @@ from torch import Tensor
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
+from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
 from .nvfp4 import quantize_row
-
-K_MULTIPLE = 64
-"""K must be a multiple of this: whole groups of four block scales."""
 
 CODES_ALIGNMENT = 4
 """Alignment of a row's codes in bytes: eight codes, four bytes, are stored at a time."""
@@ -55,7 +53,7 @@ def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tenso
         OperandTypeError: a dtype is not that of ``Rows``.
         OperandValueError: a shape, stride, alignment or device does not fit.
     """
-    checks.require_multiple(name, "K", k, K_MULTIPLE)
+    checks.require_multiple(name, "K", k, NVFP4_K_MULTIPLE)
     meaning = "[T]" if len(leading) == 1 else "[T, G]"
     codes, scales = f"{name}.codes", f"{name}.block_scales"
     checks.require_dtype(codes, rows.codes, torch.uint8)

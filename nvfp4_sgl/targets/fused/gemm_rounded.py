@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.targets.fused.gated import SwiGluGemm
 from nvfp4_sgl.targets.fused.gemm_backend import Gemm, GemmBackend

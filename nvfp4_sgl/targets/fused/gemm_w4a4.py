@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.cutedsl_kernels.compiled import swiglu_row_scale
 from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
+from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.rows import ExpertRows
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.targets.fused.nvfp4_matrices import expert_sizes, load_experts, load_nvfp4

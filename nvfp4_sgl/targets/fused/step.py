@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig, RopeTable
+from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.experts.router_logits import semaphores_size
-from nvfp4_sgl.triton_kernels.experts.routing import MAX_EXPERTS
 from nvfp4_sgl.triton_kernels.hyper_connection.site import new_site_semaphores
 from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
@@ -55,7 +55,9 @@ class Scratch:
     def __init__(self, device: torch.device):
         self._device = device
         self.route_semaphore = torch.zeros(1, dtype=torch.int32, device=device)
-        self.small_product_semaphores = torch.zeros(semaphores_size(MAX_EXPERTS), dtype=torch.int32, device=device)
+        self.small_product_semaphores = torch.zeros(
+            semaphores_size(MAX_ROUTED_EXPERTS), dtype=torch.int32, device=device
+        )
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._attention_semaphores: list[Tensor] = []
         self._site_semaphores: list[tuple[int, Tensor]] = []

@@ -72,7 +72,6 @@ def test_keys_that_make_no_sense() -> None:
 
 @pytest.mark.parametrize("limit", [0.5, 7.0, 10.0])
 def test_the_hidden_row_scale_is_that_of_the_reference(limit: float) -> None:
-    assert compiled.swiglu_row_scale(limit) == swiglu_row_scale(limit)
     assert replace(GATED, limit=limit).row_scale_constant == swiglu_row_scale(limit)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm90.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import pack_fp8_tiles
-from nvfp4_sgl.cutedsl_kernels.sm90.layout import K_MULTIPLE, pack_tiles
+from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS, KernelShape, Weights
+from nvfp4_sgl.limits import TILED_K_MULTIPLE
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.sm100.support.mutants import NativeFunction
 from tests.sm100.support.products import LIMIT, UNIT, Bounded, RandomOperand, poisoned
@@ -73,10 +74,10 @@ def random_weights(weights: Weights, groups: int, rows: int, k: int, seed: int) 
         return RandomOperand.make(groups, rows, k, seed)
     made = RandomOperand.make(groups, rows, k, seed, "mxfp8")
     random = np.random.default_rng(seed)
-    scales = random.integers(118, 131, (groups, rows, k // K_MULTIPLE), dtype=np.uint8)
+    scales = random.integers(118, 131, (groups, rows, k // TILED_K_MULTIPLE), dtype=np.uint8)
     codes = made.packed.clone()
     empty = torch.from_numpy(random.random(scales.shape) < 0.05)
-    codes[empty.repeat_interleave(K_MULTIPLE, dim=-1)] &= 0x80
+    codes[empty.repeat_interleave(TILED_K_MULTIPLE, dim=-1)] &= 0x80
     blocks = torch.from_numpy(scales).masked_fill(empty, 0).repeat_interleave(2, dim=-1)
     return replace(made, packed=codes, scales=blocks)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from nvfp4_sgl.limits import CHUNK_SCORES
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer.scores import PREFILL
-from nvfp4_sgl.triton_kernels.indexer.topk import CHUNK, new_candidates, select_entries
+from nvfp4_sgl.triton_kernels.indexer.topk import new_candidates, select_entries
 from tests.sm100.triton.cases.case import Outputs, case, close
 from tests.triton.support.passes import new_pass
 from tests.triton.test_indexer import SINGLE, Layer, adversarial_queries
@@ -68,4 +69,4 @@ def choice_of_few() -> Outputs:
 
 @case("_select_kernel", full=True)
 def choice_among_chunks() -> Outputs:
-    return choose([2, 64, CHUNK, CHUNK + 65], CHUNK + 80, 64)
+    return choose([2, 64, CHUNK_SCORES, CHUNK_SCORES + 65], CHUNK_SCORES + 80, 64)
