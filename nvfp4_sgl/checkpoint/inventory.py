@@ -122,11 +122,8 @@ class Inventory:
             if name.startswith(MTP_PREFIX):
                 drafts.append(name)
                 summary.skipped_bytes += entry.nbytes
-            elif name not in audit.seen:
-                audit.problems.append(
-                    f"tensor {called(name, entry)} in {entry.file}: no such tensor in this model or storage, expected"
-                    f" none, found {_describe(entry)}"
-                )
+            else:
+                audit.expect_none_but_seen(name)
         audit.report()
         if drafts:
             summary.skipped = len(drafts)
@@ -134,6 +131,22 @@ class Inventory:
             logger.info("left out %d tensors mtp.* (%s): nothing is drafted here", len(drafts), summary.draft)
         self.config, self.summary = config, summary
         return summary
+
+    def verify_part(self, specs: Iterable[TensorSpec], names: Iterable[str]) -> dict[str, Storage]:
+        """Demand ``specs``, and none of ``names`` besides; returns what each matrix is stored as.
+
+        Raises:
+            CheckpointError: as :meth:`verify`.
+        """
+        audit, storages = _Audit(self), dict[str, Storage]()
+        for spec in specs:
+            storage, _ = audit.check(spec)
+            if storage is not None:
+                storages[spec.name] = storage
+        for name in names:
+            audit.expect_none_but_seen(name)
+        audit.report()
+        return storages
 
     def draft_matrices(self, config: ModelConfig) -> dict[str, tuple[TensorSpec, Storage]]:
         """Matrices that the blocks of a draft, ``mtp.N``, share with decoder layers, and what each is stored as.
@@ -283,6 +296,15 @@ class _Audit:
                 f" {_describe(entry)}"
             )
         return entry.nbytes
+
+    def expect_none_but_seen(self, name: str) -> None:
+        """Note a tensor that no spec accounts for."""
+        if name not in self.seen:
+            entry = self.entries[name]
+            self.problems.append(
+                f"tensor {called(name, entry)} in {entry.file}: no such tensor in this model or storage, expected"
+                f" none, found {_describe(entry)}"
+            )
 
     def report(self) -> None:
         if self.problems:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.checkpoint.drafts import verify_draft
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
@@ -35,12 +36,14 @@ class Inspection:
         refused: by target, why a server would not load it there; ``None`` if it would. One rank.
         scan: of its values; ``None`` if they were not read.
         checksums: what differs from the manifest of a conversion; ``None`` if nothing was held against it.
+        draft_problem: why the draft that is bundled could not be used; ``None`` if it could. A server leaves it out.
     """
 
     verified: Verified
     refused: dict[str, str | None]
     scan: Scan | None = None
     checksums: list[str] | None = None
+    draft_problem: str | None = None
 
     @property
     def problems(self) -> list[Finding]:
@@ -57,12 +60,15 @@ class Inspection:
         unknown = unknown_fields(self.verified.raw)
         text = "is not known here and was not read: nothing that is computed depends on it"
         found = [Finding(None, "field-not-read", f"config.json: field {shown(name)} {text}") for name in unknown]
+        if self.draft_problem is not None:
+            found.append(Finding(None, "draft-not-usable", self.draft_problem))
         return found + (list(self.scan.notes) if self.scan else [])
 
     def as_json(self) -> dict[str, Any]:
         """The report as an object that JSON can hold."""
         summary = self.verified.summary
         draft = {"kind": summary.draft, "tensors": summary.skipped, "bytes": summary.skipped_bytes}
+        draft["complete"] = self.draft_problem is None
         return {
             "directory": str(summary.directory),
             "format": summary.format,
@@ -120,7 +126,13 @@ def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] |
             refused[target] = None
         except Nvfp4SglError as error:
             refused[target] = str(error).removeprefix(f"target {target}: ")
-    return Inspection(verified, refused, scan, checksums)
+    problem = None
+    if not verified.is_dummy:
+        try:
+            verify_draft(verified.inventory, verified.raw, verified.config)
+        except Nvfp4SglError as error:
+            problem = str(error)
+    return Inspection(verified, refused, scan, checksums, problem)
 
 
 def broken_as_json(directory: object, error: Nvfp4SglError) -> dict[str, Any]:

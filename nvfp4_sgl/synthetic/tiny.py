@@ -7,7 +7,7 @@ that serves a tiny checkpoint goes the way that a real one goes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, mtp_specs, tensor_specs
+from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_specs
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.quantization import MANIFEST
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
@@ -24,7 +25,7 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.synthetic import tiny_storage
-from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames, generation_config, manifest, tiny_config
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, generation_config, manifest, tiny_config
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.terminal import Counter
@@ -41,6 +42,7 @@ def write_tiny(
     force: bool = False,
     shards: int = 3,
     names: TinyNames | str = TinyNames.ORIGINAL,
+    draft: TinyDraft | str | None = None,
     progress: Counter | None = None,
     **overrides: Any,
 ) -> CheckpointSummary:
@@ -53,15 +55,19 @@ def write_tiny(
         force: replace an earlier tiny checkpoint.
         shards: number of safetensors files.
         names: of the tensors.
+        draft: what is bundled under ``mtp.``; unless given MTP, where the format's exporter keeps drafts.
         progress: counts the tensors that are drawn.
         overrides: config.json fields to replace (see :func:`tiny_config`).
     """
     directory, format, names = Path(directory), TinyFormat(format), TinyNames(names)
-    raw = tiny_config(format, overrides, names)
+    kind = None if draft is None else TinyDraft(draft)
+    raw = tiny_config(format, overrides, names, kind)
     config = ModelConfig.from_dict(raw, source="tiny checkpoint")
     _prepare(directory, force)
     _write_json(
-        directory / MARKER, {"format": format.value, "names": names.value, "seed": seed, "overrides": overrides}
+        directory / MARKER,
+        {"format": format.value, "names": names.value, "seed": seed, "overrides": overrides}
+        | ({} if kind is None else {"draft": kind.value}),
     )
     _write_json(directory / "config.json", raw)
     _write_json(directory / "generation_config.json", generation_config())
@@ -69,7 +75,7 @@ def write_tiny(
         _write_json(directory / MANIFEST, described)
     write_tokenizer(directory, config.vocab_size, config.max_position_embeddings)
     tensors = {}
-    for name, tensor in _tensors(config, format, names, seed):
+    for name, tensor in _tensors(_specs(raw, config, format), config, format, names, seed):
         tensors[name] = tensor
         if progress is not None:
             progress.advance()
@@ -110,23 +116,28 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], count: int) -> No
     _write_json(directory / "model.safetensors.index.json", index_json)
 
 
-def _tensors(config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    specs: Mapping[str, TensorSpec], config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int
+) -> Iterator[tuple[str, Tensor]]:
     """Every stored tensor by its name in the file, in the order of the model."""
-    for name, tensor in _original_tensors(config, format, names, seed):
+    for name, tensor in _original_tensors(specs, config, format, names, seed):
         renamed = transformers_name(name) if names is TinyNames.TRANSFORMERS else name
         assert renamed is not None, name
         yield renamed, tensor
 
 
-def _original_tensors(
-    config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int
-) -> Iterator[tuple[str, Tensor]]:
+def _specs(raw: Mapping[str, Any], config: ModelConfig, format: TinyFormat) -> dict[str, TensorSpec]:
+    """Every logical tensor, a draft's included."""
     specs = tensor_specs(config)
-    if (
-        format is not TinyFormat.COMPRESSED_TENSORS
-    ):  # its exporter loads models through transformers, which drops drafts
-        for index in range(config.num_nextn_predict_layers):
-            specs |= mtp_specs(config, index)
+    if format is TinyFormat.COMPRESSED_TENSORS or not config.num_nextn_predict_layers:
+        return specs  # that format's exporter loads models through transformers, which drops drafts
+    kind = DraftKind.DSPARK if "dspark_block_size" in raw else DraftKind.MTP
+    return specs | draft_specs(kind, raw, config)
+
+
+def _original_tensors(
+    specs: Mapping[str, TensorSpec], config: ModelConfig, format: TinyFormat, names: TinyNames, seed: int
+) -> Iterator[tuple[str, Tensor]]:
     scale = "scale" if names is TinyNames.ORIGINAL else "weight_scale_inv"
 
     def weight(name: str) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nvfp4_sgl.arguments import add_json, add_output, add_seed, print_json
-from nvfp4_sgl.synthetic.tiny_config import TinyFormat, TinyNames
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames
 from nvfp4_sgl.terminal import Counter
 
 
@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[names.value for names in TinyNames],
         default=TinyNames.ORIGINAL.value,
         help="of the tensors (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--draft",
+        choices=[draft.value for draft in TinyDraft],
+        help="what is bundled for drafting (default: mtp, and none in compressed-tensors)",
     )
     add_seed(parser, "the random weights")
     parser.add_argument("--force", action="store_true", help="replace a tiny checkpoint that is already there")
@@ -59,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             args.seed,
             force=args.force,
             names=args.names,
+            draft=args.draft,
             progress=progress,
             **overrides,
         )
@@ -68,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "directory": str(args.output),
         "format": args.format,
         "names": args.names,
+        "draft": args.draft,
         "seed": args.seed,
         "bytes": summary.nbytes,
     }

@@ -34,6 +34,23 @@ class TinyFormat(enum.Enum):
     """The same weights before quantisation."""
 
 
+class TinyDraft(enum.Enum):
+    """What drafts, under ``mtp.``."""
+
+    NONE = "none"
+    MTP = "mtp"
+    DSPARK = "dspark"
+
+
+DSPARK_FIELDS = {
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 16,
+    "dspark_noise_token_id": 2,
+}
+"""Of a tiny DSpark draft; its captured layers are the last three, or all of fewer."""
+DSPARK_STAGES, DSPARK_CAPTURED = 3, 3
+
+
 class TinyNames(enum.Enum):
     """Names the tensors can have."""
 
@@ -124,7 +141,10 @@ _EXPERT_TARGETS = {
 
 
 def tiny_config(
-    format: TinyFormat, overrides: Mapping[str, Any], names: TinyNames = TinyNames.ORIGINAL
+    format: TinyFormat,
+    overrides: Mapping[str, Any],
+    names: TinyNames = TinyNames.ORIGINAL,
+    draft: TinyDraft | None = None,
 ) -> dict[str, Any]:
     """The config.json dictionary; ``overrides`` replace fields of :data:`BASE` or give ``compress_ratios``.
 
@@ -133,10 +153,20 @@ def tiny_config(
     unknown = sorted(set(overrides) - set(BASE) - {"compress_ratios"})
     if unknown:
         raise ConfigError(f"tiny checkpoint: unknown field '{unknown[0]}'; known: compress_ratios, {', '.join(BASE)}")
+    if format is TinyFormat.COMPRESSED_TENSORS and draft not in (None, TinyDraft.NONE):
+        raise ConfigError(
+            f"tiny checkpoint: draft {draft.value}: expected none, as exporters of {format.value} drop drafts"
+        )
     config = {**BASE, **overrides}
+    if draft is not None:
+        config["num_nextn_predict_layers"] = int(draft is not TinyDraft.NONE)
     layers, mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    pattern = [0, *((4, 128)[i % 2] for i in range(layers - 1))]
-    config.setdefault("compress_ratios", pattern + [0] * mtp)
+    ratios = config.get("compress_ratios", [0, *((4, 128)[i % 2] for i in range(layers - 1))])
+    if draft is not None or "compress_ratios" not in overrides:
+        ratios = ratios[:layers] + [0] * (DSPARK_STAGES if draft is TinyDraft.DSPARK else mtp)
+    config["compress_ratios"] = ratios
+    if draft is TinyDraft.DSPARK:
+        config |= DSPARK_FIELDS | {"dspark_target_layer_ids": [*range(layers)][-DSPARK_CAPTURED:]}
     if mtp not in (0, 1):
         raise ConfigError(f"tiny checkpoint: num_nextn_predict_layers: expected 0 or 1, found {mtp}")
     if format is not TinyFormat.BF16:
