@@ -21,7 +21,6 @@ from .sm100.shape import KernelShape
 
 if TYPE_CHECKING:
     from .common.entry import Entry
-    from .common.gemm import Gemm
 
 SHAPES: dict[str, type[HopperShape] | type[KernelShape]] = {
     "sm_90a": HopperShape,
@@ -79,32 +78,16 @@ class KernelKey:
 
 def entry_of(key: KernelKey) -> Entry:
     """The function that ``cute.compile`` compiles for a key: ``cute.compile(entry, *entry.example())``."""
-    from .common.entry import Entry
+    from . import entries
 
-    gemm = _hopper_gemm(key.shape, key) if isinstance(key.shape, HopperShape) else _blackwell_gemm(key.shape, key)
-    return Entry(gemm, key.programmatic_launch)
-
-
-def _hopper_gemm(shape: HopperShape, key: KernelKey) -> Gemm:
-    from .sm90.epilogue import Epilogue
-    from .sm90.gemm import W4A16Gemm
-
-    return W4A16Gemm(shape, Epilogue(key.limit))
-
-
-def _blackwell_gemm(shape: KernelShape, key: KernelKey) -> Gemm:
-    from .sm100.epilogue import Epilogue
-    from .sm100.gemm import BlockScaledGemm
-
-    return BlockScaledGemm(shape, Epilogue(key.limit, key.weighted, key.row_scale_constant))
+    return entries.entry_of(key)
 
 
 def compile_kernel(key: KernelKey, options: str = "") -> Any:
     """Compile the kernel of a key with ``cute.compile``; needs no GPU. ``options`` are added to the compiler's."""
-    import cutlass.cute as cute
+    from . import entries
 
-    entry = entry_of(key)
-    return cute.compile(entry, *entry.example(), options=f"--gpu-arch {key.architecture} {options}".rstrip())
+    return entries.compile_entry(entries.entry_of(key), f"--gpu-arch {key.architecture} {options}".rstrip())
 
 
 class KernelSource(Protocol):

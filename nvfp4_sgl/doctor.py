@@ -19,12 +19,19 @@ from packaging.requirements import Requirement
 
 from nvfp4_sgl import __version__
 from nvfp4_sgl.arguments import add_checkpoint, add_json, print_json
+from nvfp4_sgl.checkpoint.beside import check_beside
+from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import Plan
 from nvfp4_sgl.plugin import is_disabled
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.targets import choose
+from nvfp4_sgl.targets.requirements import check_target
+from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.terminal import fitted
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 if TYPE_CHECKING:
     from nvfp4_sgl.checkpoint.verified import Verified
@@ -185,21 +192,23 @@ def examine_target(report: Report, planned: str | None = None) -> None:
     """Fill in devices, target, and the boundaries and modes of the target ``planned``, this machine's if ``None``."""
     import torch
 
-    from nvfp4_sgl.targets.choose import choose, detect_target
-    from nvfp4_sgl.targets.target import descriptor
-
-    report.devices = [device_name(index) for index in range(torch.cuda.device_count())] or [
-        f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
-    ]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        report.devices.append(
+            f"cuda:{index}: {found.name}, compute capability {found.major}.{found.minor},"
+            f" {found.total_memory / 2**30:.0f} GiB"
+        )
+    if not report.devices:
+        report.devices.append(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
     try:
-        report.target = detect_target()
+        report.target = choose.detect_target()
     except Nvfp4SglError as error:
         if planned is None:
             report.problems.append(str(error))
     report.described_target = planned or report.target
     if report.described_target is None:
         return
-    fill_in(report, choose(report.described_target))
+    fill_in(report, choose.choose(report.described_target))
     if descriptor(report.described_target).on_gpu:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
 
@@ -210,26 +219,8 @@ def fill_in(report: Report, choice: Choice) -> None:
     report.activation_mode, report.activation_modes = choice.mode.value, [mode.value for mode in choice.modes]
 
 
-def device_name(index: int) -> str:
-    """One CUDA device in words."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return (
-        f"cuda:{index}: {properties.name}, compute capability {properties.major}.{properties.minor},"
-        f" {properties.total_memory / 2**30:.0f} GiB"
-    )
-
-
 def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
-    from nvfp4_sgl.checkpoint.beside import check_beside
-    from nvfp4_sgl.checkpoint.verified import holds_weights, verify
-    from nvfp4_sgl.synthetic.random_weights import verify_dummy
-    from nvfp4_sgl.targets.choose import choose, mode_of
-    from nvfp4_sgl.targets.requirements import check_target
-    from nvfp4_sgl.weights.parallel import TensorParallel
-
     try:
         verified = verify(directory) if holds_weights(directory) else verify_dummy(directory)
         TensorParallel(size=plan.ranks).check(verified.config)
@@ -244,11 +235,11 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
     if chosen := plan.target or report.target:
         mode = None
         try:
-            mode = mode_of(chosen, verified.raw.get("activation_mode"))
+            mode = choose.mode_of(chosen, verified.raw.get("activation_mode"))
             check_target(chosen, verified.config, plan.ranks, verified.inventory.storage, mode, plan.context)
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
-        fill_in(report, choose(chosen, mode))
+        fill_in(report, choose.choose(chosen, mode))
         examine_memory(report, verified, chosen, plan, mode)
 
 
@@ -258,28 +249,18 @@ def examine_memory(report: Report, verified: Verified, target: str, plan: Plan, 
     Raises:
         ConfigError: a flag of ``plan`` that the target or the model does not take.
     """
-    from nvfp4_sgl.memory.forecast import forecast
+    from nvfp4_sgl.memory import forecast, free
 
-    free = None
+    available = None
     if plan.gpu_memory is not None:
-        free = int(plan.gpu_memory * 2**30)
+        available = int(plan.gpu_memory * 2**30)
     elif target == report.target:
-        free = free_bytes(plan.ranks)
-    found = forecast(verified, target, plan.setting(target, verified.config), free, mode)
+        available = free.free_bytes(plan.ranks)
+    found = forecast.forecast(verified, target, plan.setting(target, verified.config), available, mode)
     shortage = found.shortage()
     report.memory, report.memory_lines = found.as_json() | {"fits": found.fits}, found.lines()
     if shortage is not None:
         report.problems.append(f"memory: {shortage}")
-
-
-def free_bytes(ranks: int) -> int:
-    """Bytes free for a rank: of the first GPU, or without one its share of the host's memory."""
-    import torch
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 // ranks
 
 
 def render(report: Report) -> str:

@@ -30,11 +30,10 @@ def activate() -> str | None:
     if is_disabled():
         return None
     try:
-        from nvfp4_sgl.serving.probe import hide_kernel_folders
-        from nvfp4_sgl.serving.start_log import leave_out_import_warnings
+        from nvfp4_sgl.serving import probe, start_log
 
-        hide_kernel_folders()
-        leave_out_import_warnings()
+        probe.hide_kernel_folders()
+        start_log.leave_out_import_warnings()
         if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             return None
         from nvfp4_sgl.serving.sglang.ledger import require_supported_version

@@ -25,12 +25,10 @@ def stop(error: BaseException) -> NoReturn:
 def describe(error: BaseException) -> str:
     """One message for ``error``: ours as they are, others with where they were raised and how to go on without us."""
     try:
-        from nvfp4_sgl.errors import Nvfp4SglError
+        from nvfp4_sgl import errors, files
 
-        if isinstance(error, Nvfp4SglError):
-            from nvfp4_sgl.files import escaped
-
-            return escaped(f"nvfp4-sgl: error: {error}")
+        if isinstance(error, errors.Nvfp4SglError):
+            return files.escaped(f"nvfp4-sgl: error: {error}")
     except Exception:  # the package itself is broken; say what we know
         pass
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,30 @@
-"""SGLang's defaults for DeepSeek-V4 on a GPU, for what is said of a server that is not there."""
+"""Defaults of a server: SGLang's for DeepSeek-V4 on a GPU, for one that is not there, and ours on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
 
 REQUESTS, CHUNK = 256, 8192
 """``--max-running-requests`` and ``--chunked-prefill-size``."""
 FRACTION = 0.85
 """A ``--mem-fraction-static`` like those that it chooses."""
+PACKED_SWA_RATIO = 0.1
+"""``--swa-full-tokens-ratio``."""
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_total_tokens": 16384,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 1024,
+    "mem_fraction_static": 0.3,
+    "sleep_on_idle": True,
+}
+"""Defaults of our architecture on a CPU; a flag that the user gave wins.
+
+float32 because the CPU path is the reference; small pools because rows are exact (2 KiB a token and layer);
+``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
+"""
+
+CPU_SWA_RATIO = 0.5
+"""Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
+256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_CONFIG_BYTES, SHOWN_CHARACTERS, read_json, require_file, shown
 
@@ -24,8 +26,6 @@ FETCH = "fetch it from the model's repository"
 def check_tokenizer(file: Path, vocab_size: int) -> None:
     """Refuse what the tokenizers library does not read, and token ids that the embedding does not have."""
     require_object(read_json(file, ConfigError, MAX_TOKENIZER_BYTES, FETCH), file)
-    from tokenizers import Tokenizer
-
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special

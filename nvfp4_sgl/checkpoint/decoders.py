@@ -15,7 +15,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.formats.blocks import FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK
@@ -115,10 +115,8 @@ class Decoder(ABC):
 
     def values(self, pieces: Pieces) -> Tensor:
         """fp32 [n, k]: what the stored tensors stand for, also where they have no exact form here."""
-        from torch import Tensor
-
-        matrix = self.decode(pieces)
-        return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
+        matrix: Any = self.decode(pieces)
+        return matrix.dequantize() if self.is_packed else matrix.float()
 
     def problem(self, pieces: Pieces) -> str | None:
         """Why the matrix has no exact form here; ``None`` if it has one. Looks at the whole matrix."""
@@ -153,10 +151,9 @@ class ModelOptNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """The bytes as they are stored."""
-        from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-
+        formats = values.arithmetic()
         global_scale = pieces.whole("weight_scale_2").reshape(())
-        return NvFp4Tensor(pieces.piece("weight"), pieces.piece("weight_scale"), global_scale)
+        return formats.NvFp4Tensor(pieces.piece("weight"), pieces.piece("weight_scale"), global_scale)
 
 
 class CompressedNvFp4(Decoder):
@@ -181,10 +178,9 @@ class CompressedNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """Codes and block scales as they are stored."""
-        from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
-
+        formats = values.arithmetic()
         global_scale = pieces.whole("weight_global_scale").reshape(()).reciprocal()
-        return NvFp4Tensor(pieces.piece("weight_packed"), pieces.piece("weight_scale"), global_scale)
+        return formats.NvFp4Tensor(pieces.piece("weight_packed"), pieces.piece("weight_scale"), global_scale)
 
 
 class MxFp4AsNvFp4(Decoder):
@@ -210,43 +206,36 @@ class MxFp4AsNvFp4(Decoder):
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""
-        from nvfp4_sgl.formats import mxfp4
-
-        return mxfp4.to_nvfp4(self._stored(pieces), self.exponents(pieces)[1])
+        formats = values.arithmetic()
+        return formats.mxfp4.to_nvfp4(self._stored(pieces), self.exponents(pieces)[1])
 
     def values(self, pieces: Pieces) -> Tensor:
         return self._stored(pieces).dequantize()
 
     def problem(self, pieces: Pieces) -> str | None:
-        from nvfp4_sgl.formats import mxfp4
-
+        formats = values.arithmetic()
         low, high = self.exponents(pieces)
         if low.is_meta:
             return None  # a model without values, of which the kernels alone are asked
-        return mxfp4.why_not_exact(int(low), int(high))
+        return formats.mxfp4.why_not_exact(int(low), int(high))
 
     @staticmethod
     def _stored(pieces: Pieces) -> MxFp4Tensor:
-        import torch
-
-        from nvfp4_sgl.formats import ue8m0
-        from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
-
-        return MxFp4Tensor(pieces.piece("weight").view(torch.uint8), ue8m0.as_bytes(pieces.piece("scale")))
+        formats = values.arithmetic()
+        return formats.MxFp4Tensor(
+            pieces.piece("weight").view(formats.torch.uint8), formats.ue8m0.as_bytes(pieces.piece("scale"))
+        )
 
     @staticmethod
     def exponents(pieces: Pieces) -> tuple[Tensor, Tensor]:
         """Smallest and largest block exponent, int32 scalars. Codes are read only if blocks of zeros may matter."""
-        import torch
-
-        from nvfp4_sgl.formats import mxfp4, ue8m0
-        from nvfp4_sgl.formats.mxfp4 import MxFp4Tensor
-
-        scale = ue8m0.as_bytes(pieces.whole("scale"))
-        low, high = (extreme.int() - ue8m0.BIAS for extreme in scale.aminmax())
-        if low.is_meta or mxfp4.why_not_exact(int(low), int(high)) is None:
+        formats = values.arithmetic()
+        scale = formats.ue8m0.as_bytes(pieces.whole("scale"))
+        low, high = (extreme.int() - formats.ue8m0.BIAS for extreme in scale.aminmax())
+        if low.is_meta or formats.mxfp4.why_not_exact(int(low), int(high)) is None:
             return low, high
-        return mxfp4.exponents(MxFp4Tensor(pieces.whole("weight").view(torch.uint8), scale))
+        codes = pieces.whole("weight").view(formats.torch.uint8)
+        return formats.mxfp4.exponents(formats.MxFp4Tensor(codes, scale))
 
 
 class Fp8PowerScales(Decoder):
@@ -266,19 +255,15 @@ class Fp8PowerScales(Decoder):
 
     def decode(self, pieces: Pieces) -> Tensor:
         """BF16 where that is exact, as it is short of subnormal values; else F32."""
-        from nvfp4_sgl.formats.checks import holds_any
-        from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
-
-        exact = Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")).dequantize()
+        formats = values.arithmetic()
+        exact = formats.Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")).dequantize()
         rounded = exact.bfloat16()
-        return exact if holds_any(rounded.float() != exact) else rounded
+        return exact if formats.holds_any(rounded.float() != exact) else rounded
 
     def mxfp8(self, pieces: Pieces) -> MxFp8Tensor:
         """The codes as they are stored; each scale for every 32 of 128 columns, in each of its rows."""
-        from nvfp4_sgl.formats import mxfp8
-        from nvfp4_sgl.formats.fp8_block import Fp8BlockTensor
-
-        return mxfp8.from_blocks(Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")))
+        formats = values.arithmetic()
+        return formats.mxfp8.from_blocks(formats.Fp8BlockTensor(pieces.piece("weight"), pieces.piece("scale")))
 
 
 class Fp8FloatScales(Decoder):
@@ -307,9 +292,8 @@ class Fp8FloatScales(Decoder):
 
     def decode(self, pieces: Pieces) -> Tensor:
         """F32: the scale has more bits than bf16 leaves room for."""
-        from nvfp4_sgl.formats import fp8_block
-
-        return fp8_block.dequantize_blocks(pieces.piece("weight"), pieces.piece("scale").float())
+        formats = values.arithmetic()
+        return formats.fp8_block.dequantize_blocks(pieces.piece("weight"), pieces.piece("scale").float())
 
 
 class Plain(Decoder):

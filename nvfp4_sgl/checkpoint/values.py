@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,13 @@ TINY_SHARE = 8
 GLOBAL_SCALE_MIN, GLOBAL_SCALE_MAX = 2.0**-76, 2.0**8
 """Times 448 and 6 the largest is 2^19.4, and the smallest just below :data:`TINY`. Exporters give a matrix's largest
 magnitude / 2688, or a power of two near it."""
+
+
+def arithmetic() -> Any:
+    """:mod:`.arithmetic`, with torch, which takes seconds to import; headers are checked without."""
+    from nvfp4_sgl.checkpoint import arithmetic
+
+    return arithmetic
 
 
 def anything(part: Tensor) -> tuple[Tensor | None, str]:
@@ -59,8 +66,7 @@ def _misplaced(part: Tensor, largest: float) -> Tensor | None:
 
     Magnitudes are compared as integers, by the bits without the sign: their order is the same, and NaN comes last.
     """
-    import torch
-
+    torch = arithmetic().torch
     integers = torch.int16 if part.itemsize == 2 else torch.int32
     mask = torch.iinfo(integers).max
     low, high = (_bits(bound) >> 32 - 8 * part.itemsize for bound in (TINY, largest))
@@ -83,15 +89,13 @@ def _bits(value: float) -> int:
 
 def e4m3_values(part: Tensor) -> tuple[Tensor | None, str]:
     """E4M3 weights, which have no infinity."""
-    import torch
-
+    torch = arithmetic().torch
     return (part.view(torch.uint8) & 0x7F) == 0x7F, "no NaN"
 
 
 def e4m3_scales(part: Tensor) -> tuple[Tensor | None, str]:
     """NVFP4 block scales: no sign, no NaN, not all zero."""
-    import torch
-
+    torch = arithmetic().torch
     bits = part.view(torch.uint8)
     return (bits >= 0x7F) | (bits.amax() == 0), "block scales that are numbers >= +0, of which one at least is > 0"
 
@@ -108,8 +112,7 @@ def fp8_power_scales(part: Tensor) -> tuple[Tensor | None, str]:
 
 def _power_scales(part: Tensor, highest: int) -> tuple[Tensor | None, str]:
     """Small ones belong to blocks of zeros; byte 255 is NaN."""
-    import torch
-
+    torch = arithmetic().torch
     return part.view(
         torch.uint8
     ) > 127 + highest, f"UE8M0 scales of at most 2^{highest} (byte {127 + highest}), no NaN scale"
@@ -121,8 +124,7 @@ ZERO_MATRIX_SCALES = (2.0**-117, 2.0**-100 / 2688)
 
 def global_scale(part: Tensor) -> tuple[Tensor | None, str]:
     """Scalar that multiplies."""
-    import torch
-
+    torch = arithmetic().torch
     good = (part >= GLOBAL_SCALE_MIN) & (part <= GLOBAL_SCALE_MAX)
     for scale in ZERO_MATRIX_SCALES:
         good |= part == torch.tensor(scale, dtype=torch.float32, device="cpu").item()

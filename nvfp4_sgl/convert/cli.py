@@ -67,10 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; 130 if interrupted."""
-    import torch
-
     from nvfp4_sgl.convert.run import convert
-    from nvfp4_sgl.errors import UnsupportedError
 
     everything = frozenset(MatrixClass)
     options = Options(
@@ -81,13 +78,11 @@ def run(args: argparse.Namespace) -> int:
         drafts=args.drafts == "nvfp4",
     )
     try:
-        device = torch.device(args.device) if args.device else None
-    except RuntimeError:
-        raise UnsupportedError(f"--device {args.device}: expected cpu, cuda or cuda:N") from None
-    try:
         # With --json stdout is for the document alone.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-            tally = convert(args.directory, args.output, options, device=device, jobs=args.jobs, dry_run=args.dry_run)
+            tally = convert(
+                args.directory, args.output, options, device=args.device, jobs=args.jobs, dry_run=args.dry_run
+            )
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to go on", file=sys.stderr)
         return INTERRUPTED

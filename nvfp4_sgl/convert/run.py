@@ -47,7 +47,7 @@ def convert(
     target: Path,
     options: Options,
     *,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     jobs: int | None = None,
     dry_run: bool = False,
 ) -> Tally | None:
@@ -66,11 +66,12 @@ def convert(
         ConfigError, CheckpointError: the source cannot be read, or the target not be written.
         UnsupportedError: there is no such device.
     """
+    place = _device(device)
     require_directory(source, ConfigError)
     _require_apart(source, target)
     verified = verify(source)
     plan = make_plan(verified, options)
-    device, jobs = _device(device), jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
+    jobs = jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
     job = describe(source, options.as_json(), __version__)
     finished = is_finished(target, job)  # before a word is said: with other options nothing of that would happen
     print(_announcement(verified, plan, options))
@@ -86,9 +87,9 @@ def convert(
     folder = Folder.begin(target, job, finished=finished)
     try:
         if finished:
-            _mend(verified, damaged, options, folder, device=device, jobs=jobs)
+            _mend(verified, damaged, options, folder, device=place, jobs=jobs)
             return None
-        tally = _write(verified, plan, options, folder, device=device, jobs=jobs)
+        tally = _write(verified, plan, options, folder, device=place, jobs=jobs)
         _publish(source, verified, plan, folder, tally)
         folder.finish()
     finally:
@@ -103,9 +104,13 @@ def _require_apart(source: Path, target: Path) -> None:
         raise ConfigError(f"{target}: expected a directory apart from the source {source}; name another")
 
 
-def _device(device: torch.device | None) -> torch.device:
-    if device is None:
+def _device(asked_for: torch.device | str | None) -> torch.device:
+    if asked_for is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked_for)
+    except RuntimeError:
+        raise UnsupportedError(f"--device {asked_for}: expected cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"--device {device}: expected cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -16,6 +16,7 @@ from nvfp4_sgl.memory.pools import (
     largest_chunk,
     least_tokens,
 )
+from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.memory.weights import weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import Descriptor, descriptor
@@ -23,34 +24,6 @@ from nvfp4_sgl.targets.target import Descriptor, descriptor
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
 rank, 1.5 GiB."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a server is asked for.
-
-    Attributes:
-        ranks: ``--tp-size``.
-        requests, context, chunk: ``--max-running-requests``, ``--context-length``, ``--chunked-prefill-size``.
-        dtype_bytes: of an element of the model dtype.
-        row_bytes: of an element of exact cache rows; ``None`` for packed entries.
-        swa_ratio: ``--swa-full-tokens-ratio``.
-        fraction: ``--mem-fraction-static``: what weights and pools may take of the memory that is free at first.
-        most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
-        window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang goes by
-            ``--max-running-requests`` if that is given, and finds room for chunks itself.
-    """
-
-    ranks: int
-    requests: int
-    context: int
-    chunk: int
-    dtype_bytes: int
-    row_bytes: int | None
-    swa_ratio: float
-    fraction: float
-    most_tokens: int | None = None
-    window_by_ratio: bool = True
 
 
 @dataclass(frozen=True)

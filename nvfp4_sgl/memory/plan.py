@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.sglang_defaults import CHUNK, FRACTION, REQUESTS
+from nvfp4_sgl.memory.setting import Setting
+from nvfp4_sgl.sglang_defaults import CHUNK, CPU_DEFAULTS, CPU_SWA_RATIO, FRACTION, PACKED_SWA_RATIO, REQUESTS
+from nvfp4_sgl.targets.target import descriptor
 
 if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
-    from nvfp4_sgl.memory.forecast import Setting
 
 MAX_GPU_GIB = 4096
 MAX_REQUESTS = 1 << 20
@@ -47,10 +48,6 @@ class Plan:
         Raises:
             ConfigError: a flag that ``target`` or the model does not take, with what it takes.
         """
-        from nvfp4_sgl.memory.forecast import Setting
-        from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
-        from nvfp4_sgl.targets.target import descriptor
-
         taken = descriptor(target).kv_cache_dtypes
         if self.kv_cache_dtype not in taken:
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype}: expected one of {', '.join(taken)} on {target}")
@@ -74,9 +71,6 @@ class Plan:
         )
 
     def _on_cpu(self, longest: int) -> Setting:
-        from nvfp4_sgl.memory.forecast import Setting
-        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, CPU_SWA_RATIO
-
         if self.gpu_memory is not None:
             raise ConfigError("--gpu-memory: the target is cpu, which has none; name a GPU's with --target")
         return Setting(

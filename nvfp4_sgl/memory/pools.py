@@ -12,8 +12,6 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
 
-PACKED_SWA_RATIO = 0.1
-"""SGLang's default of ``--swa-full-tokens-ratio``."""
 STATE_BYTES = 4
 """An element of a compressor's state: fp32."""
 TABLE_MARGIN = 4

@@ -42,15 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report, the verdict last; 0 if DIR is right, 1 if it is wrong. A SRC that cannot be read raises."""
-    from nvfp4_sgl.reports.html_report import page
-    from nvfp4_sgl.reports.verification import verify_checkpoint
+    from nvfp4_sgl.reports import html_report, verification
 
     if args.html is not None:
         args.html.touch()  # what cannot be written is told now, not after hours of reading
     thresholds = Thresholds(args.max_rms, args.max_block, args.lossy)
-    found = verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
+    found = verification.verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
     if args.html is not None:
-        args.html.write_text(page(found), encoding="utf-8")
+        args.html.write_text(html_report.page(found), encoding="utf-8")
     print(json.dumps(found.as_json(), indent=2, allow_nan=False) if args.json else fitted("\n".join(found.lines())))
     return 1 if found.problems else 0
 

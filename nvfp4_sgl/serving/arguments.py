@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.inventory import Inventory
@@ -31,6 +33,7 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
@@ -39,26 +42,8 @@ from nvfp4_sgl.weights.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
-CPU_DEFAULTS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_total_tokens": 16384,
-    "max_running_requests": 16,
-    "chunked_prefill_size": 1024,
-    "mem_fraction_static": 0.3,
-    "sleep_on_idle": True,
-}
-"""Defaults of our architecture on a CPU; a flag that the user gave wins.
-
-float32 because the CPU path is the reference; small pools because rows are exact (2 KiB a token and layer);
-``sleep_on_idle`` because an idle scheduler would otherwise keep a core busy.
-"""
-
 DUMMY = "dummy"
 """``--load-format`` of random weights."""
-
-CPU_SWA_RATIO = 0.5
-"""Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
-256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""
 
 CONVERT_AT_LOAD = "convert_at_load"
 """Override that has matrices quantised to NVFP4 while they are loaded (:mod:`nvfp4_sgl.convert.at_load`)."""
@@ -320,8 +305,6 @@ def use_bound_cpus(rank: int) -> None:
     groups = os.environ.get(CPU_BINDING, "").split("|")
     if groups == [""] or descriptor(detect_target()).on_gpu:
         return
-    import torch
-
     cpus = parse_cpus(groups[rank])
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))

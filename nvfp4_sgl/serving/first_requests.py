@@ -48,8 +48,6 @@ def copy_by_torch(original: Callable[..., bool], *tensors: Any) -> bool:
 
 def compile_nothing() -> None:
     """Have ``torch.compile`` leave functions as they are, in this process."""
-    import torch._dynamo
-
     torch._dynamo.config.disable = True
 
 

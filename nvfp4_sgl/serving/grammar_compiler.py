@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import xgrammar
+
 from nvfp4_sgl.serving import grammar_process as process
 from nvfp4_sgl.serving.grammar_compilations import MAX_SECONDS, Compilation, Compilations
 from nvfp4_sgl.serving.requests import serves_our_model
@@ -74,8 +76,6 @@ class Compiler:
         """There is none: SGLang keeps what is compiled."""
 
     def _compile(self, method: str, **arguments: Any) -> Any:
-        import xgrammar
-
         outcome = self._source(self._compilations.current(), json.dumps([method, arguments]))
         kind, text = outcome[:1], outcome[1:].decode()
         if kind != process.COMPILED:
@@ -91,8 +91,6 @@ class CompilerProcess:
     """
 
     def __init__(self) -> None:
-        import xgrammar  # noqa: F401, which both processes need
-
         self.outcomes: deque[tuple[int, bytes]] = deque()
         self._tokenizer = b""
         self._lock = threading.Lock()

@@ -27,6 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
+import setproctitle
+import xgrammar
+
 MAX_BYTES = 768 << 20
 """Bound on what a child may have of its own memory. A large schema and a vocabulary of 129280 tokens take 0.3 GiB."""
 
@@ -133,8 +137,6 @@ class Children:
             return False
         connection = socket.socket(fileno=files[0])
         if message == TOKENIZER:
-            import xgrammar
-
             with connection:
                 self._tokenizer = xgrammar.TokenizerInfo.deserialize_json(read_all(connection).decode())
         else:
@@ -172,8 +174,6 @@ class Children:
 
 def compiled(text: str, tokenizer: Any) -> bytes:
     """The answer to ``text``, a method of xgrammar's compiler and its arguments as JSON."""
-    import xgrammar
-
     try:
         method, arguments = json.loads(text)
         compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
@@ -192,9 +192,6 @@ def compiled(text: str, tokenizer: Any) -> bytes:
 
 def first_mask_fault(grammar: Any, vocab_size: int) -> str | None:
     """Why no text can begin under a compiled grammar, or ``None``."""
-    import numpy
-    import xgrammar
-
     mask = numpy.full((1, -(-vocab_size // 32)), -1, dtype=numpy.int32)
     started = time.thread_time()
     xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask, 0)
@@ -225,8 +222,6 @@ def data_bytes() -> int:
 
 def name_process(title: str) -> None:
     """Name this process in ``ps`` and ``top``."""
-    import setproctitle
-
     setproctitle.setproctitle(title)
 
 

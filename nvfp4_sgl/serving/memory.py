@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
-from nvfp4_sgl.memory.pools import PACKED_SWA_RATIO
+from nvfp4_sgl.memory.forecast import Forecast, forecast
+from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.serving import kv_pool, stages
 from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.sglang_defaults import PACKED_SWA_RATIO
 from nvfp4_sgl.targets.choose import Choice
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
 
 
 class CpuReferencePlatform(find("CpuDeviceMixin"), find("SRTPlatform")):  # type: ignore[misc]
@@ -37,9 +39,7 @@ class CpuReferencePlatform(find("CpuDeviceMixin"), find("SRTPlatform")):  # type
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Called by SGLang during argument resolution; ``server_args`` records what is assigned."""
-        from nvfp4_sgl.serving.arguments import CPU_DEFAULTS, is_our_checkpoint
-
-        if is_our_checkpoint(server_args.model_path):
+        if arguments.is_our_checkpoint(server_args.model_path):
             for name, value in CPU_DEFAULTS.items():
                 found = getattr(server_args, name)
                 if found is None or found is False or found == "auto":

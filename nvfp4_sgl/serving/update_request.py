@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint.interchange import differences
+from nvfp4_sgl.checkpoint.scan import scan
+from nvfp4_sgl.checkpoint.stored_files import ReadFiles
 from nvfp4_sgl.checkpoint.sweep import available_cores
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
@@ -136,9 +138,6 @@ def check_checkpoint(directory: str | Path) -> Verified:
             ``nvfp4-sgl inspect --values`` calls a problem.
         UnsupportedError: the model that is served, or that of the directory, does not allow it.
     """
-    from nvfp4_sgl.checkpoint.scan import scan
-    from nvfp4_sgl.checkpoint.stored_files import ReadFiles
-
     started = time.monotonic()
     found = arguments.served(directory, None, arguments.resolved_overrides())
     check_fits(arguments.verified_at_start(), found)

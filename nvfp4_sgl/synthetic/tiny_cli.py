@@ -52,13 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
-    from nvfp4_sgl.synthetic.tiny import write_tiny
-    from nvfp4_sgl.try_out import try_out
+    from nvfp4_sgl.synthetic import tiny, try_out
 
     overrides = dict(args.overrides)
     progress = Counter("tensors drawn:")
     try:
-        summary = write_tiny(
+        summary = tiny.write_tiny(
             args.output,
             args.format,
             args.seed,
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "bytes": summary.nbytes,
     }
-    shown = None if args.no_check else try_out(args.output, args.seed)
+    shown = None if args.no_check else try_out.try_out(args.output, args.seed)
     serve = f"python -m sglang.launch_server --model-path {shlex.quote(str(args.output))}"
     if args.json:
         print_json(made | {"check": shown and asdict(shown), "next": serve})

@@ -15,19 +15,20 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.memory.forecast import Forecast, Setting, forecast
+from nvfp4_sgl.memory.forecast import Forecast, forecast
 from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
-    PACKED_SWA_RATIO,
     bytes_per_server,
     bytes_per_token,
     largest_chunk,
     least_tokens,
 )
+from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.memory.weights import EXPERTS, MATRICES, OTHERS, VOCABULARY, weight_bytes
 from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import kv_pool
+from nvfp4_sgl.sglang_defaults import PACKED_SWA_RATIO
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
@@ -327,7 +328,7 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert cli.main(["doctor", str(tmp_path), "--tp", "3"]) == 1
     assert "--tp-size 3" in capsys.readouterr().out
     (tmp_path / "config.json").write_text(json.dumps(FLASH))
-    monkeypatch.setattr("nvfp4_sgl.doctor.free_bytes", lambda ranks: 24 * GB)
+    monkeypatch.setattr("nvfp4_sgl.memory.free.free_bytes", lambda ranks: 24 * GB)
     assert cli.main(["doctor", str(tmp_path)]) == 1
     assert "PROBLEM: memory: too little memory" in capsys.readouterr().out
 

@@ -142,7 +142,7 @@ def test_a_matrix_that_is_not_exact_never_passes_for_one(checkpoints: dict[str, 
     """With the check gone, the conversion itself refuses."""
     import torch as t
 
-    with mutated(DECODERS, "return mxfp4.why_not_exact(int(low), int(high))", "return None"):
+    with mutated(DECODERS, "return formats.mxfp4.why_not_exact(int(low), int(high))", "return None"):
         decoders = importlib.import_module("nvfp4_sgl.checkpoint.decoders")
         errors = importlib.import_module("nvfp4_sgl.errors")
         weight = t.full((1, 32), 0x22, dtype=t.int8)

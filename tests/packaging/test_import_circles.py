@@ -1,9 +1,9 @@
-"""No module of the package imports itself by a detour: read from the imports that run when a module is loaded."""
+"""No module of the package imports itself by a detour, be it by an import inside a function."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,23 +20,27 @@ def modules() -> dict[str, Path]:
     return {".".join(place.with_suffix("").parts).removesuffix(".__init__"): file for file, place in files}
 
 
-def _loading(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run at import: not those of functions, nor those for type checkers alone."""
-    for node in body:
+def run_imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Imports that can run, and whether that is inside a function; those for type checkers alone are left out."""
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, inside
+        children: Iterable[ast.AST] = ast.iter_child_nodes(node)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _loading(node.orelse)
-            continue
-        yield node
-        for part in ("body", "orelse", "finalbody"):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield from _loading(getattr(node, part, []))
+            children = node.orelse
+        inside |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in children:
+            yield from visit(child, inside)
+
+    yield from visit(tree, False)
 
 
 def imported(name: str, is_package: bool, source: str, known: set[str]) -> set[str]:
-    """Modules of ``known`` that importing module ``name`` imports."""
+    """Modules of ``known`` that module ``name`` imports, when it is imported or later."""
     package = name.split(".") if is_package else name.split(".")[:-1]
     found: set[str] = set()
-    for node in _loading(ast.parse(source).body):
+    for node, _ in run_imports(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -70,8 +74,9 @@ def test_no_circles() -> None:
         ("p.a", False, "from p.b import thing", {"p.b"}),
         ("p.a", False, "from . import b", {"p.b"}),
         ("p", True, "from .b import thing", {"p.b"}),
-        ("p.a", False, "def f():\n    import p.b", set()),
+        ("p.a", False, "def f():\n    import p.b", {"p.b"}),
         ("p.a", False, "if TYPE_CHECKING:\n    import p.b", set()),
+        ("p.a", False, "if TYPE_CHECKING:\n    pass\nelse:\n    import p.b", {"p.b"}),
         ("p.a", False, "try:\n    import p.b\nexcept ImportError:\n    pass", {"p.b"}),
         ("p.a", False, "class C:\n    import p.b", {"p.b"}),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_sgl.serving.arguments import CPU_DEFAULTS
+from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
 from nvfp4_sgl.targets.choose import choose
 from tests.support.server import Server, ServerPool
 from tests.support.start_log import STAGES, wait_for_last_stage

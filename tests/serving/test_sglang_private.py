@@ -12,6 +12,7 @@ from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving.sglang import ledger, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.sglang.private import Private
+from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +132,11 @@ def test_flags_win_over_the_platform_defaults(monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.platforms import current_platform
 
     monkeypatch.setattr(arguments, "is_our_checkpoint", lambda path: path == "ours")
-    unset = dict.fromkeys(arguments.CPU_DEFAULTS) | {"dtype": "auto", "sleep_on_idle": False}
+    unset = dict.fromkeys(CPU_DEFAULTS) | {"dtype": "auto", "sleep_on_idle": False}
     raw = {"attention_backend": None}
     ours = SimpleNamespace(model_path="ours", _raw_input=raw, **unset)
     current_platform.apply_server_args_defaults(ours)
-    assert {name: getattr(ours, name) for name in unset} == arguments.CPU_DEFAULTS
+    assert {name: getattr(ours, name) for name in unset} == CPU_DEFAULTS
 
     given = dict.fromkeys(unset, 5)
     ours = SimpleNamespace(model_path="ours", _raw_input=raw, **given)

@@ -1,0 +1,33 @@
+"""What a server is asked for, as far as its memory depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a server is asked for.
+
+    Attributes:
+        ranks: ``--tp-size``.
+        requests, context, chunk: ``--max-running-requests``, ``--context-length``, ``--chunked-prefill-size``.
+        dtype_bytes: of an element of the model dtype.
+        row_bytes: of an element of exact cache rows; ``None`` for packed entries.
+        swa_ratio: ``--swa-full-tokens-ratio``.
+        fraction: ``--mem-fraction-static``: what weights and pools may take of the memory that is free at first.
+        most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
+        window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang goes by
+            ``--max-running-requests`` if that is given, and finds room for chunks itself.
+    """
+
+    ranks: int
+    requests: int
+    context: int
+    chunk: int
+    dtype_bytes: int
+    row_bytes: int | None
+    swa_ratio: float
+    fraction: float
+    most_tokens: int | None = None
+    window_by_ratio: bool = True
