@@ -125,9 +125,18 @@ class ModelConfig:
         """Layer ``index`` (0-based)."""
         return LayerSpec(index, f"layers.{index}", self.kind(index), self.is_hash_routed(index))
 
-    def layers(self) -> list[LayerSpec]:
-        """All layers of the decoder."""
-        return [self.layer(index) for index in range(self.num_hidden_layers)]
+    def layers(self, stage: range | None = None) -> list[LayerSpec]:
+        """The layers of a stage of the decoder, all unless given."""
+        return [self.layer(index) for index in self.stage(stage)]
+
+    def stage(self, layers: range | None) -> range:
+        """``layers``, all of the decoder's unless given; ValueError unless they are some of these, in order."""
+        every = range(self.num_hidden_layers)
+        if layers is None:
+            return every
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= every.stop:
+            raise ValueError(f"layers {layers}: expected some of {every}, in order")
+        return layers
 
     def draft_layer(self, index: int) -> LayerSpec:
         """Block ``index`` of a draft, MTP's or a stage of DSpark: window only, routed by scores."""

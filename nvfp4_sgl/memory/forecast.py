@@ -141,18 +141,27 @@ def small_window(window_tokens: int, needed: str = "") -> str:
 
 
 def forecast(
-    verified: Verified, target: str, setting: Setting, free: int | None, mode: ActivationMode | None = None
+    verified: Verified,
+    target: str,
+    setting: Setting,
+    free: int | None,
+    mode: ActivationMode | None = None,
+    stage: range | None = None,
 ) -> Forecast:
-    """What one rank of a server needs; ``free`` as in :class:`Forecast`, ``mode`` the target's default unless given.
+    """What one rank of a server needs, or of a stage of one.
+
+    Args:
+        free: as in :class:`Forecast`. mode: the target's default unless given.
+        stage: its layers, all unless given.
 
     Raises:
         ConfigError: the model cannot be split over so many ranks.
     """
     config = verified.config
     storage = verified.inventory.storage
-    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes, mode)
-    server = bytes_per_server(config, setting.requests, setting.context)
-    token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio)
+    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes, mode, stage)
+    server = bytes_per_server(config, setting.requests, setting.context, stage)
+    token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage)
     tokens = None
     if free is not None:
         left = free * setting.fraction - sum(weights.values()) - sum(server.values())

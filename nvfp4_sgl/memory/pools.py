@@ -41,18 +41,21 @@ def least_tokens(swa_ratio: float) -> int:
     return math.ceil(LEAST_WINDOW_TOKENS / PAGE_TOKENS / swa_ratio) * PAGE_TOKENS
 
 
-def bytes_per_token(config: ModelConfig, row_bytes: int | None, swa_ratio: float) -> dict[str, float]:
+def bytes_per_token(
+    config: ModelConfig, row_bytes: int | None, swa_ratio: float, stage: range | None = None
+) -> dict[str, float]:
     """Bytes by kind of cache that each token of capacity takes.
 
     Args:
         row_bytes: of an element of exact rows; ``None`` for packed entries.
-        swa_ratio: window rows a token.
+        swa_ratio: window rows a token. stage: layers, all unless given.
     """
-    csa, hca = (config.layer_kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
+    kinds = [layer.kind for layer in config.layers(stage)]
+    csa, hca = (kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
     state_width = 4 * (config.head_dim + config.index_head_dim)
     index = index_entry.LAYOUT.page_bytes(1) if row_bytes is None else config.index_head_dim * row_bytes
     return {
-        "window rows": swa_ratio * config.num_hidden_layers * _row(config, row_bytes, PAGE_TOKENS),
+        "window rows": swa_ratio * len(kinds) * _row(config, row_bytes, PAGE_TOKENS),
         "ratio-4 states": swa_ratio * csa * STATE_RING[4] / PAGE_TOKENS * state_width * STATE_BYTES,
         "ratio-4 entries": csa * _row(config, row_bytes, PAGE_TOKENS // 4) / 4,
         "index keys": csa * index / 4,
@@ -60,13 +63,13 @@ def bytes_per_token(config: ModelConfig, row_bytes: int | None, swa_ratio: float
     }
 
 
-def bytes_per_server(config: ModelConfig, requests: int, context: int) -> dict[str, int]:
+def bytes_per_server(config: ModelConfig, requests: int, context: int, stage: range | None = None) -> dict[str, int]:
     """Bytes that do not depend on the number of tokens.
 
     Args:
-        requests: that run at once. context: tokens of the longest.
+        requests: that run at once. context: tokens of the longest. stage: layers, all unless given.
     """
-    ring, hca = STATE_RING[128], config.layer_kinds.count(LayerKind.HCA)
+    ring, hca = STATE_RING[128], sum(layer.kind is LayerKind.HCA for layer in config.layers(stage))
     rows = -(-((requests + 1) * ring + ring + 1) // 128) * 128
     return {
         "ratio-128 states": hca * rows * 2 * config.head_dim * STATE_BYTES,

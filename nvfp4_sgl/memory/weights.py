@@ -25,6 +25,7 @@ def weight_bytes(
     ranks: int,
     dtype_bytes: int,
     mode: ActivationMode | None = None,
+    stage: range | None = None,
 ) -> dict[str, int]:
     """Bytes by part on one of ``ranks``.
 
@@ -32,13 +33,16 @@ def weight_bytes(
         storage: of a matrix, by its name without suffix.
         dtype_bytes: of an element of the model dtype.
         mode: what enters GEMMs with quantised weights; the target's default unless given.
+        stage: layers, all unless given; the embedding is with the first, the final collapse and the head with the last.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    specs, experts, matrices = tensor_specs(config), 0, 0
+    layers, experts, matrices = config.stage(stage), 0, 0
+    ends = (layers.start == 0) + (layers.stop == config.num_hidden_layers)
+    specs = [spec for spec in tensor_specs(config).values() if _is_of(spec, layers, config)]
     chosen = descriptor(target, mode)
-    for gemm in chosen.gemms(config, ranks, storage):
+    for gemm in chosen.gemms(config, ranks, storage, stage):
         nbytes = chosen.gemm_bytes(gemm, storage)
         if gemm.part is Part.EXPERTS:
             experts += nbytes
@@ -48,9 +52,17 @@ def weight_bytes(
     return {
         EXPERTS: experts,
         MATRICES: matrices,
-        VOCABULARY: 2 * rows * config.hidden_size * dtype_bytes,
-        OTHERS: sum(_other_bytes(spec, ranks, on_gpu=chosen.on_gpu) for spec in specs.values()),
+        VOCABULARY: ends * rows * config.hidden_size * dtype_bytes,
+        OTHERS: sum(_other_bytes(spec, ranks, on_gpu=chosen.on_gpu) for spec in specs),
     }
+
+
+def _is_of(spec: TensorSpec, layers: range, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to a stage."""
+    first, _, rest = spec.name.partition(".")
+    if first == "layers":
+        return int(rest.partition(".")[0]) in layers
+    return layers.start == 0 if first == "embed" else layers.stop == config.num_hidden_layers
 
 
 def _other_bytes(spec: TensorSpec, ranks: int, *, on_gpu: bool) -> int:

@@ -94,13 +94,13 @@ class Descriptor:
         """What a GEMM multiplies all of whose matrices are in ``storage``, one that the target runs."""
         return self.operands.get(Arrival.of(storage), "bf16")
 
-    def gemms(self, config: ModelConfig, ranks: int, storage: StorageOf) -> list[GemmSpec]:
-        """The GEMMs of a pass on one of ``ranks``, in their order.
+    def gemms(self, config: ModelConfig, ranks: int, storage: StorageOf, stage: range | None = None) -> list[GemmSpec]:
+        """The GEMMs of a pass through a stage, all layers unless given, on one of ``ranks``, in their order.
 
         Raises:
             ConfigError: the model cannot be split so.
         """
-        return launched_gemms(config, ranks, lambda stem: self.operands_of(storage(stem)), self.merge)
+        return launched_gemms(config, ranks, lambda stem: self.operands_of(storage(stem)), self.merge, stage)
 
 
 def _imported(where: str) -> Any:

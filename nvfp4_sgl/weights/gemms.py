@@ -125,9 +125,13 @@ def common(kinds: Iterable[Operands]) -> Operands:
 
 
 def launched_gemms(
-    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+    config: ModelConfig,
+    ranks: int = 1,
+    operands: OperandsOf = all_nvfp4,
+    rule: MergeRule = BY_KIND,
+    stage: range | None = None,
 ) -> list[GemmSpec]:
-    """The GEMMs that a pass through all layers launches on one of ``ranks``, in their order.
+    """The GEMMs that a pass through the layers of a stage, all unless given, launches on one of ``ranks``, in order.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -136,7 +140,7 @@ def launched_gemms(
     parallel.check(config)
     return [
         gemm
-        for layer in config.layers()
+        for layer in config.layers(stage)
         for part in (_attention, _experts)
         for gemm in part(config, layer, parallel, operands, rule)
     ]

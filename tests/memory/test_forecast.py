@@ -194,9 +194,9 @@ def tensors(module: nn.Module) -> Iterator[Tensor]:
                     yield from (tensor for tensor in (item.values, item.alpha) if tensor is not None)
 
 
-def held(verified: Verified, target: str, mode: ActivationMode, ranks: int) -> int:
+def held(verified: Verified, target: str, mode: ActivationMode, ranks: int, layers: range | None = None) -> int:
     parallel = TensorParallel(0, ranks)
-    alone = Standalone(verified, target=target, mode=mode, capacity=256, requests=1, parallel=parallel)
+    alone = Standalone(verified, target=target, mode=mode, capacity=256, requests=1, parallel=parallel, layers=layers)
     storages = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors(alone.decoder) if t.numel()}
     return sum(storages.values())
 
@@ -210,6 +210,36 @@ def test_weights_are_what_a_decoder_holds(
     verified = model(tmp_path, format)
     found = weight_bytes(verified.config, verified.inventory.storage, target, ranks, 4, mode)
     assert found[EXPERTS] + found[MATRICES] + found[OTHERS] == held(verified, target, mode, ranks)
+
+
+STAGES = (range(2), range(2, 4), range(4, 5))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_100a"])
+def test_a_stage_holds_its_layers(target: str, tmp_path: Path) -> None:
+    """The embedding is with the first, the final collapse and the head with the last."""
+    verified, mode = model(tmp_path), modes(target)[0]
+    for stage in STAGES:
+        found = weight_bytes(verified.config, verified.inventory.storage, target, 1, 4, mode, stage)
+        assert found[EXPERTS] + found[MATRICES] + found[OTHERS] == held(verified, target, mode, 1, stage), stage
+        assert bool(found[VOCABULARY]) is (stage != STAGES[1])
+
+
+def test_stages_together_are_the_whole() -> None:
+    setting = Setting(1, 16, 4096, 2048, 2, None, 0.1, 0.85)
+    stages = [range(20), range(20, 43)]
+    whole = forecast(FLASH_VERIFIED, "sm_90a", setting, None)
+    parts = [forecast(FLASH_VERIFIED, "sm_90a", setting, None, stage=stage) for stage in stages]
+    assert all(sum(part.weights[name] for part in parts) == nbytes for name, nbytes in whole.weights.items())
+    for name, nbytes in whole.token.items():
+        assert sum(part.token[name] for part in parts) == pytest.approx(nbytes)
+    assert sum(part.server["ratio-128 states"] for part in parts) == whole.server["ratio-128 states"]
+
+
+@pytest.mark.parametrize("layers", [range(3, 3), range(4, 2), range(40, 44), range(0, 4, 2), range(-1, 3)])
+def test_layers_that_are_no_stage(layers: range) -> None:
+    with pytest.raises(ValueError, match="expected some of"):
+        FLASH_VERIFIED.config.stage(layers)
 
 
 def test_fp32_sums_of_w4a4_on_hopper_are_estimated() -> None:
