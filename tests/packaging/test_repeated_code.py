@@ -18,7 +18,7 @@ def code_lines(source: str) -> list[tuple[int, str]]:
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.stmt) and (is_text or isinstance(node, ast.Import | ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = ((number, line.strip()) for number, line in enumerate(source.splitlines(), 1) if number not in left_out)
     return [(number, line) for number, line in lines if line and not line.startswith("#")]
