@@ -60,8 +60,12 @@ def test_a_mistake_is_seen_while_tracing() -> None:
         torch.ops.nvfp4_sgl.product(**(arguments | {"out": out}))
         return out
 
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        raise AssertionError("traced to the end")
+
+    torch._dynamo.reset()
     with pytest.raises(Exception, match=r"product: alpha: expected shape \(64,\) = \[features\], found \(3,\)"):
-        compiled(wrong)(arguments["out"])
+        torch.compile(wrong, fullgraph=True, backend=backend)(arguments["out"])
 
 
 def test_other_numbers_of_rows_need_no_other_graph() -> None:
