@@ -9,7 +9,7 @@ captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
     ALIGNMENT,
+    once,
     require_aligned,
     require_contiguous,
     require_dtype,
@@ -110,19 +111,23 @@ class Room(Generic[OperandsT]):
         name, fields = operator.name, ARGUMENT.findall(operator.schema)
         labels = [f"{name}: {field}" for field in fields]
 
-        def check(arguments: Sequence[object]) -> tuple[OperandsT, Output]:
-            operands = self.operands(**dict(zip(fields, arguments, strict=True)))
+        def check(operands: OperandsT) -> Output:
             tensors = {
-                label: value for label, value in zip(labels, arguments, strict=True) if isinstance(value, Tensor)
+                label: value
+                for label, field in zip(labels, fields, strict=True)
+                if isinstance(value := getattr(operands, field), Tensor)
             }
             require_same_device("out", operands.out, **tensors)
-            return operands, operator.check(name, operands)
+            return operator.check(name, operands)
+
+        checked = once(check)
 
         def trace(*arguments: object) -> None:
-            check(arguments)
+            check(self.operands(**dict(zip(fields, arguments, strict=True))))
 
         def run(*arguments: object) -> None:
-            operands, output = check(arguments)
+            operands = self.operands(**dict(zip(fields, arguments, strict=True)))
+            output = checked(operands)
             target = launcher.target(operands.out.device, self.architectures, self.activations)
             launch(name, target, operator.call(operands, output, target), operands.limit)
 

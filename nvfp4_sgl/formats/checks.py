@@ -6,7 +6,9 @@ expected and what was found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,57 @@ ALIGNMENT = 16
 """Bytes: what the widest load or store and the tensor memory accelerator take."""
 MAX_EXTENT = 2**31 - 1
 """Rows and features are counted in int32."""
+REMEMBERED = 256
+"""Arguments that :func:`once` keeps the results of: a few kilobytes each, for one function."""
+PLAIN = (type(None), bool, int, float, str)
+"""Types of arguments that are compared by their values."""
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
+    """``check``, whose result is returned again where the arguments look the same to it; what it raises is not kept.
+
+    The layers of a pass call each op with tensors of equal metadata, and the ten or twenty calls of a check cost more
+    than telling that.
+
+    Args:
+        check: goes by shapes, strides, dtypes and devices of tensors, by their addresses modulo :data:`ALIGNMENT`, and
+            by the values of other arguments, which can be hashed. Tensors may lie in tuples and dataclasses.
+    """
+    results: dict[tuple[object, ...], Result] = {}
+
+    @functools.wraps(check)
+    def remembered(*arguments: Given.args, **named: Given.kwargs) -> Result:
+        values: list[Any] = [*arguments, *named.items()] if named else [*arguments]
+        looks: list[object] = []
+        for value in values:  # grows by what its items hold
+            kind = type(value)
+            if kind in PLAIN:
+                looks.append(value)
+            elif isinstance(value, Tensor):
+                looks += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % ALIGNMENT)
+            elif isinstance(value, tuple):
+                looks += (kind, len(value))
+                values += value
+            elif hasattr(kind, "__dataclass_fields__"):
+                looks.append(kind)
+                values += vars(value).values()
+            else:
+                looks.append(value)
+        key = tuple(looks)
+        try:
+            return results[key]
+        except KeyError:
+            pass
+        result = check(*arguments, **named)
+        if len(results) >= REMEMBERED:
+            results.clear()
+        results[key] = result
+        return result
+
+    return remembered
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:

@@ -30,7 +30,7 @@ from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
-from tests.support import native
+from tests.support import native, python_calls
 from tests.support.dry_launches import Launch, dry_launches, explained
 from tests.support.interpreted import INTERPRETED
 from tests.support.reference_gemms import dry_gemms
@@ -265,3 +265,16 @@ def test_a_library_of_gemms_that_is_not_there_stops_the_warm_up(tmp_path: Path, 
     monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(tmp_path / "kernels"))
     with launcher.use(launcher.CudaLauncher()), pytest.raises(LibraryError, match="found neither kernels.json"):
         model.planner.warm_up(model.decoder, model.table, 64)
+
+
+MAX_PYTHON_CALLS = {"sm_90a-w4a16": 46, "sm_90a-w4a4": 34, "sm_100a-w4a4": 53}
+"""Python calls of a 512-token pass for each launch, on Python 3.11. A pass whose checks are not remembered makes 76, 58
+and 91."""
+
+
+@pytest.mark.parametrize("run", native.runs(), ids=str)
+def test_a_pass_checks_what_looks_the_same_once(run: native.Run, tmp_path: Path) -> None:
+    write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
+    counts = python_calls.of_pass(tmp_path, run)
+    print(f"{run}: {counts.each:.1f} Python calls for each of {counts.launches} launches")
+    assert counts.launches > 50 and counts.each <= MAX_PYTHON_CALLS[str(run)]

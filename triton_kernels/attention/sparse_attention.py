@@ -46,6 +46,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 from nvfp4_sgl.formats.checks import (
+    once,
     require_aligned,
     require_contiguous,
     require_dimensions,
@@ -183,18 +184,14 @@ def sparse_attention(
             ``splits`` or ``query_eps`` is out of range, attention cannot quantise these groups, or there are too few
             semaphores.
     """
-    _check_queries(q, sink, cos_sin, query_eps)
-    tokens, heads = q.shape[:2]
-    packed = window.pages.dtype == torch.uint8
-    _require_set("window", window, window_slots, window_lengths, tokens)
     has_extra = extra is not None and extra_slots is not None
     if extra is None or extra_slots is None:
         # Placeholders of the right types; the kernel does not read them.
         extra, extra_slots, extra_lengths = window, window_slots, None
-    else:
-        _require_set("extra", extra, extra_slots, extra_lengths, tokens)
-        require_dtype("extra.pages", extra.pages, window.pages.dtype)
-        require_dtype("extra_slots", extra_slots, window_slots.dtype)
+    _check_queries(q, sink, cos_sin, query_eps, owners)
+    _check_sets(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths)
+    tokens, heads = q.shape[:2]
+    packed = window.pages.dtype == torch.uint8
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
     processors = chip.processors(q.device)
     if tiling is None:
@@ -205,14 +202,11 @@ def sparse_attention(
         splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
-    _check_owners(owners, tokens)
-    partials, semaphores = _workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
-    sets = {"window": window.pages, "window_slots": window_slots, "window_lengths": window_lengths}
-    sets |= {"extra": extra.pages, "extra_slots": extra_slots, "extra_lengths": extra_lengths}
-    parts = {} if partials is None else partials._asdict()
-    require_same_device(
-        "q", q, **sets, sink=sink, cos_sin=cos_sin, semaphores=semaphores, out=out, owners=owners, **parts
-    )
+    if partials is None:
+        partials = new_partials(q, splits, quantized=out_rows is not None)
+    if partials is not None and semaphores is None:
+        semaphores = new_semaphores(tokens, heads, q.device)
+    _check_workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
     if tokens == 0 or heads == 0:
         return
 
@@ -282,8 +276,11 @@ def _require_a_block(
         )
 
 
-def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None) -> None:
-    """Refuse queries, sinks and rotations that the kernel cannot read; metadata only."""
+@once
+def _check_queries(
+    q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None, owners: Tensor | None
+) -> None:
+    """Refuse queries, sinks, rotations and owners that the kernel cannot read; metadata only."""
     require_dimensions("q", q, 3, "[T, H, 512]")
     tokens, heads = q.shape[:2]
     require_shape("q", q, (tokens, heads, DIM), "[T, H, 512]")
@@ -304,37 +301,33 @@ def _check_queries(q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: f
                 "cos_sin: expected fp32 [T, 64], by which raw queries are rotated, found None with query_eps; pass"
                 " cos_sin, or leave out query_eps if the queries are rotated already"
             )
-
-
-def _check_owners(owners: Tensor | None, tokens: int) -> None:
-    """Refuse owners that the kernel cannot read; metadata only."""
     if owners is not None:
         require_shape("owners", owners, (tokens,), "[T]")
         require_dtype("owners", owners, torch.int32, torch.int64)
         require_contiguous("owners", owners)
+    require_same_device("q", q, sink=sink, cos_sin=cos_sin, owners=owners)
 
 
-def _workspace(
+@once
+def _check_workspace(
     q: Tensor, splits: int, partials: Partials | None, semaphores: Tensor | None, *, quantized: bool
-) -> tuple[Partials | None, Tensor | None]:
-    """Return partials and semaphores, checked if they are given and allocated if they are needed."""
+) -> None:
+    """Refuse partials and semaphores that do not suffice; metadata only."""
     tokens, heads = q.shape[:2]
-    if partials is None:
-        partials = new_partials(q, splits, quantized=quantized)
     if partials is not None:
         for name, part, width in (("values", partials.values, DIM), ("stats", partials.stats, 3 if quantized else 2)):
             require_shape(f"partials.{name}", part, (tokens, heads, splits, width), "[T, H, splits, 512 or 2 or 3]")
             require_dtype(f"partials.{name}", part, torch.float32)
             require_contiguous(f"partials.{name}", part)
-        if semaphores is None:
-            semaphores = new_semaphores(tokens, heads, q.device)
+            require_same_device("q", q, **{name: part})
     if semaphores is not None:
         require_dtype("semaphores", semaphores, torch.int32)
         require_contiguous("semaphores", semaphores)
         require_range("number of semaphores", semaphores.numel(), tokens * heads, math.inf)
-    return partials, semaphores
+        require_same_device("q", q, semaphores=semaphores)
 
 
+@once
 def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
     """Check both outputs and return the heads of a group, 1 where nothing is quantised; metadata only."""
     tokens, heads = q.shape[:2]
@@ -343,6 +336,7 @@ def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
         require_dtype("out", out, torch.bfloat16)
         require_contiguous("out", out)
         require_aligned("out", out)
+        require_same_device("q", q, out=out)
     elif out_rows is None:
         raise OperandTypeError("out: expected out, out_rows or both, found neither")
     if out_rows is None:
@@ -363,6 +357,28 @@ def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
     if pages.dtype == torch.uint8:
         return pages, pages.stride(0)
     return pages.view(torch.uint8), DIM * pages.element_size()
+
+
+@once
+def _check_sets(
+    q: Tensor,
+    window: Entries,
+    window_slots: Tensor,
+    window_lengths: Tensor | None,
+    extra: Entries,
+    extra_slots: Tensor,
+    extra_lengths: Tensor | None,
+) -> None:
+    """Refuse two sets of entries that the kernel cannot read together; metadata only."""
+    tokens = q.shape[0]
+    _require_set("window", window, window_slots, window_lengths, tokens)
+    _require_set("extra", extra, extra_slots, extra_lengths, tokens)
+    require_dtype("extra.pages", extra.pages, window.pages.dtype)
+    require_dtype("extra_slots", extra_slots, window_slots.dtype)
+    require_same_device(
+        "q", q, window=window.pages, window_slots=window_slots, window_lengths=window_lengths, extra=extra.pages,
+        extra_slots=extra_slots, extra_lengths=extra_lengths,
+    )  # fmt: skip
 
 
 def _require_set(name: str, entries: Entries, slots: Tensor, lengths: Tensor | None, tokens: int) -> None:

@@ -145,24 +145,7 @@ def prepare_attention(
         OperandValueError: a shape, stride, alignment or device is not as documented there, the ratios of ``calls`` are
             not one of the combinations above, or the workspace is too small.
     """
-    op = "prepare_attention"
-    batch.check(op)
-    for call in calls:
-        call.check(batch, frequencies)
-    ratio = calls[0].compressor.ratio if calls else 0
-    if [call.compressor.ratio for call in calls] not in ([], [4], [4, 4], [128]):
-        raise OperandValueError(
-            f"{op}: calls: expected none, one, or two of ratio 4, found {[call.compressor.ratio for call in calls]}"
-        )
-    if ratio == 128:
-        if workspace is None:
-            raise OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
-        workspace.check(unit_limit(batch.tokens, batch.requests.shape[0], ratio), calls[0].kv)
-    if index_weights is not None:
-        index_weights.check(batch.tokens)
-    if latents is not None:
-        checks.require_shape(f"{op}: kv of latents", latents.kv, (batch.tokens, latents.kv.shape[-1]), "[T, 512]")
-        latents.check()
+    _check(latents, tuple(calls), batch, frequencies, workspace, index_weights)
     if not batch.tokens:
         return
     if latents is not None and calls and batch.tokens >= TWO_LAUNCH_MIN_TOKENS and not batch.is_decode:
@@ -212,3 +195,33 @@ def _launch(
         **UNFUSED,
         **OVERLAPPED,
     )
+
+
+@checks.once
+def _check(
+    latents: Latents | None,
+    calls: tuple[Compression, ...],
+    batch: Batch,
+    frequencies: Tensor,
+    workspace: Workspace | None,
+    index_weights: IndexWeights | None,
+) -> None:
+    """Refuse what :func:`prepare_attention` cannot read or write; metadata only."""
+    op = "prepare_attention"
+    batch.check(op)
+    for call in calls:
+        call.check(batch, frequencies)
+    ratio = calls[0].compressor.ratio if calls else 0
+    if [call.compressor.ratio for call in calls] not in ([], [4], [4, 4], [128]):
+        raise OperandValueError(
+            f"{op}: calls: expected none, one, or two of ratio 4, found {[call.compressor.ratio for call in calls]}"
+        )
+    if ratio == 128:
+        if workspace is None:
+            raise OperandTypeError(f"{op}: workspace: expected one for ratio 128, found None")
+        workspace.check(unit_limit(batch.tokens, batch.requests.shape[0], ratio), calls[0].kv)
+    if index_weights is not None:
+        index_weights.check(batch.tokens)
+    if latents is not None:
+        checks.require_shape(f"{op}: kv of latents", latents.kv, (batch.tokens, latents.kv.shape[-1]), "[T, 512]")
+        latents.check()

@@ -81,15 +81,8 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor, out: Tensor) -> Tensor:
         OperandValueError: a shape, contiguity or device is not as above, or rope_dim is not a power of two of at least
             2.
     """
-    checks.require_dimensions("positions", positions, 1, "[T]")
-    checks.require_dtype("positions", positions, torch.int32, torch.int64)
-    checks.require_contiguous("positions", positions)
-    checks.require_dtype("frequencies", frequencies, torch.float32)
-    checks.require_contiguous("frequencies", frequencies)
+    _check_table(positions, frequencies, out)
     tokens, pairs = positions.shape[0], frequencies.numel()
-    checks.require_shape("out", out, (tokens, 2 * pairs), "[T, rope_dim]")
-    require_cos_sin("out", out, tokens, 2 * pairs)
-    checks.require_same_device("positions", positions, frequencies=frequencies, out=out)
     if tokens:
         tokens_per_program = 16
         _cos_sin_kernel[(cdiv(tokens, tokens_per_program),)](
@@ -118,3 +111,17 @@ def require_cos_sin(name: str, cos_sin: Tensor, tokens: int, width: int) -> int:
     checks.require_power_of_two(name, "rope_dim", rope)
     checks.require_range(f"rope_dim of {name}", rope, 2, width)
     return rope
+
+
+@checks.once
+def _check_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
+    """Refuse what :func:`rope_cos_sin` cannot read or write; metadata only."""
+    checks.require_dimensions("positions", positions, 1, "[T]")
+    checks.require_dtype("positions", positions, torch.int32, torch.int64)
+    checks.require_contiguous("positions", positions)
+    checks.require_dtype("frequencies", frequencies, torch.float32)
+    checks.require_contiguous("frequencies", frequencies)
+    tokens, pairs = positions.shape[0], frequencies.numel()
+    checks.require_shape("out", out, (tokens, 2 * pairs), "[T, rope_dim]")
+    require_cos_sin("out", out, tokens, 2 * pairs)
+    checks.require_same_device("positions", positions, frequencies=frequencies, out=out)

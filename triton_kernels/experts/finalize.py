@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -80,6 +81,21 @@ def finalize(
 
     Source: specification §6.2.
     """
+    _check(rows, destination, weights, out, shared)
+    d, (tokens, topk) = rows.shape[1], destination.shape
+    if tokens:
+        block = min(next_power_of_2(d), 1024)
+        _finalize[(tokens, cdiv(d, block))](
+            rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
+            TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
+            **OVERLAPPED,
+        )  # fmt: skip
+    return out
+
+
+@once
+def _check(rows: Tensor, destination: Tensor, weights: Tensor | None, out: Tensor, shared: Tensor | None) -> None:
+    """Refuse what :func:`finalize` cannot read or write; metadata only."""
     op = "finalize"
     require_dimensions(f"{op}: rows", rows, 2, "[padded rows, d]")
     require_dimensions(f"{op}: destination", destination, 2, "[tokens, topk]")
@@ -103,11 +119,3 @@ def finalize(
         require_shape(f"{op}: shared", shared, (tokens, d), "[tokens, d]")
     if d == 0:
         raise OperandValueError(f"{op}: rows: expected at least one column, found shape {tuple(rows.shape)}")
-    if tokens:
-        block = min(next_power_of_2(d), 1024)
-        _finalize[(tokens, cdiv(d, block))](
-            rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
-            TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
-            **OVERLAPPED,
-        )  # fmt: skip
-    return out

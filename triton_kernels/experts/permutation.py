@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dtype,
     require_range,
@@ -145,6 +146,7 @@ class Routes:
         """Whether one program sorts all pairs."""
         return _counted_blocks(self.tokens, self.topk) == 0
 
+    @once
     def check(self, op: str) -> None:
         """Refuse what the kernels cannot write; from metadata alone.
 

@@ -86,6 +86,23 @@ def swiglu_to_nvfp4(
     Floor: 8·I bytes read and 2·I written a routed row.
     Source: specification §6.2, §9.3.
     """
+    _check(gate_up, row_scale, alpha, routes, limit, scale, out)
+    width = out.shape[1]
+    pairs = routes.tokens * routes.topk
+    if pairs:
+        blocks = min(next_power_of_2(width // BLOCK), PROGRAM_BLOCKS)
+        _swiglu_to_nvfp4[(pairs, cdiv(width, blocks * BLOCK))](
+            gate_up, row_scale, alpha, routes.experts, routes.destination, out, limit, scale, width,
+            COPIES=routes.topk, BLOCKS=blocks, num_warps=max(1, blocks // 32), **UNFUSED, **OVERLAPPED,
+        )  # fmt: skip
+    return out
+
+
+@checks.once
+def _check(
+    gate_up: Tensor, row_scale: Tensor, alpha: Tensor, routes: Routes, limit: float, scale: float, out: Tensor
+) -> None:
+    """Refuse what :func:`swiglu_to_nvfp4` cannot read or write; metadata only."""
     op = "swiglu_to_nvfp4"
     checks.require_dimensions(f"{op}: gate_up", gate_up, 2, "[R, 2 I]")
     checks.require_multiple(f"{op}: gate_up", "columns", gate_up.shape[1], 2 * NVFP4_K_MULTIPLE)
@@ -104,11 +121,3 @@ def swiglu_to_nvfp4(
     routes.check(op)
     checks.require_range(f"{op}: limit", limit, MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT)
     checks.require_range(f"{op}: scale", scale, SCALE_MIN, SCALE_MAX)
-    pairs = routes.tokens * routes.topk
-    if pairs:
-        blocks = min(next_power_of_2(width // BLOCK), PROGRAM_BLOCKS)
-        _swiglu_to_nvfp4[(pairs, cdiv(width, blocks * BLOCK))](
-            gate_up, row_scale, alpha, routes.experts, routes.destination, out, limit, scale, width,
-            COPIES=routes.topk, BLOCKS=blocks, num_warps=max(1, blocks // 32), **UNFUSED, **OVERLAPPED,
-        )  # fmt: skip
-    return out

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -280,13 +281,8 @@ def route_topk(
 
     Source: specification §6.1.
     """
-    op = "route_topk"
-    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
-    require_shape(f"{op}: bias", bias, (num_experts,), "[experts]")
-    require_dtype(f"{op}: bias", bias, torch.float32)
-    require_contiguous(f"{op}: bias", bias)
-    require_same_device("logits", logits, **{f"{op}: bias": bias})
-    require_range(f"{op}: topk", out.topk - shared_expert, 1, num_experts)
+    _check_topk(logits, bias, out, semaphore, shared_expert, window_write)
+    tokens, num_experts = logits.shape
     _route_topk[_grid(out)](
         logits,
         bias,
@@ -333,14 +329,8 @@ def route_hash(
 
     Source: specification §6.1.
     """
-    op = "route_hash"
-    tokens, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
-    require_shape(f"{op}: table", table, (table.shape[0], out.topk - shared_expert), "[vocabulary, topk]")
-    require_shape(f"{op}: token_ids", token_ids, (tokens,), "[tokens]")
-    for name, tensor in {f"{op}: table": table, f"{op}: token_ids": token_ids}.items():
-        require_dtype(name, tensor, torch.int32, torch.int64)
-        require_contiguous(name, tensor)
-        require_same_device("logits", logits, **{name: tensor})
+    _check_hash(logits, table, token_ids, out, semaphore, shared_expert, window_write)
+    tokens, num_experts = logits.shape
     _route_hash[_grid(out)](
         logits,
         table,
@@ -415,3 +405,38 @@ def _check(
         require_contiguous(f"{op}: window_write", window_write)
         require_same_device("logits", logits, **{f"{op}: window_write": window_write})
     return tokens, num_experts
+
+
+@once
+def _check_topk(
+    logits: Tensor, bias: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool, window_write: Tensor | None
+) -> None:
+    """Refuse what :func:`route_topk` cannot read or write; metadata only."""
+    op = "route_topk"
+    _, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
+    require_shape(f"{op}: bias", bias, (num_experts,), "[experts]")
+    require_dtype(f"{op}: bias", bias, torch.float32)
+    require_contiguous(f"{op}: bias", bias)
+    require_same_device("logits", logits, **{f"{op}: bias": bias})
+    require_range(f"{op}: topk", out.topk - shared_expert, 1, num_experts)
+
+
+@once
+def _check_hash(
+    logits: Tensor,
+    table: Tensor,
+    token_ids: Tensor,
+    out: Routes,
+    semaphore: Tensor,
+    shared_expert: bool,
+    window_write: Tensor | None,
+) -> None:
+    """Refuse what :func:`route_hash` cannot read or write; metadata only."""
+    op = "route_hash"
+    tokens, _ = _check(op, logits, out, semaphore, shared_expert, window_write)
+    require_shape(f"{op}: table", table, (table.shape[0], out.topk - shared_expert), "[vocabulary, topk]")
+    require_shape(f"{op}: token_ids", token_ids, (tokens,), "[tokens]")
+    for name, tensor in {f"{op}: table": table, f"{op}: token_ids": token_ids}.items():
+        require_dtype(name, tensor, torch.int32, torch.int64)
+        require_contiguous(name, tensor)
+        require_same_device("logits", logits, **{name: tensor})

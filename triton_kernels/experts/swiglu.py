@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -74,16 +75,8 @@ def swiglu(gate_up: Tensor, limit: float, out: Tensor) -> Tensor:
     Floor: ``gate_up`` read and ``out`` written once.
     Source: specification §6.2.
     """
-    op = "swiglu"
-    require_dimensions(f"{op}: gate_up", gate_up, 2, "[T, 2K]")
-    require_multiple(f"{op}: gate_up", "columns", gate_up.shape[1], 2)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    require_shape(f"{op}: out", out, (rows, width), "[T, K]")
-    for name, tensor in {"gate_up": gate_up, "out": out}.items():
-        require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
-        require_rows(f"{op}: {name}", tensor)
-    require_range(f"{op}: limit", limit, MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT)
-    require_same_device("gate_up", gate_up, out=out)
+    _check_swiglu(gate_up, limit, out)
+    rows, width = out.shape
     if rows and width:
         block = min(next_power_of_2(width), 1024)
         _swiglu[(rows, cdiv(width, block))](
@@ -126,6 +119,35 @@ def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
 
     Floor: T·K values read, T·k·K written.
     """
+    _check_scatter(x, destination, out)
+    (tokens, width), copies = x.shape, destination.shape[1]
+    if tokens and width and copies:
+        block = min(next_power_of_2(width), 1024)
+        _scatter[(tokens, cdiv(width, block))](
+            x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4,
+            **OVERLAPPED,
+        )  # fmt: skip
+    return out
+
+
+@once
+def _check_swiglu(gate_up: Tensor, limit: float, out: Tensor) -> None:
+    """Refuse what :func:`swiglu` cannot read or write; metadata only."""
+    op = "swiglu"
+    require_dimensions(f"{op}: gate_up", gate_up, 2, "[T, 2K]")
+    require_multiple(f"{op}: gate_up", "columns", gate_up.shape[1], 2)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    require_shape(f"{op}: out", out, (rows, width), "[T, K]")
+    for name, tensor in {"gate_up": gate_up, "out": out}.items():
+        require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
+        require_rows(f"{op}: {name}", tensor)
+    require_range(f"{op}: limit", limit, MIN_SWIGLU_LIMIT, MAX_SWIGLU_LIMIT)
+    require_same_device("gate_up", gate_up, out=out)
+
+
+@once
+def _check_scatter(x: Tensor, destination: Tensor, out: Tensor) -> None:
+    """Refuse what :func:`scatter_rows` cannot read or write; metadata only."""
     op = "scatter_rows"
     require_dimensions(f"{op}: x", x, 2, "[T, K]")
     tokens, width = x.shape
@@ -140,10 +162,3 @@ def scatter_rows(x: Tensor, destination: Tensor, out: Tensor) -> Tensor:
     require_rows(f"{op}: x", x)
     require_rows(f"{op}: out", out)
     require_same_device("x", x, destination=destination, out=out)
-    if tokens and width and copies:
-        block = min(next_power_of_2(width), 1024)
-        _scatter[(tokens, cdiv(width, block))](
-            x, destination, out, width, x.stride(0), out.stride(0), COPIES=copies, BLOCK=block, num_warps=4,
-            **OVERLAPPED,
-        )  # fmt: skip
-    return out

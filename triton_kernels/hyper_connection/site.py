@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -167,11 +168,8 @@ def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: 
 
     after: the output of the sublayer before, and where the next streams go.
     """
-    _check_streams(op, streams)
+    _check_launch(op, site, streams, state, after)
     tokens, _, d = streams.shape
-    _check_site(op, site, streams, state)
-    if state.quantized is not None:
-        check_rows(f"{op}: quantized", state.quantized, (tokens,), d, streams)
     if tokens == 0:
         return
     tiling, head = choose_tiling(tokens), site.is_head
@@ -236,10 +234,8 @@ def hyper_connection_next(
 
     Source: specification §2.
     """
-    op = "hyper_connection_next"
     out = streams if out is None else out
-    _check_output(op, output, streams, out)
-    _launch_site(op, site, streams, state, (output, out))
+    _launch_site("hyper_connection_next", site, streams, state, (output, out))
     return out
 
 
@@ -279,6 +275,17 @@ def hyper_connection_post(
         block = min(next_power_of_2(d), 1024)
         _post[(tokens, cdiv(d, block))](output, streams, post, comb, out, d, BLOCK_D=block, num_warps=4, **OVERLAPPED)
     return out
+
+
+@once
+def _check_launch(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
+    """Refuse what the site's kernel cannot read or write; metadata only."""
+    _check_streams(op, streams)
+    if after is not None:
+        _check_output(op, after[0], streams, after[1])
+    _check_site(op, site, streams, state)
+    if state.quantized is not None:
+        check_rows(f"{op}: quantized", state.quantized, streams.shape[:1], streams.shape[2], streams)
 
 
 def _check_streams(op: str, streams: Tensor) -> None:

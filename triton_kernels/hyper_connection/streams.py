@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -87,24 +88,15 @@ def embed_streams(token_ids: Tensor, table: Tensor, streams: int, *, out: Tensor
     Floor: d values read and ``streams``·d written a token.
     Source: specification §2.
     """
-    require_dimensions("embed_streams: token_ids", token_ids, 1, "[tokens]")
-    require_dtype("embed_streams: token_ids", token_ids, torch.int32, torch.int64)
-    require_dimensions("embed_streams: table", table, 2, "[vocabulary, d]")
-    require_contiguous("embed_streams: token_ids", token_ids)
-    require_same_device("table", table, **{"embed_streams: token_ids": token_ids})
+    _check_ids(token_ids, table)
     return _expand("embed_streams", table, token_ids, token_ids.shape[0], streams, out)
 
 
 def _expand(op: str, source: Tensor, rows: Tensor | None, tokens: int, streams: int, out: Tensor | None) -> Tensor:
-    require_dtype(f"{op}: values", source, torch.bfloat16, torch.float32)
-    require_contiguous(f"{op}: values", source)
     width = source.shape[1]
     if out is None:
         out = source.new_empty(tokens, streams, width)
-    require_shape(f"{op}: out", out, (tokens, streams, width), "[tokens, streams, d]")
-    require_dtype(f"{op}: out", out, source.dtype)
-    require_contiguous(f"{op}: out", out)
-    require_same_device("the values", source, **{f"{op}: out": out})
+    _check_copies(op, source, tokens, streams, out)
     if tokens:
         block = min(next_power_of_2(width), 1024)
         _copy_to_streams[(tokens, cdiv(width, block))](
@@ -200,3 +192,24 @@ def rms_norm(
             **OVERLAPPED,
         )  # fmt: skip
     return out
+
+
+@once
+def _check_ids(token_ids: Tensor, table: Tensor) -> None:
+    """Refuse tokens that :func:`embed_streams` cannot look up; metadata only."""
+    require_dimensions("embed_streams: token_ids", token_ids, 1, "[tokens]")
+    require_dtype("embed_streams: token_ids", token_ids, torch.int32, torch.int64)
+    require_dimensions("embed_streams: table", table, 2, "[vocabulary, d]")
+    require_contiguous("embed_streams: token_ids", token_ids)
+    require_same_device("table", table, **{"embed_streams: token_ids": token_ids})
+
+
+@once
+def _check_copies(op: str, source: Tensor, tokens: int, streams: int, out: Tensor) -> None:
+    """Refuse values that cannot be copied to every stream; metadata only."""
+    require_dtype(f"{op}: values", source, torch.bfloat16, torch.float32)
+    require_contiguous(f"{op}: values", source)
+    require_shape(f"{op}: out", out, (tokens, streams, source.shape[1]), "[tokens, streams, d]")
+    require_dtype(f"{op}: out", out, source.dtype)
+    require_contiguous(f"{op}: out", out)
+    require_same_device("the values", source, **{f"{op}: out": out})

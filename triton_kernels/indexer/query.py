@@ -151,15 +151,8 @@ def prepare_queries(
         OperandTypeError: a dtype is not one of the above.
         OperandValueError: a shape, stride or device is not as above.
     """
-    check_queries(q, weights, cos_sin)
+    _check(q, weights, cos_sin, queries, scaled)
     tokens, heads = q.shape[:2]
-    checks.require_shape("queries", queries, (tokens, heads, DIM), "[T, H, 128]")
-    checks.require_dtype("queries", queries, torch.float8_e4m3fn, torch.bfloat16)
-    checks.require_contiguous("queries", queries)
-    checks.require_shape("scaled", scaled, (tokens, heads), "[T, H]")
-    checks.require_dtype("scaled", scaled, torch.float32)
-    checks.require_contiguous("scaled", scaled)
-    checks.require_same_device("q", q, queries=queries, scaled=scaled)
     if tokens and heads:
         per_program = min(16, next_power_of_2(heads))
         _query_kernel[(tokens, cdiv(heads, per_program))](
@@ -180,3 +173,17 @@ def prepare_queries(
             **UNFUSED,
             **OVERLAPPED,
         )
+
+
+@checks.once
+def _check(q: Tensor, weights: Tensor, cos_sin: Tensor, queries: Tensor, scaled: Tensor) -> None:
+    """Refuse what :func:`prepare_queries` cannot read or write; metadata only."""
+    check_queries(q, weights, cos_sin)
+    tokens, heads = q.shape[:2]
+    checks.require_shape("queries", queries, (tokens, heads, DIM), "[T, H, 128]")
+    checks.require_dtype("queries", queries, torch.float8_e4m3fn, torch.bfloat16)
+    checks.require_contiguous("queries", queries)
+    checks.require_shape("scaled", scaled, (tokens, heads), "[T, H]")
+    checks.require_dtype("scaled", scaled, torch.float32)
+    checks.require_contiguous("scaled", scaled)
+    checks.require_same_device("q", q, queries=queries, scaled=scaled)

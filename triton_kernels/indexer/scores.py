@@ -363,6 +363,7 @@ def index_scores(
     )
 
 
+@checks.once
 def _check(
     q: Tensor,
     weights: Tensor,

@@ -583,33 +583,11 @@ def select_entries(
         OperandValueError: a shape, stride or device is not as above, ``topk`` or ``first`` is out of range, or the
             candidates are of another ``topk`` or too small.
     """
-    batch.check("select_entries")
-    checks.require_dimensions("scores", scores, 2, "[rows, columns]")
-    checks.require_dtype("scores", scores, torch.float32)
-    checks.require_rows("scores", scores)
-    rows, columns = scores.shape
-    checks.require_range("topk", topk, 1, MAX_INDEX_TOPK)
-    checks.require_range("first", first, 0, batch.tokens - rows)
-    checks.require_dtype("slots", slots, torch.int32)
-    checks.require_shape("slots", slots, (rows, topk), "[rows, topk]")
-    checks.require_contiguous("slots", slots)
-    checks.require_dtype("lengths", lengths, torch.int32)
-    checks.require_shape("lengths", lengths, (rows,), "[rows]")
-    checks.require_contiguous("lengths", lengths)
+    rows, columns = _check(scores, batch, topk, slots, lengths, first, candidates, CHUNK_SCORES)
     chunks = max(1, cdiv(columns, CHUNK_SCORES))
     nominated, semaphores = lengths, lengths  # unused
-    if chunks > 1:
-        checks.require_range("topk times chunks of scores", topk * chunks, 1, MAX_CANDIDATES)
-        nominated, semaphores = _check_candidates(candidates, rows, chunks, topk)
-    checks.require_same_device(
-        "scores",
-        scores,
-        slots=slots,
-        lengths=lengths,
-        candidates=nominated,
-        semaphores=semaphores,
-        positions=batch.positions,
-    )
+    if candidates is not None and chunks > 1:
+        nominated, semaphores = candidates.nominated, candidates.semaphores
     if not rows:
         return
     block = min(max(128, next_power_of_2(columns)), CHUNK_SCORES)
@@ -639,6 +617,40 @@ def select_entries(
         maxnreg=MAX_REGISTERS,
         **OVERLAPPED,
     )
+
+
+@checks.once
+def _check(
+    scores: Tensor,
+    batch: Batch,
+    topk: int,
+    slots: Tensor,
+    lengths: Tensor,
+    first: int,
+    candidates: Candidates | None,
+    chunk: int,
+) -> tuple[int, int]:
+    """Refuse what :func:`select_entries` cannot read or write, metadata only; returns the shape of ``scores``."""
+    batch.check("select_entries")
+    checks.require_dimensions("scores", scores, 2, "[rows, columns]")
+    checks.require_dtype("scores", scores, torch.float32)
+    checks.require_rows("scores", scores)
+    rows, columns = scores.shape
+    checks.require_range("topk", topk, 1, MAX_INDEX_TOPK)
+    checks.require_range("first", first, 0, batch.tokens - rows)
+    checks.require_dtype("slots", slots, torch.int32)
+    checks.require_shape("slots", slots, (rows, topk), "[rows, topk]")
+    checks.require_contiguous("slots", slots)
+    checks.require_dtype("lengths", lengths, torch.int32)
+    checks.require_shape("lengths", lengths, (rows,), "[rows]")
+    checks.require_contiguous("lengths", lengths)
+    chunks = max(1, cdiv(columns, chunk))
+    if chunks > 1:
+        checks.require_range("topk times chunks of scores", topk * chunks, 1, MAX_CANDIDATES)
+        nominated, semaphores = _check_candidates(candidates, rows, chunks, topk)
+        checks.require_same_device("scores", scores, candidates=nominated, semaphores=semaphores)
+    checks.require_same_device("scores", scores, slots=slots, lengths=lengths, positions=batch.positions)
+    return rows, columns
 
 
 def _check_candidates(candidates: Candidates | None, rows: int, chunks: int, topk: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -65,6 +66,7 @@ class Batch:
         """Whether every request adds exactly one token, as far as sizes tell; always so in a captured graph."""
         return self.positions.shape[0] == self.requests.shape[0]
 
+    @once
     def check(self, op: str) -> None:
         """Refuse what the kernels cannot read; from metadata alone.
 

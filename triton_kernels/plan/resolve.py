@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats.checks import (
+    once,
     require_contiguous,
     require_dimensions,
     require_dtype,
@@ -192,6 +193,31 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
 
     Source: specification §3.3, §4.3.
     """
+    _check(plan, seq_lens, new_tokens)
+    batch = plan.batch
+    tokens, count = batch.tokens, batch.requests.shape[0]
+    window, columns = plan.window_slots.shape[1], plan.entry_slots.shape[1]
+    if not tokens:
+        return
+    block = next_power_of_2(count)
+    _split[(1,)](
+        seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
+        NEW=new_tokens is not None, BLOCK=block,
+        **OVERLAPPED,
+    )  # fmt: skip
+    _resolve[(tokens,)](
+        batch.positions, batch.starts, batch.bounds, batch.requests, plan.slots, plan.slots.stride(0), plan.full_to_swa,
+        batch.owners, batch.pages, batch.pages.stride(0), batch.pages.shape[1],
+        plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
+        count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
+        num_warps=4,
+        **OVERLAPPED,
+    )  # fmt: skip
+
+
+@once
+def _check(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
+    """Refuse what :func:`resolve` cannot read or write; metadata only."""
     op, batch = "resolve", plan.batch
     batch.check(op)
     require_dimensions(f"{op}: slots", plan.slots, 2, "[request slots, columns]")
@@ -200,7 +226,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     require_dtype(f"{op}: full_to_swa", plan.full_to_swa, torch.int64)
     require_contiguous(f"{op}: full_to_swa", plan.full_to_swa)
     tokens, count = batch.tokens, batch.requests.shape[0]
-    window, columns = plan.window_slots.shape[1], plan.entry_slots.shape[1]
+    window = plan.window_slots.shape[1]
     require_range(f"{op}: requests", count, 0, MAX_REQUESTS)
     require_power_of_two(f"{op}: window_slots", "window", window)
     for name, tensor in {"seq_lens": seq_lens, "new_tokens": new_tokens}.items():
@@ -220,19 +246,3 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     require_dimensions(f"{op}: entry_slots", plan.entry_slots, 2, "[tokens, columns]")
     require_same_device("positions", batch.positions, seq_lens=seq_lens, new_tokens=new_tokens)
     require_same_device("positions", batch.positions, slots=plan.slots, full_to_swa=plan.full_to_swa)
-    if not tokens:
-        return
-    block = next_power_of_2(count)
-    _split[(1,)](
-        seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
-        NEW=new_tokens is not None, BLOCK=block,
-        **OVERLAPPED,
-    )  # fmt: skip
-    _resolve[(tokens,)](
-        batch.positions, batch.starts, batch.bounds, batch.requests, plan.slots, plan.slots.stride(0), plan.full_to_swa,
-        batch.owners, batch.pages, batch.pages.stride(0), batch.pages.shape[1],
-        plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
-        count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
-        num_warps=4,
-        **OVERLAPPED,
-    )  # fmt: skip

@@ -81,21 +81,7 @@ def quantize_mxfp8(x: Tensor, out: MxFp8Rows) -> None:
         OperandTypeError: a dtype is not one of those above, or not that of ``MxFp8Rows``.
         OperandValueError: a shape, stride, alignment or device does not fit.
     """
-    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
-    if x.dim() not in (2, 3):
-        raise OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
-    checks.require_rows("x", x)
-    rows, k, groups = x.shape[0], x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    checks.require_multiple("x", "K", k, BLOCK, "whole blocks")
-    checks.require_dtype("out.codes", out.codes, torch.float8_e4m3fn)
-    checks.require_shape("out.codes", out.codes, x.shape)
-    checks.require_rows("out.codes", out.codes, CODES_ALIGNMENT)
-    checks.require_aligned("out.codes", out.codes, CODES_ALIGNMENT)
-    checks.require_dtype("out.block_scales", out.block_scales, torch.uint8)
-    expected = (scale_bytes(rows, k, out.token_tile, BLOCK, groups),)
-    checks.require_shape("out.block_scales", out.block_scales, expected, f"[bytes for token tile {out.token_tile}]")
-    checks.require_contiguous("out.block_scales", out.block_scales)
-    checks.require_same_device("x", x, **{"out.codes": out.codes, "out.block_scales": out.block_scales})
+    rows, k, groups = _check(x, out)
     if rows and groups:
         grouped = x.dim() == 3
         # Whole atoms, whose padding is written.
@@ -115,3 +101,24 @@ def quantize_mxfp8(x: Tensor, out: MxFp8Rows) -> None:
             num_warps=max(1, min(8, blocks * BLOCK // WARP_ELEMENTS)),
             **OVERLAPPED,
         )
+
+
+@checks.once
+def _check(x: Tensor, out: MxFp8Rows) -> tuple[int, int, int]:
+    """Refuse what :func:`quantize_mxfp8` cannot read or write, metadata only; returns rows, K and groups."""
+    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
+    if x.dim() not in (2, 3):
+        raise OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
+    checks.require_rows("x", x)
+    rows, k, groups = x.shape[0], x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    checks.require_multiple("x", "K", k, BLOCK, "whole blocks")
+    checks.require_dtype("out.codes", out.codes, torch.float8_e4m3fn)
+    checks.require_shape("out.codes", out.codes, x.shape)
+    checks.require_rows("out.codes", out.codes, CODES_ALIGNMENT)
+    checks.require_aligned("out.codes", out.codes, CODES_ALIGNMENT)
+    checks.require_dtype("out.block_scales", out.block_scales, torch.uint8)
+    expected = (scale_bytes(rows, k, out.token_tile, BLOCK, groups),)
+    checks.require_shape("out.block_scales", out.block_scales, expected, f"[bytes for token tile {out.token_tile}]")
+    checks.require_contiguous("out.block_scales", out.block_scales)
+    checks.require_same_device("x", x, **{"out.codes": out.codes, "out.block_scales": out.block_scales})
+    return rows, k, groups

@@ -57,12 +57,8 @@ def quantize(x: Tensor, out: Rows) -> None:
     Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written.
     Source: specification §9.2, §9.3.
     """
-    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
-    if x.dim() not in (2, 3):
-        raise OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
-    checks.require_rows("x", x)
+    _check(x, out)
     k = x.shape[-1]
-    check_rows("out", out, tuple(x.shape[:-1]), k, x)
     rows, groups = x.shape[0], x.shape[1] if x.dim() == 3 else 1
     if rows and groups:
         blocks = next_power_of_2(k // BLOCK)
@@ -82,3 +78,13 @@ def row_warps(blocks: int, rows: int) -> int:
     """Warps of a program that quantises a row of ``blocks`` blocks, in a launch of ``rows`` rows."""
     each = 1 if rows <= SINGLE_BLOCK_MAX_ROWS else 2
     return max(1, min(16, blocks // (32 * each)))
+
+
+@checks.once
+def _check(x: Tensor, out: Rows) -> None:
+    """Refuse what :func:`quantize` cannot read or write; metadata only."""
+    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
+    if x.dim() not in (2, 3):
+        raise OperandValueError(f"x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
+    checks.require_rows("x", x)
+    check_rows("out", out, x.shape[:-1], x.shape[-1], x)

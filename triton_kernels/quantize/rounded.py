@@ -86,12 +86,7 @@ def round_to_nvfp4(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     Floor: 2·T·K bytes read (bf16) and as many written.
     Source: specification §9.3.
     """
-    op = "round_to_nvfp4"
-    rows, groups, k = _check(op, x, out, NVFP4_K_MULTIPLE)
-    checks.require_dtype(f"{op}: scale", scale, torch.float32)
-    checks.require_shape(f"{op}: scale", scale, x.shape[:-1], "[T] or [T, G]")
-    checks.require_contiguous(f"{op}: scale", scale)
-    checks.require_same_device("x", x, **{f"{op}: scale": scale})
+    rows, groups, k = _check("round_to_nvfp4", x, out, NVFP4_K_MULTIPLE, scale)
     if rows and groups:
         blocks = next_power_of_2(k // nvfp4.BLOCK)
         _round_to_nvfp4[(rows, groups)](
@@ -166,8 +161,9 @@ def round_to_mxfp8(x: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _check(op: str, x: Tensor, out: Tensor, multiple: int) -> tuple[int, int, int]:
-    """Check rows and where they are rounded to; the rows, the groups of each and K."""
+@checks.once
+def _check(op: str, x: Tensor, out: Tensor, multiple: int, scale: Tensor | None = None) -> tuple[int, int, int]:
+    """Check rows, where they are rounded to and where their scales go; the rows, the groups of each and K."""
     checks.require_dtype(f"{op}: x", x, torch.bfloat16, torch.float32)
     if x.dim() not in (2, 3):
         raise OperandValueError(f"{op}: x: expected shape [T, K] or [T, G, K], found {tuple(x.shape)}")
@@ -176,7 +172,11 @@ def _check(op: str, x: Tensor, out: Tensor, multiple: int) -> tuple[int, int, in
     checks.require_dtype(f"{op}: out", out, torch.bfloat16)
     checks.require_shape(f"{op}: out", out, x.shape)
     checks.require_contiguous(f"{op}: out", out)
-    checks.require_same_device("x", x, **{f"{op}: out": out})
+    checks.require_same_device("x", x, **{f"{op}: out": out, f"{op}: scale": scale})
+    if scale is not None:
+        checks.require_dtype(f"{op}: scale", scale, torch.float32)
+        checks.require_shape(f"{op}: scale", scale, x.shape[:-1], "[T] or [T, G]")
+        checks.require_contiguous(f"{op}: scale", scale)
     return x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
 
 
@@ -210,6 +210,17 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
     Floor: ``x`` read and ``out`` written once.
     """
+    _check_scaled(x, scale, out)
+    rows, width = scale.numel(), x.shape[-1]
+    if rows and width:
+        block = min(next_power_of_2(width), SCALED_COLUMNS)
+        _scale_rows[(rows, cdiv(width, block))](x, scale, out, width, BLOCK=block, num_warps=4, **OVERLAPPED)
+    return out
+
+
+@checks.once
+def _check_scaled(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Refuse what :func:`scale_rows` cannot read or write; metadata only."""
     op = "scale_rows"
     checks.require_dtype(f"{op}: x", x, torch.float32)
     if x.dim() not in (2, 3):
@@ -222,8 +233,3 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     checks.require_shape(f"{op}: out", out, x.shape)
     checks.require_contiguous(f"{op}: out", out)
     checks.require_same_device("x", x, **{f"{op}: scale": scale, f"{op}: out": out})
-    rows, width = scale.numel(), x.shape[-1]
-    if rows and width:
-        block = min(next_power_of_2(width), SCALED_COLUMNS)
-        _scale_rows[(rows, cdiv(width, block))](x, scale, out, width, BLOCK=block, num_warps=4, **OVERLAPPED)
-    return out

@@ -39,6 +39,7 @@ class RowsArguments(NamedTuple):
     TILE: tl.constexpr
 
 
+@checks.once
 def check_rows(name: str, rows: Rows, leading: tuple[int, ...], k: int, x: Tensor) -> None:
     """Refuse rows that are not [*leading, k] or not on the device of ``x``; from metadata and addresses alone.
 

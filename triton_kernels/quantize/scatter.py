@@ -56,16 +56,8 @@ def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
     of it is reached.
     Source: specification §6.3, §9.3.
     """
-    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
-    checks.require_dimensions("x", x, 2, "[S, K]")
-    checks.require_rows("x", x)
+    _check(x, destination, out)
     sources, k = x.shape
-    checks.require_dimensions("destination", destination, 2, "[S, k]")
-    checks.require_shape("destination", destination, (sources, destination.shape[1]), "[S, k]")
-    checks.require_dtype("destination", destination, torch.int32)
-    checks.require_contiguous("destination", destination)
-    checks.require_same_device("x", x, destination=destination)
-    check_rows("out", out, (out.codes.shape[0],), k, x)
     if sources and destination.shape[1]:
         blocks = next_power_of_2(k // BLOCK)
         _quantize_scattered_kernel[(sources,)](
@@ -79,3 +71,18 @@ def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
             num_warps=row_warps(blocks, sources),
             **OVERLAPPED,
         )
+
+
+@checks.once
+def _check(x: Tensor, destination: Tensor, out: Rows) -> None:
+    """Refuse what :func:`quantize_scattered` cannot read or write; metadata only."""
+    checks.require_dtype("x", x, torch.bfloat16, torch.float32)
+    checks.require_dimensions("x", x, 2, "[S, K]")
+    checks.require_rows("x", x)
+    sources, k = x.shape
+    checks.require_dimensions("destination", destination, 2, "[S, k]")
+    checks.require_shape("destination", destination, (sources, destination.shape[1]), "[S, k]")
+    checks.require_dtype("destination", destination, torch.int32)
+    checks.require_contiguous("destination", destination)
+    checks.require_same_device("x", x, destination=destination)
+    check_rows("out", out, (out.codes.shape[0],), k, x)
