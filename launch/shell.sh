@@ -14,7 +14,7 @@ help_or() {
     if [[ -n "$program" ]] && command -v python3 >/dev/null; then
         printf '\noptions:\n'
         printf '  %s\n' "-h, --help"
-        PYTHONIOENCODING=:backslashreplace python3 "$root/launch/options.py" "$root/$program"
+        PYTHONIOENCODING=:backslashreplace python3 "$root/launch/programs/options.py" "$root/$program"
     fi
     exit 0
 }
@@ -37,5 +37,5 @@ start() {
     if [[ -z "$python" ]]; then
         python="$("$root/launch/environment")/bin/python"
     fi
-    PYTHONPATH="$root/launch:$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$root/launch/run.py" "$@"
+    PYTHONPATH="$root/launch:$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$root/launch/programs/run.py" "$@"
 }

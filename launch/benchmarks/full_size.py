@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from local_server import server
+from programs.local_server import server
 
 from benchmarks import decode_trace, start
 from benchmarks.client import Client, started

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from device_memory import SAMPLE_SECONDS, DeviceMemory
-from local_server import server
+from programs.device_memory import SAMPLE_SECONDS, DeviceMemory
+from programs.local_server import server
 
 from benchmarks import start
 from benchmarks.client import started

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_server import server
+from programs.local_server import server
 
 from nvfp4_sgl.synthetic.tiny import write_tiny
 

@@ -46,7 +46,7 @@ def test_the_start(tmp_path: Path) -> None:
 
 
 def test_the_stages_that_a_waiting_script_shows(tmp_path: Path) -> None:
-    import local_server
+    from programs import local_server
 
     (tmp_path / "log").write_text(LOG)
     shown = local_server.stages(tmp_path / "log")

@@ -19,14 +19,13 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-import check_gpu
-import hopper_parts
 from benchmarks.sm100 import bench
 from first_light import gemms, steps
 from first_light.journal import Account, Journal
 from first_light.outcome import Outcome, run_step
 from first_light.steps import PYTEST, Step
-from hopper_parts import Part
+from programs import check_gpu, resumable_tests
+from programs.resumable_tests import Part
 
 FAULTS = ROOT / "tests" / "support" / "planted_faults"
 JOURNAL = "from first_light.journal import Journal; journal = Journal.of_this_process(); "
@@ -181,7 +180,7 @@ def steps_of(
     monkeypatch.setattr(check_gpu, "capability", lambda: capability)
     monkeypatch.setattr(check_gpu, "gpu_name", lambda: "a GPU")
     monkeypatch.setattr(check_gpu, "gpu_names", lambda: [str(number) for number in range(gpus)])
-    monkeypatch.setattr(hopper_parts, "run", run)
+    monkeypatch.setattr(resumable_tests, "run", run)
     monkeypatch.setattr(check_gpu, "first_light", first_light)
     code = check_gpu.main(list(arguments))
     return dict(ran) if code == 0 else code
@@ -190,14 +189,14 @@ def steps_of(
 def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_ARGUMENTS", "--durations 3")
     found = steps_of(monkeypatch, (9, 0))
-    assert {name.partition("-")[0] for name in found} == set(hopper_parts.STEPS) - {"pair"}
+    assert {name.partition("-")[0] for name in found} == set(resumable_tests.STEPS) - {"pair"}
     formats = [f"server_formats-{number}of5" for number in range(1, 6)]
     names = ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd")
     servers = [f"server-test_{name}" for name in names]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
     assert found["kernels-test_rope"] == ["--durations", "3"]
-    for tool in hopper_parts.SANITIZERS:
+    for tool in resumable_tests.SANITIZERS:
         assert len([name for name in found if name.startswith(tool)]) > 10
         assert f"{tool}-test_rope" in found and f"{tool}-test_resources" not in found
         assert [name for name in found if name.startswith(tool) and name.endswith("gemms")] == [
@@ -216,8 +215,8 @@ def test_long_files_run_in_pieces(monkeypatch: pytest.MonkeyPatch):
     found = list(steps_of(monkeypatch, (9, 0), "memcheck", "tests/triton/test_topk.py"))
     assert found == [f"memcheck-test_topk-{number}of4" for number in (1, 2, 3, 4)]
     files = {file.name for folder in ("triton", "gpu") for file in (ROOT / "tests" / folder).glob("test_*.py")}
-    assert {f"test_{name}.py" for name in hopper_parts.PIECES} < files
-    second = hopper_parts.pieces("kernels", "tests/triton/test_topk.py")[1]
+    assert {f"test_{name}.py" for name in resumable_tests.PIECES} < files
+    second = resumable_tests.pieces("kernels", "tests/triton/test_topk.py")[1]
     assert second.command(Path("report.xml"))[-3:] == ["--piece", "2/4", "tests/triton/test_topk.py"]
 
 
@@ -248,8 +247,8 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
 
 
 def test_commands_of_programs():
-    soak, load = (part for part in hopper_parts.parts(["server"]) if part.is_program)
-    assert soak.command(Path("report.xml"), ["-x"], "3")[1:] == ["-m", "soak", "--minutes", "5", "--gpu", "3"]
+    soak, load = (part for part in resumable_tests.parts(["server"]) if part.is_program)
+    assert soak.command(Path("report.xml"), ["-x"], "3")[1:] == ["-m", "programs.soak", "--minutes", "5", "--gpu", "3"]
     assert load.command(Path("report.xml"))[1:] == ["-m", "benchmarks.load", "build/load", "--ranks", "1"]
 
 
@@ -259,18 +258,18 @@ def test_commands_of_parts():
     assert natively[1:] == ["-m", "pytest", "-v", "--junitxml=report.xml", "-k", "x", "tests/triton/test_rope.py"]
     checked = Part("memcheck", "tests/triton/test_rope.py").command(report)
     assert checked[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
-    assert checked[-5:-1] == ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT]
-    gemms = Part("racecheck", hopper_parts.SANITIZED_GEMMS[0]).command(report)
+    assert checked[-5:-1] == ["-m", "not gpu", "-k", resumable_tests.LEFT_OUT]
+    gemms = Part("racecheck", resumable_tests.SANITIZED_GEMMS[0]).command(report)
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
-    assert all((ROOT / part.file).exists() for part in hopper_parts.parts())
-    assert [part.gpus for part in hopper_parts.parts(["kernels", "server", "pair"])][-16:] == [*10 * [1], *6 * [2]]
+    assert all((ROOT / part.file).exists() for part in resumable_tests.parts())
+    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-16:] == [*10 * [1], *6 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():
     """pytest that finds none fails."""
-    parts = [part for part in hopper_parts.parts(["memcheck"]) if part.file not in hopper_parts.SANITIZED_GEMMS]
-    chosen = ["-m", "not gpu", "-k", hopper_parts.LEFT_OUT, *dict.fromkeys(part.file for part in parts)]
+    parts = [part for part in resumable_tests.parts(["memcheck"]) if part.file not in resumable_tests.SANITIZED_GEMMS]
+    chosen = ["-m", "not gpu", "-k", resumable_tests.LEFT_OUT, *dict.fromkeys(part.file for part in parts)]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     found = Counter(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line)
@@ -279,7 +278,16 @@ def test_every_part_of_a_sanitizer_has_tests():
 
 def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():
     """Shapes are chosen by name: those that the sources no longer have must not leave a sanitizer without any."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "sanitized", *hopper_parts.SANITIZED_GEMMS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "sanitized",
+        *resumable_tests.SANITIZED_GEMMS,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert done.returncode == 0 and 10 <= len(names) <= 20, done.stdout + done.stderr
@@ -291,7 +299,7 @@ def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(hopper_parts, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(resumable_tests, "RESULTS", tmp_path / "results")
     return tmp_path
 
 
@@ -304,32 +312,32 @@ def part_of(folder: Path, name: str, body: str) -> Part:
 def test_tests_that_were_all_skipped_are_not_kept(results: Path):
     """Those of four ranks on two GPUs: they must run where there are four."""
     left_out = part_of(results, "left_out", "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n")
-    assert hopper_parts.run([left_out], "a GPU") == 0
-    result = hopper_parts.last(left_out)
+    assert resumable_tests.run([left_out], "a GPU") == 0
+    result = resumable_tests.last(left_out)
     assert result is not None and result.verdict == "passed" and result.skipped == 1
-    assert hopper_parts.kept(left_out, result.fingerprint) is None
+    assert resumable_tests.kept(left_out, result.fingerprint) is None
 
 
 def test_what_passed_is_kept_and_what_did_not_runs_again(results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     good = part_of(results, "good", "import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
     bad = part_of(results, "bad", "def test_a(): pass\ndef test_wrong(): assert False\n")
-    assert hopper_parts.run([good, bad], "a GPU") == 1
+    assert resumable_tests.run([good, bad], "a GPU") == 1
     said = capsys.readouterr().out
     assert "1 of 2 parts passed: 2 tests passed, 1 skipped" in said
     assert "NOT PASSED  kernels-test_bad: failed, 1 passed, 0 skipped, 1 failed" in said and "::test_wrong" in said
     Path(bad.file).write_text("def test_a(): pass\n")
     ran: list[Part] = []
-    run_part = hopper_parts.run_part
+    run_part = resumable_tests.run_part
 
     def note(part: Part, *more: Any) -> Any:
         ran.append(part)
         return run_part(part, *more)
 
-    monkeypatch.setattr(hopper_parts, "run_part", note)
-    assert hopper_parts.run([good, bad], "a GPU") == 0 and ran == [bad]
+    monkeypatch.setattr(resumable_tests, "run_part", note)
+    assert resumable_tests.run([good, bad], "a GPU") == 0 and ran == [bad]
     assert "2 of 2 parts passed: 2 tests passed, 1 skipped" in capsys.readouterr().out
-    assert hopper_parts.run([good], "another GPU") == 0 and ran == [bad, good]
-    assert hopper_parts.run([good], "another GPU", again=True) == 0 and ran == [bad, good, good]
+    assert resumable_tests.run([good], "another GPU") == 0 and ran == [bad, good]
+    assert resumable_tests.run([good], "another GPU", again=True) == 0 and ran == [bad, good, good]
 
 
 PROGRAM = """
@@ -354,17 +362,17 @@ def test_programs_get_gpus_of_their_own_and_say_what_they_found(
     results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """Each waits for the other; then one that needs both runs, and fails, as it sees all that this process sees."""
-    monkeypatch.setattr(hopper_parts, "ROOT", results)
+    monkeypatch.setattr(resumable_tests, "ROOT", results)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     chosen = [
-        program(results, "pair", hopper_parts.GPU, "4,7"),
-        *(program(results, "server", hopper_parts.GPU + "x", label) for label in ("a", "b")),
+        program(results, "pair", resumable_tests.GPU, "4,7"),
+        *(program(results, "server", resumable_tests.GPU + "x", label) for label in ("a", "b")),
     ]
-    assert hopper_parts.run(chosen, "a GPU", ["4", "7"]) == 1
+    assert resumable_tests.run(chosen, "a GPU", ["4", "7"]) == 1
     said = [line for line in capsys.readouterr().out.splitlines() if ", 0 s;" in line or "the last line" in line]
     assert {line.split("the last line ")[1] for line in said[:2]} == {"4 4x", "7 7x"}
     assert said[2].startswith("pair-some_program-4,7: failed") and said[2].endswith("the last line 4,7 0")
-    assert hopper_parts.run(chosen[1:], "a GPU", ["4", "7"]) == 0
+    assert resumable_tests.run(chosen[1:], "a GPU", ["4", "7"]) == 0
     assert "2 of which have passed before" in capsys.readouterr().out
 
 
@@ -392,13 +400,13 @@ def test_tests_that_need_a_gpu_run_beside_those_that_share_another(results: Path
         part_of(results, name, WAITS.format(gpu=gpu, here=str(seen), name=name))
         for name, gpu in (("own", "7"), ("shared", "4,7"))
     )
-    assert hopper_parts.run([shared, replace(own, step="server")], "two GPUs", ["4", "7"]) == 0
+    assert resumable_tests.run([shared, replace(own, step="server")], "two GPUs", ["4", "7"]) == 0
 
 
 def test_a_tool_that_is_not_there_fails_its_parts_alone(results: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     good = part_of(results, "good", "def test_a(): pass\n")
     monkeypatch.setenv("PATH", str(results))
-    assert hopper_parts.run([replace(good, step="memcheck"), good], "a GPU") == 1
+    assert resumable_tests.run([replace(good, step="memcheck"), good], "a GPU") == 1
     said = capsys.readouterr().out
     assert "1 of 2 parts passed: 1 tests passed" in said
     assert "NOT PASSED  memcheck-test_good: failed, 0 s; compute-sanitizer: No such file" in said and "PATH" in said
@@ -406,50 +414,50 @@ def test_a_tool_that_is_not_there_fails_its_parts_alone(results: Path, capsys: A
 
 def test_parts_that_pytests_arguments_leave_without_tests_pass(results: Path):
     some = part_of(results, "some", "def test_a(): pass\n")
-    assert hopper_parts.run([some], "a GPU", more=["-k", "test_b"]) == 0
-    assert hopper_parts.run([some], "a GPU", more=["-k", "test_a"]) == 0
-    assert hopper_parts.run([part_of(results, "none", "")], "a GPU") == 1
+    assert resumable_tests.run([some], "a GPU", more=["-k", "test_b"]) == 0
+    assert resumable_tests.run([some], "a GPU", more=["-k", "test_a"]) == 0
+    assert resumable_tests.run([part_of(results, "none", "")], "a GPU") == 1
 
 
 def test_a_report_merges_what_ran_at_different_times(results: Path, capsys: Any):
     good, bad = part_of(results, "good", "def test_a(): pass\n"), part_of(results, "bad", "def test_b(): assert 0\n")
     never = part_of(results, "never", "")
-    hopper_parts.run([good], "a GPU")
-    hopper_parts.run([bad], "a GPU")
+    resumable_tests.run([good], "a GPU")
+    resumable_tests.run([bad], "a GPU")
     capsys.readouterr()
-    assert hopper_parts.report([good, bad, never]) == 1
+    assert resumable_tests.report([good, bad, never]) == 1
     said = capsys.readouterr().out
     assert "1 of 2 parts passed: 1 tests passed" in said and "not run: kernels-test_never" in said
     assert "kernels-test_good: passed, 1 passed" in said and "NOT PASSED  kernels-test_bad" in said
-    assert hopper_parts.report([good]) == 0
+    assert resumable_tests.report([good]) == 0
     assert check_gpu.main(["--report", "kernels", "tests/triton/test_rope.py"]) == 1
 
 
 def test_other_sources_run_again(results: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper_parts, "ROOT", results)
+    monkeypatch.setattr(resumable_tests, "ROOT", results)
     (results / "tests").mkdir()
-    before = hopper_parts.fingerprint("a GPU")
-    assert before == hopper_parts.fingerprint("a GPU") != hopper_parts.fingerprint("another")
+    before = resumable_tests.fingerprint("a GPU")
+    assert before == resumable_tests.fingerprint("a GPU") != resumable_tests.fingerprint("another")
     (results / "tests" / "more.py").write_text("1\n")
-    with_source = hopper_parts.fingerprint("a GPU")
+    with_source = resumable_tests.fingerprint("a GPU")
     (results / "constraints.txt").write_text("torch==1\n")
-    with_pins = hopper_parts.fingerprint("a GPU")
-    monkeypatch.setattr(hopper_parts, "installed", lambda name: f"another {name}")
-    assert len({before, with_source, with_pins, hopper_parts.fingerprint("a GPU")}) == 4
+    with_pins = resumable_tests.fingerprint("a GPU")
+    monkeypatch.setattr(resumable_tests, "installed", lambda name: f"another {name}")
+    assert len({before, with_source, with_pins, resumable_tests.fingerprint("a GPU")}) == 4
 
 
 def test_versions_of_what_is_installed():
-    assert hopper_parts.installed("torch").split(".")[0].isdigit()
-    assert hopper_parts.installed("no-such-distribution") == "absent"
+    assert resumable_tests.installed("torch").split(".")[0].isdigit()
+    assert resumable_tests.installed("no-such-distribution") == "absent"
 
 
 def test_a_part_that_does_not_end_is_ended(results: Path):
     """With what it has started."""
     started = "print(subprocess.Popen(['sleep', '600']).pid)"
     body = f"import subprocess, time\ndef test_a():\n    {started}\n    time.sleep(600)\n"
-    result = hopper_parts.run_part(part_of(results, "slow", body), "code", ["-s"], seconds=8)
+    result = resumable_tests.run_part(part_of(results, "slow", body), "code", ["-s"], seconds=8)
     assert (result.verdict, result.passed) == ("out of time", 0) and result.seconds < 30
-    log = (hopper_parts.RESULTS / "kernels-test_slow.txt").read_text()
+    log = (resumable_tests.RESULTS / "kernels-test_slow.txt").read_text()
     child = next(int(line) for line in log.split() if line.isdigit() and int(line) > 100)
     assert not psutil.pid_exists(child)
 

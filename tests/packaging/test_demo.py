@@ -12,7 +12,7 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-import demo
+from programs import demo
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from tests.packaging.checkout import KERNEL_FOLDERS, PACKAGE, ROOT, sources
 
 sys.path.append(str(ROOT / "launch"))
 
-import release
+from programs import release
 
 PROBE = """
 import importlib, importlib.util, json, sys

@@ -16,8 +16,8 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-import evaluate
-from evaluate import EvaluationError, Scored, compare, divergence, interval, is_right, read_dump, read_texts
+from programs import evaluate
+from programs.evaluate import EvaluationError, Scored, compare, divergence, interval, is_right, read_dump, read_texts
 
 VOCABULARY = 50
 

@@ -13,7 +13,7 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))
 
-import release
+from programs import release
 
 PROJECT = """
 [project]

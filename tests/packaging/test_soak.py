@@ -25,7 +25,7 @@ def answer(tokens: int, reason: str) -> dict[str, Any]:
 
 
 def test_a_regular_expression_may_end_an_answer() -> None:
-    from soak import Request
+    from programs.soak import Request
 
     plain, regex = ({"sampling_params": {"max_new_tokens": 8, **more}} for more in ({}, {"regex": "[a-z]{2,9}"}))
     assert Request("answered", body=plain).is_whole(answer(8, "length"))
@@ -47,8 +47,7 @@ esac
 
 def test_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of processes that nvidia-smi knows, or of all; nothing where there is none."""
-    import device_memory
-    import soak
+    from programs import device_memory, soak
 
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -68,7 +67,7 @@ def test_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_drawn() -> None:
     """All kinds, within bounds, and in words that tell what was asked."""
-    from soak import draw
+    from programs.soak import draw
 
     rng = random.Random(1)
     drawn = [draw(rng, 500, 1024) for _ in range(300)]
@@ -100,7 +99,7 @@ class QuietClient:
 
 @pytest.mark.parametrize(("grown", "last"), [(64, "pass: 3 requests in 0 minutes"), (200, "FAIL: GPU memory; 3 ")])
 def test_growth_on_the_gpu_fails(grown: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    import soak
+    from programs import soak
 
     used = iter((700, 700 + grown))
     monkeypatch.setattr(soak, "Client", QuietClient)

@@ -11,7 +11,7 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-from check_true_width import CACHED, CAPACITY, LAYER, MODELS, caches_of, one_layer
+from programs.check_true_width import CACHED, CAPACITY, LAYER, MODELS, caches_of, one_layer
 
 
 @pytest.mark.parametrize("model", MODELS)

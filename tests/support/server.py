@@ -29,7 +29,7 @@ import torch
 from tests.support.forks import Fork, launch
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))  # its scripts import each other by bare name
-from local_server import free_port
+from programs.local_server import free_port
 
 START_SECONDS = 600
 STOP_SECONDS = 20

@@ -128,7 +128,7 @@ class Result:
 
 
 PROGRAMS = (
-    Part("server", "launch/soak.py", ("--minutes", "5", "--gpu", GPU)),
+    Part("server", "launch/programs/soak.py", ("--minutes", "5", "--gpu", GPU)),
     Part("server", "launch/benchmarks/load.py", ("build/load", "--ranks", "1")),
     Part("pair", "launch/benchmarks/ready.py", ("empty",), "empty"),
     Part("pair", "launch/benchmarks/ready.py", ("filled",), "filled"),

@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("Changelog", "Documentation", "Source")
 """Names of the project's own pages that ``[project.urls]`` must hold, as package indexes label them."""
 PROBE = """

@@ -1,7 +1,7 @@
 """Runs a program of this checkout as ``__main__``; Ctrl-C and streams as in ``nvfp4-sgl``.
 
-``python launch/run.py FILE ARGUMENT...``; FILE is relative to the checkout. Those of ``launch/benchmarks`` and
-``tests`` are run as modules of their packages.
+``python launch/programs/run.py FILE ARGUMENT...``; FILE is relative to the checkout, and is run as a module of its
+package; packages of ``launch`` go by their bare names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -18,10 +18,7 @@ def main() -> int:
     program = Path(sys.argv[1])
     sys.argv[0:2] = [str(ROOT / program)]
     parts = program.with_suffix("").parts
-    if parts[0] == "launch" and len(parts) == 2:
-        runpy.run_path(str(ROOT / program), run_name="__main__")
-    else:
-        runpy.run_module(".".join(parts[parts[0] == "launch" :]), run_name="__main__", alter_sys=True)
+    runpy.run_module(".".join(parts[parts[0] == "launch" :]), run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nvfp4_sgl.cache.layer import LayerCache  # noqa: E402

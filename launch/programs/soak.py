@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import device_memory
-from local_server import server
+from programs import device_memory
+from programs.local_server import server
 
 ADMIN_KEY = "soak"
 SETTLE_SECONDS = 60

@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from local_server import ServerError, server, tail
 from openai import OpenAI, OpenAIError
 from small_model.task import ANSWER_OFFSET, CHANCE, MEASURED_KEYS, MEASURED_TOKENS, far_document
 
-TRAINED = Path(__file__).resolve().parent.parent / "examples" / "small_model"
+from programs.local_server import ServerError, server, tail
+
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "small_model"
 """The checkpoint that launch/train_small made."""
 QUESTIONS, DOCUMENT_SEED = 8, 7
 MUST_BE_RIGHT = 7

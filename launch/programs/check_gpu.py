@@ -1,8 +1,8 @@
 """Checks this machine's GPU, behind launch/check_gpu, whose head says how to call it.
 
-On Hopper everything runs to the end, in parts that are kept, and what failed is listed (``hopper_parts``). A Blackwell
-GPU, on which none of this has run yet, gets the steps of ``first_light`` instead, which stop at the first thing that
-departs from the reference.
+On Hopper everything runs to the end, in parts that are kept, and what failed is listed (``resumable_tests``). A
+Blackwell GPU, on which none of this has run yet, gets the steps of ``first_light`` instead, which stop at the first
+thing that departs from the reference.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import hopper_parts
 from first_light import evidence
 from first_light.outcome import Outcome, run_step
 from first_light.steps import EMULATED, FIRST_LIGHT, Step
+
+from programs import resumable_tests
 
 HOPPER = (9, 0)
 BLACKWELL = ((10, 0), (10, 3))
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"check_gpu: expected a GPU of capability 9.0, 10.0 or 10.3, found {found[0]}.{found[1]}", file=sys.stderr
         )
         return USAGE_ERROR
-    if found in BLACKWELL and args.what not in hopper_parts.SANITIZERS:
+    if found in BLACKWELL and args.what not in resumable_tests.SANITIZERS:
         return first_light(FIRST_LIGHT, args.what, args.rest, args.output)
     return hopper(args.what, args.rest, again=args.again)
 
@@ -89,24 +90,24 @@ def capability() -> tuple[int, int] | None:
 
 def hopper(what: str, rest: Sequence[str], *, again: bool, only_report: bool = False) -> int:
     """A step's parts, or all; files among the arguments choose parts, the rest goes to pytest. 1 if any failed."""
-    if what != "all" and what not in hopper_parts.STEPS:
-        return unknown(what, hopper_parts.STEPS)
+    if what != "all" and what not in resumable_tests.STEPS:
+        return unknown(what, resumable_tests.STEPS)
     files = [argument for argument in rest if argument.endswith(".py")]
     more = [argument for argument in rest if argument not in files]
     gpus = [] if only_report else gpu_names()
     if not only_report and what == "pair" and len(gpus) < PAIR:
         print(f"check_gpu: pair needs two GPUs, this machine shows {len(gpus)}", file=sys.stderr)
         return USAGE_ERROR
-    chosen = hopper_parts.parts(hopper_parts.STEPS if what == "all" else [what])
+    chosen = resumable_tests.parts(resumable_tests.STEPS if what == "all" else [what])
     if not only_report and len(gpus) < PAIR:
         chosen = [part for part in chosen if part.gpus < PAIR]
     if files:
         chosen = [part for part in chosen if part.file in files]
         if missing := set(files) - {part.file for part in chosen}:
-            return unknown(" ".join(sorted(missing)), [part.file for part in hopper_parts.parts([what])])
+            return unknown(" ".join(sorted(missing)), [part.file for part in resumable_tests.parts([what])])
     if only_report:
-        return hopper_parts.report(chosen)
-    return hopper_parts.run(chosen, gpu_name(), gpus, again=again, more=(*extra_arguments(), *more))
+        return resumable_tests.report(chosen)
+    return resumable_tests.run(chosen, gpu_name(), gpus, again=again, more=(*extra_arguments(), *more))
 
 
 def unknown(what: str, known: Sequence[str]) -> int:
