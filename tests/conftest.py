@@ -10,8 +10,8 @@ import pytest
 DEFAULT_SERVER = frozenset(
     f"tests/serving/test_{name}.py"
     for name in (
-        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "ends_of_answers", "examples"),
-        *("fields_served", "generated_requests", "logprobs", "server_info"),
+        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "ends_of_answers"),
+        *("examples", "ask_it_page", "fields_served", "generated_requests", "logprobs", "server_info"),
     )
 )
 """Files that talk to the same server, started with default flags."""

@@ -51,7 +51,7 @@ def commands(page: str, text: str) -> Iterator[Command]:
     for start, language, body in fences(text):
         if language not in SHELL:
             continue
-        for line, logical in logical_lines(start, body):
+        for line, logical in logical_lines(start, body, quotes=language == "bash"):
             if language == "" and not STARTS_COMMAND.match(logical):
                 continue
             if words := without_assignments(shlex.split(logical, comments=True)):
@@ -64,15 +64,29 @@ def commands(page: str, text: str) -> Iterator[Command]:
             yield Command(page, prose[: match.start()].count("\n") + 1, tuple(words), whole=False)
 
 
-def logical_lines(start: int, body: str) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line of a shell fence, lines that end with a backslash joined."""
+def logical_lines(start: int, body: str, *, quotes: bool) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line of a shell fence, lines that end with a backslash joined.
+
+    With ``quotes`` those that end within a quoted word are joined, too.
+    """
     joined, first = "", start
     for number, line in enumerate(body.splitlines(), start=start):
         first = first if joined else number
         joined += line.removesuffix("\\") + " "
-        if not line.endswith("\\"):
+        if not line.endswith("\\") and not (quotes and ends_in_quotes(joined)):
             yield first, joined
             joined = ""
+    if joined:
+        yield first, joined
+
+
+def ends_in_quotes(text: str) -> bool:
+    """Whether a quoted word of a shell's line is not closed."""
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def without_assignments(words: list[str]) -> list[str]:
@@ -82,3 +96,9 @@ def without_assignments(words: list[str]) -> list[str]:
     if words and words[0].startswith("$env/bin/"):
         words = [words[0].removeprefix("$env/bin/"), *words[1:]]
     return words
+
+
+def table(text: str, name: str) -> list[list[str]]:
+    """Cells of a page's table between ``<!-- name -->`` and ``<!-- end -->``, row by row, without the heading."""
+    marked = text.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in marked.splitlines()[2:]]
