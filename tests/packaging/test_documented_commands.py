@@ -59,6 +59,8 @@ def check(command: Command) -> None:
         check_nvfp4_sgl(words[1:], command.whole)
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         check_server(tuple(words[3:]), command.whole)
+    elif words[:2] == ["sglang", "serve"]:
+        check_server(("--model-path", *words[2:]), command.whole)
     elif words[0] == "python" and words[1] == "-m":
         check_module(words)
     elif words[0] == "python":
@@ -200,6 +202,7 @@ def test_commands_are_found() -> None:
         "```bash\npython -m sglang.launch_server --model-pth DIR\n```",
         "```bash\npython -m sglang.launch_server --model-path DIR \\\n    --tensor-paralel-size 2\n```",
         "```bash\npython examples/one_opp.py\n```",
+        "```bash\nsglang serve DIR --tensor-paralel-size 2\n```",
         '```bash\n"$env/bin/nvfp4-sgl" docter\n```',
         "```bash\nunheard-of --help\n```",
         "say `nvfp4-sgl verify DIR --agianst SRC` then",
@@ -253,7 +256,7 @@ def test_options_named_in_running_text_exist() -> None:
     unknown = [
         f"{page.relative_to(ROOT)}: {option}"
         for page in pages()
-        if page.name not in ("specification.md", "own_kernel.md")
+        if page.name not in ("specification.md", "own_kernel.md", "coming_from.md")  # the last names vLLM's options
         for option in re.findall(r"`(--[a-z][\w-]*)[ `=]", page.read_text(encoding="utf-8"))
         if option not in known
     ]
