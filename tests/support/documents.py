@@ -102,3 +102,9 @@ def table(text: str, name: str) -> list[list[str]]:
     """Cells of a page's table between ``<!-- name -->`` and ``<!-- end -->``, row by row, without the heading."""
     marked = text.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in marked.splitlines()[2:]]
+
+
+def headings(text: str) -> list[str]:
+    """The headings of a page, without their marks."""
+    prose = FENCE.sub("", text)
+    return [match[1].strip() for match in re.finditer(r"^#+ (.+)$", prose, re.MULTILINE)]
