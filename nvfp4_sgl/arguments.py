@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,6 +64,13 @@ def add_ranks(parser: Any, *, several: bool = False) -> None:
         parser.add_argument(name, action=_Renamed, nargs="*", help=argparse.SUPPRESS)
 
 
+def named_here(text: str) -> str:
+    """``text`` of code that servers run, too, with the options of :func:`add_ranks` by their name here."""
+    for name, here in NEW_NAMES.items():
+        text = re.sub(rf"(?<![\w-]){name}(?![\w-])", here, text)
+    return text
+
+
 def add_seed(parser: argparse.ArgumentParser, of: str) -> None:
     """``--seed``."""
     parser.add_argument(
@@ -116,18 +124,16 @@ def check_passes(prompt: int, steps: int) -> None:
 
 def target_here(name: str | None) -> str:
     """The target of that ``name``, this machine's if ``None``; one that cannot run here is refused at once."""
-    if name is None:
-        return detect_target()
-    if not descriptor(name).on_gpu:
+    if name is not None and not descriptor(name).on_gpu:
         return name
     # The driver answers in milliseconds, where torch takes seconds to import.
     here = detect_target() if sees_gpu() else CPU.word
-    if name != here:
+    if name not in (None, here):
         raise UnsupportedError(
             f"--target {name}: expected a GPU of that kind here, found {here}; run this on such a machine, or"
             " leave --target out"
         )
-    return name
+    return here
 
 
 def require_mode(target: str, name: str) -> ActivationMode:

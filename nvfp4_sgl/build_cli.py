@@ -7,12 +7,13 @@ import logging
 import time
 from pathlib import Path
 
-from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, add_target, print_json
+from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, add_target, print_json, target_here
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
+from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
-from nvfp4_sgl.targets.choose import detect_target, mode_of
+from nvfp4_sgl.targets.choose import mode_of
 from nvfp4_sgl.targets.target import descriptor, words
 
 
@@ -37,15 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and say how much and how long it took."""
-    from nvfp4_sgl.build import Serving, build
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    target = args.target or detect_target()
+    # All that can be refused is refused before torch is imported, which takes seconds.
+    require_checkpoint(args.directory)
+    target = args.target or target_here(None)
     if not descriptor(target).gpu_in:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
+
+    from nvfp4_sgl.build import Serving, build
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     requests, chunk = args.max_running_requests, args.chunked_prefill_size
     settings = [Serving(ranks, context, requests, chunk, mode=mode) for ranks in args.ranks]
     started = time.monotonic()

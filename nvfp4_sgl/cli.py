@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvfp4_sgl import __version__
+from nvfp4_sgl.arguments import named_here
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped
 from nvfp4_sgl.terminal import guarded
@@ -56,11 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    namespace = argparse.Namespace()
     try:
         namespace = build_parser(chosen=arguments[0] if arguments else None).parse_args(arguments)
         return namespace.run(namespace) or 0
     except Nvfp4SglError as error:
-        print(escaped(f"nvfp4-sgl: error: {error}"), file=sys.stderr)
+        message = str(error)
+        if "ranks" in namespace:
+            message = named_here(message)
+        print(escaped(f"nvfp4-sgl: error: {message}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing is left to say, at interpreter shutdown neither.

@@ -15,10 +15,12 @@ from typing import Any
 
 from nvfp4_sgl.config_fields import DSPARK, FIXED, READ, REPEATS, Number, same
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, require_finished, shown
+from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, require_file, require_finished, shown
 from nvfp4_sgl.rope_fields import RopeSaid, YarnConfig, check_parameters, read_yarn
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+WITHOUT_CONFIG = "name a directory that holds config.json"
+"""What to do where there is none."""
 DSPARK_STAGES = 8
 """Most draft stages of a DSpark release that ``compress_ratios`` may have entries for; Flash-0731 has three."""
 
@@ -158,11 +160,23 @@ def names_architecture(value: object) -> bool:
     return isinstance(value, list) and ARCHITECTURE in value
 
 
+def require_checkpoint(path: str | Path) -> Path:
+    """``path/config.json``, which must be a file; it is not read.
+
+    Raises:
+        ConfigError: ``path`` is no directory, one of the Hugging Face cache that is no snapshot, an unfinished
+            conversion, or a directory without config.json.
+    """
+    directory = require_directory(path, ConfigError)
+    require_finished(directory, ConfigError)
+    require_file(directory / "config.json", ConfigError, WITHOUT_CONFIG)
+    return directory / "config.json"
+
+
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The dictionary in ``path/config.json``."""
-    file = require_directory(path, ConfigError) / "config.json"
-    require_finished(file.parent, ConfigError)
-    raw = read_json(file, ConfigError, MAX_CONFIG_BYTES, "--model-path must name a directory that holds config.json")
+    file = require_checkpoint(path)
+    raw = read_json(file, ConfigError, MAX_CONFIG_BYTES, WITHOUT_CONFIG)
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}")
     return raw

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.arguments import add_checkpoint, add_json, print_json
+from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
+from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import Plan
@@ -107,11 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way."""
+    """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way.
+
+    A DIR that is no checkpoint raises.
+    """
     plan = plans.from_arguments(args)
     if args.directory is None and plan != Plan(target=plan.target):
         raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
+    if args.directory is not None:
+        require_checkpoint(args.directory)
     report = examine(args.directory, plan)
+    report.problems = [named_here(problem) for problem in report.problems]
     if args.json:
         print_json(asdict(report))
     else:
@@ -284,7 +291,7 @@ def render(report: Report) -> str:
         lines += ["", f"Checkpoint {report.checkpoint['directory']}", f"weights: {report.checkpoint['weights']}"]
         lines += [report.checkpoint_table]
     if report.memory is not None:
-        lines += ["", f"Memory of a rank, --tp-size {report.memory['setting']['ranks']}, a forecast"]
+        lines += ["", f"Memory of a rank, --tp {report.memory['setting']['ranks']}, a forecast"]
         lines += [f"  {line}" for line in report.memory_lines]
         lines.append(f"  fits                {FITS[report.memory['fits']]}")
     lines += ["", *(f"PROBLEM: {problem}" for problem in report.problems)] if report.problems else ["", "No problems."]

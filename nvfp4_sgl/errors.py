@@ -3,6 +3,8 @@
 Each message names the file, tensor or flag at fault, what was expected, what was found, and what to do.
 """
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells give it."""
 MAX_MESSAGE = 16384
 """Characters of a message. What it quotes of a file is cut where it is quoted; this holds whatever a file says."""
 

@@ -76,11 +76,14 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
 
 
 def refuse_hub_cache(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
-    """Refuse a model's folder in the Hugging Face cache, which holds checkpoints one level further down, by name."""
+    """Refuse folders of the Hugging Face cache that hold checkpoints further down, and name those."""
     # Resolved: "." and links have names of their own.
     found = directory.resolve()
-    root = found.parent if found.name == "snapshots" else found
-    if (directory / "config.json").exists() or not (root / "snapshots").is_dir():
+    root = found.parent if found.name in ("snapshots", "blobs", "refs") else found
+    if (directory / "config.json").exists():
+        return
+    if not (root / "snapshots").is_dir():
+        _refuse_hub_root(directory, error)
         return
     if not (root.name.startswith("models--") or (root / "refs").is_dir()):
         return
@@ -97,6 +100,16 @@ def refuse_hub_cache(directory: Path, error: type[ConfigError] | type[Checkpoint
     shown_folders = [str(folder) for folder in folders[:SHOWN_SNAPSHOTS]]
     more = f" and {len(folders) - SHOWN_SNAPSHOTS} more" if len(folders) > SHOWN_SNAPSHOTS else ""
     raise error(f"{expected}; pass its snapshot {' or '.join(shown_folders)}{more}")
+
+
+def _refuse_hub_root(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
+    """Refuse the cache itself, or the folder around it, ``HF_HOME``."""
+    for pattern in ("models--*/snapshots/*", "hub/models--*/snapshots/*"):
+        if folders := sorted(folder for folder in directory.glob(pattern) if folder.is_dir()):
+            raise error(
+                f"{directory}: expected a checkpoint, found the Hugging Face cache; pass one of {directory / pattern},"
+                f" such as {folders[0]}"
+            )
 
 
 def require_finished(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -13,12 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from nvfp4_sgl.errors import INTERRUPTED
+
 INDENT = "    "
 """Before the second and further lines of one that is broken."""
 
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells give it."""
+QUIET_SECONDS = 5
+"""Between two lines of a work that goes on, where they are not written over."""
 CHILD_SECONDS = 5
 """How long children may take to end by themselves once they are told to."""
 
@@ -108,6 +111,39 @@ class Counter:
         """Wipe the line."""
         if self._is_terminal and self._count:
             print("\r\033[K", end="", file=self._stream, flush=True)
+
+
+class Status:
+    """What a work is at, in one line that is written over on a terminal.
+
+    Elsewhere a line is printed at first, and then one every :data:`QUIET_SECONDS` at most.
+
+    Args:
+        name: of the command, before each line.
+        stream: where to print; stderr if ``None``.
+    """
+
+    def __init__(self, name: str, stream: TextIO | None = None):
+        self._name, self._stream = name, stream or sys.stderr
+        self._is_terminal, self._said = self._stream.isatty(), -math.inf
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wipe the line."""
+        if self._is_terminal:
+            print("\r\033[K", end="", file=self._stream, flush=True)
+
+    def say(self, what: str) -> None:
+        """Begin ``what``."""
+        line, now = f"{self._name}: {what}", time.monotonic()
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns
+            print(f"\r\033[K{line[: width - 1]}", end="", file=self._stream, flush=True)
+        elif now - self._said >= QUIET_SECONDS:
+            self._said = now
+            print(line, file=self._stream, flush=True)
 
 
 def _broken(line: str, width: int) -> str:

@@ -242,7 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_attention_tilings")
     parser.add_argument("--heads", type=int, default=32, help="of a query; multiples of 8")
     parser.add_argument("--quantized", action="store_true", help="outputs in NVFP4 rather than bf16")
-    parser.add_argument("--workers", type=int, default=16, help="processes that compile")
+    parser.add_argument("--jobs", type=int, default=16, metavar="N", help="processes that compile at once")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_attention_tilings: no CUDA device; it measures, and measures nothing without one")
@@ -251,7 +251,7 @@ def main() -> int:
         for queries in (*DECODE, *PROMPTS)
         for extra in EXTRA
     ]
-    refused = compile_all(shapes, CANDIDATES, arguments.workers)
+    refused = compile_all(shapes, CANDIDATES, arguments.jobs)
     candidates = {name: tiling for name, tiling in CANDIDATES.items() if name not in refused}
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     print(f"{torch.cuda.get_device_name()}, {arguments.heads} heads: us/splits, the best first")

@@ -62,12 +62,12 @@ def shared_options(
     """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
     parser.add_argument("servers", nargs="*", default=list(servers), help=f"of {', '.join(servers)}; both by default")
-    parser.add_argument("--tp", type=int, default=tp)
+    parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel size")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a request")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of its answer")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / folder, help="for logs and results")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / folder, metavar="OUT", help="logs and results")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--flags", default="", help="further flags of both servers")
     return parser
@@ -89,7 +89,7 @@ def recorded(
     arguments: argparse.Namespace, measure: Callable[[str, argparse.Namespace], Iterator[tuple[str, Any]]]
 ) -> Iterator[Found]:
     """Measure the servers and print what is found; after each measurement all of ``report.json`` as it is then."""
-    report = arguments.folder / "report.json"
+    report = arguments.output / "report.json"
     found: Found = json.loads(report.read_text()) if report.exists() else {}
     for measured in arguments.servers:
         found[measured] = {}  # figures of an earlier run never stand beside those of this one
@@ -113,7 +113,7 @@ def environment(**values: str) -> Iterator[None]:
 
 def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Serve an engine and yield what each measurement is called and found."""
-    folder: Path = arguments.folder / engine
+    folder: Path = arguments.output / engine
     model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
     flags = [*FLAGS.split(), "--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
     values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}

@@ -261,7 +261,7 @@ def compile_ahead(args: argparse.Namespace) -> None:
     """Compile our kernels in parallel; whatever this misses is compiled at its first launch."""
     started, shapes, layers = time.monotonic(), [], experts_of(args)
     if not args.experts:
-        for gemm in gemms(args.models, args.ranks):
+        for gemm in gemms(args.models, args.tp):
             for count in args.tokens:
                 shapes += wanted_shapes(args, gemm, count)
     for layer in layers:
@@ -275,13 +275,13 @@ def experts_of(args: argparse.Namespace) -> list[hopper_experts.Layer]:
     """The layers whose experts are wanted."""
     if args.dense or args.weights != "nvfp4":
         return []
-    return list(hopper_experts.layers(args.models, args.ranks))
+    return list(hopper_experts.layers(args.models, args.tp))
 
 
 def run_dense(args: argparse.Namespace, chip: Chip, peers: Peers, parts: Parts) -> Iterator[Row]:
     """Measure the dense GEMMs, each a part of its own; rows are printed as they come."""
     print(f"\n{NOTE}\n\n{HEADER}", flush=True)
-    for gemm in gemms(args.models, args.ranks):
+    for gemm in gemms(args.models, args.tp):
         with parts.part(str(gemm)):
             yield from run_gemm(args, gemm, chip, peers)
         torch.cuda.empty_cache()
@@ -311,7 +311,7 @@ def run_experts(args: argparse.Namespace, chip: Chip, marlin: Marlin, parts: Par
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="sizes of --tp-size")
+    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="tensor-parallel sizes")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="how they are stored")
     parser.add_argument(
@@ -326,7 +326,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-humming", action="store_true", help="without humming, which is timed if it is installed, in dense NVFP4"
     )
-    parser.add_argument("--json", type=Path, help="also as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     return parser
 
 
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts, marlin = Parts(), Marlin(not args.no_marlin)
     humming = Humming(not (args.no_humming or args.experts or args.weights != "nvfp4"))
     marlin.start(dense=not args.experts, experts=bool(experts_of(args)))
-    humming.start([(gemm.features, gemm.k) for gemm in gemms(args.models, args.ranks)], args.tokens)
+    humming.start([(gemm.features, gemm.k) for gemm in gemms(args.models, args.tp)], args.tokens)
     with parts.part("compiling ahead"):
         compile_ahead(args)
     marlin.wait()
@@ -353,9 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep() -> None:
         """Whatever comes to an end early leaves what it has found."""
-        if args.json:
+        if args.output:
             found = {"rows": [asdict(row) for row in rows], "experts": [asdict(row) for row in expert_rows]}
-            args.json.write_text(json.dumps({"chip": asdict(chip), **found}, indent=1))
+            args.output.write_text(json.dumps({"chip": asdict(chip), **found}, indent=1))
 
     if not args.experts:
         for row in run_dense(args, chip, Peers(marlin, humming), parts):

@@ -183,15 +183,15 @@ def try_shapes(step: Step) -> dict[str, Any]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper_step", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="as one of so many ranks; nothing is reduced")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="as one of so many ranks; nothing is reduced")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64], help="requests of a step")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; these kernels run on Hopper GPUs")
     torch.manual_seed(0)
-    model = flash_model(args.layers, args.ranks)
+    model = flash_model(args.layers, args.tp)
     shapes: list[KernelShape] = []
     seen = Plans()
     with seen.active():
@@ -200,13 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shapes += gemm.shapes
     compile_all([*seen.planned.values(), *shapes], model.config.swiglu_limit)
     chip, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    print(f"{chip}, torch {torch.__version__}, {date}: Flash, {args.layers} layers, a rank of {args.ranks}\n")
+    print(f"{chip}, torch {torch.__version__}, {date}: Flash, {args.layers} layers, a rank of {args.tp}\n")
     print("| requests | GEMM | launches | planned (tile, split, CTAs an SM), µs a launch beside it | best |")
     print("| --- " * 5 + "|", flush=True)
     steps = [try_shapes(Step(model, count)) for count in args.tokens]
-    if args.json:
-        report = {"chip": chip, "torch": torch.__version__, "date": date, "layers": args.layers, "ranks": args.ranks}
-        args.json.write_text(json.dumps(report | {"steps": steps}, indent=1) + "\n")
+    if args.output:
+        report = {"chip": chip, "torch": torch.__version__, "date": date, "layers": args.layers, "ranks": args.tp}
+        args.output.write_text(json.dumps(report | {"steps": steps}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

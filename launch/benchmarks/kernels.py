@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument(
         "--without", metavar="TEXT", help="leave out peers whose names contain it: nvcc (compiled by it) or ''"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels: no CUDA device; it measures, and measures nothing without one")
@@ -118,14 +118,14 @@ def main() -> int:
                 rows.append(measure(family, case, chip, microseconds, without=arguments.without))
                 print(rows[-1].line(chip.empty_us), flush=True)
     print("\n" + "\n".join(summary(rows)))
-    if arguments.json:
+    if arguments.output:
         report = {
             "chip": asdict(chip),
             "torch": torch.__version__,
             "date": date,
             "cases": [row.as_json() for row in rows],
         }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any(row.us is None for row in rows) else 0
 
 

@@ -39,9 +39,13 @@ PIECE_BYTES = 64 << 20
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_load", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("directory", type=Path, help="where the checkpoint is written, or was with --keep")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="where the checkpoint is written, or was with --keep"
+    )
     parser.add_argument("--layers", type=int, default=6, help="of Flash's; 24 GB by default")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="a measurement for each (default: 1)")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], metavar="N", help="ranks; one measurement each (default: 1)"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu (default: cuda)")
     parser.add_argument("--keep", action="store_true", help="do not remove the checkpoint at the end")
     arguments = parser.parse_args()
@@ -56,7 +60,7 @@ def main() -> int:
             write_random(source, TinyFormat.NVFP4_FULL, arguments.layers)
             print(f"written in {time.monotonic() - begun:.1f} s", flush=True)
         warm(source)
-        runs = [measure(source, ranks, arguments) for ranks in arguments.ranks]
+        runs = [measure(source, ranks, arguments) for ranks in arguments.tp]
     finally:
         if not arguments.keep:
             own_folder.remove(source)

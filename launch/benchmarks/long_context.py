@@ -66,7 +66,7 @@ def main() -> int:
     arguments = parsed(parser, CONTEXTS)
     found: Found = {}
     for found in recorded(arguments, measure):
-        (arguments.folder / "report.md").write_text(markdown(found))
+        (arguments.output / "report.md").write_text(markdown(found))
     print(markdown(found), flush=True)
     return 1 if any(is_failed(value) for values in found.values() for value in values.values()) else 0
 
@@ -81,7 +81,7 @@ def is_failed(value: object) -> bool:
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Start a server and yield what each measurement is called and found, or how it failed."""
-    folder: Path = arguments.folder / name
+    folder: Path = arguments.output / name
     model = write_flash(folder / "model", TinyFormat.NVFP4_FULL, arguments.layers)
     log, begun = folder / "server.log", time.monotonic()
     try:

@@ -225,9 +225,9 @@ def flash_model(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/profile_decoder")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     parser.add_argument("--flash", type=int, metavar="LAYERS", help="the first layers of Flash, random weights")
-    parser.add_argument("--ranks", type=int, default=2, help="with --flash: as one of so many ranks")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="with --flash: as one of so many ranks")
     parser.add_argument(
         "--context",
         type=int,
@@ -249,7 +249,7 @@ def main() -> None:
     if arguments.flash:
         capacity = max([FLASH_CONTEXT, *(given.tokens for given in arguments.prompts)])
         requests = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
-        model = flash_model(arguments.flash, arguments.ranks, requests, capacity, arguments.context)
+        model = flash_model(arguments.flash, arguments.tp, requests, capacity, arguments.context)
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
@@ -257,16 +257,16 @@ def main() -> None:
     what = f"tiny, {SHAPES}"
     if arguments.flash:
         context = model.planner.slots.longest
-        what = f"Flash, {arguments.flash} layers, a rank of {arguments.ranks}, laid out for {context} tokens"
+        what = f"Flash, {arguments.flash} layers, a rank of {arguments.tp}, laid out for {context} tokens"
     print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
     flash, requests, prompts = arguments.flash, arguments.requests, arguments.prompts
     for section in flash_sections(model, requests, prompts) if flash else sections(model):
         found.append(section)
         print("\n" + section.text(), flush=True)
-    if arguments.json:
+    if arguments.output:
         report = {"chip": chip, "torch": torch.__version__, "date": date, "sections": [asdict(one) for one in found]}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,18 +24,20 @@ GOALS = {"empty": 90.0, "filled": 25.0}
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.ready", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cache", choices=GOALS, help="what the folder of kernels holds at the start")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "ready", help="for kernels, logs and results")
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "build" / "ready", metavar="OUT", help="kernels, logs and results"
+    )
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor-parallel size")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--flags", default="", help="further flags of the server")
     arguments = parser.parse_args()
-    kernels = arguments.folder / "kernels"
+    kernels = arguments.output / "kernels"
     if arguments.cache == "empty":
         shutil.rmtree(kernels, ignore_errors=True)
     elif not any(kernels.glob("*")):
         sys.exit(f"{kernels}: expected compiled kernels, found none; run `empty` first")
     found = started(arguments, kernels)
-    (arguments.folder / f"{arguments.cache}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.output / f"{arguments.cache}.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     good, words = verdict(arguments.cache, found)
     print(words, flush=True)
@@ -45,7 +47,7 @@ def main() -> int:
 def started(arguments: argparse.Namespace, kernels: Path) -> dict[str, Any]:
     """What :func:`.full_size.measure` finds of a server that is asked for nothing."""
     own = argparse.Namespace(**vars(arguments), port=0, concurrency=[], long=False, trace=[], prompt=0, tokens=0)
-    own.folder = arguments.folder / arguments.cache
+    own.folder = arguments.output / arguments.cache
     with environment(XDG_CACHE_HOME=str(kernels), TRITON_CACHE_DIR=str(kernels / "triton")):
         return dict(measure("ours", own))
 

@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="generated tokens")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-bench-") as name:
         folder = Path(name)
@@ -140,8 +140,8 @@ def show(args: argparse.Namespace, served: dict[int, Result], theirs: dict[int, 
             f"{alone:>12.1f}{ours.decode_rate / alone:>7.1f}x"
         )
         rows.append({"concurrency": count, "served": vars(ours), "transformers": vars(peer)})
-    if args.json:
-        args.json.write_text(json.dumps({"prompt": args.prompt, "tokens": args.tokens, "rows": rows}, indent=1))
+    if args.output:
+        args.output.write_text(json.dumps({"prompt": args.prompt, "tokens": args.tokens, "rows": rows}, indent=1))
 
 
 def cpu_name() -> str:

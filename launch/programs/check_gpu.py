@@ -40,7 +40,9 @@ EMULATED_NOTE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/check_gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--emulated", action="store_true", help="the numeric part of first light on the CPU; no GPU")
-    parser.add_argument("--output", type=Path, help="where first light puts its folder (default: build/first_light)")
+    parser.add_argument(
+        "--output", type=Path, metavar="OUT", help="where first light puts its folder (default: build/first_light)"
+    )
     parser.add_argument("--again", action="store_true", help="on Hopper: also what has passed with this code")
     parser.add_argument("--report", action="store_true", help="of Hopper's parts, what they came to; runs nothing")
     parser.add_argument("what", nargs="?", default="all", help="one step instead of all")

@@ -65,12 +65,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the server then, too
     timings = Timings()
     timings.add("environment", args.environment_seconds)
-    with folder(args.dir) as directory:
+    with folder(args.output) as directory:
         try:
             checkpoint = TRAINED if args.format is None else directory / f"tiny-{args.format}"
             if args.format is not None:
                 make_checkpoint(checkpoint, args.format, timings)
-            if args.target == "sm100":
+            if args.target == "sm_100a":
                 return emulate(checkpoint)
             log, started = directory / "server.log", time.monotonic()
             with server(checkpoint, log, args.port, FLAGS) as url:
@@ -104,19 +104,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--target",
-        choices=("this", "sm100"),
-        default="this",
-        help="sm100: no server; the decoder as a B200 runs it, executed in the emulator, beside the CPU reference",
+        choices=("sm_100a",),
+        help="no server; the decoder as a B200 runs it, executed in the emulator, beside the CPU reference",
     )
     parser.add_argument("--port", type=int, default=0, help="server port (default: a free one)")
     parser.add_argument(
-        "--dir", type=Path, help="put checkpoint and log here and leave them (default: a folder that goes)"
+        "--output",
+        type=Path,
+        metavar="OUT",
+        help="put checkpoint and log here and leave them (default: a folder that goes)",
     )
     parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
     parser.add_argument("--environment-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.target == "sm100" and args.format not in (None, FORMATS[0]):
-        parser.error(f"--target sm100 runs full-NVFP4 checkpoints: expected --format {FORMATS[0]}, or none")
+    if args.target == "sm_100a" and args.format not in (None, FORMATS[0]):
+        parser.error(f"--target sm_100a runs full-NVFP4 checkpoints: expected --format {FORMATS[0]}, or none")
     return args
 
 

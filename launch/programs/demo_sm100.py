@@ -1,4 +1,4 @@
-"""The demo of ``launch/demo --target sm100``: a tiny checkpoint answers token by token as a B200 would.
+"""The demo of ``launch/demo --target sm_100a``: a tiny checkpoint answers token by token as a B200 would.
 
 Every GEMM is SM100's, its PTX executed in the emulator, and everything else is SM100's Triton kernels, interpreted; the
 CPU reference answers beside it in the same mode, ``w4a4``. Both continue with the emulated answer's tokens, so that

@@ -291,23 +291,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ask.add_argument("file", type=Path, help=".jsonl with 'question', and 'answer' or 'pattern'")
     ask.add_argument("--max-tokens", type=int, default=512)
     for verb in (keep, against, ask):
-        verb.add_argument("--threads", type=int, default=8, help="requests at once (default: 8)")
-        verb.add_argument("--json", type=Path, help="also write the result here")
+        verb.add_argument("--concurrency", type=int, default=8, help="requests at once (default: 8)")
+        verb.add_argument("--output", type=Path, metavar="FILE", help="also write the result here, as JSON")
     args = parser.parse_args(arguments)
     try:
         report: Any = None
         if args.verb == "record":
-            record(args.url, args.texts, args.dump, args.top, args.threads)
+            record(args.url, args.texts, args.dump, args.top, args.concurrency)
         elif args.verb == "questions":
-            report = questions(args.url, args.file, args.max_tokens, args.threads)
+            report = questions(args.url, args.file, args.max_tokens, args.concurrency)
         else:
             head, recorded = read_dump(args.dump)
-            here = list(in_order(lambda one: score(args.url, head["top"], one.ids), recorded, args.threads))
+            here = list(in_order(lambda one: score(args.url, head["top"], one.ids), recorded, args.concurrency))
             found = compare(recorded, here)
             print(f"recorded: {head['model']}; here: {model_of(args.url)}", *found.lines(), sep="\n")
             report = asdict(found)
-        if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
         if args.verb == "compare" and args.max_kl is not None and report["kl_mean"] > args.max_kl:
             print(f"WRONG: mean KL {report['kl_mean']:.3g} is larger than {args.max_kl:g}")
             return 1

@@ -11,9 +11,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/measure_small", description="Figures of the small model.")
     parser.add_argument("checkpoint", type=Path, help="the BF16 checkpoint that launch/train_small wrote")
     parser.add_argument("--documents", type=int, default=32, help="to measure on (%(default)s)")
-    parser.add_argument("--out", type=Path, help="write the report here, too")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (%(default)s)")
     args = parser.parse_args()
+    from nvfp4_sgl.config import require_checkpoint
+
+    require_checkpoint(args.checkpoint)
     # Behind the parser: it takes seconds, which --help need not wait for.
     import torch
     from small_model.figures import report
@@ -23,8 +26,8 @@ def main() -> int:
     for line in report(args.checkpoint, args.documents):
         print(line, flush=True)
         lines.append(line)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

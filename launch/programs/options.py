@@ -1,13 +1,20 @@
-"""Prints the options in a program's source without importing it: it may need what is not installed yet."""
+"""The command line of a program by its source, without importing it: it may need what is not installed yet.
+
+``python3 options.py help NAME PROGRAM``, or ``check NAME PROGRAM ARGUMENT...``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
-import textwrap
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 WIDTH, COLUMN = 118, 26
+TYPES: dict[str, type] = {"int": int, "float": float, "Path": str}
+"""Types that are checked here; others are the program's own."""
 
 
 def text_of(node: ast.expr, default: str) -> str:
@@ -22,42 +29,94 @@ def text_of(node: ast.expr, default: str) -> str:
     return text.replace("%(default)s", default).replace("%%", "%")
 
 
-def options(source: str) -> list[tuple[str, str]]:
-    """(names, help) of each ``add_argument`` in ``source``, in order."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        if node.func.attr != "add_argument":
-            continue
-        names = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        default = ast.unparse(given["default"]) if "default" in given else "None"
-        told = text_of(given["help"], default) if "help" in given else ""
-        if "choices" in given and isinstance(given["choices"], (ast.Tuple, ast.List)):
-            told = f"{told} {ast.unparse(given['choices'])}".strip()
-        found.append((node.lineno, ", ".join(names), told))
-    return [(names, told) for _, names, told in sorted(found)]
+def literal(node: ast.expr) -> Any:
+    """What a keyword's value says by itself; ``None`` if only the running program knows."""
+    if ast.unparse(node) == "argparse.REMAINDER":
+        return argparse.REMAINDER
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def keywords(call: ast.Call) -> dict[str, Any]:
+    """Keywords of an ``add_argument`` as far as they are plain; no defaults, which are the program's."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    names = ("action", "choices", "metavar", "nargs", "required")
+    found = {name: literal(given[name]) for name in names if name in given}
+    if "type" in given:
+        found["type"] = TYPES.get(ast.unparse(given["type"]))
+    default = ast.unparse(given["default"]) if "default" in given else "None"
+    if "help" in given:
+        hidden = ast.unparse(given["help"]) == "argparse.SUPPRESS"
+        found["help"] = argparse.SUPPRESS if hidden else text_of(given["help"], default).replace("%", "%%")
+    return {name: value for name, value in found.items() if value is not None} | {"default": argparse.SUPPRESS}
+
+
+def calls(source: str, name: str) -> list[ast.Call]:
+    """Calls of a method ``name``, in order."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    found = [node for node in nodes if isinstance(node.func, ast.Attribute) and node.func.attr == name]
+    return sorted(found, key=lambda node: node.lineno)
 
 
 def files(program: Path) -> list[Path]:
     """``program``, and the file that its options are shared with, if it imports them."""
     text = program.read_text(encoding="utf-8")
     shared = program.parent / "full_size.py"
-    return [program, shared] if "shared_options" in text and program != shared else [program]
+    return [shared, program] if "shared_options" in text and program != shared else [program]
 
 
-def main() -> None:
-    for file in files(Path(sys.argv[1])):
-        for names, told in options(file.read_text(encoding="utf-8")):
-            lines = textwrap.wrap(told, WIDTH - COLUMN) or [""]
-            if len(names) > COLUMN - 4:
-                print(f"  {names}")
-            else:
-                print(f"  {names:<{COLUMN - 2}}{lines.pop(0)}".rstrip())
-            for line in lines:
-                print(" " * COLUMN + line)
+def parser_of(program: Path, name: str = "") -> argparse.ArgumentParser:
+    """A parser that takes what ``program`` takes, as far as its source says."""
+    # A name that several verbs have is one option here.
+    parser = argparse.ArgumentParser(
+        prog=name,
+        allow_abbrev=False,
+        add_help=False,
+        conflict_handler="resolve",
+        formatter_class=partial(argparse.HelpFormatter, width=WIDTH, max_help_position=COLUMN),
+    )
+    parser.add_argument("-h", "--help", action="help", help="print this")
+    for file in files(program):
+        source = file.read_text(encoding="utf-8")
+        # full_size.py has options of its own beside the shared ones.
+        skipped = own_options(source) if file != program else set()
+        for call in calls(source, "add_argument"):
+            names = [str(a.value) for a in call.args if isinstance(a, ast.Constant)]
+            if call.lineno not in skipped:
+                parser.add_argument(*names, **keywords(call))
+    return parser
+
+
+def own_options(source: str) -> set[int]:
+    """Lines of ``main``, whose options are not shared."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def check(program: Path, name: str, given: list[str]) -> None:
+    """Refuse arguments that ``program`` would refuse: argparse's error, and exit status 2."""
+    if calls(program.read_text(encoding="utf-8"), "add_subparsers"):
+        return  # what a verb takes is known to the program alone
+    end = given.index("--") if "--" in given else len(given)
+    parser_of(program, name).parse_args(given[:end])
+
+
+def print_options(program: Path) -> None:
+    """The part of a help that lists arguments."""
+    parser = parser_of(program)
+    formatter = parser._get_formatter()
+    for group in parser._action_groups:
+        formatter.start_section(group.title)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+    print("\n" + formatter.format_help().strip("\n"))
 
 
 if __name__ == "__main__":
-    main()
+    what, name, program, *given = sys.argv[1:]
+    if what == "check":
+        check(Path(program), name, given)
+    else:
+        print_options(Path(program))

@@ -129,10 +129,10 @@ class Result:
 
 PROGRAMS = (
     Part("server", "launch/programs/soak.py", ("--minutes", "5", "--gpu", GPU)),
-    Part("server", "launch/benchmarks/load.py", ("build/load", "--ranks", "1")),
+    Part("server", "launch/benchmarks/load.py", ("build/load", "--tp", "1")),
     Part("pair", "launch/benchmarks/ready.py", ("empty",), "empty"),
     Part("pair", "launch/benchmarks/ready.py", ("filled",), "filled"),
-    Part("pair", "launch/benchmarks/load.py", ("build/load_pair", "--ranks", "2")),
+    Part("pair", "launch/benchmarks/load.py", ("build/load_pair", "--tp", "2")),
 )
 """Each ends with a line that says what it found, and with status 1 where a goal is missed."""
 

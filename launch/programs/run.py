@@ -1,29 +1,48 @@
-"""Runs a program of this checkout as ``__main__``; Ctrl-C and streams as in ``nvfp4-sgl``.
+"""Runs a program of this checkout as ``__main__``; Ctrl-C, streams and errors as in ``nvfp4-sgl``.
 
 ``python launch/programs/run.py FILE ARGUMENT...``; FILE is relative to the checkout, and is run as a module of its
 package; packages of ``launch`` go by their bare names.
 """
 
-from __future__ import annotations
-
-import runpy
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> int:
-    """Run the program that the command line names; its exit status."""
-    program = Path(sys.argv[1])
-    sys.argv[0:2] = [str(ROOT / program)]
+def run(name: str) -> int:
+    """Run the program that the command line names; its exit status.
+
+    An error that this package raises on purpose is one line on stderr, and 2.
+    """
+    import runpy
+    from pathlib import Path
+
+    from nvfp4_sgl.arguments import named_here
+    from nvfp4_sgl.errors import Nvfp4SglError
+    from nvfp4_sgl.files import escaped
+
+    root, program = Path(__file__).resolve().parents[2], Path(sys.argv[1])
+    sys.argv[0:2] = [str(root / program)]
     parts = program.with_suffix("").parts
-    runpy.run_module(".".join(parts[parts[0] == "launch" :]), run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(".".join(parts[parts[0] == "launch" :]), run_name="__main__", alter_sys=True)
+    except Nvfp4SglError as error:
+        print(escaped(f"{name}: error: {named_here(str(error))}"), file=sys.stderr)
+        return 2
     return 0
 
 
-if __name__ == "__main__":
-    sys.path[:0] = [path for path in (str(ROOT / "launch"), str(ROOT)) if path not in sys.path]
-    from nvfp4_sgl.terminal import guarded
+def main() -> int:
+    """The exit status; Ctrl-C is one line from the first import on."""
+    name = sys.argv[1].rpartition("/")[2].removesuffix(".py")
+    try:
+        from nvfp4_sgl.terminal import guarded
 
-    sys.exit(guarded(f"launch/{Path(sys.argv[1]).stem}", main))
+        return guarded(f"launch/{name}", lambda: run(f"launch/{name}"))
+    except KeyboardInterrupt:
+        print(f"\nlaunch/{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    launch = __file__.rsplit("/", 2)[0]
+    sys.path[:0] = [path for path in (launch, launch.rpartition("/")[0]) if path not in sys.path]
+    sys.exit(main())

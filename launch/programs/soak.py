@@ -1,8 +1,8 @@
 """A soak test: mixed, given-up and malformed requests at one server for minutes or hours, then a look at what is left.
 
 Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, a
-probe's greedy ids and log-probabilities are what they were, and memory has not grown beyond ``--memory`` after a
-warm-up; with ``--gpu`` neither has the GPU's beyond ``--gpu-memory``. The last line is the verdict.
+probe's greedy ids and log-probabilities are what they were, and memory has not grown beyond ``--growth`` after a
+warm-up; with ``--gpu`` neither has the GPU's beyond ``--gpu-growth``. The last line is the verdict.
 Figures of past runs: launch/results/soak.md.
 """
 
@@ -300,11 +300,11 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
         "requests ended as they must": not client.faults,
         "slots and tokens in use": not any(used.values()),
         "answer of the probe": before[0] == after[0] and difference <= TOLERANCE,
-        "memory": end[1] - start[1] <= arguments.memory,
+        "memory": end[1] - start[1] <= arguments.growth,
     }
     if arguments.gpu is not None:
         first, last = start[2], end[2]
-        results["GPU memory"] = first is not None and last is not None and last - first <= arguments.gpu_memory
+        results["GPU memory"] = first is not None and last is not None and last - first <= arguments.gpu_growth
     ended = ", ".join(f"{count} {how}" for how, count in client.ended.most_common())
     print(f"\n{arguments.minutes:g} minutes, {arguments.concurrency} at once: {sum(client.ended.values())} requests")
     print(f"  {ended}")
@@ -336,11 +336,15 @@ def main() -> int:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="served checkpoint; a tiny one is made by default")
     parser.add_argument("--minutes", type=float, default=60, help="a quarter of them warms up (default: 60)")
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
-    parser.add_argument("--memory", type=int, default=200, help="MiB that it may grow (default: 200)")
+    parser.add_argument(
+        "--growth", type=int, default=200, metavar="MIB", help="that its memory may grow (default: 200)"
+    )
     parser.add_argument(
         "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
     )
-    parser.add_argument("--gpu-memory", type=int, default=128, help="MiB that the GPU's may grow (default: 128)")
+    parser.add_argument(
+        "--gpu-growth", type=int, default=128, metavar="MIB", help="that the GPU's may grow (default: 128)"
+    )
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()

@@ -12,10 +12,12 @@ STEPS = 400
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/train_small", description="Train a small DeepSeek-V4 on a CPU.")
-    parser.add_argument("--out", type=Path, required=True, help="directory for state, log and both checkpoints")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="OUT", help="directory for state, log and both checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="the curriculum is stretched over them (%(default)s)")
     parser.add_argument("--until", type=int, help="stop after so many of them, and write what there is")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and documents (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="sums differ between numbers of threads (%(default)s)")
     args = parser.parse_args()
     # Behind the parser: it takes seconds, which --help need not wait for.
@@ -28,8 +30,8 @@ def main() -> int:
 
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    state = args.out / "state.pt"
+    args.output.mkdir(parents=True, exist_ok=True)
+    state = args.output / "state.pt"
     try:
         run = Training.resume(state, args.seed, args.steps) if state.exists() else Training(args.seed, args.steps)
     except ValueError as error:
@@ -39,7 +41,7 @@ def main() -> int:
     started = time.monotonic()
     train(run, state, until=args.until)
     print(f"trained in {time.monotonic() - started:.0f} s")
-    plain, full = args.out / "bf16", args.out / "nvfp4"
+    plain, full = args.output / "bf16", args.output / "nvfp4"
     if not plain.exists():
         write_checkpoint(run.model, plain)
     convert(plain, full, Options(), device=torch.device("cpu"))

@@ -200,7 +200,7 @@ class Training:
         for name, expected in (("seed", seed), ("steps", steps)):
             if state[name] != expected:
                 raise ValueError(
-                    f"{file}: expected a run with --{name} {expected}, found {state[name]}; use another --out"
+                    f"{file}: expected a run with --{name} {expected}, found {state[name]}; use another --output"
                 )
         run = cls(seed, steps)
         run.model.load_state_dict(state["model"])

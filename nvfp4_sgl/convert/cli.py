@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from nvfp4_sgl import __version__
 from nvfp4_sgl.arguments import add_checkpoint, add_json, add_output, print_json
 from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.config import require_checkpoint
+from nvfp4_sgl.convert.folder import describe, require_apart, require_usable
 from nvfp4_sgl.convert.options import Options, Scales, parse_classes, parse_size
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it."""
+from nvfp4_sgl.errors import INTERRUPTED, UnsupportedError
+from nvfp4_sgl.targets.driver import sees_gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; 130 if interrupted."""
-    from nvfp4_sgl.convert.run import convert
-
     everything = frozenset(MatrixClass)
     options = Options(
         classes=args.only or everything - (args.keep or frozenset()),
@@ -77,6 +78,16 @@ def run(args: argparse.Namespace) -> int:
         shard_size=args.shard_size,
         drafts=args.drafts == "nvfp4",
     )
+    # All that can be refused is refused before torch is imported, which takes seconds.
+    require_checkpoint(args.directory)
+    require_apart(args.directory, args.output)
+    if args.device:
+        check_device(args.device)
+    if not args.dry_run:
+        require_usable(args.output, describe(args.directory, options.as_json(), __version__))
+
+    from nvfp4_sgl.convert.run import convert
+
     try:
         # With --json stdout is for the document alone.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
@@ -97,6 +108,14 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     return 0
+
+
+def check_device(name: str) -> None:
+    """Refuse what is no device of a conversion, or a GPU where there is none."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name, re.ASCII):
+        raise UnsupportedError(f"--device {name}: expected cpu, cuda or cuda:N")
+    if name != "cpu" and not sees_gpu():
+        raise UnsupportedError(f"--device {name}: no such GPU here; leave the flag out, or pass --device cpu")
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nvfp4_sgl.convert.options import as_flag
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.files import MANIFEST, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
 
 JOB = "job.json"
@@ -219,6 +219,26 @@ def _fingerprint(source: Path) -> str:
                 stream.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def require_apart(source: Path, target: Path) -> None:
+    """:class:`ConfigError` if one directory is the other, or holds it."""
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise ConfigError(f"{target}: expected a directory apart from the source {source}; name another")
+
+
+def require_usable(directory: Path, job: Mapping[str, Any]) -> None:
+    """Refuse what :meth:`Folder.begin` would refuse of ``directory``; looks, and writes nothing.
+
+    Raises:
+        CheckpointError: it holds other files, or another conversion.
+    """
+    if not directory.exists():
+        return
+    require_directory(directory, CheckpointError)
+    if not is_finished(directory, job) and not (directory / UNFINISHED).exists():
+        _require_empty(directory)
 
 
 def _require_empty(directory: Path) -> None:

@@ -20,7 +20,7 @@ from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified, verify
-from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, is_finished
+from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, is_finished, require_apart
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.convert.plan import Plan, Shard, make_plan
 from nvfp4_sgl.convert.progress import Progress
@@ -29,7 +29,7 @@ from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.files import UNFINISHED, require_directory, shown
-from nvfp4_sgl.synthetic.tiny import MARKER
+from nvfp4_sgl.synthetic.tiny_folder import MARKER
 
 NOT_COPIED = {"config.json", INDEX, MANIFEST, checksums.FILE, MARKER}
 """Small files that are written anew, or that say of a directory what does not hold for its copy."""
@@ -68,7 +68,7 @@ def convert(
     """
     place = _device(device)
     require_directory(source, ConfigError)
-    _require_apart(source, target)
+    require_apart(source, target)
     verified = verify(source)
     plan = make_plan(verified, options)
     jobs = jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
@@ -96,12 +96,6 @@ def convert(
         folder.close()
     print(_result(target, plan, tally))
     return tally
-
-
-def _require_apart(source: Path, target: Path) -> None:
-    one, other = source.resolve(), target.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise ConfigError(f"{target}: expected a directory apart from the source {source}; name another")
 
 
 def _device(asked_for: torch.device | str | None) -> torch.device:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 from nvfp4_sgl.arguments import add_checkpoint, add_json, add_threads
+from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.reports.thresholds import MAX_BLOCK, MAX_RMS, Thresholds
 from nvfp4_sgl.terminal import fitted
 
@@ -41,7 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report, the verdict last; 0 if DIR is right, 1 if it is wrong. A SRC that cannot be read raises."""
+    """Print the report, the verdict last; 0 if DIR is right, 1 if it is wrong.
+
+    What is no checkpoint raises, and a SRC that cannot be read.
+    """
+    for directory in (args.directory, args.against):
+        if directory is not None:
+            require_checkpoint(directory)
+
     from nvfp4_sgl.reports import html_report, verification
 
     if args.html is not None:

@@ -23,15 +23,12 @@ from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.transformers_names import transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.synthetic import tiny_storage
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, generation_config, manifest, tiny_config
+from nvfp4_sgl.synthetic.tiny_folder import MARKER, require_replaceable
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.terminal import Counter
-
-MARKER = "nvfp4_sgl_tiny.json"
-"""Marks a directory as written by this module; only such a directory is ever overwritten."""
 
 
 def write_tiny(
@@ -63,7 +60,10 @@ def write_tiny(
     kind = None if draft is None else TinyDraft(draft)
     raw = tiny_config(format, overrides, names, kind)
     config = ModelConfig.from_dict(raw, source="tiny checkpoint")
-    _prepare(directory, force)
+    require_replaceable(directory, force)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in (*directory.glob("*.safetensors"), *directory.glob("*.json")):
+        file.unlink()
     _write_json(
         directory / MARKER,
         {"format": format.value, "names": names.value, "seed": seed, "overrides": overrides}
@@ -81,18 +81,6 @@ def write_tiny(
             progress.advance()
     _write_shards(directory, tensors, shards)
     return verify(directory).summary
-
-
-def _prepare(directory: Path, force: bool) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if not any(directory.iterdir()):
-        return
-    if not force:
-        raise CheckpointError(f"{directory}: not empty; name an empty directory, or pass --force to replace")
-    if not (directory / MARKER).is_file():
-        raise CheckpointError(f"{directory}: holds files but no {MARKER}; only a tiny checkpoint is ever replaced")
-    for file in (*directory.glob("*.safetensors"), *directory.glob("*.json")):
-        file.unlink()
 
 
 def _write_json(file: Path, value: object) -> None:

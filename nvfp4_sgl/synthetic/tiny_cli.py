@@ -9,7 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nvfp4_sgl.arguments import add_json, add_output, add_seed, print_json
-from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, tiny_config
+from nvfp4_sgl.synthetic.tiny_folder import require_replaceable
 from nvfp4_sgl.terminal import Counter
 
 
@@ -52,9 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what is in it."""
+    overrides = dict(args.overrides)
+    # All that can be refused is refused before torch is imported, which takes seconds.
+    draft = None if args.draft is None else TinyDraft(args.draft)
+    raw = tiny_config(TinyFormat(args.format), overrides, TinyNames(args.names), draft)
+    ModelConfig.from_dict(raw, source="tiny checkpoint")
+    require_replaceable(args.output, args.force)
+
     from nvfp4_sgl.synthetic import tiny, try_out
 
-    overrides = dict(args.overrides)
     progress = Counter("tensors drawn:")
     try:
         summary = tiny.write_tiny(

@@ -7,7 +7,7 @@ was made by a boundary since its stretch began, and the first boundary whose err
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def compare_layer(
     prompt: int = 300,
     steps: int = 2,
     seed: int = 0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Stage]:
     """The stages of a prompt, then of ``steps`` decode steps, in the order in which the target ran them.
 
@@ -114,8 +115,10 @@ def compare_layer(
         device: a CUDA device for a GPU target.
         mode: what enters GEMMs with NVFP4 weights, on both sides; the target's default unless given.
         prompt: tokens of the first pass. seed: of activations and token ids.
+        say: takes what is begun, a line each.
     """
     mode = choose(target, mode).mode
+    say(f"loading layer {layer}, for the reference and for {target}")
 
     def side(target: str, device: torch.device | str, dtype: torch.dtype) -> _Side:
         loaded = Standalone(
@@ -134,6 +137,7 @@ def compare_layer(
     reference, ours = side(CPU.word, "cpu", torch.float32), side(target, device, torch.bfloat16)
     config, generator = reference.model.config, torch.Generator().manual_seed(seed)
     for number, tokens in enumerate([prompt, *[1] * steps]):
+        say(f"pass {number} of {steps + 1}: {tokens} tokens")
         ids = torch.randint(config.vocab_size, (tokens,), generator=generator).tolist()
         streams = torch.randn(tokens, config.hc_mult, config.hidden_size, generator=generator)
         streams[torch.rand(streams.shape, generator=generator) < OUTLIER_SHARE] *= OUTLIER_FACTOR

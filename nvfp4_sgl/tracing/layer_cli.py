@@ -27,12 +27,11 @@ from nvfp4_sgl.config import ModelConfig, read_config_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import descriptor, modes
+from nvfp4_sgl.terminal import Status
+from nvfp4_sgl.tracing.bounds import default_bound
 
 if TYPE_CHECKING:
     from nvfp4_sgl.tracing.layer import Stage
-
-BOUNDS = {ActivationMode.W4A16: 0.03, ActivationMode.W4A4: 0.3}
-"""Median error of a stage's rows that roundings explain: of bf16; of activations in FP4, whose codes flip."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser, "the target's")
     add_prompt(parser, 300)
     add_seed(parser, "activations and token ids")
-    add_bound(parser, "median error that is too large (default: 0.03; with w4a4 0.3)")
+    small, large = (default_bound([mode], of_a_run=False) for mode in (ActivationMode.W4A16, ActivationMode.W4A4))
+    add_bound(parser, f"median error that is too large (default: {small:g}; with w4a4 {large:g})")
     add_json(parser)
 
 
@@ -56,24 +56,27 @@ def run(args: argparse.Namespace) -> int:
     mode = modes(target)[0] if args.mode is None else require_mode(target, args.mode)
     verified = verify(args.directory)
 
-    import torch
+    bound = default_bound([mode], of_a_run=False) if args.bound is None else args.bound
+    with Status("layertest") as status:
+        status.say("importing torch")
+        import torch
 
-    from nvfp4_sgl.tracing.layer import compare_layer
+        from nvfp4_sgl.tracing.layer import compare_layer
 
-    bound = BOUNDS[mode] if args.bound is None else args.bound
-    device = torch.device("cuda", torch.cuda.current_device()) if descriptor(target).on_gpu else "cpu"
-    stages = list(
-        compare_layer(
-            verified,
-            args.layer,
-            target,
-            device=device,
-            mode=mode,
-            prompt=args.prompt,
-            steps=args.steps,
-            seed=args.seed,
+        device = torch.device("cuda", torch.cuda.current_device()) if descriptor(target).on_gpu else "cpu"
+        stages = list(
+            compare_layer(
+                verified,
+                args.layer,
+                target,
+                device=device,
+                mode=mode,
+                prompt=args.prompt,
+                steps=args.steps,
+                seed=args.seed,
+                say=status.say,
+            )
         )
-    )
     departed = first_departure(stages, bound)
     if args.json:
         print_json(

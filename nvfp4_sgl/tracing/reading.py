@@ -10,6 +10,7 @@ from typing import Any
 
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import shown
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.tracing.contents import FORMAT, SKETCH
 
 MAX_INTEGER = 2**63 - 1
@@ -56,9 +57,10 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class Record:
-    """The passes of one rank of a run on ``ranks``."""
+    """The passes of one rank of a run on ``ranks``; ``mode`` is its activation_mode."""
 
     file: Path
+    mode: ActivationMode
     rank: int
     ranks: int
     passes: list[RecordedPass]
@@ -85,11 +87,13 @@ def read_record(file: Path) -> Record:
             f"{file}: line 1, field 'format': expected a first line with format {FORMAT}, found"
             f" {head.found('format')}; record it with NVFP4_SGL_TRACE"
         )
+    modes = {mode.value: mode for mode in ActivationMode}
+    mode = modes[head.field("mode", " or ".join(modes), lambda value: isinstance(value, str) and value in modes)]
     ranks = head.integer("ranks", least=1)
     rank = head.integer("rank", most=ranks - 1)
     last = len(lines)
     passes = [_pass(_Line(file, n, text, whole=ended or n < last)) for n, text in enumerate(lines[1:], 2)]
-    return Record(file, rank, ranks, passes)
+    return Record(file, mode, rank, ranks, passes)
 
 
 def _pass(line: _Line) -> RecordedPass:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,17 @@ from nvfp4_sgl.arguments import (
     require_mode,
     target_here,
 )
+from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import refuse_hub_cache
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import modes
+from nvfp4_sgl.terminal import Status
+from nvfp4_sgl.tracing.bounds import default_bound
 from nvfp4_sgl.tracing.diff import Difference, OtherTokens, PassTokens, differences, left_out, tokens_of
+from nvfp4_sgl.tracing.fed import check_drawn, check_fed
 from nvfp4_sgl.tracing.reading import Record, read_record
 
-BOUND = 0.1
-"""Estimated error that roundings of bf16 do not reach within some layers; those of FP4 activations do."""
 SHOWN_RISES = 5
 SHOWN_IDS = 8
 """Token ids of a pass that are printed."""
@@ -59,15 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_seed(parser, "the prompt of a checkpoint A")
     defaults = {name: parser.get_default(name) for name in DRAWN}
     parser.set_defaults(**dict.fromkeys(DRAWN), drawn=defaults)
-    add_bound(parser, f"error of an op that departs (default: {BOUND})", BOUND)
+    small, large = (default_bound([mode], of_a_run=True) for mode in (ActivationMode.W4A16, ActivationMode.W4A4))
+    add_bound(parser, f"error of an op that departs (default: {small:g}; if A or B is of w4a4 {large:g})")
     parser.add_argument("--exact", action="store_true", help="an op departs if any bit does")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 if an op or a token departs, or if a part of a run was not compared."""
-    with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-trace-") as folder:
-        first, second = records(args, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-trace-") as folder, Status("trace") as status:
+        first, second = records(args, Path(folder), status.say)
     found, stopped = [], shorter(first, second)
     try:
         for each in differences(first, second):
@@ -78,12 +82,14 @@ def run(args: argparse.Namespace) -> int:
         stopped = str(error)
     if not found:
         raise ConfigError(f"{first.file}, {second.file}: expected at least a pass in both, found none")
+    bound = default_bound((first.mode, second.mode), of_a_run=True) if args.bound is None else args.bound
     passes, without = tokens_of(first, second), left_out(first, second)
-    op = next((each for each in found if departs(each, args.bound, args.exact)), None)
+    op = next((each for each in found if departs(each, bound, args.exact)), None)
     token = next((each for each in passes if each.departs), None)
     if args.json:
         print_json(
             {
+                "bound": bound,
                 "departs": op and as_json(op),
                 "tokens_depart": token and asdict(token),
                 "stopped": stopped,
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"what follows cannot be compared: {stopped}")
         if without:
             print(ranks_line(first, second, without))
-        print(report(found, op, args.bound))
+        print(report(found, op, bound))
     return 1 if op or token or stopped else 0
 
 
@@ -115,8 +121,8 @@ def ranks_line(first: Record, second: Record, without: tuple[str, ...]) -> str:
     return f"left out: {', '.join(without)}: each rank has its own part there, and A is of {a}, B of {b}"
 
 
-def records(args: argparse.Namespace, folder: Path) -> tuple[Record, Record]:
-    """The records of A and B; of a checkpoint one that is made in ``folder``."""
+def records(args: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> tuple[Record, Record]:
+    """The records of A and B; of a checkpoint one that is made in ``folder``. ``say`` takes what is begun."""
     checkpoint = is_checkpoint(args.first)
     if args.second is None and not checkpoint:
         raise ConfigError(f"{args.first}: expected B, too, a record or a checkpoint, since A is a record")
@@ -132,8 +138,7 @@ def records(args: argparse.Namespace, folder: Path) -> tuple[Record, Record]:
         refuse(args, second, "mode", "made in a mode already")
         refuse(args, second, "target", "made on a target already")
         return read_record(record_in(args.first)), read_record(record_in(second))
-    from nvfp4_sgl.tracing.runs import run_forced, run_greedy
-
+    # All that can be refused is refused before torch is imported, which takes seconds, or a weight is read.
     for name in DRAWN:
         if getattr(args, name) is None:
             setattr(args, name, args.drawn[name])
@@ -142,14 +147,22 @@ def records(args: argparse.Namespace, folder: Path) -> tuple[Record, Record]:
     default = modes(target)[0]
     first_mode = default if args.first_mode is None else require_mode(target, args.first_mode)
     mode = second_mode(args, target, first_mode) if args.mode is None else require_mode(target, args.mode)
-    file, ours = folder / "first.jsonl", folder / "second.jsonl"
-    if checkpoint:
-        run_greedy(args.first, file, target, first_mode, prompt=args.prompt, steps=args.steps, seed=args.seed)
+    config = verify(second).config
+    given = None if checkpoint else read_record(record_in(args.first))
+    if given is None:
+        check_drawn(args.prompt, args.steps, args.first, config if args.second is None else verify(args.first).config)
     else:
-        file = record_in(args.first)
-    first = read_record(file)
-    run_forced(second, ours, target, mode, first)
-    return first, read_record(ours)
+        check_fed(given, second, config)
+    say("importing torch")
+    from nvfp4_sgl.tracing.runs import run_forced, run_greedy
+
+    made, ours = folder / "first.jsonl", folder / "second.jsonl"
+    if given is None:
+        drawn = {name: getattr(args, name) for name in DRAWN}
+        run_greedy(args.first, made, target, first_mode, **drawn, say=say)
+        given = read_record(made)
+    run_forced(second, ours, target, mode, given, say)
+    return given, read_record(ours)
 
 
 def refuse(args: argparse.Namespace, record: Path, name: str, why: str) -> None:

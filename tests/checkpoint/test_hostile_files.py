@@ -17,7 +17,7 @@ import pytest
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError
-from nvfp4_sgl.files import escaped, foreign_kind, parse_json, refuse_hub_cache, shown
+from nvfp4_sgl.files import escaped, foreign_kind, parse_json, refuse_hub_cache, require_directory, shown
 from tests.support.damage import INDEX, change_json, copy_checkpoint, replace_bytes
 
 SECONDS = 20
@@ -260,21 +260,32 @@ def test_json_of_a_file_is_what_it_says() -> None:
         parse_json(b"{", "x", CheckpointError)
 
 
-@pytest.mark.parametrize("given", ["", "snapshots"])
+@pytest.mark.parametrize("given", ["", "snapshots", "blobs"])
 @pytest.mark.parametrize("command", ["inspect", "doctor", "verify", "convert", "build", "layertest"])
 def test_a_folder_of_the_hub_s_cache_leads_to_its_snapshots(
     command: str, given: str, tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "models--org--name"
     (root / "refs").mkdir(parents=True)
+    (root / "blobs").mkdir()
     (root / "refs" / "main").write_text("beef")
     for revision in ("beef", "1dea"):
         copy_checkpoint(tiny["nvfp4-full"], root / "snapshots" / revision)
     more = {"convert": [str(tmp_path / "out")], "build": ["--target", "sm_100a"], "layertest": ["--layer", "0"]}
-    assert cli.main([command, str(root / given), *more.get(command, [])]) != 0
+    assert cli.main([command, str(root / given), *more.get(command, [])]) == 2
     told = "".join(capsys.readouterr())
     expected = f"pass its snapshot {root / 'snapshots' / 'beef'} or {root / 'snapshots' / '1dea'}"
     assert "found a model's folder in the Hugging Face cache" in told and expected in told
+
+
+@pytest.mark.parametrize("given", ["", "hub"])
+def test_the_cache_itself_leads_to_snapshots(given: str, tmp_path: Path) -> None:
+    for model in ("org--name", "org--other"):
+        (tmp_path / "hub" / f"models--{model}" / "snapshots" / "beef").mkdir(parents=True)
+    first = tmp_path / "hub" / "models--org--name" / "snapshots" / "beef"
+    message = f"found the Hugging Face cache; pass one of {tmp_path / 'hub' / 'models--*/snapshots/*'}, such as {first}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        require_directory(tmp_path / given, ConfigError)
 
 
 def test_a_server_is_told_so_before_it_starts(tmp_path: Path) -> None:

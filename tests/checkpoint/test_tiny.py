@@ -13,8 +13,9 @@ from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
-from nvfp4_sgl.synthetic.tiny import MARKER, write_tiny
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_folder import MARKER
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from tests.support.dequantize import dequantize_checkpoint, raw_tensors
 from tests.support.oracle import hf_logits, hf_model, load_strictly

@@ -10,9 +10,10 @@ import pytest
 
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.tracing.bounds import BOUNDS
 from nvfp4_sgl.tracing.diff import differences
 from nvfp4_sgl.tracing.layer import compare_layer
-from nvfp4_sgl.tracing.layer_cli import BOUNDS, first_departure
+from nvfp4_sgl.tracing.layer_cli import first_departure
 from nvfp4_sgl.tracing.reading import read_record
 from nvfp4_sgl.tracing.record import Recorder
 from tests.support import native
@@ -47,7 +48,7 @@ def test_records_of_a_gpu_and_of_the_reference_are_compared(tmp_path: Path) -> N
     for name, of, device in (("cpu", "cpu", "cpu"), ("gpu", target, "cuda" if ON_GPU else "cpu")):
         with native.gemms(of) if of != "cpu" else nullcontext():
             model = Standalone(tmp_path / "tiny", target=of, device=device, packed=True, requests=1, capacity=64)
-            recorder = Recorder(model.decoder, tmp_path / name, 1, {"rank": 0, "ranks": 1})
+            recorder = Recorder(model.decoder, tmp_path / name, 1, {"mode": "w4a16", "rank": 0, "ranks": 1})
             work = model.begin({0: list(range(7, 7 + TOKENS))})
             with recorder.recording(work.ids, work.request.positions):
                 model.forward(work)

@@ -351,12 +351,13 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert cli.main(["doctor", str(tmp_path), "--tp", "2"]) == 0
     out = capsys.readouterr().out
     assert "weights: none here; counted by config.json" in out and "RANDOM" not in out
-    assert "Memory of a rank, --tp-size 2" in out and "ratio-128 states" in out
+    assert "Memory of a rank, --tp 2" in out and "ratio-128 states" in out
     assert cli.main(["doctor", str(tmp_path), "--tp", "2", "--target", "sm_100a", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["free"] is None and memory["weights"][EXPERTS] > 0
     assert cli.main(["doctor", str(tmp_path), "--tp", "3"]) == 1
-    assert "--tp-size 3" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--tp 3: " in out and "use a smaller --tp" in out and "--tp-size" not in out
     (tmp_path / "config.json").write_text(json.dumps(FLASH))
     monkeypatch.setattr("nvfp4_sgl.memory.free.free_bytes", lambda ranks: 24 * GB)
     assert cli.main(["doctor", str(tmp_path)]) == 1

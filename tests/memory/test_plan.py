@@ -49,7 +49,7 @@ def test_a_plan_that_fits_says_how_many_tokens(plan: Any) -> None:
 def test_a_plan_that_does_not_fit_fails(plan: Any) -> None:
     status, report = plan("--gpu-memory", "0.5")
     assert status == 1 and report["memory"]["fits"] is False
-    assert "too little memory on a rank of --tp-size 1" in report["problems"][0]
+    assert "too little memory on a rank of --tp 1" in report["problems"][0]
 
 
 def test_every_flag_changes_the_forecast(plan: Any) -> None:

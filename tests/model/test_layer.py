@@ -17,8 +17,9 @@ from nvfp4_sgl.model.contract import Columns, Operand
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.reference import attention, experts, projections, sites
+from nvfp4_sgl.tracing.bounds import BOUNDS
 from nvfp4_sgl.tracing.layer import Stage, compare_layer
-from nvfp4_sgl.tracing.layer_cli import BOUNDS, first_departure
+from nvfp4_sgl.tracing.layer_cli import first_departure
 
 SWA, CSA, HCA = range(3)
 STAGES = {

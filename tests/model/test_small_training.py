@@ -87,7 +87,7 @@ def test_a_resumed_run_is_the_same(trained: tuple[training.Training, list[float]
     second = training.Training.resume(tmp_path / "state.pt", seed=0, steps=400)
     losses += [progress.losses.total().item() for progress in second.run(until=STEPS)]
     assert losses == expected
-    with pytest.raises(ValueError, match="expected a run with --seed 1, found 0; use another --out"):
+    with pytest.raises(ValueError, match="expected a run with --seed 1, found 0; use another --output"):
         training.Training.resume(tmp_path / "state.pt", seed=1, steps=400)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cli import main
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import trace
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
@@ -51,9 +52,11 @@ def run(
     prompt: list[int] = PROMPT,
     decoded: tuple[int, ...] = (7, 9),
     ranks: tuple[int, int] = (0, 1),
+    mode: ActivationMode = ActivationMode.W4A16,
 ) -> Path:
     """Record a prompt and decode steps."""
-    recorder = Recorder(model.decoder, file, passes, {"target": "cpu", "rank": ranks[0], "ranks": ranks[1]})
+    about = {"target": "cpu", "mode": mode.value, "rank": ranks[0], "ranks": ranks[1]}
+    recorder = Recorder(model.decoder, file, passes, about)
     model.reset()
     for ids in (prompt, *([token] for token in decoded)):
         work = model.begin({0: ids})
@@ -239,6 +242,31 @@ def test_two_modes_of_a_checkpoint_are_fed_the_same_tokens(
     assert any(not op["equal"] for op in found["ops"]), "the modes differ"
     same = main([*command, "--mode", "w4a16"])
     assert same == 0 and all(op["equal"] for op in json.loads(capsys.readouterr().out)["ops"])
+
+
+def test_between_modes_the_default_bound_leaves_roundings_and_names_a_mistake(
+    checkpoint: Path, model: Standalone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Activations in FP4 move the first product by 0.1 already; a wrong sign is more than that."""
+    right = run(model, tmp_path / "right")
+    w4a4 = Standalone(checkpoint, requests=1, capacity=64, mode=ActivationMode.W4A4)
+    assert main(["trace", str(right), str(run(w4a4, tmp_path / "w4a4", mode=ActivationMode.W4A4)), "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["bound"] == 0.9 and found["departs"] is None
+    assert max(op["error"] for op in found["ops"][:12]) > 0.1
+    handle = planted(w4a4, 1, torch.neg)
+    assert main(["trace", str(right), str(run(w4a4, tmp_path / "wrong", mode=ActivationMode.W4A4)), "--json"]) == 1
+    handle.remove()
+    assert json.loads(capsys.readouterr().out)["departs"]["name"] == "layers.1.attn.wo_b"
+    assert main(["trace", str(right), str(right), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bound"] == 0.09
+
+
+def test_progress_goes_to_stderr(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["trace", "--prompt", "4", "--steps", "0"], ["layertest", "--layer", "0", "--prompt", "4"]):
+        assert main([command[0], str(checkpoint), *command[1:], "--json"]) in (0, 1)
+        said = capsys.readouterr()
+        assert json.loads(said.out) and said.err.startswith(f"{command[0]}: importing torch\n")
 
 
 def test_a_checkpoint_is_fed_a_record_s_tokens(

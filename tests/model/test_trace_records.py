@@ -19,8 +19,8 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.tracing.contents import FORMAT, SKETCH
+from nvfp4_sgl.tracing.fed import check_fed
 from nvfp4_sgl.tracing.reading import read_record
-from nvfp4_sgl.tracing.runs import check_fed
 
 NAMES = ("layers.0.hc_attn.x", "layers.0.attn.attend", "layers.0.attn.wo_b", "hc_head.x")
 Line = dict[str, Any]

@@ -120,7 +120,7 @@ def test_options() -> None:
     parse = hopper.options().parse_args
     assert not hopper.experts_of(parse(["--dense"]))
     assert not hopper.experts_of(parse(["--weights", "fp8"]))
-    assert len(hopper.experts_of(parse(["--ranks", "1", "2", "--models", "flash", "pro"]))) == 4
+    assert len(hopper.experts_of(parse(["--tp", "1", "2", "--models", "flash", "pro"]))) == 4
     with pytest.raises(SystemExit):
         hopper.main(["--experts", "--weights", "fp8"])
 

@@ -88,7 +88,7 @@ def test_from_writing_to_the_verdict(
     monkeypatch.setattr(random_checkpoint, "write_flash", write_small)
     monkeypatch.setattr(load, "LEAST_RATE", 1.0)
     monkeypatch.setattr(load, "MOST_ALLOCATED", 1e6)
-    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path), "--ranks", "1", "2", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path), "--tp", "1", "2", "--device", "cpu"])
     assert load.main() == 0
     lines = capsys.readouterr().out.splitlines()
     ranks = [json.loads(line) for line in lines if line.startswith("{")]

@@ -84,7 +84,7 @@ def test_a_stream_that_takes_too_long_is_given_up(url: str) -> None:
 def arguments(folder: Path) -> argparse.Namespace:
     return argparse.Namespace(
         tp=1, layers=5, concurrency=[1, 16], prompt=8, tokens=4, lengths=[100, 200], chunk=4096, pool=1 << 20,
-        seconds=9.0, folder=folder, port=0, flags="--skip-server-warmup",
+        seconds=9.0, output=folder, port=0, flags="--skip-server-warmup",
     )  # fmt: skip
 
 

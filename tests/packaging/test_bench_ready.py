@@ -89,7 +89,7 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
     (kernels / "old").touch()
     monkeypatch.setattr(ready, "measure", measure)
     for cache in ("empty", "filled"):
-        monkeypatch.setattr(sys, "argv", ["ready", cache, "--folder", str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", ["ready", cache, "--output", str(tmp_path)])
         assert ready.main() == 0
         assert (tmp_path / f"{cache}.json").exists() and not (kernels / "old").exists()
     assert told == 2 * [("ours", str(kernels), str(kernels / "triton"), [])]
@@ -98,6 +98,6 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
 def test_a_filled_cache_holds_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import ready
 
-    monkeypatch.setattr(sys, "argv", ["ready", "filled", "--folder", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["ready", "filled", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match=f"{tmp_path}/kernels: expected .* found none; run `empty` first"):
         ready.main()

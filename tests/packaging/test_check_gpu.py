@@ -249,7 +249,7 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
 def test_commands_of_programs():
     soak, load = (part for part in resumable_tests.parts(["server"]) if part.is_program)
     assert soak.command(Path("report.xml"), ["-x"], "3")[1:] == ["-m", "programs.soak", "--minutes", "5", "--gpu", "3"]
-    assert load.command(Path("report.xml"))[1:] == ["-m", "benchmarks.load", "build/load", "--ranks", "1"]
+    assert load.command(Path("report.xml"))[1:] == ["-m", "benchmarks.load", "build/load", "--tp", "1"]
 
 
 def test_commands_of_parts():
@@ -487,7 +487,7 @@ def test_every_gemm_is_timed_in_nvfp4_and_as_released(monkeypatch: pytest.Monkey
     said = []
     for step in timed:
         assert step.command[:2] == ("-m", "benchmarks.sm100.bench")
-        assert bench.main([*step.command[2:], "--models", "flash", "--ranks", "8", "--tokens", "1"]) == 0
+        assert bench.main([*step.command[2:], "--models", "flash", "--tp", "8", "--tokens", "1"]) == 0
         said.append(capsys.readouterr())
     assert ["mxfp8" in one.out for one in said] == [False, True]
     assert not any(one.err for one in said)

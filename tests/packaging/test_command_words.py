@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.arguments import print_json
+from nvfp4_sgl.arguments import named_here, print_json
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 
@@ -66,6 +66,14 @@ def test_another_name_of_an_option_is_answered_with_the_one_here(
     with pytest.raises(SystemExit) as end:
         cli.main([command, "DIR", name, "2"])
     assert end.value.code == 2 and f"{name}: this option is --tp here" in capsys.readouterr().err
+
+
+def test_errors_name_the_option_that_the_command_takes(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Code that servers run, too, speaks of their flag."""
+    assert cli.main(["build", str(tiny), "--target", "sm_100a", "--tp", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "--tp 3: " in said and "use a smaller --tp" in said and "--tp-size" not in said
+    assert named_here("--tp-size 2, --tp-sizes, --tensor-parallel-size=4") == "--tp 2, --tp-sizes, --tp=4"
 
 
 def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:

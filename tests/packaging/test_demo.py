@@ -1,4 +1,4 @@
-"""``launch/demo --target sm100``: the trained model answers in the emulator as the CPU reference does."""
+"""``launch/demo --target sm_100a``: the trained model answers in the emulator as the CPU reference does."""
 
 from __future__ import annotations
 

@@ -90,6 +90,40 @@ def test_layertest_refuses_before_it_imports(
     assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trace", "DIR", "--target", "sm_90a"], "--target sm_90a: expected a GPU of that kind here, found cpu"),
+        (["trace", "DIR", "--prompt", "0"], "--prompt 0 --steps 2: expected at least 1 token"),
+        (["trace", "DIR", "--steps", "2000000"], "--prompt 64 --steps 2000000: expected at most 1048576 tokens"),
+        (["trace", "nowhere", "DIR"], "nowhere: expected a record, a folder of records or a checkpoint"),
+        (["tiny", "DIR"], ": not empty; name an empty directory, or pass --force"),
+        (["tiny", "OUT", "--set", "hidden_size=7"], "hidden_size"),
+        (["tiny", "OUT", "--set", "no_such_field=7"], "no_such_field"),
+        (["convert", "nowhere", "OUT"], "nowhere: expected a directory"),
+        (["convert", "DIR", "DIR"], ": expected a directory apart from the source"),
+        (["convert", "DIR", "OUT", "--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
+        (["convert", "DIR", "OUT", "--device", "cuda:1"], "--device cuda:1: no such GPU here"),
+        (["convert", "DIR", "launch"], "launch: not empty, and no unfinished conversion"),
+        (["build", "DIR"], "--target: expected one, since this machine has no GPU"),
+        (["build", "nowhere", "--target", "sm_100a"], "nowhere: expected a directory"),
+        (["build", "DIR", "--target", "sm_100a", "--mode", "w4a16"], "w4a16"),
+        (["verify", "nowhere"], "nowhere: expected a directory"),
+        (["verify", "DIR", "--against", "nowhere"], "nowhere: expected a directory"),
+        (["doctor", "nowhere"], "nowhere: expected a directory"),
+        (["doctor", "--tp", "2"], "--tp and the other flags of a server: expected DIR with them"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_imported(
+    words: list[str], message: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    places = {"DIR": str(tiny), "OUT": str(tmp_path / "out"), "launch": str(ROOT / "launch")}
+    done = nvfp4_sgl(*(places.get(word, word) for word in words))
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_inspect_of_no_directory(tmp_path: Path) -> None:
     done = nvfp4_sgl("inspect", str(tmp_path / "nothing"))
     assert done.returncode == 2 and "found nothing" in done.stderr

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ SCRIPTS = sorted(
     file.name for file in (ROOT / "launch").iterdir() if file.is_file() and file.read_text().startswith("#!")
 )
 GPU = sorted(name for name in SCRIPTS if "require_gpu" in (ROOT / "launch" / name).read_text())
+PLACES = {"bench_load": ["DIR"]}
+"""Arguments without which a script is not called."""
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 
@@ -27,19 +30,62 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(tmp_path), "NVFP4_SGL_PYTHON": "/nonexistent"}
 
 
+def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script with arguments, on a machine where nothing was built."""
+    command: list[str | Path] = [ROOT / "launch" / words[0], *words[1:]]
+    return subprocess.run(command, env=fresh(folder) | variables, capture_output=True, text=True, timeout=20)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_builds_nothing(name: str, tmp_path: Path) -> None:
     for variables in ({}, ASCII):
         command: list[str | Path] = [ROOT / "launch" / name, "--help"]
         done = subprocess.run(command, env=fresh(tmp_path) | variables, capture_output=True, text=True, timeout=20)
         assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) > 3
+        assert "SUPPRESS" not in done.stdout and "environment-seconds" not in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_help_lists_the_program_s_options(tmp_path: Path) -> None:
-    command: list[str | Path] = [ROOT / "launch" / "bench_full", "-h"]
-    done = subprocess.run(command, env=fresh(tmp_path), capture_output=True, text=True, timeout=20)
-    assert all(option in done.stdout for option in ("  --tp\n", "  --layers\n", "  --trace ", "for logs and results"))
+@pytest.mark.parametrize("words", [["bench_full", "-h"], ["bench_full", "ours", "--tp", "2", "--help"]])
+def test_help_lists_the_program_s_options(words: list[str], tmp_path: Path) -> None:
+    """Wherever it is asked for, and the options that are shared, too."""
+    done = run(words, tmp_path)
+    assert all(option in done.stdout for option in ("  --tp N ", "  --layers ", "  --trace ", "logs and results"))
+
+
+def test_help_of_a_step_needs_no_gpu(tmp_path: Path) -> None:
+    done = run(["check_gpu", "kernels", "--help"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr) == (0, "") and "  --again " in done.stdout
+
+
+def test_help_behind_two_dashes_is_another_tool_s(tmp_path: Path) -> None:
+    """launch/bench_convert hands it on; here nothing can be built for that."""
+    done = run(["bench_convert", "DIR", "--", "--help"], tmp_path)
+    assert done.returncode and "Measures time and memory" not in done.stdout
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_wrong_options_are_told_before_a_gpu_is_looked_for(name: str, tmp_path: Path) -> None:
+    done = run([name, *PLACES.get(name, []), "--no-such-option"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert done.stderr.endswith(f"launch/{name}: error: unrecognized arguments: --no-such-option\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench_hopper", "--tp", "two"], "argument --tp: invalid int value: 'two'"),
+        (["bench_hopper", "--models", "lite"], "argument --models: invalid choice: 'lite'"),
+        (["bench_kernels", "--output"], "argument --output: expected one argument"),
+        (["bench_load"], "the following arguments are required: DIR"),
+        (["demo", "--target", "sm_90a"], "argument --target: invalid choice: 'sm_90a'"),
+        (["demo", "--form", "bf16"], "unrecognized arguments: --form bf16"),
+    ],
+)
+def test_wrong_values_are_told_before_anything_is_built(words: list[str], said: str, tmp_path: Path) -> None:
+    done = run(words, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and f"launch/{words[0]}: error: {said}" in done.stderr
+    assert not done.stdout and not list(tmp_path.iterdir())
 
 
 def test_what_measures_gpus_asks_for_one() -> None:
@@ -48,8 +94,7 @@ def test_what_measures_gpus_asks_for_one() -> None:
 
 @pytest.mark.parametrize("name", GPU)
 def test_without_a_gpu_nothing_is_built(name: str, tmp_path: Path) -> None:
-    variables = fresh(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([ROOT / "launch" / name], env=variables, capture_output=True, text=True, timeout=20)
+    done = run([name, *PLACES.get(name, [])], tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.splitlines() == [
         f"launch/{name}: needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES hides all; unset it"
@@ -101,15 +146,63 @@ def test_ctrl_c_leaves_one_line_and_no_children() -> None:
     assert not Path(f"/proc/{int(printed)}").exists()
 
 
+STALLS = """
+import sys, time
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            print("waiting", flush=True)
+            time.sleep(300)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("name", ["nvfp4_sgl.cli", "argparse", "nvfp4_sgl.checkpoint.verified"])
+def test_ctrl_c_while_the_command_imports(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STALLS.format(name=name))
+    code = "import sys; from nvfp4_sgl.entry import main; sys.exit(main())"
+    variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    status, _, errors = interrupt([sys.executable, "-c", code, "inspect", "DIR"], variables, "waiting")
+    assert (status, errors) == (130, "\nnvfp4-sgl: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["runpy", "nvfp4_sgl.terminal"])
+def test_ctrl_c_while_a_program_of_launch_is_looked_up(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STALLS.format(name=name))
+    command: list[str | Path] = [
+        sys.executable,
+        ROOT / "launch/programs/run.py",
+        "launch/programs/release.py",
+        "--check",
+    ]
+    status, _, errors = interrupt(command, os.environ | {"PYTHONPATH": str(tmp_path)}, "waiting")
+    assert (status, errors) == (130, "\nlaunch/release: interrupted\n")
+
+
+def test_an_error_of_the_package_is_one_line_in_a_program_of_launch(tmp_path: Path) -> None:
+    command: list[str | Path] = [
+        sys.executable,
+        ROOT / "launch/programs/run.py",
+        "launch/programs/measure_small.py",
+        tmp_path / "nothing",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"launch/measure_small: error: {tmp_path / 'nothing'}: expected a directory")
+
+
+def test_the_script_of_the_command_begins_there() -> None:
+    (point,) = entry_points(group="console_scripts", name="nvfp4-sgl")
+    assert point.value == "nvfp4_sgl.entry:main"
+
+
 def test_ctrl_c_in_a_program_of_launch(tmp_path: Path) -> None:
     """The stand-in for an interpreter is the real one, with a program that waits."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import time, sys\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'argparse':\n            print('waiting', flush=True)\n            time.sleep(300)\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(STALLS.format(name="torch"))
     variables = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    status, _, errors = interrupt([ROOT / "launch" / "train_small"], variables, "waiting")
+    status, _, errors = interrupt([ROOT / "launch" / "train_small", "--output", tmp_path], variables, "waiting")
     assert (status, errors) == (130, "\nlaunch/train_small: interrupted\n")
 
 

@@ -106,7 +106,7 @@ def test_growth_on_the_gpu_fails(grown: int, last: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(soak, "soak", lambda *_: None)
     monkeypatch.setattr(soak.device_memory, "used_by", lambda processes, gpu: None)
     monkeypatch.setattr(soak.device_memory, "used", lambda gpu: next(used))
-    given = argparse.Namespace(minutes=0, concurrency=2, memory=200, gpu="0", gpu_memory=128)
+    given = argparse.Namespace(minutes=0, concurrency=2, growth=200, gpu="0", gpu_growth=128)
     assert soak.run("http://127.0.0.1:1", given, 512) == (grown == 64)
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith(last)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.terminal import Counter, fitted
+from nvfp4_sgl.terminal import Counter, Status, fitted
 
 LONG = "  sm_100a refuses " + "word " * 40 + "/a/path-with-hyphens/" + "x" * 90
 
@@ -56,3 +56,18 @@ def test_commands_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cli.main(["convert", "t", "u", "--dry-run"])
     wide = [line for line in printed.getvalue().splitlines() if len(line) > 80 and " " in line.strip()]
     assert not wide
+
+
+def test_a_status_is_written_over_on_terminals_and_said_now_and_then_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    clock = iter([0.0, 1.0, 6.0] * 2)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    wiped = "\r\033[K"
+    for stream, expected in (
+        (Terminal(), f"{wiped}trace: first{wiped}trace: second{wiped}trace: {'x' * 12}{wiped}"),
+        (io.StringIO(), f"trace: first\ntrace: {'x' * 30}\n"),
+    ):
+        with Status("trace", stream) as status:
+            for what in ("first", "second", "x" * 30):
+                status.say(what)
+        assert stream.getvalue() == expected

@@ -48,7 +48,7 @@ def test_kl_is_that_of_transformers(serve, tiny_checkpoints, tmp_path: Path) -> 
     head = {"format": 1, "top": VOCABULARY, "model": "before", "texts": len(entries)}
     dump, report = tmp_path / "dump", tmp_path / "report.json"
     dump.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in (head, *entries)).encode()))
-    run(server.url, "compare", dump, "--json", report)
+    run(server.url, "compare", dump, "--output", report)
     found = json.loads(report.read_text())
     assert found["tokens"] == sum(LENGTHS) - len(LENGTHS)
     exact = torch.cat(divergences)
@@ -61,7 +61,9 @@ def test_a_server_agrees_with_itself(serve, tiny_checkpoints, tmp_path: Path) ->
     texts, dump, report = (tmp_path / name for name in ("texts", "dump", "report.json"))
     texts.write_text("The quick brown fox\nOnce upon a time there was a checkpoint\n")
     assert "2 texts" in run(server.url, "record", texts, dump, "--top", 20)
-    assert "same likeliest token        100.00%" in run(server.url, "compare", dump, "--max-kl", 1e-6, "--json", report)
+    assert "same likeliest token        100.00%" in run(
+        server.url, "compare", dump, "--max-kl", 1e-6, "--output", report
+    )
     assert json.loads(report.read_text())["kl_mean"] < 1e-6
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "Say it", "pattern": ""}\n{"question": "And?", "answer": "no such answer"}\n')

@@ -128,7 +128,7 @@ def test_without_a_gpu_the_report_is_modelled_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_sm100, "b200", lambda: None)
-    assert bench_sm100.main(["--quick", "--json", str(tmp_path / "report.json")]) == 0
+    assert bench_sm100.main(["--quick", "--output", str(tmp_path / "report.json")]) == 0
     printed = capsys.readouterr().out
     assert bench_sm100.UNMEASURED in printed
     assert "flash, TP 8" in printed and "TP 1" not in printed
@@ -150,7 +150,7 @@ def test_on_a_gpu_the_report_has_times_and_a_wrong_result_fails(
     monkeypatch.setattr(bench_sm100, "b200", lambda: CPU)
     monkeypatch.setattr(bench_sm100, "measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a fake GPU")
-    assert bench_sm100.main(["--quick", "--json", str(tmp_path / "report.json")]) == 1
+    assert bench_sm100.main(["--quick", "--output", str(tmp_path / "report.json")]) == 1
     captured = capsys.readouterr()
     assert "a fake GPU" in captured.out and bench_sm100.UNMEASURED not in captured.out
     assert captured.err.count("WRONG") == 1 and "wo_b, 1 tokens" in captured.err

@@ -37,7 +37,7 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 
-QUICK = {"models": ["flash"], "ranks": [8], "tokens": [1]}
+QUICK = {"models": ["flash"], "tp": [8], "tokens": [1]}
 UNMEASURED = (
     "No SM100 GPU here: nothing below was measured, and nothing ever was by this project. Compiled: registers, shared"
     " memory. Emulated: instructions. All times are modelled."
@@ -77,7 +77,7 @@ One persistent kernel for gate/up and down is not built; its gain in a decode st
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_sm100", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="tensor-parallel sizes")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], metavar="N", help="tensor-parallel sizes")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192])
     parser.add_argument(
         "--checkpoint",
@@ -89,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-facts", action="store_true", help="kernels are neither compiled here nor emulated")
     parser.add_argument("--modelled", action="store_true", help="the cost model alone: seconds, and no kernel is made")
     parser.add_argument("--record", type=Path, help="also write each pass's sum here, to compare later designs with")
-    parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write everything here, as JSON")
     args = parser.parse_args(arguments)
     if args.quick:
         vars(args).update(QUICK)
-    chosen = cases(args.models, args.ranks, args.tokens, args.checkpoint)
+    chosen = cases(args.models, args.tp, args.tokens, args.checkpoint)
     device = None if args.modelled else b200()
     print(f"SM100 kernels on {torch.cuda.get_device_name(device)}" if device else UNMEASURED)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n")
@@ -122,14 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.record:
         record(sums, args.record)
     for model in args.models:
-        for ranks in args.ranks:
+        for ranks in args.tp:
             print(f"## {model}, TP {ranks}\n")
             here = [one for one in rows if (one["model"], one["ranks"]) == (model, ranks)]
             print(table([{key: value for key, value in one.items() if key not in ("model", "ranks")} for one in here]))
             print()
-    if args.json:
+    if args.output:
         kernels = [{"kernel": label(shape_of(key)), **asdict(found)} for key, found in facts.items()]
-        args.json.write_text(
+        args.output.write_text(
             json.dumps(
                 {"checkpoint": args.checkpoint, "measured": device is not None, "kernels": kernels, "cases": rows},
                 indent=1,

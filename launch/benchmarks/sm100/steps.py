@@ -17,7 +17,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.cost import B200, EXPERT_COUNTS_CYCLES, HAN
 
 BASELINE = Path(__file__).parents[2] / "results" / "sm100_baseline.json"
 """The design before split-K for experts, overlapping launches and the merged shared expert, recorded by
-``launch/bench_sm100 --modelled --ranks 1 4 8 --record`` when the model was calibrated."""
+``launch/bench_sm100 --modelled --tp 1 4 8 --record`` when the model was calibrated."""
 DECODE_GOALS = {("flash", 1): 0.75, ("flash", 8): 0.6, ("pro", 8): 0.6}
 """One token's modelled sum over that of the baseline, by model and ranks."""
 PREFILL_TOKENS = 8192
