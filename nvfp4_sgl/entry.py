@@ -5,12 +5,21 @@ import sys
 from nvfp4_sgl.errors import INTERRUPTED
 
 
-def main() -> int:
-    """:func:`nvfp4_sgl.cli.main`, whose imports can be interrupted, too."""
-    try:
-        from nvfp4_sgl import cli
+def interrupted() -> int:
+    """Say so; the exit status."""
+    print("\nnvfp4-sgl: interrupted", file=sys.stderr)
+    return INTERRUPTED
 
+
+try:
+    from nvfp4_sgl import cli
+except KeyboardInterrupt:
+    sys.exit(interrupted())
+
+
+def main() -> int:
+    """:func:`nvfp4_sgl.cli.main`."""
+    try:
         return cli.main()
     except KeyboardInterrupt:
-        print("\nnvfp4-sgl: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted()

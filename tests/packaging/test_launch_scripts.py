@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import entry_points
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -194,8 +194,8 @@ def test_an_error_of_the_package_is_one_line_in_a_program_of_launch(tmp_path: Pa
 
 
 def test_the_script_of_the_command_begins_there() -> None:
-    (point,) = entry_points(group="console_scripts", name="nvfp4-sgl")
-    assert point.value == "nvfp4_sgl.entry:main"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"nvfp4-sgl": "nvfp4_sgl.entry:main"}
 
 
 def test_ctrl_c_in_a_program_of_launch(tmp_path: Path) -> None:

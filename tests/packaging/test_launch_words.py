@@ -83,7 +83,7 @@ def test_a_word_is_that_of_the_commands(program: Path) -> None:
 
 
 def test_programs_and_their_options_are_found() -> None:
-    assert {"demo.py", "benchmarks/ready.py", "benchmarks/sm100/bench.py"} <= set(map(name_of, PROGRAMS))
+    assert {"programs/demo.py", "benchmarks/ready.py", "benchmarks/sm100/bench.py"} <= set(map(name_of, PROGRAMS))
     hopper = dict(listed(options.parser_of(ROOT / "launch/benchmarks/hopper.py")))
     assert {"--tp", "--tokens", "--dense", "--experts", "--output"} < set(hopper)
     assert hopper["--tp"].type is int and hopper["--dense"].nargs == 0
