@@ -1,4 +1,4 @@
-"""mkdocs hook: recorded results of ``launch/results`` are pages of the site, and links to them from ``docs`` work.
+"""mkdocs hook: notebooks of ``launch/results`` are pages of the site, and links to them from ``docs`` work.
 
 Pages link to a result as files of the repository do, ``../launch/results/NAME.md``; the site has it as
 ``results/NAME.md``. A page that exists only in some checkouts is listed in :data:`OPTIONAL`.
@@ -17,13 +17,13 @@ OPTIONAL = {"Use it": [("Security", "security.md")]}
 
 
 def on_config(config: Any) -> Any:
-    """Add the optional pages to the navigation, and the results as a section of it."""
+    """Add the optional pages to the navigation, and the list of results with its notebooks as a section of it."""
     for section in config["nav"]:
         for title, pages in section.items():
             for name, file in OPTIONAL.get(title, ()):
                 if (Path(config["docs_dir"]) / file).is_file():
                     pages.append({name: file})
-    config["nav"].append({"Recorded results": [f"results/{file.name}" for file in results()]})
+    config["nav"].append({"Results": ["results.md", *(f"results/{file.name}" for file in results())]})
     return config
 
 

@@ -27,6 +27,7 @@ from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
 from benchmarks.flash import LAYERS, write_flash
+from benchmarks.full_size_record import described, record
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
@@ -50,10 +51,24 @@ def main() -> int:
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=LAYERS, tokens=256)
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
     arguments = parsed(parser, ENGINES)
-    for _ in recorded(arguments, measure):
-        pass
+    if arguments.record is not None:
+        check_record(arguments, parser)
+    run = described(arguments, sys.argv[1:]) if arguments.record is not None else {}
+    for found in recorded(arguments, measure):
+        if arguments.record is not None:
+            record(arguments.record, arguments, found, run)
     return 0
+
+
+def check_record(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the process before anything is measured if ``--record`` could not be written."""
+    file: Path = arguments.record
+    if "ours" not in arguments.servers:
+        parser.error(f"--record {file}: expected ours among the servers, found {' '.join(arguments.servers)}")
+    if file.exists() or file.suffix != ".json" or not file.parent.is_dir():
+        parser.error(f"--record {file}: expected a new .json file in a folder that exists; name another")
 
 
 def shared_options(

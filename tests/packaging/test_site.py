@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -61,19 +62,24 @@ def test_what_is_broken_stops_the_build(page: str, text: str, tmp_path: Path) ->
     assert build(tmp_path / "launch" / "mkdocs.yml", tmp_path / "site").returncode != 0
 
 
+def test_every_notebook_is_in_the_list_of_results() -> None:
+    listed = re.findall(r"launch/results/(\w+)\.md", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(file.stem for file in (ROOT / "launch" / "results").glob("*.md"))
+
+
 @pytest.mark.parametrize("name", charts.CHARTS)
 def test_a_picture_is_drawn_from_the_recorded_figures(name: str) -> None:
     drawn = charts.draw(charts.CHARTS[name]())
     found = (charts.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
-    assert found == drawn, "draw it again: cd launch && python -m benchmarks.charts"
+    assert found == drawn, "draw it again: launch/docs figures"
 
 
 def test_a_chart_shows_what_the_result_says() -> None:
     """Two figures of each file, looked up by hand."""
-    assert charts.flash().groups[0] == ("1 at once", (3.79, 6.97))
-    assert charts.flash().groups[2][1] == (26.90, 35.78)
-    assert charts.gemms().groups[0] == ("1 × 1536 × 4096, 1 tok.", (4.6, 8.6))
-    assert charts.attention().groups[1] == ("64, 640 (heads, keys)", [1.36, 1.14, 0.95])
+    assert charts.flash(2).groups[0] == ("1 request", (Decimal("3.79"), Decimal("6.97")))
+    assert charts.flash(4).groups[1] == ("16 requests", (Decimal("7.29"), None))
+    assert charts.gemms().groups[0] == ("1 token", [Decimal("2.40"), Decimal("2.18"), Decimal("1.57")])
+    assert charts.attention().groups[1] == ("64 heads, 640 keys", [Decimal("1.36"), Decimal("1.14"), Decimal("0.95")])
     assert charts.modelled().groups[0] == ("flash, TP 1", (1914.0, 984.0))
     with pytest.raises(ValueError, match="expected a table"):
         charts.table("flash_tp2_h200.md", "no such column")

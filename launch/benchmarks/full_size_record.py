@@ -1,0 +1,101 @@
+"""What ``launch/bench_full --record FILE`` writes: figures of its servers, ours beside stock's."""
+
+from __future__ import annotations
+
+import subprocess
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import write
+from benchmarks.flash import LAYERS
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER = "stock SGLang (FP8 + MXFP4, Marlin)"
+CLIENT = {
+    "mean_tpot_ms": ("time per output token, mean", "ms"),
+    "median_tpot_ms": ("time per output token, median", "ms"),
+    "median_ttft_ms": ("time to first token, median", "ms"),
+    "output_throughput": ("output tokens per second", "tokens/s"),
+}
+"""Metric and unit of what SGLang's client says."""
+LONG = ("median_ttft_ms",)
+"""What counts of the long prompt, whose answer has four tokens."""
+
+
+def record(file: Path, arguments: Namespace, found: Mapping[str, Mapping[str, Any]], run: dict[str, Any]) -> None:
+    """Write what the run of ``arguments`` found so far; nothing before its first figure of ours.
+
+    Args:
+        found: what each measurement found, by server and name; servers that this run does not measure are left out.
+        run: what holds for all figures: :func:`described`.
+    """
+    stock = found.get("stock", {}) if "stock" in arguments.servers else {}
+    ours = dict(figures(found.get("ours", {}), arguments))
+    peers = dict(figures(stock, arguments))
+    lines = []
+    for key, line in ours.items():
+        peer = {"peer": PEER, "peer_value": peers[key]["value"]} if key in peers else {}
+        lines.append(line | peer)
+    if lines:
+        write(file, run, lines)
+
+
+def figures(found: Mapping[str, Any], arguments: Namespace) -> Iterator[tuple[tuple[object, ...], dict[str, Any]]]:
+    """(what to match with the other server's, fields of a figure) of one server."""
+    for name, value in found.items():
+        kind, _, count = name.rpartition(" ")
+        if kind == "at":
+            names, conditions = tuple(CLIENT), conditions_of(int(count), arguments.prompt, arguments.tokens)
+        elif kind == "prompt of":
+            names, conditions = LONG, conditions_of(1, int(count), None)
+        elif kind == "steady at" and value is not None:
+            conditions = conditions_of(int(count), arguments.prompt, arguments.tokens)
+            yield line("decode step, steady", "ms", value, conditions)
+            continue
+        else:
+            if name == "ready after":
+                yield line("ready after the process began", "s", value, {})
+            elif name == "start" and value["ready after weights"] is not None:
+                yield line("ready after weights", "s", value["ready after weights"], {})
+            continue
+        for field in names:
+            yield line(*CLIENT[field], value[field], conditions)
+
+
+def line(metric: str, unit: str, value: float, conditions: dict[str, int]) -> tuple[tuple[object, ...], dict[str, Any]]:
+    return (metric, *conditions.items()), {"metric": metric, "unit": unit, "value": value, **conditions}
+
+
+def conditions_of(requests: int, prompt: int, output: int | None) -> dict[str, int]:
+    return {"requests": requests, "prompt": prompt} | ({} if output is None else {"output": output})
+
+
+def described(arguments: Namespace, command: list[str]) -> dict[str, Any]:
+    """What holds for all figures of a run: model, machine, code and command."""
+    import torch
+
+    model = "DeepSeek-V4-Flash, random weights"
+    run = {
+        "case": f"flash_tp{arguments.tp}",
+        "model": model if arguments.layers == LAYERS else f"{model}, {arguments.layers} layers",
+        "machine": torch.cuda.get_device_name(),
+        "cards": arguments.tp,
+        "tp": arguments.tp,
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "code": code_version(),
+        "source": " ".join(["launch/bench_full", *command]),
+    }
+    return run | ({"setting": arguments.flags} if arguments.flags else {})
+
+
+def code_version() -> str | None:
+    """The commit, with ``+ changes`` where files differ from it; None outside of a repository."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if commit.returncode:
+        return None
+    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    return commit.stdout.strip() + (" + changes" if changed.stdout.strip() else "")
