@@ -86,9 +86,6 @@ def main() -> int:
                 if args.keep:
                     print(f"\nserving {url}/v1 (log: {log}) until Ctrl-C")
                     signal.pause()
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return 0 if args.keep else 130
         except (DemoError, ServerError) as error:
             print(f"\ndemo: {error}", file=sys.stderr)
             return 1
