@@ -539,7 +539,11 @@ def test_thresholds_are_what_the_page_says() -> None:
     assert Thresholds() == Thresholds(MAX_RMS, MAX_BLOCK, False) == Thresholds(0.12, 0.4)
 
 
-def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(tmp_path: Path, capsys: Any) -> None:
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(
+    files: Files, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "absent" / "report.html"
-    assert cli.main(["verify", str(tmp_path / "nothing"), "--html", str(page)]) == 2
+    read = "nvfp4_sgl.reports.verification.verify_checkpoint"
+    monkeypatch.setattr(read, lambda *_, **__: pytest.fail("it was read"))
+    assert cli.main(["verify", str(files["nvfp4-full"]), "--html", str(page)]) == 2
     assert str(page) in capsys.readouterr().err
