@@ -61,7 +61,7 @@ def wheel(archives: dict[str, Path]) -> Path:
     [
         ("sglang.srt.platforms", "nvfp4_sgl", "nvfp4_sgl.plugin:activate"),
         ("sglang.srt.plugins", "nvfp4_sgl", "nvfp4_sgl.plugin:register"),
-        ("console_scripts", "nvfp4-sgl", "nvfp4_sgl.cli:main"),
+        ("console_scripts", "nvfp4-sgl", "nvfp4_sgl.entry:main"),
     ],
 )
 def test_entry_points_resolve(group: str, name: str, value: str) -> None:
