@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -325,9 +325,12 @@ class Boundaries:
     """Told what the names of the draft's tensors begin with; ``None`` where the target does not draft so."""
 
     def names(self) -> dict[str, str]:
-        """``module:name`` of each boundary's implementation, and in brackets what it is bound to."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: _where(item) for name, item in found.items() if item is not None}
+        """``module:name`` of the implementation of each boundary of a pass, and in brackets what it is bound to.
+
+        Inputs of drafts, which no pass of the decoder has, are left out.
+        """
+        required = [each.name for each in fields(self) if each.default is MISSING]
+        return {name: _where(getattr(self, name)) for name in required}
 
 
 def _where(item: Any) -> str:
