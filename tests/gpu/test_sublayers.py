@@ -139,7 +139,7 @@ def test_sublayers(
     """Index scores come in parts of :data:`SCORED_AT_ONCE` queries, except in a decode pass, whose shapes may depend
     on the batch size alone. The longest request's are chosen from in chunks of :data:`CHOSEN_AT_ONCE`."""
     monkeypatch.setattr(step_module, "MAX_SCORES_AT_ONCE", SCORED_AT_ONCE * step_module.index_entries(520))
-    monkeypatch.setattr(topk, "CHUNK", CHOSEN_AT_ONCE)
+    monkeypatch.setattr(topk, "CHUNK_SCORES", CHOSEN_AT_ONCE)
     monkeypatch.setattr(ours.planner, "scratch", Scratch(torch.device(DEVICE)))
     topk_entries = ours.config.index_topk
     for tokens, row, told in zip(PASSES, replay(ours, recording, [layer]), recording.layers, strict=True):
