@@ -35,7 +35,7 @@ class DsparkConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], config: ModelConfig, source: str = "config.json") -> DsparkConfig:
-        """Of a config.json dictionary whose other fields gave ``config``.
+        """Parse the fields of a config.json dictionary whose other fields gave ``config``.
 
         Raises:
             ConfigError: a field is absent or out of range; names it.

@@ -18,10 +18,10 @@ PAGE_TOKENS = 256
 Rings = Mapping[int, int]
 """Rows of the compressor state ring, by ratio."""
 STATE_RING: Rings = {4: 8, 128: 128}
-"""Of a run without drafts: no more than the windows that are open need."""
+"""Rings of a run without drafts: they hold what open windows need."""
 DRAFTED_STATE_RING: Rings = {4: 16, 128: 256}
-"""Of a run with drafts: what a pass of up to 10 tokens of a request overwrites, of which some are rejected, is nothing
-that the next pass needs."""
+"""Rings of a run with drafts. A pass of up to 10 tokens of a request overwrites nothing that the next pass needs, even
+if some of its tokens are rejected."""
 
 
 def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:

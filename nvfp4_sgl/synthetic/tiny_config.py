@@ -47,7 +47,7 @@ DSPARK_FIELDS = {
     "dspark_markov_rank": 16,
     "dspark_noise_token_id": 2,
 }
-"""Of a tiny DSpark draft; its captured layers are the last three, or all of fewer."""
+"""Fields of a tiny DSpark draft. It captures the last three layers, or all if there are fewer."""
 DSPARK_STAGES, DSPARK_CAPTURED = 3, 3
 
 

@@ -110,7 +110,7 @@ def test_rings_of_a_run_without_drafts_are_too_short(ratio: int, width: int) -> 
 
 
 LENGTH, PROMPT, WIDTH = 150, 118, 6
-"""Of the sequence, and of its first part, which is not drafted: a window of 128 ends in between."""
+"""Tokens of the sequence, and of its undrafted prompt; a window of 128 ends in between."""
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class ExpertGemms(Protocol):
     def groups(self) -> int: ...
 
     def token_tile(self, rows: int) -> int:
-        """Of so many rows in all: what a group's first row is a multiple of."""
+        """The tile of rows for ``rows`` rows in all: each group begins at a multiple of it."""
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """bf16 [R, d], what each row's expert makes of it, in the order of ``routes``, from bf16 [T, d]."""
