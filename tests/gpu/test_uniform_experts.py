@@ -46,8 +46,9 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
         route_semaphore=torch.zeros(1, dtype=torch.int32, device=device),
         plan=SimpleNamespace(window_write=window_write),
     )
-    routes = FusedRouter(context, TOP_K_LAYER, experts).forward(x.to(device), ids.to(device), step)  # type: ignore[arg-type]
-    expected = ReferenceRouter(on_cpu, on_cpu.config.layer(TOP_K_LAYER), None).forward(x, ids, None)  # type: ignore[arg-type]
+    layer = config.layer(TOP_K_LAYER)
+    routes = FusedRouter(context, layer, experts).forward(x.to(device), ids.to(device), step)  # type: ignore[arg-type]
+    expected = ReferenceRouter(on_cpu, layer, None).forward(x, ids, None)  # type: ignore[arg-type]
     assert torch.equal(routes.experts[:, :-1].cpu().long(), expected.experts)
     assert torch.allclose(routes.weights[:, :-1].cpu(), expected.weights, rtol=1e-6)
     assert bool((routes.experts[:, -1] == config.n_routed_experts).all())
