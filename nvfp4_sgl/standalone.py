@@ -23,6 +23,7 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply
 from nvfp4_sgl.targets.target import CPU, descriptor
+from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 
@@ -90,7 +91,7 @@ class Standalone:
         )
         self.decoder = Decoder(context, layers)
         if layers is None:
-            reader.finish()
+            reader.finish(held_elsewhere(self.config, context.parallel))
         else:
             reader.check_read()
         self.caches = LocalCaches(

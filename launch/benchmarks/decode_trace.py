@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.profile_report import DEVICE_CATEGORIES, NAME_LENGTH
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.weights.gemms import GemmSpec, launched_gemms
+from nvfp4_sgl.weights.parallel import Ownership
 
 GEMM = "W4A16Gemm"
 """What the name of each of our GEMMs on Hopper contains."""
@@ -115,7 +116,7 @@ class Gemms:
     @classmethod
     def of(cls, config: ModelConfig, ranks: int, requests: int) -> Gemms:
         """Those of a step of so many requests, with the mean of the experts that random ones visit."""
-        products = launched_gemms(config, ranks)
+        products = launched_gemms(config, Ownership(size=ranks))
         return cls([product.name for product in products], {each.name: weights(each, requests) for each in products})
 
     def __call__(self, step: Sequence[Kernel]) -> list[str | None]:

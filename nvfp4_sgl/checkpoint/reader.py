@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -255,18 +255,22 @@ class CheckpointReader:
         """
         self._late.look()
 
-    def finish(self) -> None:
+    def finish(self, elsewhere: Collection[str] = ()) -> None:
         """Demand that every tensor of the decoder was read, in whole or in part, and holds what it may; release the
         files; log conversions. Nothing must be served before this has returned.
 
         Optional parts (``input_scale``) need not be read: the dynamic recipe does without these constants.
 
+        Args:
+            elsewhere: matrices that other ranks read, by their names without suffix.
+
         Raises:
             CheckpointError: as :meth:`check_read`; or tensors were never read, which are named.
         """
         self.check_read()
-        if self._unread:
-            unread = [f"{called(name, entry)} in {entry.file.name}" for name, entry in self._unread.items()]
+        missing = {name: entry for name, entry in self._unread.items() if name.rpartition(".")[0] not in elsewhere}
+        if missing:
+            unread = [f"{called(name, entry)} in {entry.file.name}" for name, entry in missing.items()]
             more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
             raise CheckpointError(
                 f"{self._inventory.directory}: {len(unread)} tensors were never read:"

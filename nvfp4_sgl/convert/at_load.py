@@ -8,7 +8,7 @@ its values (docs/convert.md, "Time and memory"). The arithmetic is done where th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +143,9 @@ class ConvertingReader(CheckpointReader):
             self._last = step.stem, (matrix.packed, matrix.block_scale, matrix.global_scale)
         return self._last[1]
 
-    def finish(self) -> None:
+    def finish(self, elsewhere: Collection[str] = ()) -> None:
         """As the base; then log what was converted and what that lost."""
-        super().finish()
+        super().finish(elsewhere)
         self._last = None
         self._source.release()
         for line in (*self._tally.table(), *self._tally.inexact()):

@@ -159,7 +159,7 @@ def forecast(
     """
     config = verified.config
     storage = verified.inventory.storage
-    weights = weight_bytes(config, storage, target, setting.ranks, setting.dtype_bytes, mode, stage)
+    weights = weight_bytes(config, storage, target, setting.owner, setting.dtype_bytes, mode, stage)
     server = bytes_per_server(config, setting.requests, setting.context, stage)
     token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage)
     tokens = None
@@ -175,7 +175,7 @@ def forecast(
 def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dict[str, int]:
     """Graphs and workspaces: the large buffers of a pass, each once; some targets have fp32 sums beside them."""
     visits, hidden = config.num_experts_per_tok + 1, config.hidden_size
-    inner, heads = config.moe_intermediate_size // setting.ranks, config.num_attention_heads // setting.ranks
+    inner, heads = len(setting.owner.experts(config).inner), len(setting.owner.heads(config))
     streams = 3 * config.hc_mult * hidden
     rows = visits * (2 * hidden + 3 * inner)
     queries = 2 * heads * config.head_dim

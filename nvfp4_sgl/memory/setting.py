@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nvfp4_sgl.weights.parallel import Ownership
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -31,3 +33,8 @@ class Setting:
     fraction: float
     most_tokens: int | None = None
     window_by_ratio: bool = True
+
+    @property
+    def owner(self) -> Ownership:
+        """What a rank holds."""
+        return Ownership(size=self.ranks)

@@ -11,6 +11,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.weights.gemms import Part
+from nvfp4_sgl.weights.parallel import Ownership
 
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -22,12 +23,12 @@ def weight_bytes(
     config: ModelConfig,
     storage: Callable[[str], Storage],
     target: str,
-    ranks: int,
+    owner: Ownership,
     dtype_bytes: int,
     mode: ActivationMode | None = None,
     stage: range | None = None,
 ) -> dict[str, int]:
-    """Bytes by part on one of ``ranks``.
+    """Bytes by part on the rank that is ``owner``.
 
     Args:
         storage: of a matrix, by its name without suffix.
@@ -42,18 +43,19 @@ def weight_bytes(
     ends = (layers.start == 0) + (layers.stop == config.num_hidden_layers)
     specs = [spec for spec in tensor_specs(config).values() if _is_of(spec, layers, config)]
     chosen = descriptor(target, mode)
-    for gemm in chosen.gemms(config, ranks, storage, stage):
+    for gemm in chosen.gemms(config, owner, storage, stage):
         nbytes = chosen.gemm_bytes(gemm, storage)
         if gemm.part is Part.EXPERTS:
             experts += nbytes
         else:
             matrices += nbytes
-    rows = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
+    heads = len(owner.heads(config))
+    rows = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // owner.size
     return {
         EXPERTS: experts,
         MATRICES: matrices,
         VOCABULARY: ends * rows * config.hidden_size * dtype_bytes,
-        OTHERS: sum(_other_bytes(spec, ranks, on_gpu=chosen.on_gpu) for spec in specs),
+        OTHERS: sum(_other_bytes(spec, heads, on_gpu=chosen.on_gpu) for spec in specs),
     }
 
 
@@ -65,8 +67,11 @@ def _is_of(spec: TensorSpec, layers: range, config: ModelConfig) -> bool:
     return layers.start == 0 if first == "embed" else layers.stop == config.num_hidden_layers
 
 
-def _other_bytes(spec: TensorSpec, ranks: int, *, on_gpu: bool) -> int:
-    """Bytes of a tensor that is in no :class:`.GemmSpec`; GPUs keep mHC's matrices as three bf16 parts."""
+def _other_bytes(spec: TensorSpec, heads: int, *, on_gpu: bool) -> int:
+    """Bytes of a tensor that is in no :class:`.GemmSpec`, on a rank of so many ``heads``.
+
+    GPUs keep mHC's matrices as three bf16 parts.
+    """
     name = spec.name
     if spec.role.is_matrix or name in ("embed.weight", "head.weight"):
         return 0
@@ -75,7 +80,7 @@ def _other_bytes(spec: TensorSpec, ranks: int, *, on_gpu: bool) -> int:
         return 8 * elements
     if spec.role is Role.FP32:
         if name.endswith(".attn_sink"):
-            return 4 * (elements // ranks)
+            return 4 * heads
         return (6 if name.endswith("_fn") and on_gpu else 4) * elements
     if name.endswith((".attn_norm.weight", ".ffn_norm.weight")) or name == "norm.weight":
         return (4 if on_gpu else 2) * elements

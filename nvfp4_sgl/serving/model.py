@@ -31,6 +31,7 @@ from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
+from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
 
 OTHER_UPDATES = "weights are replaced by /update_weights_from_disk alone"
@@ -101,7 +102,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         reader = found.reader(self.embed.weight.device, progress)
         self._read_vocabulary(reader)
         replace_weights(self.decoder, replace(self.decoder.context, source=reader))
-        reader.finish()
+        reader.finish(held_elsewhere(self.model_config, self.decoder.context.parallel))
         self.verified = found
 
     def _load(self) -> None:
@@ -131,7 +132,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         )
         self.decoder = Decoder(context)
         self.recorder = recorder(self.decoder, self.choice.target, self.activation_mode.value)
-        reader.finish()
+        reader.finish(held_elsewhere(self.model_config, context.parallel))
 
     def _read_vocabulary(self, reader: CheckpointReader) -> None:
         """Copy this rank's rows of embedding and LM head to where they belong."""

@@ -16,7 +16,7 @@ from nvfp4_sgl.targets.kernel_sizes import check_kernel_sizes
 from nvfp4_sgl.targets.target import Descriptor, descriptor
 from nvfp4_sgl.weights.gemms import GemmSpec
 from nvfp4_sgl.weights.layout import expert_matrices
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import Ownership
 
 SHOWN = 4
 """Matrices that an error lists at most."""
@@ -87,7 +87,7 @@ def _kernels(
     Matrices that are merged are one GEMM, so it is their rows together that count: the columns of its result begin at
     whole heads or latents, and are read by Triton kernels that know their sizes.
     """
-    distinct = dict.fromkeys(chosen.gemms(config, ranks, storage))
+    distinct = dict.fromkeys(chosen.gemms(config, Ownership(size=ranks), storage))
     return [gemm for gemm in distinct if gemm.operands != "bf16"]
 
 
@@ -104,7 +104,7 @@ def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: 
     Where merges go by kind, a shared expert is also refused whose matrices do not all arrive alike.
     """
     for layer in config.layers():
-        *routed, shared = expert_matrices(config, layer, TensorParallel())
+        *routed, shared = expert_matrices(config, layer, Ownership())
         merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
         if chosen.stacks_experts:
             merged.append([stem for stems in merged[:-1] for stem in stems])

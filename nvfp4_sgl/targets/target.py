@@ -21,6 +21,7 @@ from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.weights.gemms import BY_KIND, TOGETHER, GemmSpec, MergeRule, Operands, launched_gemms
+from nvfp4_sgl.weights.parallel import Ownership
 
 if TYPE_CHECKING:
     from nvfp4_sgl.model.contract import Boundaries
@@ -94,13 +95,15 @@ class Descriptor:
         """What a GEMM multiplies all of whose matrices are in ``storage``, one that the target runs."""
         return self.operands.get(Arrival.of(storage), "bf16")
 
-    def gemms(self, config: ModelConfig, ranks: int, storage: StorageOf, stage: range | None = None) -> list[GemmSpec]:
-        """The GEMMs of a pass through a stage, all layers unless given, on one of ``ranks``, in their order.
+    def gemms(
+        self, config: ModelConfig, owner: Ownership, storage: StorageOf, stage: range | None = None
+    ) -> list[GemmSpec]:
+        """The GEMMs of a pass through a stage, all layers unless given, on the rank that is ``owner``, in their order.
 
         Raises:
             ConfigError: the model cannot be split so.
         """
-        return launched_gemms(config, ranks, lambda stem: self.operands_of(storage(stem)), self.merge, stage)
+        return launched_gemms(config, owner, lambda stem: self.operands_of(storage(stem)), self.merge, stage)
 
 
 def _imported(where: str) -> Any:

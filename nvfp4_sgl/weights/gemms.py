@@ -18,7 +18,7 @@ from typing import Literal
 from nvfp4_sgl.checkpoint.names import attention_specs
 from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.weights.layout import ExpertMatrices, attention_matrices, expert_matrices
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import ExpertShare, Ownership
 from nvfp4_sgl.weights.source import Shard
 
 Operands = Literal["nvfp4", "mxfp8", "fp8", "bf16"]
@@ -103,13 +103,18 @@ class MergeRule:
         return list(members.items())
 
     def experts(self, routed: Iterable[Operands], shared: Iterable[Operands]) -> tuple[Operands, Operands]:
-        """What the GEMMs of a layer's routed experts and of its shared one multiply; if the same, they are grouped.
+        """What the GEMMs of a layer's routed experts and of its shared one multiply.
 
         A target that merges by kind takes routed experts in NVFP4 alone, and a shared one whose matrices are of a kind.
         """
         if not self.by_kind and common(routed) != "nvfp4":
             return "bf16", "bf16"
         return "nvfp4", common(shared)
+
+    @staticmethod
+    def groups_shared(routed: Operands, shared: Operands, share: ExpertShare) -> bool:
+        """Whether the shared expert is one more group: GEMMs of a kind, and of a size on the rank."""
+        return routed == shared and len(share.inner) == len(share.shared)
 
 
 BY_KIND = MergeRule(by_kind=True, gated_alone=True)
@@ -126,41 +131,45 @@ def common(kinds: Iterable[Operands]) -> Operands:
 
 def launched_gemms(
     config: ModelConfig,
-    ranks: int = 1,
+    owner: Ownership | None = None,
     operands: OperandsOf = all_nvfp4,
     rule: MergeRule = BY_KIND,
     stage: range | None = None,
 ) -> list[GemmSpec]:
-    """The GEMMs that a pass through the layers of a stage, all unless given, launches on one of ``ranks``, in order.
+    """The GEMMs that a pass through the layers of a stage launches on a rank, in order.
+
+    Args:
+        owner: what the rank holds, the whole model unless given.
+        stage: layers, all unless given.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    parallel = TensorParallel(size=ranks)
-    parallel.check(config)
+    owner = owner or Ownership()
+    owner.check(config)
     return [
         gemm
         for layer in config.layers(stage)
         for part in (_attention, _experts)
-        for gemm in part(config, layer, parallel, operands, rule)
+        for gemm in part(config, layer, owner, operands, rule)
     ]
 
 
 def step_gemms(
     config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
 ) -> Counter[GemmSpec]:
-    """:func:`launched_gemms`, each with the number of its layers.
+    """:func:`launched_gemms` on one of ``ranks``, each with the number of its layers.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    return Counter(launched_gemms(config, ranks, operands, rule))
+    return Counter(launched_gemms(config, Ownership(size=ranks), operands, rule))
 
 
 def distinct_gemms(
     config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
 ) -> list[GemmSpec]:
-    """:func:`launched_gemms`, each once.
+    """:func:`launched_gemms` on one of ``ranks``, each once.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -169,11 +178,11 @@ def distinct_gemms(
 
 
 def _attention(
-    config: ModelConfig, layer: LayerSpec, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, owner: Ownership, operands: OperandsOf, rule: MergeRule
 ) -> Iterator[GemmSpec]:
     stem = f"{layer.stem}.attn"
     shapes = {spec.name: spec.shape for spec in attention_specs(config, stem, layer.kind)}
-    matrices = attention_matrices(config, layer, parallel)
+    matrices = attention_matrices(config, layer, owner)
 
     def gemms(shards: Sequence[Shard], groups: int = 1, output: Output = "bf16") -> Iterator[GemmSpec]:
         for kind, members in rule.split([operands(shard.stem) for shard in shards]):
@@ -201,19 +210,20 @@ def _length(part: slice | None, total: int) -> int:
 
 
 def _experts(
-    config: ModelConfig, layer: LayerSpec, parallel: TensorParallel, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, owner: Ownership, operands: OperandsOf, rule: MergeRule
 ) -> list[GemmSpec]:
-    *routed, shared = expert_matrices(config, layer, parallel)
+    *routed, shared = expert_matrices(config, layer, owner)
+    share = owner.experts(config)
     of_routed, kind = rule.experts(
         (operands(shard.stem) for expert in routed for shard in expert.shards),
         (operands(shard.stem) for shard in shared.shards),
     )
-    if of_routed == kind:
-        return _grouped(config, parallel, [*routed, shared], shared=True, kind=kind)
-    inner, d = config.moe_intermediate_size // parallel.size, config.hidden_size
+    if rule.groups_shared(of_routed, kind, share):
+        return _grouped(config, share, [*routed, shared], shared=True, kind=kind)
+    inner, d = len(share.shared), config.hidden_size
     gated, features = (True, inner) if rule.gated_alone else (False, 2 * inner)
     return [
-        *_grouped(config, parallel, routed, shared=False),
+        *_grouped(config, share, routed, shared=False, kind=of_routed),
         GemmSpec(
             "shared_experts.w1 + w3", features, d,
             gated=gated, operands=kind, part=Part.EXPERTS, shards=shared.gate_up, shard_rows=(inner, inner),
@@ -227,14 +237,14 @@ def _experts(
 
 def _grouped(
     config: ModelConfig,
-    parallel: TensorParallel,
+    share: ExpertShare,
     experts: Sequence[ExpertMatrices],
     *,
     shared: bool,
-    kind: Operands = "nvfp4",
+    kind: Operands,
 ) -> list[GemmSpec]:
     """The GEMMs of experts that are groups of one; the shared expert is the last, if it is among them."""
-    d, inner = config.hidden_size, config.moe_intermediate_size // parallel.size
+    d, inner = config.hidden_size, len(share.inner)
     groups, visits = len(experts), config.num_experts_per_tok + shared
     gate_up = tuple(shard for expert in experts for shard in expert.gate_up)
     down = tuple(expert.down for expert in experts)

@@ -1,8 +1,8 @@
 """Which matrices of a layer read the same activation, and which part of each a rank holds. The one list of both;
 :mod:`.gemms` has their sizes.
 
-Matrices that read the same activation are merged; each keeps its own global scale. Heads, o-groups and the experts'
-intermediate dimension are split over ranks (:mod:`.parallel`).
+Matrices that read the same activation are merged; each keeps its own global scale. Heads, o-groups and experts are
+split over ranks (:mod:`.parallel`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nvfp4_sgl.config import LayerSpec, ModelConfig
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import ExpertShare, Ownership
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
 
@@ -36,27 +36,33 @@ class AttentionMatrices:
     groups: int
 
 
-def attention_matrices(config: ModelConfig, layer: LayerSpec, parallel: TensorParallel) -> AttentionMatrices:
+def attention_matrices(config: ModelConfig, layer: LayerSpec, owner: Ownership) -> AttentionMatrices:
     """The GEMMs of the attention of ``layer``."""
     stem = f"{layer.stem}.attn"
     from_x = ["wq_a", "wkv"]
     if layer.compresses:
         from_x += ["compressor.wkv", "compressor.wgate"]
-    from_q = [Shard(f"{stem}.wq_b", rows=parallel.share(config.num_attention_heads * config.head_dim))]
+    from_q = [Shard(f"{stem}.wq_b", rows=_rows(owner.heads(config), config.head_dim))]
     index_weights = None
     if layer.selects:
         from_x += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
         from_q.append(Shard(f"{stem}.indexer.wq_b"))
         index_weights = Shard(f"{stem}.indexer.weights_proj")
-    o_rows = parallel.share(config.o_groups * config.o_lora_rank)
+    o_groups = owner.o_groups(config)
+    o_rows = _rows(o_groups, config.o_lora_rank)
     return AttentionMatrices(
         from_x=tuple(Shard(f"{stem}.{name}") for name in from_x),
         index_weights=index_weights,
         from_q=tuple(from_q),
         wo_a=Shard(f"{stem}.wo_a", rows=o_rows),
         wo_b=Shard(f"{stem}.wo_b", cols=o_rows),
-        groups=config.o_groups // parallel.size,
+        groups=len(o_groups),
     )
+
+
+def _rows(part: range, each: int = 1) -> slice:
+    """The rows of ``part``, each of which has ``each``."""
+    return slice(part.start * each, part.stop * each)
 
 
 LAYERS_REMEMBERED = 64
@@ -76,23 +82,34 @@ class ExpertMatrices:
         return (*self.gate_up, self.down)
 
 
-def expert_matrices(config: ModelConfig, layer: LayerSpec, parallel: TensorParallel) -> list[ExpertMatrices]:
-    """Matrices of every routed expert in order, then of the shared expert."""
-    share = parallel.share(config.moe_intermediate_size)
-    return list(_expert_matrices(f"{layer.stem}.ffn", config.n_routed_experts, share.start, share.stop))
+def expert_matrices(config: ModelConfig, layer: LayerSpec, owner: Ownership) -> list[ExpertMatrices]:
+    """Matrices of the rank's routed experts in the order of its groups, then of the shared expert."""
+    return list(_expert_matrices(f"{layer.stem}.ffn", owner.experts(config)))
 
 
 @functools.lru_cache(maxsize=LAYERS_REMEMBERED)
-def _expert_matrices(stem: str, routed: int, start: int, stop: int) -> tuple[ExpertMatrices, ...]:
+def _expert_matrices(stem: str, share: ExpertShare) -> tuple[ExpertMatrices, ...]:
     """Remembered, because loader, checks, forecast and planner each ask for the tens of thousands of a model."""
-    share = slice(start, stop)
 
-    def expert(name: str) -> ExpertMatrices:
-        gate_up = Shard(f"{name}.w1", rows=share), Shard(f"{name}.w3", rows=share)
-        return ExpertMatrices(gate_up, Shard(f"{name}.w2", cols=share))
+    def expert(name: str, inner: slice) -> ExpertMatrices:
+        gate_up = Shard(f"{name}.w1", rows=inner), Shard(f"{name}.w3", rows=inner)
+        return ExpertMatrices(gate_up, Shard(f"{name}.w2", cols=inner))
 
-    names = [f"{stem}.experts.{index}" for index in range(routed)] + [f"{stem}.shared_experts"]
-    return tuple(expert(name) for name in names)
+    inner = _rows(share.inner)
+    routed = (expert(f"{stem}.experts.{index}", inner) for index in share.routed)
+    return (*routed, expert(f"{stem}.shared_experts", _rows(share.shared)))
+
+
+def held_elsewhere(config: ModelConfig, owner: Ownership) -> frozenset[str]:
+    """Names of the matrices of routed experts that are other ranks' alone."""
+    others = set(range(config.n_routed_experts)).difference(owner.experts(config).routed)
+    return frozenset(
+        shard.stem
+        for layer in (config.layers() if others else ())
+        for index, expert in enumerate(expert_matrices(config, layer, Ownership())[:-1])
+        if index in others
+        for shard in expert.shards
+    )
 
 
 EXPERTS_AT_ONCE = 8

@@ -1,4 +1,7 @@
-"""Tensor parallelism as the decoder sees it: a rank, a size, and collectives by name."""
+"""Ranks as the decoder sees them: what each holds of the model, and collectives by name.
+
+Loader, GEMMs, routing and forecast ask :class:`Ownership` alone which heads and experts a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -47,26 +50,47 @@ class SequenceParallel:
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """This process's share of the model.
-
-    Heads, o-groups and the experts' intermediate dimension are split; everything that all heads read (wq_a,
-    wkv, compressors, indexer, router) is replicated, and so is the cache.
+class ExpertShare:
+    """What a rank holds of the experts of a layer.
 
     Attributes:
-        all_reduce: sums a rank's partial result over the ranks, at the named place.
-        sequence: how long passes are divided; without it every rank keeps all tokens' residual streams.
+        routed: the routed experts, in the order of its groups.
+        inner: of each of them, the part of the intermediate dimension. shared: that of the shared expert.
+    """
+
+    routed: tuple[int, ...]
+    inner: range
+    shared: range
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What one of ``size`` ranks holds: an equal part of heads, o-groups and the experts' intermediate dimension.
+
+    Everything that all heads read (wq_a, wkv, compressors, indexer, router) is replicated, and so is the cache. A
+    subclass may hold something else, such as whole experts: sublayers' outputs are sums over ranks either way.
     """
 
     rank: int = 0
     size: int = 1
-    all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
-    sequence: SequenceParallel | None = None
 
-    def share(self, total: int) -> slice:
-        """This rank's contiguous part of ``total`` rows or columns."""
+    def share(self, total: int) -> range:
+        """This rank's contiguous part of ``total``."""
         part = total // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+        return range(self.rank * part, (self.rank + 1) * part)
+
+    def heads(self, config: ModelConfig) -> range:
+        """Attention heads."""
+        return self.share(config.num_attention_heads)
+
+    def o_groups(self, config: ModelConfig) -> range:
+        """Groups of the attention output, those of :meth:`heads`."""
+        return self.share(config.o_groups)
+
+    def experts(self, config: ModelConfig) -> ExpertShare:
+        """Experts of each layer."""
+        inner = self.share(config.moe_intermediate_size)
+        return ExpertShare(tuple(range(config.n_routed_experts)), inner, inner)
 
     def check(self, config: ModelConfig) -> None:
         """:class:`ConfigError` if the model cannot be split over ``size`` ranks."""
@@ -77,6 +101,19 @@ class TensorParallel:
                     f"--tp-size {self.size}: {field} is {value}, expected a multiple of {self.size * multiple};"
                     " use a smaller --tp-size"
                 )
+
+
+@dataclass(frozen=True)
+class TensorParallel(Ownership):
+    """What this process holds, and how results are exchanged.
+
+    Attributes:
+        all_reduce: sums a rank's partial result over the ranks, at the named place.
+        sequence: how long passes are divided; without it every rank keeps all tokens' residual streams.
+    """
+
+    all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
+    sequence: SequenceParallel | None = None
 
 
 def lone_rank(size: int) -> TensorParallel:

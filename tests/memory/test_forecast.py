@@ -33,7 +33,7 @@ from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.target import modes, words
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import Ownership, TensorParallel
 from tests.support.mutation import mutated
 
 GB = 10**9
@@ -99,16 +99,19 @@ def test_weights_of_the_releases(release: str) -> None:
     every = expert_elements + shared + other_elements + 2 * 129280 * d
     assert every == pytest.approx(total, rel=2e-3)  # without routers, norms, mHC
     for ranks in (1, 2, 4, 8):
-        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", ranks, 2)
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", Ownership(size=ranks), 2)
         assert found[EXPERTS] == pytest.approx((expert_elements + shared) * 0.5625 / ranks, rel=1e-3)
         assert found[VOCABULARY] == 2 * 129280 * d * 2 // ranks
         assert found[MATRICES] >= other_elements * 0.5625 / ranks
-    whole = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", 1, 2)
+    whole = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", Ownership(), 2)
     assert whole[MATRICES] == pytest.approx(other_elements * 0.5625, rel=4e-3)
-    on_hopper = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_90a", 1, 2)[EXPERTS]
+    on_hopper = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_90a", Ownership(), 2)[EXPERTS]
     assert on_hopper == pytest.approx((expert_elements + shared) * 0.5625, rel=1e-3)
-    assert weight_bytes(config, lambda stem: Storage.FP8, "sm_90a", 1, 2)[EXPERTS] == (expert_elements + shared) * 2
-    on_cpu = weight_bytes(config, lambda stem: Storage.NVFP4, "cpu", 1, 4)
+    assert (
+        weight_bytes(config, lambda stem: Storage.FP8, "sm_90a", Ownership(), 2)[EXPERTS]
+        == (expert_elements + shared) * 2
+    )
+    on_cpu = weight_bytes(config, lambda stem: Storage.NVFP4, "cpu", Ownership(), 4)
     assert on_cpu[EXPERTS] == pytest.approx((expert_elements + shared) * 4, rel=1e-3)
 
 
@@ -120,7 +123,7 @@ def test_fp8_takes_a_byte_a_weight_on_hopper() -> None:
         def storage(stem: str) -> Storage:
             return Storage.NVFP4 if ".ffn.experts." in stem else Storage.PLAIN if "compressor" in stem else others
 
-        return weight_bytes(config, storage, "sm_90a", 1, 2)
+        return weight_bytes(config, storage, "sm_90a", Ownership(), 2)
 
     fp8, bf16 = bytes_of(Storage.FP8), bytes_of(Storage.FP8_FLOAT_SCALES)
     shared = 43 * 3 * 4096 * 2048
@@ -133,7 +136,7 @@ def test_flash_as_its_headers_say() -> None:
     """161.7 GB were measured from the headers of a generated checkpoint, 81.3 and 41.0 GB for ranks of two and four."""
     config = ModelConfig.from_dict(FLASH)
     for ranks, measured in ((1, 161.7), (2, 81.3), (4, 41.0)):
-        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", ranks, 2)
+        found = weight_bytes(config, lambda stem: Storage.NVFP4, "sm_100a", Ownership(size=ranks), 2)
         assert sum(found.values()) / GB == pytest.approx(measured, abs=0.15)
 
 
@@ -208,7 +211,7 @@ def test_weights_are_what_a_decoder_holds(
     target: str, mode: ActivationMode, format: TinyFormat, ranks: int, tmp_path: Path
 ) -> None:
     verified = model(tmp_path, format)
-    found = weight_bytes(verified.config, verified.inventory.storage, target, ranks, 4, mode)
+    found = weight_bytes(verified.config, verified.inventory.storage, target, Ownership(size=ranks), 4, mode)
     assert found[EXPERTS] + found[MATRICES] + found[OTHERS] == held(verified, target, mode, ranks)
 
 
@@ -220,7 +223,7 @@ def test_a_stage_holds_its_layers(target: str, tmp_path: Path) -> None:
     """The embedding is with the first, the final collapse and the head with the last."""
     verified, mode = model(tmp_path), modes(target)[0]
     for stage in STAGES:
-        found = weight_bytes(verified.config, verified.inventory.storage, target, 1, 4, mode, stage)
+        found = weight_bytes(verified.config, verified.inventory.storage, target, Ownership(), 4, mode, stage)
         assert found[EXPERTS] + found[MATRICES] + found[OTHERS] == held(verified, target, mode, 1, stage), stage
         assert bool(found[VOCABULARY]) is (stage != STAGES[1])
 
@@ -369,12 +372,15 @@ def test_a_mistake_is_noticed() -> None:
     import importlib
 
     line = "experts += nbytes"
-    with mutated("memory.weights", line, "experts += nbytes * ranks"):
+    with mutated("memory.weights", line, "experts += nbytes * owner.size"):
         module = importlib.import_module("nvfp4_sgl.memory.weights")
         config = importlib.import_module("nvfp4_sgl.config").ModelConfig.from_dict(FLASH)
         target = "sm_100a"
         nvfp4 = importlib.import_module("nvfp4_sgl.checkpoint.storage").Storage.NVFP4
-        assert sum(module.weight_bytes(config, lambda stem: nvfp4, target, 2, 2).values()) / GB > 81.3 + 0.15
+        assert (
+            sum(module.weight_bytes(config, lambda stem: nvfp4, target, Ownership(size=2), 2).values()) / GB
+            > 81.3 + 0.15
+        )
 
 
 def test_the_fields_of_a_forecast_are_json() -> None:

@@ -8,6 +8,7 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.weights.gemms import TOGETHER, Operands, distinct_gemms, launched_gemms, step_gemms
+from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.released import FLASH, PRO, config_json
 
 
@@ -112,9 +113,9 @@ def test_one_routed_expert_that_is_not_nvfp4_takes_its_layer_to_bf16() -> None:
 def test_a_gemm_knows_its_matrices_and_their_rows() -> None:
     config, ranks = ModelConfig.from_dict(config_json(FLASH)), 2
     shapes = {spec.name: spec.shape for spec in tensor_specs(config).values() if spec.role.is_matrix}
-    found = [shard for gemm in launched_gemms(config, ranks) for shard in gemm.shards]
+    found = [shard for gemm in launched_gemms(config, Ownership(size=ranks)) for shard in gemm.shards]
     assert sorted(shard.stem for shard in found) == sorted(shapes)
-    for gemm in launched_gemms(config, ranks):
+    for gemm in launched_gemms(config, Ownership(size=ranks)):
         assert sum(gemm.shard_rows) == gemm.rows * gemm.groups
         for shard, rows in zip(gemm.shards, gemm.shard_rows, strict=True):
             whole, k = shapes[shard.stem]
@@ -126,7 +127,7 @@ def test_by_kind_each_kind_is_a_gemm_and_a_shared_expert_of_another_runs_apart()
     config = ModelConfig.from_dict(config_json(FLASH))
     layer = config.layer_kinds.index(LayerKind.CSA)
     here = f"layers.{layer}."
-    found = [gemm for gemm in launched_gemms(config, 1, mxfp8) if gemm.shards[0].stem.startswith(here)]
+    found = [gemm for gemm in launched_gemms(config, operands=mxfp8) if gemm.shards[0].stem.startswith(here)]
     names = {gemm.name: (gemm.operands, gemm.gated) for gemm in found if gemm.output != "nvfp4"}
     assert names["wq_a + wkv"] == ("mxfp8", False)
     compressors = [f"{stem}compressor.{name}" for stem in ("", "indexer.") for name in ("wkv", "wgate")]

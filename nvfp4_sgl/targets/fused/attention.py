@@ -163,10 +163,11 @@ class FusedAttentionCore(nn.Module):
         super().__init__()
         config, parallel = context.config, context.parallel
         self._config, self._kind, self._table = config, layer.kind, layer.rope
-        self._heads = config.num_attention_heads // parallel.size
-        self._groups = config.o_groups // parallel.size
-        heads = parallel.share(config.num_attention_heads)
-        self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=heads).float())
+        heads = parallel.heads(config)
+        self._heads, self._groups = len(heads), len(parallel.o_groups(config))
+        self.attn_sink = frozen(
+            context.read(f"{layer.stem}.attn.attn_sink", rows=slice(heads.start, heads.stop)).float()
+        )
 
     def forward(
         self, q: Tensor, step: Step, cache: LayerCache, entries: tuple[Tensor, Tensor] | None, form: Form

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, Operand
 from nvfp4_sgl.targets.fused.gemm_backend import Backends, ExpertGemms, GatedBackend, GatedGemm, Gemm
 from nvfp4_sgl.targets.fused.step import Step
@@ -45,7 +46,13 @@ class Experts(nn.Module):
             (kind for expert in routed for kind in backends.kinds(context, expert.shards)),
             backends.kinds(context, shared.shards),
         )
-        self.has_shared_group = of_routed == of_shared
+        share = context.parallel.experts(context.config)
+        if share.routed != tuple(range(context.config.n_routed_experts)):
+            raise UnsupportedError(
+                f"routed experts {share.routed} on a rank: expected every expert in order on a GPU, whose router sorts"
+                " tokens into a group for each"
+            )
+        self.has_shared_group = backends.target.merge.groups_shared(of_routed, of_shared, share)
         groups = matrices if self.has_shared_group else routed
         self.gemms: ExpertGemms = backends.experts[of_routed].load_experts(context, groups)
         self.shared: SharedExpert | None = None

@@ -127,7 +127,7 @@ class GemmPlanner(FusedPlanner):
     def products(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context, target = self.context, self.backends.target
-        found = dict.fromkeys(target.gemms(context.config, context.parallel.size, context.source.storage))
+        found = dict.fromkeys(target.gemms(context.config, context.parallel, context.source.storage))
         return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:

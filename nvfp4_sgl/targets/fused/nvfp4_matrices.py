@@ -54,7 +54,7 @@ def load_experts(
 
 def expert_sizes(context: Context) -> tuple[int, int]:
     """Rows of an expert's gate on this rank, and its columns."""
-    return context.config.moe_intermediate_size // context.parallel.size, context.config.hidden_size
+    return len(context.parallel.experts(context.config).inner), context.config.hidden_size
 
 
 def _packed(context: Context, shards: Sequence[Shard], groups: int | None = None) -> NvFp4Tensor:

@@ -107,10 +107,9 @@ class ReferenceAttentionCore(nn.Module):
         config, parallel = context.config, context.parallel
         self._config, self._kind, self._dtype = config, layer.kind, context.dtype
         self._frequencies = frequencies(config, layer.rope).to(context.device)
-        self._heads = config.num_attention_heads // parallel.size
-        self._groups = config.o_groups // parallel.size
-        heads = parallel.share(config.num_attention_heads)
-        self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=heads))
+        heads = parallel.heads(config)
+        self._heads, self._groups = len(heads), len(parallel.o_groups(config))
+        self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=slice(heads.start, heads.stop)))
 
     def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Operand:
         config, tokens = self._config, q.shape[0]

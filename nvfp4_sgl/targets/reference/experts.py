@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -65,6 +66,9 @@ class ReferenceExperts(nn.Module):
         super().__init__()
         source, self._limit, self._mode = context.source, context.config.swiglu_limit, context.mode
         *routed, shared = matrices
+        held = context.parallel.experts(context.config).routed
+        self._groups = torch.full((context.config.n_routed_experts,), -1)
+        self._groups[list(held)] = torch.arange(len(held))
         names = [expert.down.stem for expert in routed]
         w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
         w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
@@ -73,9 +77,10 @@ class ReferenceExperts(nn.Module):
         self._shared = _working_copies(source, shared, shared_w13, shared_w2)
 
     def forward(self, x: Operand, routes: Choices, step: BatchPlan) -> Tensor:
-        """fp32 [T, d]."""
-        values = x.require_values()
-        routed = routed_experts(values, routes.experts, routes.weights, *self._routed, self._limit, self._mode)
+        """fp32 [T, d]; a token's experts that are other ranks' have weight 0."""
+        values, groups = x.require_values(), self._groups[routes.experts]
+        weights = routes.weights * (groups >= 0)
+        routed = routed_experts(values, groups.clamp(min=0), weights, *self._routed, self._limit, self._mode)
         return routed + expert_mlp(values, *self._shared, self._limit, self._mode, values.dtype)
 
 
