@@ -7,28 +7,8 @@ from typing import Any
 
 import pytest
 
-DEFAULT_SERVER = frozenset(
-    f"tests/serving/test_{name}.py"
-    for name in (
-        *("aborts", "api_chat", "api_completions", "bad_requests", "endpoints", "ends_of_answers"),
-        *("examples", "ask_it_page", "fields_served", "generated_requests", "logprobs", "server_info"),
-    )
-)
-"""Files that talk to the same server, started with default flags."""
-
-WATCHED_SERVER = frozenset(f"tests/serving/test_{name}.py" for name in ("metrics", "nan_logits"))
-"""Files that talk to the same server, with metrics and a fault that can be armed."""
-
-OWN_SERVERS = frozenset(
-    f"tests/serving/test_{name}.py" for name in ("dummy_weights", "logprobs_variants", "process_failures")
-)
-"""Files of which every test starts a server of its own."""
-
 GARBAGE_AFTER = 100_000
 """New objects before garbage is collected; after Python's 700 it takes a third of the time of tests that compile."""
-
-INDEPENDENT = "tests/triton/"
-"""A folder whose tests share nothing but what is compiled for one function: a file may take minutes to interpret."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,24 +50,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one worker, and the files of one server, so that a server or model is built once.
+    """See ``tests.support.schedule``."""
+    from tests.support.schedule import HeaviestFirst
 
-    Tests that start their own servers, the longest of all, go to whichever worker is free.
-
-    pytest-xdist's own groups (``--dist loadgroup``) have no effect with this pytest: 3.8.0 marks a test's group in
-    its node id, which pytest 9.2 no longer takes from there.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByServer(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
-            if file in OWN_SERVERS:
-                return nodeid
-            if file.startswith(INDEPENDENT):
-                return nodeid.split("[", 1)[0]
-            if file in WATCHED_SERVER:
-                return "watched server"
-            return "default server" if file in DEFAULT_SERVER else file
-
-    return ByServer(config, log)
+    return HeaviestFirst(config, log)
