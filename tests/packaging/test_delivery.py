@@ -6,6 +6,7 @@ import configparser
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -16,9 +17,10 @@ import yaml
 
 from nvfp4_sgl import __version__
 from tests.packaging.checkout import ROOT
-from tests.support.documents import Command, commands, pages
+from tests.support.documents import Command, commands, fences, pages
 
 CONTAINER = ROOT / "launch" / "container"
+SYSTEMD = ROOT / "launch" / "systemd"
 INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
 
 
@@ -171,6 +173,49 @@ def test_compose_asks_for_the_checkpoint_and_the_key(service: dict[str, Any]) ->
         [interpolated(word, {}) for word in service["command"]]
     with pytest.raises(KeyError, match="set CHECKPOINT to the absolute path"):
         interpolated(service["volumes"][0]["source"], {})
+
+
+# --- the service --------------------------------------------------------------------------------------------------
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((SYSTEMD / "nvfp4-sgl.service").read_text())
+    return parser
+
+
+def test_the_service_ends_cleanly_and_starts_again() -> None:
+    service = unit()["Service"]
+    assert service["KillMode"] == "mixed", "a SIGTERM to every rank cuts answers off"
+    assert int(service["TimeoutStopSec"]) == 600 and service["Restart"] == "on-failure"
+    assert service["User"] not in ("", "root")
+    words = shlex.split(service["ExecStart"])
+    assert words[1:3] == ["-m", "sglang.launch_server"] and words[3:] == ["--config", "/etc/nvfp4-sgl/server.yaml"]
+
+
+def test_the_service_s_flags_are_the_server_s() -> None:
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    from tests.packaging.test_documented_commands import server_parser
+
+    file = SYSTEMD / "server.yaml"
+    words = ConfigArgumentMerger(server_parser()).merge_config_with_args(["--config", str(file)])
+    given = server_parser().parse_args(words)
+    assert given.host == "127.0.0.1" and given.enable_metrics and given.api_key
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    shown = next(body for _, language, body in fences(page) if language == "yaml" and "model-path" in body)
+    assert yaml.safe_load(shown) == yaml.safe_load(file.read_text())
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """With a program that is there in place of the server's."""
+    file = tmp_path / "nvfp4-sgl.service"
+    file.write_text((SYSTEMD / file.name).read_text().replace("/srv/nvfp4-sgl/venv/bin/python", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True)
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if str(file) in line or file.name in line]
+    assert not ours, ours
 
 
 def test_hooks_run_the_pinned_tools() -> None:

@@ -29,7 +29,10 @@ PLACEHOLDERS = {
 }
 """What stands for a value in running text, or is there once a page's steps are taken, and a value; others (DIR, OUT, …)
 are taken as they are."""
-OUTSIDE = ("cp", "curl", "docker", "hf", "pip", "pre-commit", "ruff", "sed", "source")
+OUTSIDE = (
+    *("cp", "curl", "docker", "hf", "install", "journalctl", "pip", "pre-commit", "ruff", "sed", "source", "systemctl"),
+    *("tar", "useradd"),
+)
 """First words of commands that are not this project's."""
 MADE_BY_THE_READER = "my_kernel"
 """Part of the names of files that a page tells its reader to make."""

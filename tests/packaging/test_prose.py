@@ -1,0 +1,115 @@
+"""User pages read fast: short sentences, few figures, the field's words, no history. A fault names line and rule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+from tests.support import prose
+
+sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
+from benchmarks import pages
+from benchmarks.figures import recorded
+
+EXEMPT = ("specification.md", "formats.md")
+"""Reference pages: their sentences enumerate, and their figures are bounds."""
+TO_MEND: tuple[str, ...] = ("contributing.md",)
+"""User pages that do not keep the rules yet; a page leaves this list, none enters it."""
+PAGES = [page for page in pages.pages() if page.name not in EXEMPT]
+COMMITS = {figure.code for figure in recorded() if figure.code}
+
+
+def faults(name: str, text: str) -> Iterator[str]:
+    """``file:line: rule`` of each fault of a page."""
+    found = list(prose.sentences(text))
+    filled = {sentence.line for sentence in prose.sentences(text)} - {
+        sentence.line for sentence in prose.sentences(prose.without(pages.BLOCK, text))
+    }
+    for sentence in found:
+        for fault in sentence_faults(sentence, is_filled=sentence.line in filled):
+            yield f"{name}:{sentence.line}: {fault}: {sentence.text[:100]}"
+    running = [sentence for sentence in found if sentence.kind == "text"]
+    words, figures = sum(one.words for one in running), sum(one.figures for one in running)
+    if running and words / len(running) > prose.MOST_WORDS_ON_AVERAGE:
+        yield f"{name}:1: mean sentence: at most {prose.MOST_WORDS_ON_AVERAGE} words, found {words / len(running):.1f}"
+    if figures * 100 > prose.MOST_FIGURES * words and figures > prose.MOST_FIGURES:
+        yield f"{name}:1: figures outside tables: at most {prose.MOST_FIGURES} in 100 words, found {figures} in {words}"
+
+
+def sentence_faults(sentence: prose.Sentence, *, is_filled: bool) -> Iterator[str]:
+    """Rules that one sentence breaks; what is filled from the data has dates and commits."""
+    if sentence.words > prose.MOST_WORDS:
+        yield f"length: at most {prose.MOST_WORDS} words, found {sentence.words}"
+    if sentence.kind == "text" and sentence.figures > prose.MOST_FIGURES:
+        yield f"figures: at most {prose.MOST_FIGURES} in a sentence, found {sentence.figures}; use a table"
+    yield from prose.house_words(sentence.text)
+    if not is_filled:
+        yield from (f"date {found}: belongs in launch/results" for found in prose.DATE.findall(sentence.text))
+        commits = {*prose.COMMIT.findall(sentence.text), *(COMMITS & set(sentence.text.split()))}
+        yield from (f"commit {found}: belongs in launch/results" for found in sorted(commits))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in TO_MEND], ids=lambda page: page.name)
+def test_a_user_page_reads_fast(page: Path) -> None:
+    found = list(faults(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", TO_MEND)
+def test_a_page_that_is_mended_leaves_the_list(name: str) -> None:
+    assert list(faults(name, (ROOT / "docs" / name).read_text(encoding="utf-8"))), f"{name}: take it from TO_MEND"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("word " * 31 + ".", "page.md:3: length: at most 30 words, found 31"),
+        ("word " * 15 + "word; " + "word " * 15, "page.md:3: length: at most 30 words, found 31"),
+        ("It takes 3 ms, 4 ms or 5 %.", "page.md:3: figures: at most 2 in a sentence, found 3"),
+        ("It takes 3 ms.\nIt takes 4 ms. It takes 5 ms.", "page.md:1: figures outside tables: at most 2 in 100 words"),
+        (("word " * 24 + "end. ") * 3, "page.md:1: mean sentence: at most 20 words, found 25.0"),
+        ("Fine.\n\nThe experts' first product runs.", "page.md:5: house word 'product': write GEMM"),
+        ("Measured (H200, 2026-11-26).", "page.md:3: date 2026-11-26: belongs in launch/results"),
+        ("Measured at 82a0868.", "page.md:3: commit 82a0868: belongs in launch/results"),
+        ("* One.\n* " + "word " * 31, "page.md:4: length: at most 30 words, found 31"),
+        ("| a | b |\n| --- | --- |\n| " + "word " * 31 + "| c |", "page.md:5: length: at most 30 words, found 31"),
+    ],
+    ids=[
+        "a long sentence",
+        "clauses joined by a semicolon",
+        "figures in a sentence",
+        "figures in a page",
+        "long sentences",
+        "a house word",
+        "a date",
+        "a commit",
+        "an item",
+        "a cell",
+    ],
+)
+def test_a_fault_is_found_with_its_line_and_rule(text: str, expected: str) -> None:
+    assert any(fault.startswith(expected) for fault in faults("page.md", f"# Page\n\n{text}\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "word " * 29 + "end. Next.",
+        "```bash\n" + "word " * 40 + "\n```",
+        "See [" + "word " * 10 + "](" + "a" * 50 + ".md), `" + "word " * 40 + "`.",
+        "It reads `2026-11-26` of 8,192 tokens in 128 × 128 tiles and DeepSeek-V4's dot product.",
+        "First: e.g. this goes on.\n* " + "word " * 20 + "\n* " + "word " * 18,
+    ],
+    ids=["two sentences", "a fence", "a link and code", "no figures", "items"],
+)
+def test_what_is_fine_passes(text: str) -> None:
+    assert not list(faults("page.md", f"# Page\n\n{text}\n"))
+
+
+def test_what_is_filled_from_the_data_has_dates_and_commits() -> None:
+    text = "<!-- figures: case -->\n\n| date |\n| --- |\n| 2026-11-26 |\n\nCode: 82a0868.\n\n<!-- end of figures -->"
+    assert not list(faults("page.md", text))

@@ -1,0 +1,126 @@
+"""Sentences of Markdown pages and of Python's words, and the rules that they keep: length, figures, words, dates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.support.documents import FENCE
+
+MOST_WORDS = 30
+MOST_WORDS_ON_AVERAGE = 20
+MOST_FIGURES = 2
+"""In a sentence, and in a hundred words of a page outside its tables."""
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+UNITS = {
+    r"ms\b": "ms",
+    r"(?:µs|us)\b": "µs",
+    r"tokens(?:/s\b| a second| per second)": "tokens/s",
+    r"%": "%",
+    r"(?:×(?! ?\d)|times\b)": "×",
+    r"GB/s\b": "GB/s",
+    r"TB/s\b": "TB/s",
+    r"TFLOP/s\b": "TFLOP/s",
+    r"GB\b(?!/)": "GB",
+    r"MiB\b": "MiB",
+}
+FIGURES = re.compile(
+    rf"(?<![\w.^×/-])(?P<numbers>(?:{NUMBER}(?:, and |, | and | to | or ))*{NUMBER})[ -]?(?P<unit>{'|'.join(UNITS)})"
+)
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+HISTORY = "nothing: history belongs in launch/results"
+HOUSE_WORDS = {
+    r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b": "GEMM, or multiplication",
+    r"\bnarrow side\b": "the MMA's N dimension",
+    r"\bnone less\b": "no change",
+    r"\b(?:takes? turns|turns of|arrivals)\b": "semaphore",
+    r"\bwhere what\b": "subject, verb, object",
+    r"\b(?:Read|Used|Known|Written|Refused|Kept|Tested|Compared) are\b": "subject, verb, object",
+    r"\bNot (?:there|run):": "X has not been measured, or run",
+    r"\bBy (?:CI|runs)\b": "CI shows, or runs show",
+    r"\bstood still\b": "stopped, or made no progress",
+    r"\bin (?:an|the) earlier run\b|\bthe run before\b|\bin another run\b": HISTORY,
+    r"\bformerly\b|\b(?:the same|that) day\b|\bhas since\b": HISTORY,
+    r"\btoday's\b": "the, or nothing",
+    r"\bat hand\b": "available, or here",
+    r"\bwalked\b": "followed, or run",
+    r"\bso far only\b": "only",
+}
+"""Patterns of words that only this project used so, or that tell its history, and what to write instead."""
+CODE = "CODE"
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+IMAGE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+INLINE = re.compile(r"`[^`]+`")
+ITEM = re.compile(r"\s*(?:[*+-]|\d+\.)\s+")
+END = re.compile(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)[\"')*_]*\s+(?=[\"'(\[*_]*\w)")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence, where it begins, and what it stands in: ``text``, ``cell`` of a table or ``heading``."""
+
+    line: int
+    text: str
+    kind: str = "text"
+
+    @property
+    def words(self) -> int:
+        return sum(any(letter.isalnum() for letter in word) for word in self.text.split())
+
+    @property
+    def figures(self) -> int:
+        """How many measured figures it holds."""
+        return sum(len(re.findall(NUMBER, match["numbers"])) for match in FIGURES.finditer(self.text))
+
+
+def without(pattern: re.Pattern[str], text: str, by: str = "") -> str:
+    """``text`` with each match replaced by ``by``, which may name a group, and with its line breaks kept."""
+
+    def replaced(match: re.Match[str]) -> str:
+        new = match.expand(by)
+        return new + "\n" * (match[0].count("\n") - new.count("\n"))
+
+    return pattern.sub(replaced, text)
+
+
+def sentences(markdown: str) -> Iterator[Sentence]:
+    """Sentences of a page: a sentence ends at a full stop, question or exclamation mark, item, cell or block.
+
+    Fenced code, comments and pictures are left out, links are their text, and a word stands for code within a line.
+    """
+    text = without(COMMENT, without(FENCE, markdown))
+    text = without(INLINE, without(LINK, without(IMAGE, text), r"\1"), CODE)
+    block: list[tuple[int, str]] = []
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        ends = not line.strip() or line.startswith(("#", "|")) or ITEM.match(line)
+        if ends and block:
+            yield from split(block)
+            block = []
+        if line.startswith("#"):
+            yield Sentence(number, line.lstrip("# "), "heading")
+        elif line.startswith("|"):
+            for cell in line.strip().strip("|").split("|"):
+                yield from (Sentence(number, one.text, "cell") for one in split([(number, cell)]))
+        elif line.strip():
+            block.append((number, ITEM.sub("", line, count=1) if ITEM.match(line) else line))
+
+
+def split(block: list[tuple[int, str]]) -> Iterator[Sentence]:
+    """Sentences of a paragraph, an item or a cell, given as numbered lines."""
+    text = "\n".join(line for _, line in block)
+    first = block[0][0]
+    begin = 0
+    for end in [*(match.end() for match in END.finditer(text)), len(text)]:
+        if sentence := " ".join(text[begin:end].split()):
+            yield Sentence(first + text[:begin].count("\n"), sentence)
+        begin = end
+
+
+def house_words(text: str) -> Iterator[str]:
+    """Faults of ``text``: each house word, and what to write instead."""
+    for pattern, instead in HOUSE_WORDS.items():
+        for match in re.finditer(pattern, text):
+            yield f"house word {match[0]!r}: write {instead}"
