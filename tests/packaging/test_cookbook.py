@@ -39,7 +39,7 @@ def arguments(command: str) -> argparse.Namespace:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
     """Each of :data:`MODELS` in full NVFP4."""
-    found = {}
+    found: dict[str, Verified] = {}
     for name, fields in MODELS.items():
         folder = tmp_path_factory.mktemp("model")
         ratios = [*fields["compress_ratios"][: fields["num_hidden_layers"]], 0]
