@@ -14,6 +14,7 @@ import pytest
 from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, sources
 
 sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
+import api_reference
 from benchmarks import charts
 
 SECTION = re.compile(r"^#+ (\d+(?:\.\d+)?)[. ]", re.MULTILINE)
@@ -35,7 +36,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert {file.stem for file in (ROOT / "docs").glob("*.md")} <= pages
     recorded = {file.stem for file in (ROOT / "launch" / "results").glob("*.md")}
     assert recorded == {file.stem for file in (tmp_path / "site" / "results").glob("*.html")}
-    html = "".join(file.read_text() for file in (tmp_path / "site").glob("*.html"))
+    assert set(api_reference.PAGES) == {file.stem for file in (tmp_path / "site" / "api").glob("*.html")}
+    html = "".join(file.read_text() for file in (tmp_path / "site").rglob("*.html"))
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', html), (
         "something is fetched from elsewhere"
     )
@@ -55,8 +57,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
 def test_what_is_broken_stops_the_build(page: str, text: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copytree(ROOT / "launch" / "results", tmp_path / "launch" / "results")
-    for name in ("mkdocs.yml", "docs_hook.py"):
+    for name in ("mkdocs.yml", "docs_hook.py", "api_reference.py"):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch" / name)
+    (tmp_path / "nvfp4_sgl").symlink_to(ROOT / "nvfp4_sgl")
     with (tmp_path / "docs" / page).open("a") as file:
         file.write(text)
     assert build(tmp_path / "launch" / "mkdocs.yml", tmp_path / "site").returncode != 0
