@@ -17,8 +17,6 @@ from benchmarks.figures import recorded
 
 EXEMPT = ("specification.md", "formats.md")
 """Reference pages: their sentences enumerate, and their figures are bounds."""
-TO_MEND: tuple[str, ...] = ("contributing.md",)
-"""User pages that do not keep the rules yet; a page leaves this list, none enters it."""
 PAGES = [page for page in pages.pages() if page.name not in EXEMPT]
 COMMITS = {figure.code for figure in recorded() if figure.code}
 
@@ -53,15 +51,10 @@ def sentence_faults(sentence: prose.Sentence, *, is_filled: bool) -> Iterator[st
         yield from (f"commit {found}: belongs in launch/results" for found in sorted(commits))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in TO_MEND], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_user_page_reads_fast(page: Path) -> None:
     found = list(faults(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")))
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("name", TO_MEND)
-def test_a_page_that_is_mended_leaves_the_list(name: str) -> None:
-    assert list(faults(name, (ROOT / "docs" / name).read_text(encoding="utf-8"))), f"{name}: take it from TO_MEND"
 
 
 @pytest.mark.parametrize(
