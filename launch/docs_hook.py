@@ -1,25 +1,32 @@
 """mkdocs hook: adds the notebooks of ``launch/results`` and the API reference to the site, with links that work.
 
 Pages link to a result as files of the repository do, ``../launch/results/NAME.md``; the site has it as
-``results/NAME.md``. ``api_reference.py`` makes the pages ``api/NAME.md``. A page that exists only in some checkouts is
-listed in :data:`OPTIONAL`.
+``results/NAME.md``. The menu has the list of results alone, which leads to each. ``api_reference.py`` makes the pages
+``api/NAME.md``. A page that exists only in some checkouts is listed in :data:`OPTIONAL`.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import api_reference
 from mkdocs.structure.files import File, Files
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "launch" / "results"
+STYLE = ROOT / "launch" / "site.css"
+CELL = re.compile(r"<t([dh])[ >].*?</t\1>", re.DOTALL)
+TAG = re.compile(r"(<[^>]+>)")
+HYPHENATED = re.compile(r"\S*-\w\S*")
 OPTIONAL = {"Use it": [("Security", "security.md")]}
 """Navigation entries by section, for pages that are added if their file is there."""
 
 
 def on_config(config: Any) -> Any:
-    """Add the optional pages to the navigation, then the API reference and the results as sections of it."""
+    """Complete the navigation by what is generated or optional, and every page by version and repository."""
     for section in config["nav"]:
         for title, pages in section.items():
             for name, file in OPTIONAL.get(title, ()):
@@ -27,16 +34,20 @@ def on_config(config: Any) -> Any:
                     pages.append({name: file})
     reference = [{page.title: f"api/{name}.md"} for name, page in api_reference.PAGES.items()]
     config["nav"].append({"API reference": reference})
-    config["nav"].append({"Results": ["results.md", *(f"results/{file.name}" for file in results())]})
+    config["nav"].append({"Results": "results.md"})
+    config["copyright"] = f"nvfp4-sgl {version()}"
+    config["repo_url"] = repository()
+    config["extra_css"].append(STYLE.name)
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the API reference and the recorded results."""
+    """Add the API reference, the recorded results and the style of tables."""
     for name, markdown in api_reference.pages().items():
         files.append(File.generated(config, f"api/{name}.md", content=markdown))
     for file in results():
         files.append(File.generated(config, f"results/{file.name}", abs_src_path=str(file)))
+    files.append(File.generated(config, STYLE.name, abs_src_path=str(STYLE)))
     return files
 
 
@@ -45,5 +56,26 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace("](../launch/results/", "](results/")
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep words with a hyphen, such as dates and names of models, on one line of a table's cell."""
+    return CELL.sub(lambda cell: "".join(map(unbroken, TAG.split(cell[0]))), html)
+
+
+def unbroken(part: str) -> str:
+    return part if part.startswith("<") else HYPHENATED.sub(r'<span class="unbroken">\g<0></span>', part)
+
+
 def results() -> list[Path]:
     return sorted(RESULTS.glob("*.md"))
+
+
+def version() -> str:
+    """The package's version, read without importing the package."""
+    text = (ROOT / "nvfp4_sgl" / "__init__.py").read_text(encoding="utf-8")
+    return next(line.split('"')[1] for line in text.splitlines() if line.startswith("__version__ = "))
+
+
+def repository() -> str | None:
+    """Where the sources are published; ``None`` while pyproject.toml names no address."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["project"]["urls"].get("Source")

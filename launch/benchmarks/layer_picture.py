@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.layer_picture`` (with ``launch`` on the path) writes it to ``docs/pictures``; a test holds the
 committed file against what this module draws. Layers of every kind are built of a tiny checkpoint on the CPU. Names,
-order and implementations come from them and from the targets' descriptors; :data:`GIVES` alone is written here.
+order and implementations come from them and from the targets' descriptors; :data:`GIVES` alone is written here. The
+picture follows the reader's colour scheme, light or dark.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import CPU, HOPPER
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "layer.svg"
+STYLE = """<style>
+  text, polygon { fill: #1f2328 } line { stroke: #444 } rect { stroke: #444 }
+  .page { fill: #ffffff; stroke: none } .streams { fill: #dbe7f3 } .site { fill: #f0efe0 } .other { fill: #e3efe6 }
+  @media (prefers-color-scheme: dark) {
+    text, polygon { fill: #e6edf3 } line, rect { stroke: #9198a1 }
+    .page { fill: #0d1117 } .streams { fill: #24384d } .site { fill: #45421f } .other { fill: #23402f }
+  }
+</style>"""
 GIVES: Mapping[str, str] = {
     "hc_attn": "x of attention",
     "attn.project_x": "q_lora, kv, compressor columns",
@@ -102,20 +111,24 @@ def draw(layer: Sequence[Row]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 46}"',
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{bottom + 46}" fill="#ffffff"/>',
+        STYLE,
+        f'<rect class="page" width="{width}" height="{bottom + 46}"/>',
         text(12, 24, "A decode layer: its boundaries in the order in which they run", bold=True, size=15),
         text(12, 43, "Drawn from Block.boundaries() and the targets' descriptors", size=11),
         *(text(COLUMNS[name], 70, title, bold=True) for name, title in HEADINGS.items()),
-        *(text(COLUMNS["kinds"] + 42 * place, 70, kind.name, bold=True) for place, kind in enumerate(KINDS)),
-        f'<rect x="20" y="{TOP - 8}" width="54" height="{ROW * len(layer) + 12}" rx="6" fill="#dbe7f3" stroke="#444"/>',
+        *(
+            text(COLUMNS["kinds"] + 42 * place + 13, 70, kind.name, bold=True, centred=True)
+            for place, kind in enumerate(KINDS)
+        ),
+        f'<rect x="20" y="{TOP - 8}" width="54" height="{ROW * len(layer) + 12}" rx="6" class="streams"/>',
         f'<text x="51" y="{(TOP + bottom) // 2}" text-anchor="middle" '
         f'transform="rotate(-90 51 {(TOP + bottom) // 2})">residual streams</text>',
     ]
     for place, row in enumerate(layer):
         y = TOP + ROW * place
         middle, is_site = y + 13, row.name in SITES
-        fill = "#f0efe0" if is_site else "#e3efe6"
-        parts.append(f'<rect x="110" y="{y}" width="{BOX}" height="26" rx="5" fill="{fill}" stroke="#444"/>')
+        name = "site" if is_site else "other"
+        parts.append(f'<rect class="{name}" x="110" y="{y}" width="{BOX}" height="26" rx="5"/>')
         parts.append(text(120, y + 17, row.name, bold=True))
         if is_site:
             parts.append(arrow(74, middle, 110, middle))
@@ -127,7 +140,7 @@ def draw(layer: Sequence[Row]) -> str:
         parts.append(text(COLUMNS["gives"], y + 17, GIVES[row.name]))
         for column, kind in enumerate(KINDS):
             mark = "●" if kind in row.kinds else "–"
-            parts.append(text(COLUMNS["kinds"] + 42 * column + 8, y + 17, mark))
+            parts.append(text(COLUMNS["kinds"] + 42 * column + 13, y + 17, mark, centred=True))
         parts += [text(COLUMNS["gpu"], y + 17, row.gpu), text(COLUMNS["cpu"], y + 17, row.cpu)]
     parts.append(text(20, bottom + 28, "A site mixes the sublayer's output before it into the streams.", size=11))
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -136,9 +149,9 @@ def draw(layer: Sequence[Row]) -> str:
 HEADINGS = {"contract": "contract.py", "gives": "gives", "gpu": "Hopper and SM100", "cpu": "CPU"}
 
 
-def text(x: int, y: int, words: str, *, bold: bool = False, size: int = 12) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y}" font-size="{size}"{weight}>{escape(words)}</text>'
+def text(x: int, y: int, words: str, *, bold: bool = False, size: int = 12, centred: bool = False) -> str:
+    style = (' font-weight="bold"' if bold else "") + (' text-anchor="middle"' if centred else "")
+    return f'<text x="{x}" y="{y}" font-size="{size}"{style}>{escape(words)}</text>'
 
 
 def arrow(x: int, y: int, to_x: int, to_y: int) -> str:
@@ -146,7 +159,7 @@ def arrow(x: int, y: int, to_x: int, to_y: int) -> str:
     step_x, step_y = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
     base_x, base_y = to_x - 6 * step_x, to_y - 6 * step_y
     head = f"{to_x},{to_y} {base_x - 4 * step_y},{base_y - 4 * step_x} {base_x + 4 * step_y},{base_y + 4 * step_x}"
-    return f'<line x1="{x}" y1="{y}" x2="{base_x}" y2="{base_y}" stroke="#444"/><polygon points="{head}" fill="#444"/>'
+    return f'<line x1="{x}" y1="{y}" x2="{base_x}" y2="{base_y}"/><polygon points="{head}"/>'
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nvfp4_sgl import __version__
 from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, sources
 
 sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
@@ -41,6 +42,12 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', html), (
         "something is fetched from elsewhere"
     )
+    page = (tmp_path / "site" / "hopper.html").read_text()
+    assert f"nvfp4-sgl {__version__}" in page and 'data-md-component="search"' in page
+    links = re.findall(r'<a href="([^"]+)" class="md-nav__link', page)
+    assert "results.html" in links and "index.html" in links
+    assert not [link for link in links if link.startswith("results/")], "the menu leads to notebooks one by one"
+    assert re.search(r'<td><span class="unbroken">20\d\d-\d\d-\d\d</span>', page), "a date may break in a cell"
 
 
 @pytest.mark.parametrize(
@@ -57,8 +64,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
 def test_what_is_broken_stops_the_build(page: str, text: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copytree(ROOT / "launch" / "results", tmp_path / "launch" / "results")
-    for name in ("mkdocs.yml", "docs_hook.py", "api_reference.py"):
+    for name in ("mkdocs.yml", "docs_hook.py", "api_reference.py", "site.css"):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch" / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "nvfp4_sgl").symlink_to(ROOT / "nvfp4_sgl")
     with (tmp_path / "docs" / page).open("a") as file:
         file.write(text)
