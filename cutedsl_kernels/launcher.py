@@ -64,9 +64,9 @@ class CudaLauncher:
         kernels: the cache that kernels come from.
         programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they write nothing
             and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So
-            between a launch that writes weights and the GEMM that reads them there must be an ordinary one, or one that
-            waits before it lets the next begin: Triton's kernels and GEMMs over experts do. Of dense GEMMs those of
-            Hopper happen to, SM100's do not: nothing may rely on it.
+            between a launch that writes weights and the GEMM that reads them there must be an ordinary launch, or a
+            kernel that waits before it triggers the next (PDL): Triton's kernels and GEMMs over experts do. Dense GEMMs
+            give no such guarantee.
         pin: what all plans have in common; None plans for speed.
     """
 

@@ -1,4 +1,4 @@
-"""The tensors of one launch, as a compiled kernel of any architecture takes them. No checks of them here."""
+"""The tensors of one launch, as a compiled kernel of any architecture takes them; operators have checked them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GemmCall(ABC):
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """Number of blocks of tiles of all groups, of a grouped kernel the most there can be; a cluster takes one at a
+        """Number of blocks of tiles in all groups, an upper bound for a grouped kernel; a cluster takes one at a
         time."""
 
     @property
@@ -99,7 +99,7 @@ class GemmCall(ABC):
         return self.alpha.stride(-1), self.alpha.stride(0)
 
     def clusters(self, active: Clusters) -> int:
-        """Persistent clusters for a GPU that runs so many at a time: no more than there is work for."""
+        """Persistent clusters to launch on a GPU that runs so many at a time: at most one a block."""
         return max(1, min(self.blocks, active.of(self.shape.cluster) * self.shape.ctas_per_sm))
 
     def with_workspace(self, active: Clusters) -> Self:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Clusters(NamedTuple):
-    """For each size of cluster how many run at a time, with a multiprocessor (SM) for each CTA.
+    """How many clusters of each size run at a time, with one multiprocessor (SM) a CTA.
 
-    SM100's kernels take an SM a CTA, so this depends on the GPU and the size alone. Launched with more clusters, a
-    persistent kernel takes twice as long: the rest begin when the others have ended. An H200 of 132 SMs runs 39
-    clusters of three, 30 of four and 15 of eight.
+    SM100's kernels take an SM a CTA, so this depends on the GPU and the size alone. A persistent kernel with more
+    clusters takes twice as long: the rest begin when the others have ended. An H200 runs 39 clusters of three and 30 of
+    four.
     """
 
     of_one: int
@@ -31,8 +31,10 @@ class Clusters(NamedTuple):
 
     @classmethod
     def in_gpcs(cls, multiprocessors: Iterable[int]) -> Clusters:
-        """What GPCs with that many SMs run, if a cluster may take any SMs of its GPC. Of three it may not: an H200's
-        driver says 39 where this gives 43. SM100's kernels have no clusters of three."""
+        """Clusters that GPCs with these numbers of SMs run, if a cluster may take any SMs of its GPC.
+
+        A cluster of three may not: an H200's driver reports 39 where this gives 43. SM100's kernels have no clusters of
+        three."""
         gpcs = tuple(multiprocessors)
         return cls(*(sum(count // size for count in gpcs) for size in SIZES))
 

@@ -18,7 +18,7 @@ WHOLE_CARVEOUT = 100
 
 @dataclass(frozen=True)
 class Work(Fixed):
-    """What a CTA does of the whole.
+    """The share of the work that one CTA does.
 
     Attributes:
         first, step: its cluster takes every ``step``-th block of tiles, from ``first`` on.
@@ -31,7 +31,7 @@ class Work(Fixed):
     k_end: Any
 
     def slice_of(self, tile: Any) -> tuple[Any, Any]:
-        """First stage and last, exclusive, of what the CTA does of a tile."""
+        """First and last stage (exclusive) of the CTA's share of a tile."""
         return self.k_begin, self.k_end
 
 
@@ -90,9 +90,9 @@ class Gemm(ABC):
         return Work(first, step, rank * k_tiles // shape.split_k, (rank + 1) * k_tiles // shape.split_k)
 
     def _meet_prepared(self) -> None:
-        """All threads of the cluster, once mbarriers are initialised and fenced (``mbarrier_init_fence``).
+        """Synchronise all threads of the cluster once mbarriers are initialised and fenced (``mbarrier_init_fence``).
 
-        That fence hands the mbarriers on; a release of all else to the whole cluster would wait for a fence of the GPU.
+        That fence publishes the mbarriers. A release of everything to the cluster would wait for a GPU-wide fence.
         """
         if self.shape.cluster > 1:
             cute.arch.cluster_arrive_relaxed(aligned=True)

@@ -17,7 +17,7 @@ class StageLoads(Protocol):
 
     @property
     def finds_early(self) -> bool:
-        """Whether ``find`` reads memory, so that it shall begin before the first weights are sent for.
+        """Whether ``find`` reads memory, so that it must begin before the first weight loads are issued.
 
         It is then called for a CTA without a tile, too.
         """
@@ -32,7 +32,7 @@ class StageLoads(Protocol):
         """Load the stage's tokens."""
 
     def finish(self) -> None:
-        """After the last stage: a warp may not end while copies of its lanes are under way."""
+        """Wait for outstanding copies after the last stage: a warp may not exit before they complete."""
 
 
 @cute.jit
@@ -44,10 +44,10 @@ def load_stages(
 
     Args:
         schedule: which tile each of ``total`` blocks is.
-        weights_first: whether to send for the weights of as many stages as there are before any tokens, and before the
-            previous kernel has ended unless that was waited for: not if weights of the first tile depend on it.
-        drains: whether to wait at the end until all stages are free. They must be where other CTAs free them, too: what
-            they signal here after this CTA had ended would go astray.
+        weights_first: whether to issue the weight loads of all stages before any tokens, and before the previous kernel
+            has ended (unless the caller has waited for it). False if weights of the first tile depend on that kernel.
+        drains: whether to wait at the end until all stages are free. Needed where other CTAs free stages, too: they
+            must not signal a CTA that has exited.
     """
     first = work.first
     k_begin, k_end = work.slice_of(first)

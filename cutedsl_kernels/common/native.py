@@ -48,7 +48,7 @@ class NativeKernel:
 
     @classmethod
     def of(cls, name: str, compiled: Any) -> NativeKernel:
-        """What ``cute.compile`` returned; loads its code into the devices that are there."""
+        """Wrap what ``cute.compile`` returned; loads its code into all devices."""
         executor = compiled.to()
         entry = ctypes.cast(executor.jit_module.capi_func, ctypes.c_void_p).value
         assert entry is not None
@@ -69,7 +69,7 @@ class NativeKernel:
 
 
 def describe_error(error: int) -> str:
-    """CUDA's own words."""
+    """CUDA's description of an error."""
     from cuda.bindings import runtime  # type: ignore[import-untyped]
 
     try:

@@ -29,7 +29,7 @@ class Ring(Fixed):
     stages: int
 
     def initialise(self, full_arrivals: int, empty_arrivals: int) -> None:
-        """To be called by one thread of each CTA, before a fence and a barrier of the cluster."""
+        """Initialise the barriers; one thread of each CTA calls this before a fence and a cluster barrier."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full + stage, full_arrivals)
             cute.arch.mbarrier_init(self.empty + stage, empty_arrivals)

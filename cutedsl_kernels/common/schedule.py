@@ -1,4 +1,4 @@
-"""Which tile a cluster works on next: static persistent schedules over a batch of products, or over experts.
+"""Which tile a cluster works on next: static persistent schedules over a batch of GEMMs, or over experts.
 
 Clusters take tiles, or blocks of tiles of neighbouring features and tokens, round robin. Consecutive ones differ in
 their features first, so that the clusters at work share their tokens' operand in L2, and each weight tile is visited
@@ -36,7 +36,7 @@ class Place(Fixed):
 
 @dataclass(frozen=True)
 class BatchedSchedule(Fixed):
-    """``groups`` products of one shape: every combination of feature tile, token tile and group."""
+    """``groups`` GEMMs of one shape: every combination of feature tile, token tile and group."""
 
     place: Place
     feature_tiles: Any
@@ -72,7 +72,7 @@ class GroupedSchedule(Fixed):
         token_tile: tokens of a tile.
         experts: number of experts, at most MAX_GEMM_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
-        counts: int32 global tensor [experts]: rows of each expert; zero is fine.
+        counts: int32 global tensor [experts]: rows of each expert; may be 0.
         table: int32 shared tensor [``GemmShape.expert_words``]: blocks before each run and in all; at ``_word``, blocks
             before each expert, and FIRST_TILES further its first token tile, unless it is read from ``offsets``.
         keeps_first_tiles: whether the table has those.
@@ -132,8 +132,8 @@ class GroupedSchedule(Fixed):
     def locate(self, block: Int32):
         """``(feature tile, token tile counted over all rows, expert, 0, whether to store)``; by whole warps.
 
-        Of experts with equally many blocks before them the last has tokens. A block's token tile beyond its expert's
-        rows would hold another expert's: it is computed and not stored.
+        Among experts with equally many blocks before them only the last has tokens. A block's token tile beyond its
+        expert's rows would hold another expert's: it is computed and not stored.
         """
         lane = cute.arch.lane_idx()
         run = cute.arch.popc(cute.arch.vote_ballot_sync(self.table[lane] <= block)) - 1
@@ -144,7 +144,7 @@ class GroupedSchedule(Fixed):
         across = self._blocks_across()
         feature_tile = within % across * self.place.features + self.place.feature
         token_tile = within // across * self.place.tokens + self.place.token
-        # Without any tokens there is no expert, and the last of the table is found.
+        # Without any tokens the search ends at the last expert of the table.
         expert = cutlass.min(run * EXPERTS_PER_LANE + index, self.experts - 1)
         inside = Boolean(True)
         if cutlass.const_expr(self.place.tokens > 1):

@@ -1,8 +1,8 @@
 """What the shapes of all GEMM kernels have in common, and what it costs in shared memory; plain Python, no CuTeDSL.
 
-Orientation. A product is ``out[t, f] = sum_k tokens[t, k] * weights[f, k]``. The weights are the MMA's A operand, the
-tokens its B operand: a tile has 128 features by 8 to 256 tokens. A decode step with eight tokens then wastes nothing
-(N = 8), a prefill uses N = 256, and both are the same kernel.
+Orientation. A GEMM computes ``out[t, f] = sum_k tokens[t, k] * weights[f, k]``. The weights are the MMA's A operand,
+the tokens its B operand: a tile has 128 features by 8 to 256 tokens. A decode step with eight tokens then wastes
+nothing (N = 8), a prefill uses N = 256, and both are the same kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEIGHBOUR_MAX_TOKEN_TILE = 64
 ALIGNMENT = 1024
 """Alignment of the swizzled buffers in shared memory, in bytes."""
 MAX_STAGES = 12
-"""More than covers any latency; barriers stay few."""
+"""Enough to cover any latency; barriers stay few."""
 SPLITS = (1, 2, 4, 8)
 """CTAs that may share the K of a tile: clusters of the portable sizes."""
 MAX_SPLIT_TILE = 64
@@ -62,9 +62,9 @@ class GemmShape(ABC):
         token_tile: N of the MMA: tokens of a tile.
         split_k: CTAs of a cluster that share the K of one tile and reduce over distributed shared memory.
         output: what is written.
-        gated: the weights' rows are gates and ups in turn (the architecture's ``GATE_ROWS`` of each), joined by SwiGLU:
-            half as many features come out.
-        grouped: experts with device-side offsets instead of a batch of equal products.
+        gated: weight rows alternate between gates and ups (the architecture's ``GATE_ROWS`` of each); SwiGLU joins them
+            to half as many features.
+        grouped: experts with device-side offsets instead of a batch of equal GEMMs.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -177,7 +177,7 @@ class GemmShape(ABC):
     @property
     @abstractmethod
     def fixed_bytes(self) -> int:
-        """All but the stages; a bound."""
+        """Bytes of all but the stages; an upper bound."""
 
     @property
     def keeps_first_tiles(self) -> bool:
@@ -204,14 +204,14 @@ class GemmShape(ABC):
 
     @property
     def partial_bytes(self) -> int:
-        """Other CTAs' sums of the units that this CTA of a split-K cluster owns."""
+        """Bytes of other CTAs' sums of the units that this CTA of a split-K cluster owns."""
         if self.split_k == 1:
             return 0
         return (self.split_k - 1) * self.owned_units * self.unit_values * WARP_LANES * 4
 
     @property
     def max_shared_bytes(self) -> int:
-        """What a CTA may take of an SM's shared memory."""
+        """Most bytes of shared memory that a CTA may take."""
         if self.ctas_per_sm > 1:
             return SM_SHARED_BYTES // self.ctas_per_sm - RESERVED_SHARED_BYTES
         if self.token_tile > NEIGHBOUR_MAX_TOKEN_TILE:
@@ -220,10 +220,10 @@ class GemmShape(ABC):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: what fits."""
+        """Pipeline stages that fit."""
         return min(MAX_STAGES, (self.max_shared_bytes - self.fixed_bytes) // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; a bound."""
+        """Bytes of shared memory of a CTA; an upper bound."""
         return self.stages * self.stage_bytes + self.fixed_bytes

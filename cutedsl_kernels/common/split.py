@@ -52,7 +52,7 @@ class ClusterReduction(Fixed):
             for owner in sorted(owners):
                 others -= cutlass.select_(self.rank == owner, Int32(1), Int32(0))
             cute.arch.mbarrier_init(self.full + quarter, 1)
-            # Of a warp that sends nothing nobody waits for it; a count must be positive.
+            # Nobody waits for a warp that sends nothing, but a count must be positive.
             cute.arch.mbarrier_init(self.empty + quarter, cutlass.max(others, 1))
 
     def _unit(self, quarter: Any, chunk: Any) -> Any:
@@ -81,7 +81,7 @@ class ClusterReduction(Fixed):
         return self.shape.unit_values // VECTOR
 
     def expect(self) -> None:
-        """Say how many bytes of a tile come from the other CTAs; once for each tile, before waiting for them."""
+        """Announce the bytes of a tile that other CTAs send; once a tile, before waiting for them."""
         unit_bytes = self.shape.unit_values * 4 * WARP_LANES
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(
@@ -89,7 +89,7 @@ class ClusterReduction(Fixed):
             )
 
     def send(self, values: cute.Tensor, chunk: Any) -> None:
-        """Give this warp's sums of a chunk to the CTA that owns them."""
+        """Send this warp's sums of a chunk to the CTA that owns them."""
         owner = self.owner(chunk)
         other = cutlass.select_(self.rank < owner, self.rank, self.rank - 1)
         for vector in range(self._vectors):
@@ -108,10 +108,11 @@ class ClusterReduction(Fixed):
             )
 
     def signal_empty(self) -> None:
-        """Tell the warps of this quarter in all other CTAs that their sums are added up, a lane each: it hands on what
-        all lanes have done. After the last ``add`` of a tile, if another tile follows.
+        """Signal the warps of this quarter in all other CTAs that their sums are added up; one lane signals one CTA.
 
-        A warp without a unit of its own has nothing to tell: it would run ahead of those who wait.
+        Called after the last ``add`` of a tile, if another tile follows.
+
+        A warp that owns no unit signals nothing: it would run ahead of the warps that wait.
         """
         cute.arch.sync_warp()
         others = cutlass.select_(self._owned() > 0, Int32(self.shape.split_k), Int32(0))
@@ -129,18 +130,20 @@ class ClusterReduction(Fixed):
         )
 
     def wait_full(self, phase: Any) -> None:
-        """Until the other CTAs' sums are here."""
+        """Wait until the other CTAs' sums are here."""
         self._wait(self.full, phase)
 
     @cute.jit
     def wait_empty(self, phase: Any):
-        """Until the other CTAs have added up the last tile's sums."""
+        """Wait until the other CTAs have added up the last tile's sums."""
         if self._owned() < self.shape.chunks:
             self._wait(self.empty, phase)
 
     def _wait(self, barrier: Any, phase: Any) -> None:
-        """Wait for what other CTAs have signalled. Without the scope of the cluster, on both sides, nothing would order
-        what they did before what comes here next; that of CuTeDSL's own wait is the CTA."""
+        """Wait for a signal of other CTAs, with cluster scope.
+
+        Both sides need cluster scope to order the other CTAs' writes before the reads that follow here. CuTeDSL's own
+        wait has CTA scope."""
         cute.arch.inline_ptx(
             "{ .reg .pred done; WAIT:"
             " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra WAIT; }",

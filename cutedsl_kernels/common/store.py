@@ -21,7 +21,7 @@ from .shape import TEAM_WARPS, GemmShape
 
 @dataclass(frozen=True)
 class PlainStore(Fixed):
-    """Round to bf16 (or keep fp32) and store by TMA, through buffers of the warp's own that are used in turn.
+    """Round to bf16 (or keep fp32) and store by TMA, through the warp's own buffers, round robin.
 
     A buffer is [tokens of a chunk, features of the warp], swizzled by the bytes of its rows, so that the writes of
     eight tokens touch all banks.
@@ -91,7 +91,7 @@ class PlainStore(Fixed):
         for part in cutlass.range_constexpr(parts):
             if cutlass.const_expr(parts > 1):
                 slot = Int32(part % shape.warp_buffers)
-            # Until the buffer is no longer read.
+            # Wait until the buffer has been read.
             cute.arch.cp_async_bulk_wait_group(shape.warp_buffers - 1, read=True)
             cute.arch.sync_warp()
             groups = range(part * shape.store_tokens // 8, (part + 1) * shape.store_tokens // 8)
@@ -107,11 +107,11 @@ class PlainStore(Fixed):
                 row = (token_tile * shape.chunks + chunk) * parts + part
                 source = self.source[None, self._first_buffer(shape, warp) + slot]
                 cute.copy(self.atom, source, self.destination[None, column, row, token_group])
-            # An empty group, too: the wait counts one for each buffer.
+            # Commit an empty group, too: the wait counts one for each buffer.
             cute.arch.cp_async_bulk_commit_group()
 
     def skip(self) -> None:
-        """Store nothing of a chunk: buffers are used in turn, so that the next ``put`` waits for the right one."""
+        """Skip a chunk but take the next buffer, so that the next ``put`` waits for the right one."""
         for _ in range(self.shape.chunk // self.shape.store_tokens):
             cute.arch.cp_async_bulk_commit_group()
 
@@ -152,7 +152,7 @@ class PlainStore(Fixed):
 
     @cute.jit
     def finish(self):
-        """Before the CTA ends: its shared memory must stay while stores read it."""
+        """Wait for all stores: shared memory must stay while they read it."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of one launch on SM100. No checks here and nothing on the device."""
+"""The tensors of one launch on SM100, on the host; operators have checked them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
-What comes out: a narrow token tile fits the tokens at hand (its whole cost is one pass over the weights); where tiles
-leave most SMs idle, K is split over a cluster; many tokens take CTA pairs with 256 tokens, which share the tiles of a
-last wave if it leaves most pairs idle. Several pairs to a cluster share operands where L2 would not keep up with the
-tensor core.
+Few tokens get the narrow token tile that fits them: its whole cost is one pass over the weights. Where tiles leave most
+SMs idle, K is split over a cluster. Many tokens get CTA pairs with 256 tokens, which share the tiles of a last wave if
+it leaves most pairs idle. Several pairs to a cluster share operands where L2 would not keep up with the tensor core.
 Nothing here was measured on a GPU: the ranking is as good as the model.
 
-A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``..common.planned``),
-so that all numbers up to a limit ask for few kernels, each of which can be made ready beforehand.
+A choice depends on few sizes: numbers of tokens are rounded first (``..common.planned``). So all numbers up to a limit
+need few kernels, which can be compiled beforehand.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SPLITS = (2, 4, 8)
 MIN_SLICE_STAGES = 2
 """Stages that a CTA of a split-K cluster has at least: a single one is all latency."""
 NEARLY = 1.01
-"""What the model tells apart: shapes within this factor of the least time are as good."""
+"""Shapes within this factor of the least time count as equal: the model is no more precise."""
 
 
 def choose_product(
@@ -47,7 +46,7 @@ def choose_product(
     token_tile: int | None = None,
     operands: Operands = "nvfp4",
 ) -> KernelShape:
-    """Choose for ``groups`` products of [tokens, k] by [features, k].
+    """Choose the kernel for ``groups`` GEMMs of [tokens, k] by [features, k].
 
     Args:
         clusters: what the GPU runs at a time.
@@ -83,9 +82,9 @@ def choose_experts(
     clusters: Clusters = B200_CLUSTERS,
     token_tile: int | None = None,
 ) -> KernelShape:
-    """Choose for experts that share ``pairs`` token-expert pairs.
+    """Choose the kernel for experts that share ``pairs`` token-expert pairs.
 
-    Counts stay on the GPU, so the choice goes by their mean.
+    Counts stay on the GPU, so the choice uses their mean.
 
     Args:
         clusters: what the GPU runs at a time.
@@ -106,7 +105,7 @@ def choose_gated(
     token_tile: int,
     operands: Operands = "nvfp4",
 ) -> KernelShape:
-    """For one expert's gate and up projections of all tokens: a kernel without offsets."""
+    """Choose the kernel for one expert's gate and up projections of all tokens, without offsets."""
     problem = Problem(features, k, planned_tokens(tokens), gated=True, output=output, operands=operands)
     return _choose_experts(problem, clusters, min(token_tile, MAX_EXPERT_TILE))
 
@@ -121,7 +120,7 @@ def _choose_experts(problem: Problem, clusters: Clusters, tile: int) -> KernelSh
 def expert_tile(pairs: int, experts: int) -> int:
     """Tokens of an expert's tile: the best for gate/up and down kernels of 2048 by 4096 together, on a B200.
 
-    A matter of pairs and experts alone, so that both kernels of a layer read the same rows.
+    Depends on pairs and experts alone, so that both kernels of a layer read the same rows.
     """
     return _expert_tile(planned_pairs(pairs), experts)
 
@@ -142,9 +141,9 @@ def _expert_tile(pairs: int, experts: int) -> int:
 def product_tiles(tokens: int) -> tuple[int, ...]:
     """Token tiles to choose from.
 
-    Tiles below 128 tokens demand a layout of the tokens' block scales of their own. Several products read the same
-    quantised tokens, so the layout must follow from their number alone: up to 64 the narrowest tile that holds them,
-    beyond that tiles with the common layout.
+    A tile below 128 tokens has its own layout of the tokens' block scales. Several GEMMs read the same quantised
+    tokens, so the layout must follow from their number alone. Up to 64 tokens it is that of the narrowest tile that
+    holds them; beyond, tiles share one layout.
     """
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 

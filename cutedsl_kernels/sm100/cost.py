@@ -103,7 +103,7 @@ B200 = Machine()
 
 @dataclass(frozen=True)
 class Problem:
-    """``groups`` products of [tokens, k] by [features, k]; or experts that share ``tokens`` token-expert pairs.
+    """``groups`` GEMMs of [tokens, k] by [features, k]; or experts that share ``tokens`` token-expert pairs.
 
     Attributes:
         gated: each group has a gate and an up matrix of ``features``.
@@ -150,7 +150,7 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Rows of all products."""
+        """Rows of all GEMMs."""
         return self.tokens if self.grouped else self.tokens * self.groups
 
     def token_tiles(self, tile: int) -> float:
@@ -172,7 +172,7 @@ class Problem:
         return 2.0 * self.rows * self.features * self.k * (2 if self.gated else 1)
 
     def floor_seconds(self, machine: Machine = B200) -> float:
-        """No kernel is faster: HBM for the least bytes, or the tensor cores for the products."""
+        """Lower bound of a kernel's time: HBM for the least bytes, or the tensor cores for all multiplications."""
         rate = machine.flops * OPERAND_RATES[self.operands]
         return max(self.least_bytes / machine.memory_bytes_per_second, self.flops / rate)
 
@@ -264,9 +264,9 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     """The cost of a shape that fits the problem (gated or not, grouped or not, output).
 
     HBM: an SM alone takes ``reading`` for a stage, all SMs together take what HBM's bandwidth gives each. The public
-    points lie near a line between: an SM's time for a stage grows with how many SMs read, from 0.16 µs for 4 SMs to
-    0.28 µs for 72, and the line meets 7.2 TB/s at 148. So the time is HBM's for all bytes, plus the share of idle SMs
-    times what an SM takes for what is not read again from L2.
+    points lie near a line between: an SM's time for a stage grows from 0.16 µs if 4 SMs read to 0.28 µs if 72 do. The
+    line meets 7.2 TB/s at 148 SMs. So the time is HBM's for all bytes, plus the share of idle SMs times what an SM
+    takes for what is not read again from L2.
     """
     k_tiles = math.ceil(problem.k / shape.tile_k)
     feature_tiles = math.ceil(problem.features / shape.tile_outputs)

@@ -15,12 +15,12 @@ so that they differ in types and in how many block scales a stage has.
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
 stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are persistent; the epilogue of one
-tile runs beside the main loop of the next. Programmatic dependent launch: each CTA prepares itself, and but for experts
-sends for the weights of its first stages, before the previous kernel has ended.
+tile runs beside the main loop of the next. Programmatic dependent launch: each CTA sets up, and but for experts issues
+the weight loads of its first stages, before the previous kernel has ended.
 
-Numerics: products and sums inside the tensor core are the hardware's (fp32 accumulators); all that follows is fp32
-with one rounding to the output type. The result does not depend on timing. Where K is split over CTAs (split_k) or
-pairs (stream_k), the partial sums are added in the order of their slices.
+Numerics: multiplications and sums are the tensor core's (fp32 accumulators); all that follows is fp32 with one rounding
+to the output type. The result does not depend on timing. Where K is split over CTAs (split_k) or pairs (stream_k), the
+partial sums are added in the order of their slices.
 """
 
 from typing import Any
@@ -285,8 +285,8 @@ class BlockScaledGemm(Gemm):
                 schedule = StreamKSchedule(schedule, work)
         self._meet_prepared()
         total = schedule.total()
-        # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the end.
-        # Not before this CTA has its tensor memory: a CTA that waits for this kernel could hold it.
+        # Trigger the next kernel of the stream: its CTAs set up as these exit, then wait for the end. Not before this
+        # CTA has its tensor memory: a CTA that waits for this kernel could hold it.
         cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
 
@@ -504,7 +504,7 @@ class BlockScaledGemm(Gemm):
 
     @cute.jit
     def _release(self, accumulators, position, leader):
-        """Let the tensor core have the accumulator buffer again: what it may overwrite is in registers."""
+        """Release the accumulator buffer to the tensor core: its values are in registers."""
         fence_before_signal()
         cute.arch.sync_warp()
         with cute.arch.elect_one():

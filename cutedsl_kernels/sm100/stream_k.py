@@ -154,14 +154,15 @@ class PartialSums(Fixed):
 
     @cute.jit
     def signal(self):
-        """After the last ``put``: all lanes' sums are handed on by one of them."""
+        """Signal, after the last ``put``, that all lanes' sums are written; one lane does."""
         cute.arch.sync_warp()
         if self.warp.lane == 0:
             cute.arch.atomic_add(self._counter, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def wait(self):
-        """Until the sums of all slices are there; every lane looks, for it reads what other clusters' lanes wrote."""
+        """Wait until the sums of all slices are there; every lane polls, for it reads what other clusters' lanes
+        wrote."""
         written = Int32(0)
         while written < self.work.sharers:
             written = cute.arch.load(self._counter, Int32, sem="acquire", scope="gpu")
@@ -169,7 +170,7 @@ class PartialSums(Fixed):
 
     @cute.jit
     def leave(self):
-        """After ``wait``: the last of the warps resets the counter, which none of them will look at again."""
+        """Reset the counter after ``wait``: the last warp does, when no other will read it again."""
         if self.warp.lane == 0:
             before = cute.arch.atomic_add(self._counter, Int32(1), sem="acq_rel", scope="gpu")
             if before == 2 * self.work.sharers - 1:

@@ -1,1 +1,1 @@
-"""NVFP4 products on Hopper: weights expanded to bf16 on their way to the tensor core, activations in bf16."""
+"""NVFP4 and FP8 GEMMs on Hopper: weights are expanded to bf16 in registers, activations are bf16."""

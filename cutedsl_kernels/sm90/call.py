@@ -1,4 +1,4 @@
-"""The tensors of one launch on Hopper. No checks here."""
+"""The tensors of one launch on Hopper; operators have checked them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call(GemmCall):
             so on.
         tokens: bf16 [rows, k] or [rows, groups, k], the last dimension contiguous. A grouped kernel has [rows, k].
         out: bf16 or fp32 [rows, outputs] or [rows, groups, outputs]. Outputs are features, or half of them, a multiple
-            of 8, if gated. A grouped kernel also writes the rows behind an expert's that are in its last token tile.
+            of 8, if gated. A grouped kernel also writes the rows after an expert's last one in its last token tile.
         alpha: fp32, the weights' global scales: [groups, features], [groups] for experts, or [groups, 2] for gates and
             ups; the last two contiguous.
         sources: int32 [rows] of a kernel that gathers, else None: of which row of ``tokens``, [T, k] with T up to

@@ -1,6 +1,6 @@
 """Which Hopper kernel serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
-A choice goes by sizes alone, and by few of them: numbers of tokens are rounded first (``..common.planned``).
+A choice depends on few sizes: numbers of tokens are rounded first (``..common.planned``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .shape import (
 MIN_SLICE = 2 * TILE_K
 """Least K of a CTA of a split-K cluster: a single stage is all latency."""
 NEARLY = 1.01
-"""Shapes within this factor of the least time are as good: the model tells no more apart."""
+"""Shapes within this factor of the least time count as equal: the model is no more precise."""
 H200_CLUSTERS = Clusters(132, 66, 39, 30, 15)
 """What an H200 runs at a time, as its driver says (2026-11-24)."""
 
@@ -34,7 +34,7 @@ H200_CLUSTERS = Clusters(132, 66, 39, 30, 15)
 def choose_product(
     features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights = "nvfp4"
 ) -> KernelShape:
-    """For ``groups`` products of [tokens, k] by [features, k]."""
+    """Choose the kernel for ``groups`` GEMMs of [tokens, k] by [features, k]."""
     return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, weights)
 
 
@@ -49,9 +49,10 @@ def _choose_product(
 def choose_experts(
     features: int, k: int, pairs: int, experts: int, gated: bool, token_tile: int, output: Output, clusters: Clusters
 ) -> KernelShape:
-    """For experts that share ``pairs`` token-expert pairs, ``features`` of them written, twice as many if gated.
+    """Choose the kernel for experts that share ``pairs`` token-expert pairs and write ``features``, of twice as many
+    rows if gated.
 
-    Counts stay on the GPU, so the choice goes by their mean.
+    Counts stay on the GPU, so the choice uses their mean.
     """
     return _choose_experts(features, k, planned_pairs(pairs), experts, gated, token_tile, output, clusters)
 
@@ -86,7 +87,7 @@ def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Itera
 
 
 def _splits(k: int, shape: KernelShape) -> Iterator[KernelShape]:
-    """The shape with K whole, then split, each with as many CTAs on an SM as fit, then with fewer."""
+    """Yield the shape with K whole, then split; each with as many CTAs on an SM as fit, then with fewer."""
     for split in HOPPER_SPLITS:
         if split == 1 or (split <= max_split(shape.token_tile) and k // split >= MIN_SLICE):
             each = replace(shape, split_k=split)
@@ -96,7 +97,7 @@ def _splits(k: int, shape: KernelShape) -> Iterator[KernelShape]:
 
 
 def _best(shapes: Iterable[KernelShape], problem: Problem, clusters: Clusters) -> KernelShape:
-    """The shape that takes least; of those that take nearly as little the first, which is the simplest."""
+    """Return the fastest shape; among nearly equal ones the first, which is the simplest."""
     fitting = [(microseconds(shape, problem, clusters), shape) for shape in shapes if shape.stages >= MIN_STAGES]
     least = min(time for time, _ in fitting)
     return next(shape for time, shape in fitting if time <= least * NEARLY)

@@ -1,17 +1,16 @@
-"""How long a Hopper kernel takes, by a model with figures measured on an H200; plain Python.
+"""Model of a Hopper kernel's time, with constants measured on an H200; plain Python.
 
-Up to 64 tokens a tile the figures are a fit to what each kernel shape of each GEMM does to a decode step of Flash's
-first layers (2026-11-24, ``launch/results/hopper_step_h200.json``): of what shapes take more than the best, up to 6 µs,
-half are within 1.3 µs of the model. It tells shapes apart; how long a launch takes in all, or alone, it does not say.
-For wider tiles the figures are those of ``launch/results/hopper_gemm_h200.md``.
-Tiles of 8 and 16 tokens are multiplied by mma.sync since. Timed again (2026-11-25,
-``launch/results/hopper_step_mma_sync_h200.json``), the shapes planned by these figures were as fast in a step as the
-best together.
-All are NVFP4's. For FP8 weights they are assumed, not measured: only the bytes of a tile are their own.
+Up to 64 tokens a tile the constants are fitted to decode steps of Flash's first layers, measured for each kernel shape
+of each GEMM (``launch/results/hopper_step_h200.json``). What a shape costs over the best one, up to 6 µs, the model
+meets within 1.3 µs for half of the shapes. It ranks shapes; it does not predict the time of a launch alone. For wider
+tiles the constants are those of ``launch/results/hopper_gemm_h200.md``. The constants of tiles of 8 and 16 tokens were
+fitted with wgmma, which mma.sync replaced. The shapes that they choose are as fast in a step as the best
+(``launch/results/hopper_step_mma_sync_h200.json``). All constants are NVFP4's. FP8 weights are assumed to have the
+same, but for the bytes of a tile.
 
-Clusters take tiles in turns. In a turn a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
-which expands weights and exchanges sums for all of its CTAs. Reading weights again for other token tiles shows in no
-measured time: it hides behind their expansion.
+Clusters take tiles in waves. In a wave a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
+which expands weights and exchanges sums for all of its CTAs. Reading weights again for other token tiles costs no
+measurable time: it hides behind their expansion.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def pack_fp8_tiles(codes: Tensor, scale: Tensor) -> Tensor:
         uint8 [..., ceil(F/128), ceil(K/128), 16896]; zeros beyond F and K.
 
     Raises:
-        OperandValueError: shapes, a code that is NaN, or scales as they cannot be (waits for the device: not for a hot
-            path).
+        OperandValueError: a shape, a code that is NaN, or a scale beyond the rules above (waits for the device).
     """
     require_dtype("codes", codes, torch.float8_e4m3fn)
     require_dtype("scale", scale, torch.uint8)

@@ -1,28 +1,28 @@
-"""NVFP4 or FP8 x bf16 products on Hopper's tensor cores: weights are expanded in registers.
+"""GEMMs of NVFP4 or FP8 weights with bf16 tokens on Hopper's tensor cores; weights are expanded in registers.
 
 Computes, for each group g, token row t and feature f::
 
     acc       = sum over k of tokens[t, k] * (code * scale)(weights[g, f, k])       fp32
     out[t, f] = epilogue(acc)                                                       see epilogue.py
 
-Groups are a batch of equal products, or experts: device-side offsets and counts say which rows are whose. A gated
-kernel joins a gate and an up to an output.
+Groups are a batch of equal GEMMs, or experts, whose rows device-side offsets and counts give. A gated kernel joins a
+gate and an up to one output.
 
 Operands: weights in the tiles of layout.py or fp8_layout.py; bf16 tokens, K contiguous. K a multiple of 64; any number
 of tokens; features whose output rows are whole 16 bytes, since a TMA store writes no less (seen on an H200).
 
-Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They meet
-in a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA, or by cp.async from the rows of an
+Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They share
+a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA, or by cp.async from the rows of an
 unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp_sums.py), with more a warpgroup does
 (warpgroup_sums.py). CTAs are persistent.
 
-Programmatic dependent launch: each CTA prepares itself and sends for the weights of its first stages before the
-previous kernel has ended; tokens are read, and outputs written, after that. With experts all CTAs wait before they
-read the counts, which say whose weights are needed. The next kernel may begin once every CTA has sent for its last
-tile, or has it, where tokens are gathered.
+Programmatic dependent launch: each CTA sets up and issues the weight loads of its first stages before the previous
+kernel has ended; it reads tokens and writes outputs after that. With experts all CTAs wait before they read the counts,
+which say whose weights are needed. The next kernel may begin once every CTA has issued the loads of its last tile, or
+has received it, where tokens are gathered.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K. With tiles of 8
-tokens every other 16 of K have a sum of their own, and the two are added; with split_k the partial sums of slices of K
+tokens even and odd steps of 16 have separate sums, which are then added; with split_k the partial sums of slices of K
 are added in their order. The result does not depend on timing.
 """
 
@@ -180,7 +180,7 @@ class W4A16Gemm(Gemm):
             if cutlass.const_expr(not shape.gathers):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                # Of rows that are gathered each lane's copies arrive.
+                # Each lane's copies of gathered rows arrive at the barrier.
                 ring.initialise(1 + WARP_LANES if shape.gathers else 1, CONSUMER_WARPS)
                 if cutlass.const_expr(shape.split_k > 1):
                     reduction.initialise()
@@ -234,10 +234,8 @@ class W4A16Gemm(Gemm):
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
                 load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
-                # The next kernel of the stream may start: its CTAs prepare themselves as these leave, then wait for the
-                # end. Let in before the first loads instead, a step takes as long or longer: eight layers of Flash as a
-                # rank of two on an H200 (2026-11-26, twice by turns), us of a step of 1, 16 and 64 requests: 855, 1992
-                # and 3896 then, 856, 1980 and 3881 so.
+                # Trigger the next kernel of the stream: its CTAs set up as these exit, then wait for the end.
+                # Triggering before the first loads instead is no faster (launch/results/hopper_step_h200.md).
                 cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
@@ -297,7 +295,7 @@ class W4A16Gemm(Gemm):
     def _finish_tile(self, products, position, work, epilogue, factors, where, width: cutlass.Constexpr[int]):
         """Sum up and store the first ``width`` tokens of a tile; returns the ring's position behind it.
 
-        A width's sums are its own: of registers that several loops share ptxas would serialise all wgmmas.
+        Each width has sums of its own: ptxas serialises all wgmmas whose registers several loops share.
         """
         shape = self.shape
         values = cute.make_rmem_tensor((width // 2,), Float32)

@@ -136,7 +136,7 @@ class TrimmedLoads(Fixed):
 
 
 def trimmed_width(shape: KernelShape, rows: Any) -> Any:
-    """How many of a tile's tokens are loaded and multiplied where ``rows`` hold some: the least width that has them."""
+    """Tokens of a tile that are loaded and multiplied: the least width that holds ``rows`` of them."""
     width = Int32(shape.token_tile)
     for narrower in reversed(shape.widths[:-1]):
         width = cutlass.select_(rows <= narrower, Int32(narrower), width)
@@ -155,9 +155,9 @@ SWIZZLED_UNITS = SWIZZLED_BYTES // VECTOR_BYTES
 class GatheredLoads(Fixed):
     """Loads of weights by TMA, and by cp.async of tokens from the rows of an unsorted matrix, two rows at a time.
 
-    Rows of a tile that hold no token are not loaded: their results are nobody's. The barrier of a stage expects each
-    lane's arrival, which its copies make when they are done, and one for the weights. By TMA, row by row, gate and up
-    of one token took twice as long (H200, 2026-11-26): each copy of 128 bytes is an instruction of the whole warp.
+    Rows of a tile that hold no token are not loaded: nobody reads their results. The barrier of a stage expects an
+    arrival of each lane, made when its copies are done, and one for the weights. TMA row by row takes twice as long for
+    gate and up of one token: each copy of 128 bytes is an instruction of the whole warp.
 
     Attributes:
         tokens: shared address of the stages' tokens. source: global address of the matrix; row_bytes: of its rows, from

@@ -48,9 +48,9 @@ GATHER_MAX_TILE = 16
 LOAD_TOKENS = 32
 """Tokens of a load where a tile with few of them takes less."""
 WIDTHS: Mapping[int, tuple[int, ...]] = {128: (64, 96, 128), 256: (128, 192, 256)}
-"""By token tile, how many tokens of an expert's tile may be multiplied: the least that holds those that there are. Of
-8192 tokens of Flash an expert has 192, give or take 14. Each width is a loop of its own in the code; with four of them
-ptxas finds no registers to run the wgmmas of the wider tile at the same time."""
+"""By token tile: how many tokens of an expert's tile may be multiplied. A tile takes the least width that holds its
+tokens. Each width is a loop of its own in the code; with four of them ptxas serialises the wgmmas of the wider tile for
+lack of registers."""
 SM_REGISTERS = 65536
 PRODUCT_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
 """Token tiles of dense kernels: beside FP8 weights only two stages of the widest would fit."""
@@ -68,8 +68,8 @@ MAX_CHUNK = 32
 
 
 def max_split(token_tile: int) -> int:
-    """CTAs that may share K: with more tokens there are tiles enough. The reduction's addresses take registers: 115 at
-    64 tokens with four, so that one CTA alone would fit on an SM."""
+    """Most CTAs that may share K: with more tokens there are tiles enough. The reduction's addresses take registers: at
+    64 tokens with four CTAs only one CTA would fit on an SM."""
     if token_tile > MAX_SPLIT_TILE:
         return 1
     return 2 if token_tile == MAX_SPLIT_TILE else HOPPER_SPLITS[-1]
@@ -77,7 +77,7 @@ def max_split(token_tile: int) -> int:
 
 @dataclass(frozen=True)
 class KernelShape(GemmShape):
-    """What is fixed when a kernel is compiled: on Hopper beside what :class:`GemmShape` has the weights.
+    """What is fixed when a kernel is compiled: the fields of :class:`GemmShape`, and how weights are stored.
 
     Attributes:
         weights: how they are stored. FP8 ones are for dense kernels alone.
@@ -135,7 +135,7 @@ class KernelShape(GemmShape):
 
     @property
     def trims(self) -> bool:
-        """Whether a tile with few tokens takes less."""
+        """Whether a tile with few tokens is loaded and multiplied in part."""
         return len(self.widths) > 1
 
     @property
@@ -149,8 +149,8 @@ class KernelShape(GemmShape):
 
     @property
     def reallocates(self) -> bool:
-        """Whether warps give registers to others, which whole warpgroups do. A launch then takes all registers of an
-        SM, so that no other kernel's CTA fits beside it: for the widest kernel alone."""
+        """Whether warpgroups reallocate registers (``setmaxregister``). A launch then takes all registers of an SM, so
+        that no other kernel's CTA fits beside it: for the widest kernel alone."""
         return self._is_widest
 
     @property
@@ -168,9 +168,9 @@ class KernelShape(GemmShape):
     def fitting_ctas(self) -> int:
         """CTAs that fit on an SM at a time.
 
-        A CTA alone expands weights more slowly than memory brings them: measured on an H200 (2026-11-22), 0.42 µs a
-        stage at eight tokens, 60 % of its issue slots taken, so that 132 CTAs would reach 2.9 TB/s of 4.25. FP8 weights
-        take fewer instructions for more bytes, so that two suffice; three would leave each too few stages.
+        One CTA expands weights more slowly than memory delivers them: 132 CTAs would reach 2.9 of 4.25 TB/s
+        (``launch/results/hopper_gemm_h200.md``). FP8 weights take fewer instructions for more bytes, so that two
+        suffice; three would leave each too few stages.
         """
         if self.weights == "fp8":
             # Partial sums of half of so many tokens leave two CTAs two stages each.

@@ -1,10 +1,10 @@
 """Sums over K by mma.sync, for few tokens: every warp multiplies its 16 rows by itself.
 
-A warpgroup must wait for a group of wgmmas before it may overwrite the registers that they read. By mma.sync a decode
-step takes 1.2 to 1.8 % less (H200, 2026-11-25, ``launch/results/hopper_step_h200.md``). Its m16n8k16 takes the same
-fragments of 16 rows (layout.py), so the expansion is the same; tokens are loaded as fragments, too, and what follows is
-ordinary register arithmetic that the scheduler overlaps. Half a stage's weights are loaded while those of the half
-before are multiplied, and a stage is released once it is in registers.
+A warpgroup must wait for a group of wgmmas before it may overwrite the registers that they read. mma.sync shortens a
+decode step by 1.2 to 1.8 % (``launch/results/hopper_step_h200.md``). Its m16n8k16 takes the same fragments of 16 rows
+(layout.py), so the expansion is the same; tokens are loaded as fragments, too, and what follows is ordinary register
+arithmetic that the scheduler overlaps. Half a stage's weights are loaded while those of the half before are multiplied,
+and a stage is released once it is in registers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class WarpSums(Fixed):
         return steps
 
     def _multiply(self, words: cute.Tensor, tokens: list[list[Any]], half: int, sums: list[cute.Tensor]) -> None:
-        """Add the products of half a stage."""
+        """Multiply half a stage and add it to the sums."""
         registers = expanded(self.shape, [words[i] for i in range(HALF_WORDS[self.shape.weights])])
         for step in range(STEPS // 2):
             k = half * (STEPS // 2) + step
@@ -131,7 +131,7 @@ def _load_matrices(place: Any) -> tuple[Any, ...]:
 
 
 def _multiply_add(sums: Any, first: int, a: Any, b: Any) -> None:
-    """Add a step's products to four sums from ``first`` on."""
+    """Multiply a step and add it to four sums from ``first`` on."""
     found = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
         " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",

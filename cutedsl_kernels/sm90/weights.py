@@ -46,7 +46,8 @@ def tile_layout(tile_bytes: int, count: Any) -> Any:
 class WeightLoad(Fixed):
     """Copies of whole tiles by TMA.
 
-    By a tensor map, though a tile lies in one piece: compute-sanitizer's racecheck follows no copies by raw address.
+    Uses a tensor map although a tile is contiguous: compute-sanitizer's racecheck does not follow copies by raw
+    address.
 
     Attributes:
         slots: shared tensor (values, slot). tiles: global tensor (values, tile); tiles are numbered by group, feature
@@ -69,7 +70,7 @@ class WeightLoad(Fixed):
         """Partition the global tensor ``weights`` and the stages' tiles, which begin at ``slots``.
 
         Args:
-            once: whether nobody reads a tile again: then it shall leave L2 first.
+            once: whether no CTA reads a tile again; L2 then evicts it first.
         """
         rows, words = tile_box(tile_bytes)
         words_in_all = cute.recast_ptr(slots, dtype=Uint32)

@@ -30,8 +30,8 @@ class TiledWeights:
     A layer's experts can be loaded a few at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
     ``put_experts`` or ``put_gated_experts`` for all of them.
 
-    Block scales must be finite and not negative. Whoever has checked them, or has them checked before anything is
-    multiplied, says ``checked``: nothing then waits for the device.
+    Block scales must be finite and not negative. Callers that have checked them, or have them checked before any GEMM
+    runs, pass ``checked``: then nothing waits for the device.
 
     Attributes:
         tiles: uint8 [matrices, ceil(features / 128), ceil(K / 128), 9216].

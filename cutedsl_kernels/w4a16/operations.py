@@ -3,9 +3,8 @@
 Each writes into ``out``, which it allocates unless given. Weights are expanded to bf16, which is exact; sums are fp32;
 then ``acc * alpha``, SwiGLU if any, and one rounding to the output dtype.
 
-Programmatic dependent launch: a dense GEMM loads its weights before the kernel before it has ended. So neither that
-kernel nor one from which dense GEMMs alone separate it may write them: nothing may rely on how these wait
-(``launcher.CudaLauncher``).
+Programmatic dependent launch: a dense GEMM loads its weights before the kernel before it has ended. So that kernel may
+not write them, nor may an earlier one with only dense GEMMs in between (``launcher.CudaLauncher``).
 
 Limits: K a multiple of 64; the address of every operand, every stride, and a row of outputs a multiple of 16 bytes
 (features in multiples of 8 for bf16, 4 for fp32); gated features in multiples of 8; at most 512 experts.
@@ -98,8 +97,8 @@ def expert_gate_up(
         offsets, counts: int32 [E], the first row and the rows of each expert.
         weights: ``TiledWeights.allocate_gated_experts``, E matrices of 2 I rows.
         limit: the SwiGLU clamp; part of the kernel's code.
-        sources: int32 [R], which row of ``tokens`` each sorted row is; negative for a row that is none. R is a multiple
-            of ``token_tile``, which must be one that gathers (:func:`w4a16_gathers`).
+        sources: int32 [R], the row of ``tokens`` of each sorted row; negative for a row without a token. R is a
+            multiple of ``token_tile``, which must be one that gathers (:func:`w4a16_gathers`).
         out: bf16 [R, I]; allocated unless given. Rows that belong to no expert's tiles are left as they are.
 
     Returns:
