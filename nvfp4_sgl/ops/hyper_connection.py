@@ -36,7 +36,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
         fp32 [T, n, n].
     """
     comb = torch.softmax(logits, dim=-1) + eps
-    # sum + eps as one product with ones: half the time of two calls on matrices this small.
+    # sum + eps as one GEMM with ones: half the time of two calls on matrices this small.
     ones = comb.new_ones(comb.shape[0], comb.shape[-1], 1)
     ones_t, eps_1 = ones.transpose(1, 2), comb.new_full((1, 1, 1), eps)
     comb = comb / torch.baddbmm(eps_1, ones_t, comb)

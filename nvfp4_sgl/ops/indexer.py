@@ -71,7 +71,7 @@ def select_entries(q: Tensor, weights: Tensor, keys: RowStore, plan: BatchPlan, 
         return torch.where(torch.arange(entries) < plan.csa_visible[:, None], slots, -1)
     result = torch.full((q.shape[0], topk), -1, dtype=torch.int64)
     requests = len(plan.bounds) - 1
-    # One product for all requests where each has one query (decode), else one a request.
+    # One GEMM for all requests where each has one query (decode), else one a request.
     groups = [(0, requests)] if q.shape[0] == requests else [(b, b + 1) for b in range(requests)]
     for first, last in groups:
         rows = slice(plan.bounds[first], plan.bounds[last])

@@ -1,9 +1,8 @@
-"""Matrix products with block-scaled weights, as the tensor-core kernels define them (specification §9).
+"""GEMMs with block-scaled weights, as the tensor-core kernels define them (specification §9).
 
-A product with an NVFP4 weight keeps three factors apart: the exact products of codes and block scales, which
-the tensor core accumulates in fp32; one fp32 ``row_scale`` per activation row; one fp32 ``alpha`` per weight
-shard. The epilogue applies ``(acc * row_scale) * alpha``, so merged projections whose shards have different
-global scales stay exact.
+A GEMM with an NVFP4 weight keeps three factors apart: the exact products of codes and block scales, which the tensor
+core accumulates in fp32; one fp32 ``row_scale`` per activation row; one fp32 ``alpha`` per weight shard. The epilogue
+applies ``(acc * row_scale) * alpha``, so merged projections whose shards have different global scales stay exact.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ class PreparedWeight:
 
     Attributes:
         values: fp32 [..., K, N], the transposed weight. For NVFP4: code times block scale, global scale left out
-            (exact). For FP8 128x128 and plain weights: the weight itself. Contiguous this way round, since a product
-            with few rows is 1.4 to 1.6 times faster so (8 x 256 by 256 x 3200: 0.29 against 0.43 ms; 16 experts'
-            6 x 256 by 256 x 256: 0.20 against 0.33 ms; two Zen 3 cores, 2026-11-21).
+            (exact). For FP8 128x128 and plain weights: the weight itself. Contiguous in this order, with which a GEMM
+            of few rows is 1.4 to 1.6 times as fast (``launch/results/tunings_h200.md``).
         alpha: fp32 [..., N], the global scale of the shard that each column belongs to; ``None`` unless NVFP4.
         is_mxfp8: whether the weight is FP8 with UE8M0 scales, which SM100 multiplies as MXFP8.
     """
@@ -82,7 +80,7 @@ def linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: PreparedWeight, mode: ActivationMode) -> Tensor:
-    """Block-diagonal product of the attention output: ``z[t, g] = W[g] @ x[t, g]`` (specification §3.4).
+    """Block-diagonal GEMM of the attention output: ``z[t, g] = W[g] @ x[t, g]`` (specification §3.4).
 
     In ``w4a4`` mode each (token, group) is a row with a scale of its own, so the result does not depend on
     how groups are spread over ranks.

@@ -6,7 +6,7 @@ import enum
 
 
 class ActivationMode(enum.Enum):
-    """What enters a product with a quantised weight."""
+    """What enters a GEMM with a quantised weight."""
 
     W4A16 = "w4a16"
     """Activations as they are (bf16 or fp32)."""

@@ -96,7 +96,7 @@ def routed_experts(
     Returns:
         fp32 [T, d]; routing weights are applied after W2, the sum is fp32.
 
-    Tokens are sorted by expert and padded to the fullest one, so that the whole layer is two batched products.
+    Tokens are sorted by expert and padded to the fullest one, so that the whole layer is two batched GEMMs.
     """
     tokens, k = experts.shape
     count = w13.values.shape[0]

@@ -41,7 +41,7 @@ top-k, and a batch of all of them."""
 def copy_by_torch(original: Callable[..., bool], *tensors: Any) -> bool:
     """Hook around SGLang's Triton kernel that copies small inputs of a step: torch copies them, a launch a dtype.
 
-    The kernel was compiled again for batches of 3, 8, 11 and 16 requests after the server was ready (H100, 2026-11-27).
+    SGLang's kernel would be compiled again for some sizes of batches after the server is ready.
     """
     return False
 

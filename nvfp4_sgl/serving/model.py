@@ -63,7 +63,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             start_compiling(self.verified, self.choice.target, setting)
         self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)
-        # DeepSeek's logits are fp32 products of the bf16 head (specification §7); SGLang's default rounds them to bf16.
+        # DeepSeek's logits are an fp32 GEMM of the bf16 head (specification §7); SGLang's default rounds them to bf16.
         config.enable_lm_head_fp32 = True
         self.logits_processor = find("LogitsProcessor")(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers

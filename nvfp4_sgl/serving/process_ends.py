@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 ENDING_SECONDS = 10.0
-"""Seconds to wait at most for processes that are ending. On two H100s (2026-11-25) the connection to a killed rank was
-closed, and the other rank had failed of it, before the killed one had an exit code."""
+"""Most seconds to wait for processes that are ending. The connection to a killed rank closes, and the other rank fails
+of it, before the killed one has an exit code."""
 POLL_SECONDS = 0.05
 EXITING = 0x4
 """``PF_EXITING``, in the flags of ``/proc/PID/stat``."""

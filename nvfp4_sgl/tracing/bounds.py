@@ -9,10 +9,10 @@ from nvfp4_sgl.ops.modes import ActivationMode
 BOUNDS = {ActivationMode.W4A16: 0.03, ActivationMode.W4A4: 0.3}
 """Error that roundings explain where inputs are equal: of bf16; of activations in FP4, whose codes flip."""
 OF_A_RUN = 3
-"""Times as much where inputs carry the errors of the layers before, too.
+"""Factor of the bound where inputs carry the errors of earlier layers, too.
 
-Found on random checkpoints of ``nvfp4-sgl tiny`` (2026-11-27): 0.6 to 0.8 in five layers between ``w4a16`` and
-``w4a4``; between fp32 and bf16 with packed rows 0.1 after four layers, and 0.4 after twenty.
+Between ``w4a16`` and ``w4a4`` random checkpoints of ``nvfp4-sgl tiny`` reach 0.6 to 0.8 in five layers. Between fp32
+and bf16 with packed rows they reach 0.1 after four layers and 0.4 after twenty.
 """
 
 

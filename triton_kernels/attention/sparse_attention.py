@@ -26,7 +26,7 @@ Precision:
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
 * of raw queries (``query_eps``) only the last 64 columns are rounded: rotated in fp32, then rounded to bf16 once. The
   logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32, the query
-  counts as 0, and keys whose product with it overflows, too, are left out of its softmax;
+  counts as 0, and keys whose dot product with it overflows, too, are left out of its softmax;
 * logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second MMA, while the
   denominator adds them unrounded; the output is rounded once. So, with the exact weights w_j = exp(s_j − m) over the
   denominator, |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits.
@@ -250,13 +250,10 @@ def sparse_attention(
 def _tiling_constants(tiling: Tiling) -> dict[str, Any]:
     """Constants and launch options that follow from the tiling alone, for either kernel.
 
-    The launch is an ordinary one, not ``OVERLAPPED`` like those of all other kernels. Placed while the kernel before
-    still runs, programs of attention gather on the multiprocessors that become free first. Behind a selection, under
-    long layouts often, all of them stand still for 4 us twice (shown by stamps of the global timer; why is not known).
-    The gap of an ordinary launch costs less. Measured for eight layers of Flash as a rank of two on an H200
-    (2026-11-26, twice by turns), us of a step of 1, 16 and 64 requests: 877, 2003 and 3914 overlapped, 855, 1992 and
-    3896 so; laid out for a million tokens, of 1 and 16, 897 and 2012 overlapped, 857 and 1996 so, and nothing gained
-    at 64. On Blackwell it has not been measured.
+    The launch is an ordinary one, not ``OVERLAPPED`` like those of all other kernels. If programs of attention are
+    placed while the kernel before still runs, they gather on the multiprocessors that become free first. The gap of an
+    ordinary launch costs less: a step of one request takes 855 µs instead of 877 on Hopper
+    (``launch/results/tunings_h200.md``). It has not been measured on Blackwell.
     """
     constants: dict[str, Any] = {"HEADS": tiling.heads, "KEYS": tiling.keys, "STAGES": tiling.stages}
     constants |= {"LOGITS_IN_BRANCH": tiling.apart, "PIECES": tiling.pieces}

@@ -46,8 +46,7 @@ HOPPER = Tiling(stages=5, apart=True)
 
 An entry's load follows that of its slot, so five stages fetch entries two tiles ahead. Three stages fetch them one tile
 ahead: they are requested after the MMAs of a tile and awaited at the beginning of the next, so nothing hides their
-latency. Measured on an H200, 2026-11-22, us for 64 heads and 640 keys of 2048 and 256 raw queries: 730 and 95 in five
-stages, 816 and 112 in three, 849 and 113 in two."""
+latency. Five stages take 0.89 of the time of three (``launch/results/tunings_h200.md``)."""
 
 HOPPER_TWO_TILES = Tiling(stages=3, apart=True)
 """Packed entries on Hopper, at most two tiles for each program; see :func:`choose_tiling`."""
@@ -66,24 +65,22 @@ BLACKWELL_PLAIN = Tiling(stages=1, transposed=True)
 SIXTEEN_HEADS = Tiling(heads=16, keys=32, warps=4, resident=2, pieces=8)
 """Up to 16 heads, as a tensor-parallel rank has them, and few queries of more: MMA instructions of 16 rows, 64 KiB of
 shared memory. Padded to 64 rows, 16 heads would take the tensor cores as long as 64. In eight pieces entries are
-fetched two tiles ahead: 8.1 us against 9.0 in four for a query of 32 heads with 384 keys, 11.9 against 14.1 for 16
-(H200, 2026-11-25, ``launch/bench_attention_tilings``)."""
+fetched two tiles ahead: 8.1 µs instead of 9.0 in four for a query of 32 heads with 384 keys
+(``launch/results/tunings_h200.md``)."""
 
 THIRTY_TWO_HEADS = Tiling(heads=32, keys=32, warps=4, resident=2, pieces=8)
 """17 to 32 heads of packed entries on Hopper, as a rank of two has them of 64: mma.sync without padding. 81 KiB of
-shared memory; accumulators fill half of each thread's registers. Measured on an H200, 2026-11-25, us against
-``HOPPER``: 8192 queries with 136, 384 and 640 keys 691 / 1438 / 2316 against 1088 / 1774 / 2697, 64 queries 15.2 / 23.0
-/ 31.8 against 17.1 / 23.5 / 31.3. Eight warps of 128 registers took 1.1 to 1.7 times as long as four."""
+shared memory; accumulators fill half of each thread's registers. 8192 queries with 136 keys take 0.64 of the time of
+``HOPPER`` (``launch/results/tunings_h200.md``)."""
 
 
 TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2, 4))
 """Up to 32, or 16, heads of packed entries on Hopper in a prompt, whose queries' lists mostly agree."""
 
 TWO_QUERIES_MIN_EXTRA = 16
-"""Extra columns from which on two queries share a program. Measured on an H200, 2026-11-26, us, 32 heads, against
-``THIRTY_TWO_HEADS``: eight prompts of 1024 with ratio-4 entries 805 against 1023, with ratio-128 ones, in 16 columns,
-620 against 638, with none 601 against 551. With so few keys a program is its beginning and its end, and a
-multiprocessor holds one of these, but two of those."""
+"""Extra columns from which on two queries share a program: 0.79 of the time of ``THIRTY_TWO_HEADS`` with ratio-4
+entries, 1.09 without entries (``launch/results/tunings_h200.md``). With few keys a program is mostly prologue and
+epilogue, and a multiprocessor holds one program of two queries, but two of one query."""
 
 MIN_TOGETHER = 256
 """Queries of a launch from which on neighbours share programs. Not measured: two queries a program are then 128
@@ -111,7 +108,7 @@ def fuses_quantization(heads: int, groups: int) -> bool:
 
 
 MAX_UNSPLIT_TILES = 8
-"""Tiles of ``SIXTEEN_HEADS`` that one program may walk where twice as many programs would not fit."""
+"""Tiles of ``SIXTEEN_HEADS`` that one program may loop over where twice as many programs would not fit."""
 
 
 def choose_tiling(
@@ -132,20 +129,15 @@ def choose_tiling(
     expected: columns of the second list that mostly count (``sparse_attention``'s ``expected_extra``).
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
-    chip holds all programs at once: more of the chip then works on them. Measured on an H200, 2026-11-22, in us,
-    programs of 16 heads, then in four pieces, against the default tiling. Within these limits: 64 heads of 4 queries
-    with 640 keys 14.3 against 16.2, of 16 queries with 128 keys 12.0 against 14.1, of 32 with 128 12.3 against 14.1;
-    128 heads of 1 query with 1152 keys 15.1 against 18.2. Beyond them: 64 heads of 8 queries with 640 keys 18.4 against
-    17.5, of 64 with 128 18.7 against 14.2.
+    chip holds all programs at once: more of the chip then works on them. Within these limits they take 0.83 to 0.88 of
+    the default tiling's time, beyond them longer (``launch/results/tunings_h200.md``).
 
-    So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split: 32 heads of 64
-    queries with 136 keys 12.6 against 15.2 in programs of 32 (2026-11-25); with 384 keys 25.9 against 23.0. With
-    columns for a million tokens, of which 128 are expected, keys are split in two, and it still pays: 20.4 us against
-    23.3 with 136 keys, 24.5 against 25.2 with 256 (2026-11-26, a graph's launch included). On Blackwell not measured.
+    So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split: 64 queries of
+    32 heads take 12.6 µs instead of 15.2. With columns for a million tokens, of which 128 are expected, keys are split
+    in two, and it still pays. It has not been measured on Blackwell.
 
     Programs of one or two tiles have nothing to fetch two tiles ahead; if there are few of them, they begin sooner with
-    three stages: 13.5 us against 14.2 for 64 heads of 64 queries with 128 keys. For 256 queries, more programs than
-    places, 32.7 against 32.2. The bits are the same.
+    three stages: 13.5 µs instead of 14.2 for 64 queries of 64 heads. The bits are the same.
     """
     if together and packed and queries >= MIN_TOGETHER and chip.is_before_blackwell():
         for tiling, extra in ((FOUR_QUERIES, 0), (TWO_QUERIES, TWO_QUERIES_MIN_EXTRA)):
@@ -173,26 +165,23 @@ def most_splits(queries: int, heads: int, processors: int, tiling: Tiling) -> in
 
 
 MAX_POWER_OF_TWO_SPLITS = 16
-"""Up to here :func:`choose_splits` rounds up to a power of two. More splits than needed paid up to 16; 33 rather than
-18 did not (128 heads of one query, 1152 keys)."""
+"""Up to here :func:`choose_splits` rounds up to a power of two; beyond, more splits than needed do not pay
+(``launch/results/tunings_h200.md``)."""
 
 
 CROWDED = 1.6
-"""How much longer programs take that share a multiprocessor. Measured on an H200, 2026-11-25, us, 32 heads: in programs
-of 16, 16 queries with 384 keys 11.9 in 4 splits, a program for each of 128 multiprocessors, 12.4 in 8; 64 queries with
-136 keys 12.6 in one, 15.6 in 2. In programs of 32, 16 with 640 keys 14.9 in 8 splits, 19.0 in 16; 64 with 384 keys 23.0
-in 2, 24.3 in 4."""
+"""How much longer programs take that share a multiprocessor, fitted to 32 heads
+(``launch/results/tunings_h200.md``)."""
 
 
 def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: int, tiling: Tiling = HOPPER) -> int:
     """Choose the number of splits of each query's keys from sizes alone, so that a CUDA graph can capture the launch.
 
-    The cost of a split is the number of tiles that a program walks, plus two tiles' time to store its part and add it
-    later, ``CROWDED`` times as much where there are more programs than multiprocessors. The cheapest number of splits
-    is taken, the smallest among equals, never more than :func:`most_splits`. Up to ``MAX_POWER_OF_TWO_SPLITS`` it is
-    rounded up to a power of two where that costs no more, because the number of programs that add parts is a power of
-    two. Measured on an H200, 2026-11-22, us: 64 heads of 16 queries with 640 keys 20.1 in 8 splits, 23.2 in 5; 128 of 8
-    with 1152, 24.0 in 8, 28.4 in 6.
+    The cost of a split is the number of tiles that a program loops over, plus two tiles' time to store its part and add
+    it later, ``CROWDED`` times as much where there are more programs than multiprocessors. The cheapest number of
+    splits is taken, the smallest among equals, never more than :func:`most_splits`. Up to ``MAX_POWER_OF_TWO_SPLITS``
+    it is rounded up to a power of two where that costs no more, because the number of programs that add parts is a
+    power of two: 16 queries of 64 heads with 640 keys take 20.1 µs in 8 splits, 23.2 in 5.
 
     The number of queries is rounded up to a power of two. The number of splits sets the order of the sums, so it
     decides the last bits of a result; with the rounding it is the same for 3 queries run as they are and in a graph

@@ -28,8 +28,7 @@ ROWS_PER_PROGRAM = tl.constexpr(1)
 """Rows of the weight, that is heads, of one program."""
 VALUES_PER_STEP = tl.constexpr(4096)
 """Values of the tokens that a program holds in one step of its loop. With 512 columns a step whatever the tokens, a
-token of 4096 columns waited eight times for memory: inputs added 9.9 µs to a step where they have index weights, 1.5 in
-other layers (one token, H200, 2026-11-23)."""
+token of 4096 columns waits eight times for memory (``launch/results/tunings_h200.md``)."""
 
 
 def padded_tokens(tokens: int) -> int:
@@ -113,7 +112,7 @@ def prefetch_index_weights(program, of):
 
 @triton.jit
 def project_index_weights(program, of):
-    """Multiply ROWS_PER_PROGRAM rows of the weight with every token, and store the products.
+    """Multiply ROWS_PER_PROGRAM rows of the weight with every token, and store the results.
 
     Sums are fp32, added in the order of the blocks of columns. program: int32, 0 to ``of.programs - 1``. of:
     :class:`IndexWeightArguments`.

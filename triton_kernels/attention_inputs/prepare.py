@@ -34,9 +34,8 @@ HCA_DECODE_PROGRAMS = 16
 """Programs of each block of channels at ratio 128 in decode: for more tokens than this, each takes several, up to 16.
 With 16 blocks of channels they are 256 in all, two for each multiprocessor."""
 TWO_LAUNCH_MIN_TOKENS = 2048
-"""Tokens of a prefill from which latents and compressors are launched separately. On an H200, 2026-11-22, in us, two
-launches against one: a CSA layer's 8192 tokens 69 (59 with ``TWO_LAUNCH_WARPS``) against 99, an HCA layer's 42 against
-60; but 1024 tokens 14 against 12, and 10 against 7."""
+"""Tokens of a prefill from which latents and compressors are launched separately. Two launches take 59 µs instead of 99
+for a CSA layer's 8192 tokens, but longer than one for 1024 (``launch/results/tunings_h200.md``)."""
 WARPS = {0: 4, 4: 8, 128: 8}
 """Warps of a program, by ratio; 0: latents alone."""
 MAX_REGISTERS = {0: None, 4: 80, 128: None}

@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel's programs are placed on the chip while the previous kernel still runs.
 
 Most kernels of a decode pass are shorter than the gap that an ordinary launch leaves between two of them. With a
-dependent launch, programs of the next kernel take the places that become free, and wait there. On an H200 (2026-11-21)
-the graph of a decode pass of one request took 585 us rather than 655, of 64 requests 760 rather than 793 (six layers of
-a tiny model; the same bits).
+dependent launch, programs of the next kernel take the places that become free, and wait there. A decode graph of six
+layers of a tiny model takes 585 µs instead of 655, with the same bits (``launch/results/tunings_h200.md``).
 
 Every kernel begins with :func:`after_previous` and is launched with :data:`OVERLAPPED`; only attention is launched the
 ordinary way (``attention/sparse_attention.py`` says why). The compile checks of the tests refuse a kernel that touches

@@ -1,9 +1,9 @@
 """The router's logits of up to 64 tokens: a small bf16 GEMM in one launch (specification §6.1).
 
 ``logits[t, e] = sum_k x[t, k] · weight[e, k]``, fp32. The matrix is never quantised. The indexer's head weights of 9 to
-64 tokens are such a product, too (specification §5): heads then stand for experts. For so few tokens what counts is
-the chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own. Here
-it is one launch, whose programs have loaded their part of the matrix before the previous kernel ends. There are two
+64 tokens are such a GEMM, too (specification §5): heads then stand for experts. For so few tokens what counts is the
+chain of latencies, not the bytes (2 MB): a library's GEMM splits K and adds the parts in a launch of its own. Here it
+is one launch, whose programs have loaded their part of the matrix before the previous kernel ends. There are two
 kernels:
 
 * Up to :data:`WHOLE_ROWS_MAX_TOKENS` tokens a program holds whole rows of the matrix and reads all tokens.
@@ -32,27 +32,23 @@ from ..common.rounding import INTERPRETED
 MAX_TOKENS = 64
 """Most tokens."""
 LARGE_VALUES, LARGE_MAX_TOKENS = 2**21, 32
-"""A matrix of more values, and up to how many tokens a library's GEMM is slower for such a one; for smaller ones it is
-up to ``MAX_TOKENS``. On an H200, µs a launch in a graph of launches (2026-11-26), ours and cuBLAS's: Flash's
-[256, 4096] 2.9 and 6.2 for 4 to 16 tokens, 3.5 and 6.3 for 32, 5.2 and 6.5 for 64; Pro's [384, 7168] 4.2 to 4.4 and 6.1
-to 6.9 for 4 to 16, 5.9 and 6.8 for 32, 10.2 and 7.0 for 64. Between the last two nothing was measured."""
+"""Matrices of more values use this kernel up to so many tokens, smaller ones up to ``MAX_TOKENS``; beyond, cuBLAS is
+faster. It takes 2.9 µs for Flash's matrix and 16 tokens, cuBLAS 6.2 (``launch/results/tunings_h200.md``)."""
 WHOLE_ROWS_MAX_TOKENS = 2
-"""Most tokens of the kernel whose programs hold whole rows and read all tokens. For 1, 4 and 8 tokens it took 2.3, 3.8
-and 7.3 µs for Flash, 2.4, 5.3 and 10.0 for Pro on an H100, where the other one took 2.9 and 4.5 for 9 (2026-11-25); 1.7
-and 2.3 for 1 on an H200. The limit is interpolated from these."""
+"""Most tokens of the kernel whose programs hold whole rows and read all tokens. Interpolated: it takes 2.3 µs for one
+token and 3.8 for four, where the other kernel takes 2.9 (``launch/results/tunings_h200.md``)."""
 BLOCK_ROWS = 2
 """Rows of the matrix, that is experts, of one of its programs: 128 programs for 256 experts, one a multiprocessor."""
 SPLIT_BLOCK_ROWS = 16
 """Experts of a program that takes a part of K: the rows of an ``mma.sync``."""
 BLOCK_TOKENS = 16
-"""Tokens of such a program. On an H200 (2026-11-26), µs a launch in a graph of launches with 40 matrices in turn: by 16
-tokens a program 3.5, 4.0 and 5.0 for 32, 48 and 64 tokens; by 32 tokens 4.0, 4.5 and 4.8. Behind a site of
-hyper-connections, the site included: by 16 tokens 13.3, 17.1 and 18.0; by 32 tokens 14.0, 18.0 and 18.1."""
+"""Tokens of such a program: 3.5 µs for 32 tokens instead of 4.0 with twice as many
+(``launch/results/tunings_h200.md``)."""
 SLICES, SLICE = 4, 128
 """Slices of a part of K, one a warp, and the columns of each; the program adds their sums. For each 16 tokens these are
-128 programs for 256 experts of 4096 columns, 336 for 384 of 7168. Not chosen by time: no other has been measured."""
+128 programs for 256 experts of 4096 columns. Others have not been measured."""
 PARTS_AT_ONCE = tl.constexpr(8)
-"""Parts whose sums are asked for before the first is added."""
+"""Parts whose sums are loaded before the first is added."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

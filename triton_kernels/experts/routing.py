@@ -48,8 +48,8 @@ from .permutation import (
 )
 
 SINGLE_MAX_PAIRS = 8
-"""Most pairs of a token that is routed alone and whose pairs are compared with each other: 2.56 µs by scores and 1.89
-by table, against 4.11 and 3.16 with the sort of other launches (H100, 2026-11-25)."""
+"""Most pairs of a token that is routed alone and whose pairs are compared with each other: 2.56 µs by scores instead of
+4.11 with the sort of other launches (``launch/results/tunings_h200.md``)."""
 SINGLE_PROGRAM_TILINGS = {16: (4, 4), 64: (4, 4), 256: (8, 8)}
 """If one program sorts all pairs: by the max_tokens tokens of a launch, (tokens, warps) of a program."""
 COUNTED_BLOCK_TOKENS_AT_ONCE = 4

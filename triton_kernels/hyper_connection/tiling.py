@@ -83,12 +83,8 @@ TILINGS = (
         ),
     ),
 )
-"""(most tokens, tiling), ascending: of those tried on an H200 at 1 to 8192 tokens of 4096 columns the fastest, or one
-within 1 % of it.
-
-Up to 128 tokens, of some 90 tilings in graphs of 40 sites, each with its own ``fn`` (2026-11-26), µs a site: 32 tokens
-8.0 (with 264 mixers 8.8; by blocks of 32 with 168 registers 7.9, but spills at 7168 columns), 64 tokens 9.8 (by blocks
-of 16 12.1), 128 tokens 12.9 (15.8)."""
+"""(most tokens, tiling), ascending: the fastest of those tried on an H200 at 1 to 8192 tokens of 4096 columns, or one
+within 1 % of it (``launch/results/tunings_h200.md``)."""
 
 
 def choose_tiling(tokens: int) -> Tiling:

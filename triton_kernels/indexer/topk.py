@@ -40,16 +40,14 @@ from .scores import visible_entries
 SINGLE_PASS_MAX_SCORES = 4096
 """Scores at most among which the threshold is found without narrowing first; half as many up to a topk of 512.
 
-Measured on an H200 (2026-11-22, when keys were made by a negation): selecting 512 of 4096 for 1, 8, 64 and 256 queries
-takes 7.0, 7.2, 7.9 and 9.9 us with narrowing, 5.6, 6.8, 7.3 and 13.0 without.
+One pass takes 5.6 µs instead of 7.0 for one query, but longer for 256 queries (``launch/results/tunings_h200.md``).
 """
 
 MAX_WARPS = 8
 """Warps of a program at most; up to 2048 scores it has 4.
 
-Measured on an H200 (2026-11-22, likewise): selecting 512 of 16384 for 1, 8, 64 and 256 queries takes 8.3, 8.8, 9.5 and
-13.3 us with 8 warps, 8.5, 9.6, 10.6 and 15.8 with 16 warps of 64 registers; selecting 512 of 2048 takes 4.7, 4.7, 5.5
-and 6.3 with 4 warps, 5.1, 5.1, 6.1 and 7.0 with 8.
+Sixteen warps take up to 1.2 times as long on 16384 scores, as do eight instead of four on 2048
+(``launch/results/tunings_h200.md``).
 """
 MAX_REGISTERS = 128
 """Registers of a thread at most, so that a multiprocessor holds two programs: one loads while the other counts."""

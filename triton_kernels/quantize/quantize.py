@@ -3,8 +3,8 @@
 The recipe is that of :mod:`.nvfp4`, bit for bit. Supports bf16 and fp32 rows, each with a scale of its own, or several
 groups a row with a scale each; K a multiple of 64, small enough that a program holds a row in registers.
 
-Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written. On an H200 (2026-11-21, 8192 rows) :func:`quantize` reaches 60
-to 75 % of its floor in bytes: by the compiled code, encoding takes some 17 instructions an element there.
+Floor: 2·T·K bytes read (bf16), T·K/2 + T·K/16 written. On an H200 :func:`quantize` reaches 60 to 75 % of its floor for
+8192 rows: encoding takes some 17 instructions an element in the compiled code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ SINGLE_BLOCK_MAX_ROWS = 511
 """Most rows of a launch whose threads quantise one block each, which has the least latency. More rows fill the device,
 and then a thread quantises two.
 
-Measured on an H200 at 8192 rows, 2026-11-21, us with 1, 2 and 4 blocks a thread: 30.2, 27.2, 27.3 (4096 columns), 62.0,
-52.4, 49.3 (7168 columns)."""
+Two blocks take 0.9 of the time of one for 8192 rows (``launch/results/tunings_h200.md``)."""
 
 
 @triton.jit

@@ -52,8 +52,7 @@ def quantize_scattered(x: Tensor, destination: Tensor, out: Rows) -> None:
         OperandTypeError: a dtype is not one of those above, or not that of ``Rows``.
         OperandValueError: a shape, stride, alignment or device does not fit.
 
-    Floor: 2·S·K bytes read (bf16), S·k·(K/2 + K/16) written. On an H200 (2026-11-21, 8192 tokens to 6 rows each) 38 %
-    of it is reached.
+    Floor: 2·S·K bytes read (bf16), S·k·(K/2 + K/16) written. An H200 reaches 38 % of it for 8192 tokens to 6 rows each.
     Source: specification §6.3, §9.3.
     """
     _check(x, destination, out)

@@ -26,11 +26,9 @@ from nvfp4_sgl.triton_kernels.indexer.topk import select_entries
 from nvfp4_sgl.weights.source import frozen
 
 HCA_ENTRIES = 128
-"""Ratio-128 entries, those of 16,384 tokens, for which HCA's attention is tiled at most in decode: a graph has columns
-for the longest context, but its requests are mostly short. In columns for a million tokens, us of a graph of one launch
-of 32 heads, in programs of 16 heads against 32 as for full columns: 16 requests with 8 entries 14.2 against 16.6, 512
-21.1 against 25.3, 2048 39 against 37, 8192 106 against 83; 64 with 8 entries 20.4 against 23.3, 128 24.5 against 25.2,
-512 42 against 38, 8192 370 against 259 (H200, 2026-11-26; L2 flushed before each; one addition takes 3.4)."""
+"""Most ratio-128 entries, those of 16,384 tokens, that HCA's attention is tiled for in decode. A graph has columns for
+the longest context, but its requests are mostly short: 16 requests with 8 entries take 14.2 µs instead of 16.6
+(``launch/results/tunings_h200.md``)."""
 
 
 def packed(rows: RowStore | None) -> Entries:

@@ -138,7 +138,7 @@ def folder_of(keys: Sequence[KernelKey], given: Path | None) -> Path:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes of this user take turns.
+    """Processes of this user run one after another.
 
     Raises:
         LibraryError: the cache folder cannot be written.

@@ -58,7 +58,7 @@ class ReferenceRouter(nn.Module):
 
 
 class ReferenceExperts(nn.Module):
-    """Routed experts as two batched products, the shared expert apart."""
+    """Routed experts as two batched GEMMs, the shared expert apart."""
 
     takes = Form.VALUES
 
