@@ -7,14 +7,25 @@ import logging
 import time
 from pathlib import Path
 
-from nvfp4_sgl.arguments import add_checkpoint, add_json, add_mode, add_ranks, add_target, print_json, target_here
+from nvfp4_sgl.arguments import (
+    add_checkpoint,
+    add_json,
+    add_mode,
+    add_ranks,
+    add_target,
+    positive,
+    print_json,
+    target_here,
+)
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets.choose import mode_of
+from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.target import descriptor, words
+from nvfp4_sgl.weights.parallel import TensorParallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " default: this user's caches, where a server here finds them by itself",
     )
     add_json(parser)
-    parser.add_argument("--context-length", type=int, metavar="TOKENS", help="as served; default: the model's")
-    parser.add_argument("--max-running-requests", type=int, default=REQUESTS, metavar="N", help=f"default: {REQUESTS}")
-    parser.add_argument("--chunked-prefill-size", type=int, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}")
+    parser.add_argument("--context-length", type=positive, metavar="TOKENS", help="as served; default: the model's")
+    parser.add_argument(
+        "--max-running-requests", type=positive, default=REQUESTS, metavar="N", help=f"default: {REQUESTS}"
+    )
+    parser.add_argument(
+        "--chunked-prefill-size", type=positive, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
+    for ranks in args.ranks:
+        TensorParallel(size=ranks).check(verified.config)
+        check_target(target, verified.config, ranks, verified.inventory.storage, mode, context)
 
     from nvfp4_sgl.build import Serving, build
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -32,6 +33,15 @@ ARGUMENT_ERRORS = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
     write_tiny(directory, "nvfp4-full")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json alone, of experts that are no whole blocks of a kernel."""
+    directory = tmp_path_factory.mktemp("narrow")
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8")) | {"moe_intermediate_size": 96}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
 
@@ -108,6 +118,9 @@ def test_layertest_refuses_before_it_imports(
         (["build", "DIR"], "--target: expected one, since this machine has no GPU"),
         (["build", "nowhere", "--target", "sm_100a"], "nowhere: expected a directory"),
         (["build", "DIR", "--target", "sm_100a", "--mode", "w4a16"], "w4a16"),
+        (["build", "DIR", "--target", "sm_100a", "--tp", "1", "3"], "--tp 3: o_groups is 2, expected a multiple of 3"),
+        (["build", "DIR", "--target", "sm_90a", "--tp", "4"], "--tp 4: o_groups is 2, expected a multiple of 4"),
+        (["build", "NARROW", "--target", "sm_100a"], "target sm_100a, --tp 1: "),
         (["verify", "nowhere"], "nowhere: expected a directory"),
         (["verify", "DIR", "--against", "nowhere"], "nowhere: expected a directory"),
         (["doctor", "nowhere"], "nowhere: expected a directory"),
@@ -116,10 +129,10 @@ def test_layertest_refuses_before_it_imports(
     ids=str,
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_imported(
-    words: list[str], message: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, tiny: Path, narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    places = {"DIR": str(tiny), "OUT": str(tmp_path / "out"), "launch": str(ROOT / "launch")}
+    places = {"DIR": str(tiny), "OUT": str(tmp_path / "out"), "launch": str(ROOT / "launch"), "NARROW": str(narrow)}
     done = nvfp4_sgl(*(places.get(word, word) for word in words))
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
