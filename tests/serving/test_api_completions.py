@@ -6,35 +6,17 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.chat import MODEL, client, printable_bias
-from tests.support.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 PROMPT = "Once there was a small house at the edge of the forest"
 TOKENS = 32
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def server(serve, checkpoint) -> Server:
-    return serve(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +110,7 @@ def test_logprobs(ask, native):
     expected = native["meta_info"]
     for ours, (value, _, _) in zip(found.token_logprobs, expected["output_token_logprobs"], strict=True):
         assert abs(ours - value) <= 1e-4
+    assert set(found.text_offset) == {-1}  # docs/compatibility.md says so
     for token, best, rows in zip(found.tokens, found.top_logprobs, expected["output_top_logprobs"], strict=True):
         values = list(best.values())
         assert token == next(iter(best)) and values == sorted(values, reverse=True)

@@ -97,6 +97,8 @@ def test_a_mode_offers_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"text": "x", "sampling_params": {"temperature": NaN}}', "found NaN"),
         (b'{"text": "x", "sampling_params": {"top_k": 1, "top_k": 2}}', "found 'top_k' twice in an object"),
         (b'{"text": "x", "sampling_params": {"logit_bias": {"3": -Infinity}}}', "found -Infinity"),
+        (b'{"text": "x", "sampling_params": {"logit_bias": {"1": 5, "01": -5}}}', "logit_bias: found the token '01'"),
+        (b'{"text": "x", "sampling_params": {"logit_bias": {"00": 5}}}', "logit_bias: found the token '00'; expected"),
         (b'{"text": "x", "txet": 1}', "txet: unknown field"),
         (b'{"text": "x", "sampling_params": [{}, {"top_q": 1}]}', "sampling_params[1].top_q: unknown field"),
         (b'{"text": "x", "sampling_params": {"top_k": true}}', "sampling_params"),

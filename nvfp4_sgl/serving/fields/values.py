@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from nvfp4_sgl.serving.fields.checks import Check, found, plain
@@ -11,6 +12,9 @@ HEALTH_CHECK = "HEALTH_CHECK"
 """Beginning of the names of SGLang's own health checks, which it does not answer while others run."""
 
 MAX_NAME_CHARACTERS = 256
+
+TOKEN_ID = re.compile("0|[1-9][0-9]*")
+"""As decimal strings are written: another spelling would name a token twice, of whose biases one would be lost."""
 
 
 def request_name() -> Check:
@@ -35,12 +39,13 @@ def logit_bias() -> Check:
         if len(value) > MAX_LOGIT_BIASES:
             return f"{where}: found {len(value)} tokens; expected {MAX_LOGIT_BIASES} or fewer"
         for token, bias in value.items():
-            if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 4096):
-                return f"{where}: found the token {token!r:.80}; expected token ids"
+            if not (isinstance(token, str) and len(token) <= 4096 and TOKEN_ID.fullmatch(token)):
+                return f"{where}: found the token {token!r:.80}; expected token ids, such as '1', and not '01'"
             if type(bias) not in (int, float) or not abs(bias) <= LARGEST:
                 return found(f"{where}[{token[:20]}]", bias, f"a number from {-LARGEST:g} to {LARGEST:g}")
         return None
 
     inside: tuple[Any, ...] = ({}, {"30": 1, "31": -LARGEST, "0": LARGEST})
-    beyond = [{"30": 1e31}, {"30": -1e31}, {"-1": 1}, {"a": 1}, {"1.5": 1}, {"30": "1"}, {"30": None}, {"30": True}]
+    beyond: list[Any] = [{"30": bias} for bias in (1e31, -1e31, "1", None, True)]
+    beyond += [{token: 1} for token in ("-1", "a", "1.5", "01")]
     return Check(expected, fault, inside, (*beyond, {f"{n}": 1 for n in range(MAX_LOGIT_BIASES + 1)}, [], 5, "30"))
