@@ -17,13 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.config import LayerKind, LayerSpec, RopeTable
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
+from tests.support.lockstep import Recording, record, relative_errors, replay
+from tests.support.long_caches import fill_randomly
 from tests.support.ranks import Exchange
 from tests.support.reference_gemms import reference_gemms
 
@@ -35,6 +37,10 @@ PASSES = ({0: [5, 61, 7, 300, 22], 1: [401, 9]}, {0: [95, 12]}, {0: [77], 1: [8]
 
 SUMS = 1e-3
 """What another order of fp32 sums may change of a log-probability. Found: 0."""
+
+FAR = 2003
+"""A position, with fewer ratio-4 entries than are chosen. Angles of the tables' slower pairs differ by radians."""
+FAR_ERROR = 0.2
 
 Gemms = Callable[[], AbstractContextManager[Any]]
 
@@ -88,6 +94,38 @@ def test_as_good_as_the_reference(checkpoint: Path, computed: Tensor):
     ours, *theirs = ((found - exact).square().mean(-1).sqrt().median() for found in (computed, *cost))
     print(f"median distance from w4a16: SM100 {ours:.3f}, the reference in w4a4 {theirs[0]:.3f} and {theirs[1]:.3f}")
     assert ours <= 1.4 * max(theirs)
+
+
+@pytest.fixture(scope="module")
+def far(checkpoint: Path) -> Recording:
+    """The CPU reference's decode step at a position where RoPE's two tables have nothing in common."""
+    cached, passes = {0: FAR}, [{0: [17]}]
+    return record(
+        checkpoint, mode=ActivationMode.W4A4, cached=cached, passes=passes, capacity=FAR + 1, fill=fill_randomly
+    )
+
+
+def attention_errors(checkpoint: Path, far: Recording) -> list[float]:
+    """By layer, the relative error of attention's row at the far position, on the reference's inputs and caches."""
+    layers = range(SHAPES["num_hidden_layers"])
+    with reference_gemms():
+        model = Standalone(checkpoint, target="sm_100a", requests=1, capacity=FAR + 1)
+        (row,) = replay(model, far, layers)
+    return [float(relative_errors(row[n].attention, far.layers[0][n].attention[1]).max()) for n in layers]
+
+
+def test_far_positions_are_rotated_by_the_layers_table(
+    checkpoint: Path, far: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer with the other table is seen in its own attention: each of the three kinds."""
+    right = attention_errors(checkpoint, far)
+    others = {table: next(other for other in RopeTable if other is not table) for table in RopeTable}
+    table_of = LayerSpec.__dict__["rope"].fget
+    monkeypatch.setattr(LayerSpec, "rope", property(lambda layer: others[table_of(layer)]))
+    wrong = attention_errors(checkpoint, far)
+    print(f"relative errors by layer: {right}, by the other table {wrong}")
+    assert max(right) < FAR_ERROR
+    assert min(wrong) > 1.3 * FAR_ERROR
 
 
 def test_two_ranks(checkpoint: Path):
