@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.server import Server, ServerPool
@@ -29,6 +30,23 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
         return path
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_checkpoints: Callable[[str], Path]) -> Path:
+    """The tiny checkpoint in full NVFP4, for files that have none of their own."""
+    return tiny_checkpoints("nvfp4-full")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def server(serve: ServerPool, checkpoint: Path) -> Server:
+    """One with default flags. Files ask for it anew, since a pool may have ended it for another."""
+    return serve(checkpoint)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,21 +15,10 @@ import pytest
 from tests.support.given_up import Plan, check_nothing_is_left, pools, wait_until_idle
 from tests.support.golden import Golden
 from tests.support.prompts import draw_ids
-from tests.support.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 REQUESTS, CONCURRENCY = 200, 16
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
-def server(serve, checkpoint) -> Server:
-    return serve(checkpoint)
 
 
 def test_pools_show_a_running_request(server):

@@ -10,15 +10,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.chat import MODEL, client, joined, printable_bias
-from tests.support.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -50,21 +47,6 @@ CLOCK = {
     "type": "function",
     "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": True},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def server(serve, checkpoint) -> Server:
-    return serve(checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,9 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.packaging.checkout import ROOT
 from tests.support.documents import fences, table
@@ -114,21 +112,6 @@ def compare_streams(documented: str, found: str) -> None:
             raise Departs(f"event {place}: expected {event!r} after the ones before it")
     if left:
         raise Departs(f"after the last documented event: {left!r}")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def server(serve, checkpoint) -> Server:
-    return serve(checkpoint)
 
 
 @pytest.fixture(scope="module")

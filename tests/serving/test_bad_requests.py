@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 VOCAB = 512
 POOL_TOKENS = 16384
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,11 +277,6 @@ def test_websocket() -> None:
 
 
 # --- a real server ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

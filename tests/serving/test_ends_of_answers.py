@@ -10,7 +10,6 @@ import json
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 PROMPT = "Say it."
 REPLACEMENT = "\ufffd"
 TEXT, SHORT_TEXT = "ab中🚀 c🚀d", "a中🚀"
-
-
-@pytest.fixture(scope="module")
-def server(serve, tiny_checkpoints) -> Server:
-    checkpoint: Path = tiny_checkpoints("nvfp4-full")
-    return serve(checkpoint)
 
 
 def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import demo
 from transformers import AutoTokenizer
 
 from examples import function_calling, server
@@ -16,7 +16,6 @@ from tests.support.server import ServerPool, session_processes
 
 pytestmark = pytest.mark.timeout(600)
 
-DSML = "｜DSML｜"
 STAND_IN = """
 import http.server, json, sys
 
@@ -29,11 +28,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 """A server that is ready at once and answers with its arguments."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints: Callable[[str], Path]) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture
@@ -59,15 +53,9 @@ def test_the_answer_and_the_streamed_one_agree(serve: ServerPool, checkpoint: Pa
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("has_token", [True, False], ids=["a tag's token", "tags spelled in other tokens"])
-def test_the_tool_is_called_and_its_result_answered(has_token: bool, serve: ServerPool, checkpoint: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    bias = printable_bias(tokenizer, spaces=False, allowed=[DSML] * has_token)
-    # Random weights would call text JSON; a trained model knows.
-    liked = [text for text in ("t", "tr", "tru", "true") if text in tokenizer.get_vocab()] + [DSML] * has_token
-    bias |= dict.fromkeys(map(str, tokenizer.convert_tokens_to_ids(liked)), 100)
-    extra = {"logit_bias": bias}
-    _, call, result, answer = function_calling.converse(serve(checkpoint).url, extra_body=extra)
+def test_the_tool_is_called_and_its_result_answered(serve: ServerPool) -> None:
+    """On the demo's server and model, as the page says: nothing steers the model, which knows no tools."""
+    _, call, result, answer = function_calling.converse(serve(demo.TRAINED, *demo.FLAGS).url)
     assert [tool["function"]["name"] for tool in call["tool_calls"]] == ["get_weather"]
     assert json.loads(result["content"])["degrees"] in (14, 22)
     assert answer["role"] == "assistant" and answer["content"]

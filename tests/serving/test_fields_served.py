@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,6 @@ UP_TO_THE_MODEL = {
     *("score_extraction_token", "temperature", "continue_final_message", "add_generation_prompt", "tokens"),
 }
 """Fields of which some values inside their range are refused: for the model's size, or for what they go with."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

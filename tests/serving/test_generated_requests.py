@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ from tests.support.server import Server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(3600)]
 
 DEFAULT_SEEDS, ALL_SEEDS = 4, 40
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

@@ -91,11 +91,6 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(serve, tiny_checkpoints) -> Server:
-    return serve(tiny_checkpoints("nvfp4-full"))
-
-
 def processes(server: Server, title: str) -> list[psutil.Process]:
     """The server's processes of that name."""
     found = []

@@ -29,11 +29,6 @@ FLAGS = ("--max-total-tokens", str(POOL))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     """Two servers that started at once, as users start them, without an administrative key."""
     folder = tmp_path_factory.mktemp("pair")

@@ -10,7 +10,6 @@ import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from transformers import DeepseekV4ForCausalLM
@@ -22,11 +21,6 @@ from tests.support.prompts import clear_ids
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 LENGTHS = (1, 5, 127, 128, 129, 131, 513, 1500)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
@@ -16,11 +14,6 @@ from tests.support.oracle import cached_hf_model, hf_logits
 from tests.support.prompts import clear_ids
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints) -> Path:
-    return tiny_checkpoints("nvfp4-full")
 
 
 @pytest.fixture(scope="module")

@@ -69,11 +69,6 @@ OF_THE_MODEL = {
 """Fields of which a table knows the type only: what its samples are answered with, and why that may be 400."""
 
 
-@pytest.fixture(scope="module")
-def server(serve, tiny_checkpoints) -> Iterator[Server]:
-    yield serve(tiny_checkpoints("nvfp4-full"))
-
-
 def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, str]:
     """Status and text of an answer."""
     answer = posting.post(server, path, body)

@@ -19,11 +19,6 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints: Callable[[str], Path]) -> Path:
-    return tiny_checkpoints("nvfp4-full")
-
-
-@pytest.fixture(scope="module")
 def place() -> Place:
     return Place(("--max-total-tokens", "16384"), death_seconds=10)
 

@@ -18,12 +18,6 @@ from tests.support.sampling import require_bias, require_kinds, require_penaltie
 IDS = prompt(40, seed=8)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoints: Any) -> Path:
-    path: Path = tiny_checkpoints("nvfp4-full")
-    return path
-
-
 @pytest.mark.server
 def test_every_kind_draws_from_what_it_leaves(serve: Any, checkpoint: Path) -> None:
     require_kinds(serve(checkpoint), IDS, read_config_json(checkpoint)["vocab_size"])

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
 from nvfp4_sgl.targets.choose import choose
-from tests.support.server import Server, ServerPool
+from tests.support.server import Server
 from tests.support.start_log import STAGES, wait_for_last_stage
 
 pytestmark = [pytest.mark.server]
-
-
-@pytest.fixture
-def server(serve: ServerPool, tiny_checkpoints: Callable[[str], Path]) -> Server:
-    return serve(tiny_checkpoints("nvfp4-full"))
 
 
 def test_what_is_running(server: Server) -> None:
