@@ -117,7 +117,7 @@ def _with_null(value: object) -> object:
 
 
 def check_passes(prompt: int, steps: int) -> None:
-    """Refuse what :func:`add_prompt` takes and nothing can run."""
+    """Refuse passes that :func:`add_prompt` parses and that nothing can run."""
     if prompt < 1 or steps < 0:
         raise ConfigError(f"--prompt {prompt} --steps {steps}: expected at least 1 token, and no less than 0 steps")
 

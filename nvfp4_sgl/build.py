@@ -39,7 +39,7 @@ EXTRA_TOKENS = 4
 
 @dataclass(frozen=True)
 class Serving:
-    """What the kernels of a server depend on beside the checkpoint.
+    """What a server's kernels depend on, apart from the checkpoint.
 
     Attributes:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.

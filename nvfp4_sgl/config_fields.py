@@ -1,4 +1,4 @@
-"""Every field of config.json that is known, and what becomes of it: the one table that all readers share.
+"""Every known field of config.json, and its rule: the one table that all readers share.
 
 A field is read within bounds (:class:`Integer`, :class:`Number`), must hold a fixed value if it is there
 (:class:`Fixed`), must say again what other fields say (:class:`Repeats`), is checked where it is used

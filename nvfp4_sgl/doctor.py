@@ -1,4 +1,4 @@
-"""``nvfp4-sgl doctor``: what would run here, or with the flags of a plan elsewhere, and what stands in its way.
+"""``nvfp4-sgl doctor``: report what would run here, or elsewhere by the flags of a plan, and what prevents it.
 
 Collects versions against the pins of this distribution, the device, the implementation of every op on it, the modes,
 and whether SGLang will find the plugin. Nothing is started and nothing is changed.

@@ -1,4 +1,4 @@
-"""Where the ``nvfp4-sgl`` script begins: Ctrl-C is one line from the first import on, not a traceback."""
+"""Entry of the ``nvfp4-sgl`` script: from the first import on, Ctrl-C gives one line instead of a traceback."""
 
 import sys
 
@@ -6,7 +6,7 @@ from nvfp4_sgl.errors import INTERRUPTED
 
 
 def interrupted() -> int:
-    """Say so; the exit status."""
+    """Print that the command was interrupted; returns the exit status."""
     print("\nnvfp4-sgl: interrupted", file=sys.stderr)
     return INTERRUPTED
 

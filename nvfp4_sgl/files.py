@@ -1,4 +1,4 @@
-"""Files as strangers give them: looked at before they are read, and named for what they are."""
+"""Checks of files of unknown origin before they are read; errors name what the files are."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def foreign_kind(head: bytes) -> str | None:
 
 
 def require_directory(path: str | Path, error: type[ConfigError] | type[CheckpointError]) -> Path:
-    """``path``, which must be a directory that can be looked into; ``error`` says what else it is."""
+    """``path``, which must be a readable directory; ``error`` says what it is instead."""
     path = Path(path)
     kind = _kind(path)
     if kind == "directory":

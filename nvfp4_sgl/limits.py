@@ -1,4 +1,4 @@
-"""Sizes that kernels take: for the kernels, and for what asks before any weight is read. Nothing is imported here.
+"""Sizes that kernels take, for the kernels and for checks before any weight is read. Imports nothing.
 
 Headers are inspected without torch, which every kernel imports. A name says what it bounds; unlike things with an equal
 bound have a name each.

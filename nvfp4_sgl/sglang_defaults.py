@@ -1,4 +1,4 @@
-"""Defaults of a server: SGLang's for DeepSeek-V4 on a GPU, for one that is not there, and ours on a CPU."""
+"""Defaults of a server: SGLang's for DeepSeek-V4 on a GPU, which may be absent, and ours on a CPU."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def fitted(text: str) -> str:
 
 
 class Counter:
-    """One line that says how far a work is, on a terminal alone.
+    """A counter in one line, on a terminal alone.
 
     Args:
         what: the line, before the number.
@@ -114,7 +114,7 @@ class Counter:
 
 
 class Status:
-    """What a work is at, in one line that is written over on a terminal.
+    """The current step of a job, in one line that is overwritten on a terminal.
 
     Elsewhere a line is printed at first, and then one every :data:`QUIET_SECONDS` at most.
 

@@ -11,7 +11,7 @@ from nvfp4_sgl.cache.rows import RowStore
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer reads and writes besides activations.
+    """The row stores and states that a layer reads and writes.
 
     Attributes:
         swa: the sliding window's key/value rows.

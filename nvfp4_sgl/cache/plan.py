@@ -44,7 +44,7 @@ class CompressPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Everything that attention needs to know of a batch besides values.
+    """The slots and lengths of a batch that attention needs.
 
     Attributes:
         positions: int64 [T].

@@ -1,4 +1,4 @@
-"""Checkpoints in DeepSeek's original layout: which tensors there must be, what the files hold, and how to read them.
+"""Checkpoints in DeepSeek's original layout: required tensors, contents of the files, readers.
 
 ``names`` says what a configuration demands, ``inventory`` compares that with the files' headers before a byte of
 data is read, ``reader`` hands out the tensors bit for bit and checks their values. What is told of a checkpoint is in

@@ -1,4 +1,4 @@
-"""Files that the server reads beside config.json and the weights: one table of them, and what is checked of each.
+"""Files that the server reads beside config.json and the weights: one table, with the check of each.
 
 SGLang ends in a traceback where one of them is damaged, waits for ever where it is a pipe, or starts and then refuses
 every request that leaves a damaged default in force. ``inspect``, ``doctor`` and the server's pre-flight refuse it.
@@ -24,7 +24,7 @@ FETCH = "fetch it from the model's repository"
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:
-    """Refuse what the tokenizers library does not read, and token ids that the embedding does not have."""
+    """Refuse a file that the tokenizers library cannot read, and token ids beyond the embedding."""
     require_object(read_json(file, ConfigError, MAX_TOKENIZER_BYTES, FETCH), file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -42,12 +42,12 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
 
 
 def check_object(file: Path, vocab_size: int) -> None:
-    """Refuse what is no JSON object."""
+    """Refuse anything but a JSON object."""
     require_object(read_json(file, ConfigError, MAX_CONFIG_BYTES, FETCH), file)
 
 
 def check_text(file: Path, vocab_size: int) -> None:
-    """Refuse what is no text of a usual size; what it says is not this module's."""
+    """Refuse anything but text of a usual size; the content is not checked."""
     size = require_file(file, ConfigError, FETCH)
     if size > MAX_CONFIG_BYTES:
         raise ConfigError(f"{file}: expected at most {MAX_CONFIG_BYTES} bytes, found {size}; {FETCH}")
@@ -93,7 +93,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_generation(file: Path, vocab_size: int) -> None:
-    """Refuse defaults that no request may have, and ids that are none."""
+    """Refuse defaults that no request may have, and invalid token ids."""
     found = require_object(read_json(file, ConfigError, MAX_CONFIG_BYTES, FETCH), file)
     for name, allowed in DEFAULTS.items():
         if found.get(name) is not None and not allowed.allows(found[name]):

@@ -1,4 +1,4 @@
-"""Classes of matrices by what they do in a layer: what reports are grouped by, and conversions chosen by."""
+"""Classes of matrices by their role in a layer, for reports and for the choice of what to convert."""
 
 from __future__ import annotations
 

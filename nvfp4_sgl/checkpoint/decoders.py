@@ -1,8 +1,8 @@
-"""How a matrix can be stored: one decoder a storage, which says what is stored for a matrix and what it stands for.
+"""Decoders of stored matrices: one for each storage, with the tensors of a matrix and their meaning.
 
 A decoder knows nothing of files, names of layers or ranks. The inventory holds what is there against
 :attr:`Decoder.parts`, the reader cuts a rank's range out of each part, and :meth:`Decoder.decode` makes a matrix of the
-pieces. Whoever adds a storage writes a decoder here and names it in :class:`.storage.Storage`.
+pieces. To add a storage, write a decoder here and name it in :class:`.storage.Storage`.
 
 Headers are checked without torch, which takes seconds to import; so only what touches values imports it.
 
@@ -67,14 +67,14 @@ class Part:
 
 
 class Pieces(Protocol):
-    """The stored tensors of one matrix, cut to the range that is read; parts go by their first suffix."""
+    """The stored tensors of one matrix, cut to the range that is read; a part's name is its first suffix."""
 
     def piece(self, part: str) -> Tensor:
         """The range's share of a part."""
         ...
 
     def whole(self, part: str) -> Tensor:
-        """All of a part."""
+        """The whole of a part."""
         ...
 
 
@@ -128,7 +128,7 @@ class Decoder(ABC):
 
     @property
     def column_multiple(self) -> int:
-        """K must be a multiple of this."""
+        """The number that K must be a multiple of."""
         return self.block[1] if self.is_packed else 1
 
 
@@ -307,5 +307,5 @@ class Plain(Decoder):
         return True
 
     def decode(self, pieces: Pieces) -> Tensor:
-        """As it is stored."""
+        """The tensor as it is stored."""
         return pieces.piece("weight")

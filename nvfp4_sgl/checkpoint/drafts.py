@@ -23,14 +23,14 @@ COPIES = re.compile(rf"{re.escape(MTP_PREFIX)}\d+\.(emb|head)\.")
 
 
 class DraftKind(enum.Enum):
-    """What drafts; each has a tensor of ``mtp.0`` that the other has not."""
+    """The kinds of drafts; each has a tensor of ``mtp.0`` that the other lacks."""
 
     MTP = "MTP"
     DSPARK = "DSpark"
 
     @property
     def mark(self) -> str:
-        """The matrix that tells it."""
+        """The matrix that tells the kind."""
         return f"{MTP_PREFIX}0.{'e_proj' if self is DraftKind.MTP else 'main_proj'}"
 
 

@@ -181,7 +181,7 @@ def _modelopt(claims: Claims, expert_dtype: object) -> Claims:
 
 
 def _say_experts(claims: Claims, expert_dtype: object, layers: Mapping[str, str]) -> None:
-    """What DeepSeek's own releases say of their experts, if they do."""
+    """The statement of DeepSeek's own releases about their experts, if there is one."""
     if not isinstance(expert_dtype, str) or expert_dtype not in EXPERT_DTYPES or layers:
         return
     schemes = EXPERT_DTYPES[expert_dtype] if expert_dtype != "fp4" else frozenset({MXFP4, NVFP4})
@@ -339,7 +339,7 @@ def _targets(claims: Claims, field: str, patterns: list[str]) -> Targets:
 
 
 def _check_cache(claims: Claims) -> None:
-    """An exporter may wish for an FP8 cache, in words of its own."""
+    """Check an exporter's words for an FP8 cache, which it may ask for."""
     scheme = claims.raw.get("kv_cache_scheme")
     if scheme is not None and not (isinstance(scheme, Mapping) and scheme.get("num_bits") == 8):
         raise claims.error("kv_cache_scheme", "nothing, or an object with num_bits 8", scheme)

@@ -1,4 +1,4 @@
-"""What is told of a checkpoint: problems and notes, for people and for programs."""
+"""Findings about a checkpoint: problems and notes, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """Something about a tensor, or about the whole checkpoint where ``tensor`` is ``None``.
+    """A finding about a tensor, or about the whole checkpoint where ``tensor`` is ``None``.
 
     ``kind`` is one word for programs: what docs/formats.md lists.
     """

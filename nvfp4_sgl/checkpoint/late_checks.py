@@ -1,4 +1,4 @@
-"""Checks of values that are on their way to a device: a flag each stays there, and all are looked at together.
+"""Checks of values that are copied to a device: each leaves a flag there, and all flags are read together.
 
 Looking at one waits for the device, which then has nothing to do while the host reads on.
 """
@@ -24,7 +24,7 @@ class Checked(NamedTuple):
 
 
 class LateChecks:
-    """Gathers flags.
+    """Collects the flags of checks on a device.
 
     Args:
         explain: raises, for a part whose flag is set.
@@ -41,7 +41,7 @@ class LateChecks:
             self.look()
 
     def look(self) -> None:
-        """Wait for the device, and let the first part that is wrong be explained."""
+        """Wait for the device, and raise the error of the first wrong part."""
         pending, self._pending = self._pending, []
         if pending:
             found = torch.stack([is_wrong for _, is_wrong in pending]).tolist()

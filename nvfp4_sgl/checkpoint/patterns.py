@@ -1,7 +1,7 @@
 """Names of modules as ``quantization_config`` writes them: lists, wildcards, regular expressions.
 
-A matrix goes by its original name, by that behind ``model.``, and by transformers' name; a pattern that fits one of
-them fits the matrix.
+A matrix has three names: the original one, that behind ``model.``, and transformers'; a pattern that fits one of them
+fits the matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from nvfp4_sgl.checkpoint.transformers_names import PREFIX, transformers_name
 
 ALL_LINEAR = "Linear"
-"""The class of every matrix; a target of exporters that go by class."""
+"""The class of every matrix, which exporters may name as a target."""
 REGULAR = "re:"
 """Begins a regular expression of compressed-tensors, which must fit from the name's beginning."""
 
@@ -53,7 +53,7 @@ class Targets:
     """compressed-tensors' patterns: names in full, ``re:`` with a regular expression, or the class ``Linear``.
 
     Raises:
-        re.error: a regular expression that is none.
+        re.error: an invalid regular expression.
     """
 
     def __init__(self, patterns: Collection[str]):

@@ -1,4 +1,4 @@
-"""Lines that say how far a work over a checkpoint's bytes is, how fast, and how long it will take."""
+"""Lines of progress of a job over a checkpoint's bytes: part done, rate, time left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ByteProgress:
         self._next_line = self._started + QUIET_SECONDS
 
     def add(self, nbytes: int) -> None:
-        """Another ``nbytes`` are done."""
+        """Count ``nbytes`` more as done."""
         with self._lock:
             self.done += nbytes
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Hold what exporters say about a checkpoint against what its tensors are.
+"""Compare what exporters say about a checkpoint with its tensors.
 
 The tensors decide how they are read; ``quantization_config`` in config.json and ``hf_quant_config.json`` may only
 agree.

@@ -38,7 +38,7 @@ CHECKED_BYTES = 64 << 20
 
 
 def reader_for(inventory: Inventory, device: torch.device | str, say: Callable[[str], None] | None) -> CheckpointReader:
-    """A reader onto ``device``, or onto the CPU if that is no GPU; ``say`` takes lines that say how far reading is."""
+    """Make a reader onto ``device``, or onto the CPU if that is no GPU; ``say`` takes lines of progress."""
     device = torch.device(device)
     return CheckpointReader(inventory, StagedFiles(device) if device.type == "cuda" else None, say)
 
@@ -69,7 +69,7 @@ class CheckpointReader:
 
     @property
     def waited(self) -> float:
-        """Seconds in which files were waited for; 0 of mapped ones, which are read as they are touched."""
+        """Seconds of waiting for files; 0 for mapped ones, which are read when they are touched."""
         return self._files.waited
 
     def storage(self, stem: str) -> Storage:
@@ -108,7 +108,7 @@ class CheckpointReader:
         return part.view(torch.uint8)[:, start:stop].contiguous().view(part.dtype)
 
     def check_values(self, name: str, part: Tensor, rows: slice | None = None, cols: slice | None = None) -> None:
-        """CheckpointError if ``part``, the given ranges of tensor ``name``, holds what no checkpoint may hold."""
+        """Raise CheckpointError if ``part``, the given ranges of tensor ``name``, holds an invalid value."""
         entry, start, count = self._entry(name), 0, 0
         first: tuple[list[int], float, str] | None = None
         for piece in self._checked_pieces(name, part):
@@ -160,7 +160,7 @@ class CheckpointReader:
         return _cut(matrix, row, col)
 
     def expect(self, matrices: Sequence[MatrixRange]) -> None:
-        """These matrices are read next, in this order: their files may be read ahead, two calls' worth at most."""
+        """Announce the matrices that are read next, in order: their files may be read ahead, for two calls at most."""
         places: list[tuple[Entry, slice | None]] = []
         for stem, rows, cols in matrices:
             decoder = self.storage(stem).decoder
@@ -237,7 +237,7 @@ class CheckpointReader:
         return decoder.values(_Pieces(self, stem, decoder, rows, slice(0, self.matrix_shape(stem)[1])))
 
     def release(self) -> None:
-        """Let go of the files; they are opened again when something is read."""
+        """Close the files; they are opened again when something is read."""
         self._files.release()
 
     def part(self, stem: str, part: Part, rows: slice | None = None, cols: slice | None = None) -> Tensor:
@@ -248,7 +248,7 @@ class CheckpointReader:
         return self.read(name, _in_units(rows, part.unit[0]), _in_units(cols, part.unit[1]))
 
     def check_read(self) -> None:
-        """Raise if anything that was read so far holds a value that no checkpoint may hold; waits for the device.
+        """Raise if anything read so far holds an invalid value; waits for the device.
 
         Raises:
             CheckpointError: as :meth:`read`, of the first tensor that does.
@@ -283,7 +283,7 @@ class CheckpointReader:
 
     @cached_property
     def _unread(self) -> dict[str, Entry]:
-        """What must be read before :meth:`finish`, and was not yet."""
+        """Tensors that must be read before :meth:`finish`, and were not yet."""
         return {
             name: entry
             for name, entry in self._inventory.entries.items()
@@ -302,7 +302,7 @@ class CheckpointReader:
         return ByteProgress(sum(entry.nbytes for entry in self._unread.values()), self._say)
 
     def _count(self, name: str, part: Tensor) -> None:
-        """``part`` of a tensor is handed out; a file of which no tensor is left is let go of."""
+        """Count ``part`` of a tensor as handed out; close a file of which no tensor is left."""
         left, progress = self._left, self._progress  # of all that must be read, the first time
         self.nbytes += part.nbytes
         entry = self._unread.pop(name, None)
@@ -315,7 +315,7 @@ class CheckpointReader:
             progress.add(entry.nbytes)
 
     def _check_later(self, name: str, part: Tensor, rows: slice | None, cols: slice | None) -> None:
-        """Flag ``part``, where it is, if it holds what no checkpoint may hold; nothing waits for the device."""
+        """Flag ``part`` on its device if it holds an invalid value; nothing waits for the device."""
         entry = self._entry(name)
         masks = (self._invalid(entry, name, piece)[0] for piece in self._checked_pieces(name, part))
         flags = [mask.any() for mask in masks if mask is not None]
@@ -330,7 +330,7 @@ class CheckpointReader:
         return part.split(max(CHECKED_BYTES * len(part) // part.nbytes, 1))
 
     def _explain(self, checked: Checked) -> None:
-        """Raise for a part that holds what it must not on the device: as the CPU does, from the file."""
+        """Raise the error of a part that is invalid on the device, as the CPU does, from the file."""
         entry = self._entry(checked.name)
         part = CheckpointReader(self._inventory).read(*checked)
         _, expected = self._invalid(entry, checked.name, part)
@@ -369,7 +369,7 @@ class CheckpointReader:
         )
 
     def _part_of(self, name: str) -> Part | None:
-        """What ``name`` is of a matrix; ``None`` if it is a tensor of its own."""
+        """The part of a matrix that ``name`` is; ``None`` if it is a tensor of its own."""
         stem, _, suffix = name.rpartition(".")
         storage = self._storages().get(stem)
         if storage is None and name.startswith(MTP_PREFIX) and (stored := self._inventory.stored(stem)):
@@ -381,7 +381,7 @@ class CheckpointReader:
         return part is not None and part.optional
 
     def _invalid(self, entry: Entry, name: str, part: Tensor) -> tuple[Tensor | None, str]:
-        """Where ``part`` holds what it must not, and what was expected."""
+        """The first invalid value of ``part``, and what was expected."""
         of_matrix = self._part_of(name)
         if of_matrix is not None:
             return of_matrix.rule(part)

@@ -17,7 +17,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_RANK, MAX_SIZE = 8, 2**40
-"""Most dimensions of a shape, which are two here, and the largest size or offset: they bound products and messages."""
+"""Most dimensions of a shape, which are two here, and the largest size or offset: they bound multiplications and
+messages."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -28,7 +29,8 @@ ITEM_BYTES = {
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies. ``dtype`` is safetensors' name; ``offset`` counts from the start of the file."""
+    """The place of one tensor in a file. ``dtype`` is safetensors' name; ``offset`` counts from the start of the
+    file."""
 
     name: str
     file: Path

@@ -1,4 +1,4 @@
-"""Read the values of a checkpoint: what a server would refuse, what no good exporter writes, and ranges of scales.
+"""Scan the values of a checkpoint: those that a server refuses, those that no good exporter writes, ranges of scales.
 
 What is refused is decided by the reader that a server loads with, tensor by tensor, so that both agree. Beyond that:
 
@@ -88,7 +88,7 @@ class ScaleRange:
 
 
 def fmin(a: float, b: float) -> float:
-    """The smaller of two numbers, of which NaN is none."""
+    """The smaller of two numbers; NaN counts as absent."""
     return b if math.isnan(a) else a if math.isnan(b) else min(a, b)
 
 
@@ -111,7 +111,7 @@ class ScaleKey(NamedTuple):
 
 @dataclass
 class Scan:
-    """What was found in a checkpoint's values.
+    """Findings in a checkpoint's values.
 
     Attributes:
         nbytes: read. whole: all tensors were read; else the scales alone.
@@ -178,7 +178,7 @@ class _Worker:
         return sum(self._inventory.entries[name].nbytes for name in self._names(spec))
 
     def examine(self, spec: TensorSpec) -> Scan:
-        """What one logical tensor has."""
+        """Findings and scales of one logical tensor."""
         found = Scan(self._whole)
         if spec.role.is_matrix:
             self._examine_matrix(spec.name, found)
@@ -256,7 +256,7 @@ class _Worker:
             found.problems.append(Finding(name, "zero-scale", text))
 
     def _check(self, name: str, part: Tensor, found: Scan, rows: slice | None = None) -> None:
-        """Let the reader judge; only the first chunk that is wrong is told."""
+        """Check a chunk by the reader's rules; only the first wrong chunk is reported."""
         if any(problem.tensor == name for problem in found.problems):
             return
         try:

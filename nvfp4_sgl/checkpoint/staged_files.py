@@ -1,11 +1,11 @@
 """Stored tensors on a GPU: read by threads into pinned buffers, and copied from there while the next are read.
 
-A tensor is handed out when its copy is enqueued, not when it has arrived: whoever asks goes on to enqueue what becomes
-of it, and asks for the next. Experts, all but a few percent of Flash's bytes, are told before they are asked for, two
-batches at a time (:meth:`StagedFiles.expect`), and lie in memory by then; the rest is read when it is asked for. So
-nothing waits for anything but bytes: a buffer is filled again when its copies have been made, and what was expected
-into it was asked for or is dropped. Copies go to the stream that is current: what uses them comes behind them there.
-On a stream of their own they would run beside it, but both together take less time than reading.
+A tensor is handed out when its copy is enqueued, not when it has arrived: the caller enqueues its own work on it, and
+requests the next. Experts, all but a few percent of Flash's bytes, are announced two batches ahead
+(:meth:`StagedFiles.expect`) and are in memory when they are requested; the rest is read on request. So nothing waits
+for anything but bytes: a buffer is filled again when its copies are done, and announced tensors in it that nobody
+requested are dropped. Copies go to the current stream, and their users follow there. A stream of their own would gain
+nothing: copies and their users together take less time than reading.
 
 Files are read, not mapped: threads do it while Python goes on, and no page ever counts as this process's. On an EPYC
 with nested paging both copy 4 to 5 GB a CPU second out of the page cache. In a matrix that ranks split by columns, each
@@ -57,16 +57,16 @@ _Place: TypeAlias = "tuple[str, tuple[int, int] | None]"
 
 
 class Mark(Protocol):
-    """A place in the work that a device has been given."""
+    """A point in a device's queue of work."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached the point."""
         ...
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """Pinned memory that is filled from its beginning, and again once all copies out of it have been made.
+    """Pinned memory that is filled from its beginning, and again once all copies out of it are done.
 
     Attributes:
         copied: the place behind the last copy out of it.
@@ -102,7 +102,7 @@ class _Expected:
 
 
 class _File:
-    """An open file, and the pieces of it of which the system was told."""
+    """An open file, and the pieces that were announced to the system."""
 
     def __init__(self, file: Path):
         try:
@@ -124,13 +124,13 @@ class _File:
             left, offset = left[count:], offset + count
 
     def unadvised(self, begin: int, end: int) -> Sequence[int]:
-        """Pieces from byte ``begin`` to ``end`` of which the system was not told; from now on it was."""
+        """Pieces from byte ``begin`` to ``end`` that were not announced to the system yet; they count as announced."""
         pieces = [n for n in range(begin // ADVISED_BYTES, -(-end // ADVISED_BYTES)) if n not in self._advised]
         self._advised.update(pieces)
         return pieces
 
     def advise(self, piece: int) -> None:
-        """Tell the system. It is a hint: where it is not taken, reading is slower and nothing else."""
+        """Announce a piece to the system. This is a hint: without it reading is only slower."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(self.descriptor, piece * ADVISED_BYTES, ADVISED_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -180,7 +180,7 @@ class StagedFiles:
         return out.view(DTYPES[entry.dtype]).view(shape)
 
     def expect(self, places: Sequence[tuple[Entry, slice | None]]) -> None:
-        """Read these ahead, as many as one buffer holds."""
+        """Read these tensors ahead, as many as one buffer holds."""
         buffers = self._for_expected = self._for_expected or self._allocate(EXPECTED_BYTES)
         buffers.append(buffer := buffers.pop(0))
         for place, piece in list(self._expected.items()):
@@ -210,7 +210,7 @@ class StagedFiles:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
         if (mark := self._mark()) is not None:
-            mark.synchronize()  # what was read is on the device, also for whoever uses it on another stream
+            mark.synchronize()  # what was read is on the device, for users on other streams, too
         self._expected.clear()
         self._open.clear()
         self._for_expected, self._for_others = [], []
@@ -267,7 +267,7 @@ class StagedFiles:
         target.copy_(staged, non_blocking=True)
 
     def _mark(self) -> Mark | None:
-        """The place behind all copies so far; ``None`` where they are made at once."""
+        """The point after all copies so far; ``None`` where copies are made at once."""
         if self._device.type == "cuda":
             return torch.cuda.current_stream(self._device).record_event()
         return None

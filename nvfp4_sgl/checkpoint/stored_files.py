@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class StoredFiles(Protocol):
-    """Where a reader gets tensors from.
+    """The files that a reader takes tensors from.
 
     Attributes:
         is_asynchronous: tensors may arrive later than they are handed out, so that looking at their values waits.
@@ -58,11 +58,11 @@ class StoredFiles(Protocol):
         ...
 
     def let_go(self, file: Path) -> None:
-        """All of ``file`` was read; it is opened again should more be asked for."""
+        """Close ``file``, of which all was read; a later read opens it again."""
         ...
 
     def release(self) -> None:
-        """Let go of all files and buffers, once all that was read has arrived."""
+        """Close all files and free the buffers, once all copies have arrived."""
         ...
 
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Sweep:
-    """Counts bytes as they are read; prints progress; lets files go.
+    """Counts bytes as they are read, prints progress and closes files.
 
     Args:
         readers: whose files are let go of.

@@ -1,4 +1,4 @@
-"""What the values of a stored tensor may be: one rule a kind of tensor, the one table that all readers share.
+"""Rules for the values of stored tensors: one for each kind, in a table that all readers share.
 
 A rule takes a tensor, or the part of it that was read, and returns where it holds what it must not (bool, of the same
 shape, or ``None`` if any value may be there) and, in words, what was expected. It does not wait for the device.
@@ -139,7 +139,7 @@ def inverse_global_scale(part: Tensor) -> tuple[Tensor | None, str]:
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors that go by one rule.
+    """Tensors that share one rule.
 
     Attributes:
         pattern: of their names; none for parts of matrices, whose storage says their rule.

@@ -34,7 +34,7 @@ class Verified:
     is_dummy: ClassVar[bool] = False
 
     def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
-        """What hands the tensors out on ``device``, or on the CPU if that is no GPU.
+        """The reader of the tensors on ``device``, or on the CPU if that is no GPU.
 
         Args:
             say: takes lines that say how far reading is.

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_device(name: str) -> None:
-    """Refuse what is no device of a conversion, or a GPU where there is none."""
+    """Refuse an unknown device, or a GPU where there is none."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name, re.ASCII):
         raise UnsupportedError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name != "cpu" and not sees_gpu():

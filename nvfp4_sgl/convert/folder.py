@@ -42,7 +42,7 @@ class Folder:
 
     @classmethod
     def begin(cls, directory: Path, job: Mapping[str, Any], *, finished: bool = False) -> Folder:
-        """Start a conversion in a new or empty directory, or go on with one; or open one that is ``finished`` again.
+        """Start a conversion in a new or empty directory, resume one, or open a ``finished`` one again.
 
         Raises:
             CheckpointError: the directory holds other files, a conversion of another source or with other options, or
@@ -76,7 +76,7 @@ class Folder:
         return folder
 
     def _agree(self) -> None:
-        """Write what was asked for, or hold it against what was asked for earlier."""
+        """Record the options of the conversion, or compare them with the recorded ones."""
         file = self._work / JOB
         if not file.exists():
             if self.records():
@@ -98,7 +98,7 @@ class Folder:
         return found
 
     def record(self, name: str, value: object) -> None:
-        """Keep ``value`` with the file ``name``, which is whole."""
+        """Record ``value`` for the complete file ``name``."""
         self.write_json(self._work / f"{name}.json", value)
 
     def write_json(self, file: Path, value: object) -> None:
@@ -115,7 +115,7 @@ class Folder:
 
     @contextmanager
     def file(self, target: Path) -> Iterator[BinaryIO]:
-        """A stream to what is ``target`` once the context is left without an exception, and not before.
+        """A stream to a file that becomes ``target`` once the context ends without an exception.
 
         Raises:
             CheckpointError: it cannot be written; a full disk is the usual reason.
@@ -135,12 +135,12 @@ class Folder:
             raise
 
     def finish(self) -> None:
-        """Remove what only an unfinished conversion needs; beside config.json no rest of it does harm."""
+        """Remove what only an unfinished conversion needs; leftovers beside config.json do no harm."""
         shutil.rmtree(self._work, ignore_errors=True)
         self._lock.close()
 
     def close(self) -> None:
-        """Let others into the directory; a later run goes on from here."""
+        """Release the lock of the directory; a later run resumes here."""
         self._lock.close()
 
 
@@ -185,7 +185,7 @@ def _require_same(directory: Path, file: Path, job: Mapping[str, Any]) -> dict[s
 
 
 def describe(source: Path, options: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """What is asked for; two descriptions of one conversion have no :func:`differences`."""
+    """Describe the options; two descriptions of one conversion have no :func:`differences`."""
     return {"source": str(source.resolve()), "fingerprint": _fingerprint(source), "version": version, **options}
 
 

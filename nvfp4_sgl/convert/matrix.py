@@ -1,4 +1,4 @@
-"""One matrix to NVFP4, in pieces of its rows, on any device.
+"""Converts one matrix to NVFP4, in pieces of its rows, on any device.
 
 The same bytes come out on every device and for every size of piece: each block depends on its 16 values and on the
 matrix's global scale alone, and every step is rounded as IEEE 754 says.
@@ -43,7 +43,7 @@ class MatrixConverter:
         self._reader, self._device, self._options = reader, device, options
 
     def convert(self, step: Quantise) -> tuple[NvFp4Tensor, ClassTally]:
-        """The matrix on the CPU, and what it lost.
+        """Convert: the matrix on the CPU, and its errors.
 
         Raises:
             CheckpointError: a value is damaged, or too large for NVFP4.

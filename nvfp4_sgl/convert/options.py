@@ -23,7 +23,7 @@ class Scales(enum.Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """All that decides what is written.
+    """The options that decide what is written.
 
     Attributes:
         classes: what becomes NVFP4; other matrices stay as they are stored.
@@ -73,7 +73,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_classes(text: str) -> frozenset[MatrixClass]:
-    """Classes of a comma-separated list; ValueError names the first that is none."""
+    """Classes of a comma-separated list; ValueError names the first unknown one."""
     known = {kind.value: kind for kind in MatrixClass}
     for name in text.split(","):
         if name not in known:

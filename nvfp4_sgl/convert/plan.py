@@ -1,4 +1,4 @@
-"""What a conversion writes, tensor by tensor and file by file: decided from the headers of the source alone.
+"""The plan of a conversion: which tensors go to which file, decided from the source's headers alone.
 
 A plan is a function of the source's headers and of the options, so that a conversion that was interrupted finds the
 files that it wrote where it would write them again.
@@ -157,7 +157,7 @@ class Plan:
 
 
 def make_plan(source: Verified, options: Options) -> Plan:
-    """What converting ``source`` writes.
+    """Plan the conversion of ``source``.
 
     Raises:
         ConfigError: nothing would be NVFP4; or drafts should be, and there are none.

@@ -1,4 +1,4 @@
-"""How far a conversion is, and how long it will take."""
+"""Progress of a conversion: part done and time left."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def convert(
     jobs: int | None = None,
     dry_run: bool = False,
 ) -> Tally | None:
-    """Write ``source`` to ``target`` in NVFP4, or go on with what was begun; prints what it does.
+    """Write ``source`` to ``target`` in NVFP4, or resume; prints what it does.
 
     Args:
         device: of the arithmetic; a GPU if there is one unless given. A test demands the same bytes on all; on an
@@ -113,7 +113,7 @@ def _device(asked_for: torch.device | str | None) -> torch.device:
 
 
 def _damaged(directory: Path, shards: Sequence[Shard], sums: Mapping[str, object], jobs: int) -> list[Shard]:
-    """Those of ``shards`` that are not what was written, by the checksums of all their tensors."""
+    """The ``shards`` that differ from what was written, by the checksums of their tensors."""
     if shards:
         print(f"reading {len(shards)} files that are there, to hold them against their checksums", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
@@ -199,7 +199,7 @@ def _require_room(directory: Path, needed: int) -> None:
 
 
 def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally: Tally) -> None:
-    """Index, descriptions, small files and manifest; config.json last, once what is there passes every check."""
+    """Write index, descriptions, small files and manifest; config.json last, after every check."""
     target, records = folder.directory, folder.records()
     weight_map = {name: file for file, record in records.items() for name in record["tensors"]}
     index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}

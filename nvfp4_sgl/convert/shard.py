@@ -29,7 +29,7 @@ READ_WHOLE = 64 << 20
 
 
 class Stopped(Exception):
-    """Another file could not be written, or somebody interrupts."""
+    """Raised in a thread when another file failed, or on Ctrl-C."""
 
 
 class ShardWriter:
@@ -146,7 +146,7 @@ def _write(stream: BinaryIO, position: int, output: Output, pieces: Iterable[byt
 
 
 def _look_at(entry: Entry, name: str, reader: CheckpointReader) -> None:
-    """Refuse values that no checkpoint may hold, before they are written again."""
+    """Refuse invalid values before they are written."""
     if entry.nbytes <= READ_WHOLE or len(entry.shape) != 2:
         reader.read(name)
         return

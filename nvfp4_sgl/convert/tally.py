@@ -1,4 +1,4 @@
-"""What happened to the matrices of each class, and how much they lost."""
+"""Counts and errors of converted matrices by class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 5
 
 @dataclass
 class ClassTally:
-    """What happened to the matrices of one class.
+    """Counts and errors of one class.
 
     Attributes:
         exact: MXFP4 matrices that were cast with no change of value; ``quantised``: matrices that lost something.
@@ -42,7 +42,7 @@ class ClassTally:
 
 
 class Tally:
-    """By class."""
+    """Tallies by class."""
 
     def __init__(self) -> None:
         self.classes = {kind: ClassTally() for kind in MatrixClass}

@@ -1,4 +1,4 @@
-"""What reads a tensor's values: a check, which waits for the device (not on the hot path), sanitising, division."""
+"""Functions that read a tensor's values: a check that waits for the device, sanitising, division."""
 
 from __future__ import annotations
 

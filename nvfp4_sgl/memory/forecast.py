@@ -1,4 +1,4 @@
-"""The sum: what a rank needs, by part, how many tokens fit, and an error with the arithmetic where it is too much."""
+"""Forecast of a rank's memory: bytes by part, tokens that fit, and an error with the arithmetic if they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory this machine has free."""
+"""Free memory of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is not there: the flags on which its memory depends, in SGLang's words, and what it does without."""
+"""A planned server: the flags that its memory depends on, by SGLang's names, and their defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU_DTYPE_BYTES = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What a server would be asked for; ``None`` is what it does by itself.
+    """The flags of a planned server; ``None`` is the default.
 
     Attributes:
         ranks: ``--tp-size``.

@@ -1,4 +1,4 @@
-"""What a server is asked for, as far as its memory depends on it."""
+"""The settings of a server that its memory depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Setting:
         swa_ratio: ``--swa-full-tokens-ratio``.
         fraction: ``--mem-fraction-static``: what weights and pools may take of the memory that is free at first.
         most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
-        window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang goes by
+        window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang sizes it by
             ``--max-running-requests`` if that is given, and finds room for chunks itself.
     """
 

@@ -77,7 +77,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class PassRequest:
-    """What the scheduler says of a pass.
+    """A pass as the scheduler describes it.
 
     Tokens are packed request after request; request b adds tokens up to length ``ends[b]``.
 
@@ -125,19 +125,19 @@ class Planner(Protocol):
     """Plans passes over SGLang's slots; one a decoder."""
 
     def plan(self, request: PassRequest) -> Any:
-        """The step of an eager pass."""
+        """Plan an eager pass; returns its step."""
 
     def reserve(self, requests: int) -> None:
         """Allocate what the captured graphs of up to ``requests`` requests share."""
 
     def capture(self, request: PassRequest) -> Any:
-        """The step of a graph about to be captured, not filled yet; its memory stays as long as the planner."""
+        """Allocate the step of a graph that is about to be captured; its memory lives as long as the planner."""
 
     def fill(self, step: Any, request: PassRequest) -> None:
-        """Inside the capture: fill ``step`` from the request's tensors; kernels only."""
+        """Fill ``step`` from the request's tensors inside the capture; launches kernels only."""
 
     def warm_up(self, decoder: Any, table: Tensor, tokens: int) -> None:
-        """Compile and run everything that a request can ask for.
+        """Compile and run everything that a request can need.
 
         Args:
             decoder: the :class:`~nvfp4_sgl.model.decoder.Decoder` that runs the steps.
@@ -231,7 +231,7 @@ class GroupedProjection(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the rest of an attention layer reads of its inputs.
+    """The prepared inputs that the rest of an attention layer reads.
 
     Attributes:
         q_lora: normalised. index_weights: [T, index heads] in CSA layers, not scaled.
@@ -245,7 +245,7 @@ class AttentionInputs(Protocol):
     """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
 
     def __call__(self, columns: Columns, x: Operand, step: Any, cache: LayerCache, form: Form) -> Prepared:
-        """Write the caches and normalise q_lora, in ``form``; multiply with ``x`` what of the columns is not made yet.
+        """Write the caches and normalise q_lora to ``form``; compute from ``x`` the columns that are still missing.
 
         All cache writes of the pass come before any read of ``attend``.
         """

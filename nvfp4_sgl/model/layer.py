@@ -1,4 +1,4 @@
-"""One layer, two sublayers each behind its mHC site, and a pass on its way through sublayers.
+"""A layer of two sublayers, each behind its mHC site, and the walk of a pass through sublayers.
 
 The wiring is here alone: the decoder, tracing, profiling, examples and tests walk it.
 """
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class Place(enum.Enum):
-    """Where a walk stands."""
+    """The places where a walk stops."""
 
     INPUT = enum.auto()
     """In front of a sublayer: ``x`` is its input, ``streams`` what the sublayers before it have left."""
@@ -93,9 +93,9 @@ class Place(enum.Enum):
 
 
 class Walk:
-    """A pass on its way through sublayers. Iterating over it computes the pass, and stops at every :class:`Place`.
+    """A pass through sublayers. Iterating over it computes the pass, and stops at every :class:`Place`.
 
-    Whoever iterates may look at what is there, and put something else in its place.
+    The caller may read the values at a place, and replace them.
 
     Attributes:
         sublayer: the one that the walk is at.

@@ -1,4 +1,4 @@
-"""Whose residual streams a rank keeps between sublayers: every token's, or those of its part of the pass.
+"""Tokens whose residual streams a rank keeps between sublayers: all of them, or its part of the pass.
 
 Between two sublayers everything is a token's own: the sum over ranks is mixed into its streams, collapsed and
 normalised (specification §2). With all tokens on every rank, ranks do the same work. In a long pass each keeps a part

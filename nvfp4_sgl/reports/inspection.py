@@ -1,4 +1,4 @@
-"""What ``nvfp4-sgl inspect`` tells of a checkpoint, for people and for programs (docs/formats.md has the fields)."""
+"""The report of ``nvfp4-sgl inspect``, for people and for programs (docs/formats.md has the fields)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Inspection:
 
     @property
     def problems(self) -> list[Finding]:
-        """What is wrong; what some targets refuse is not."""
+        """Problems of the checkpoint itself; what single targets refuse is no problem."""
         found = list(self.scan.problems) if self.scan else []
         found += [Finding(None, "checksum", line) for line in self.checksums or ()]
         if all(self.refused.values()):
@@ -56,7 +56,7 @@ class Inspection:
 
     @property
     def notes(self) -> list[Finding]:
-        """What may be right: fields of config.json that are not known here, and what the values gave."""
+        """Notes: unknown fields of config.json, and findings in the values."""
         unknown = unknown_fields(self.verified.raw)
         text = "is not known here and was not read: nothing that is computed depends on it"
         found = [Finding(None, "field-not-read", f"config.json: field {shown(name)} {text}") for name in unknown]

@@ -1,4 +1,4 @@
-"""How far the values of two checkpoints may be apart where they may differ.
+"""Thresholds of the error between two checkpoints, where values may differ.
 
 :data:`MAX_RMS` and :data:`MAX_BLOCK` are for NVFP4. Scaled by its maximum, a block of 16 has its largest value between
 5⅔ and 6⅜ steps of its scale, and codes are at most one step from the value: no error is larger than 3/17 = 0.176 of

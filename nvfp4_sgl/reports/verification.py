@@ -1,4 +1,4 @@
-"""What ``nvfp4-sgl verify`` finds: a checkpoint by itself and beside its source (docs/formats.md has the fields)."""
+"""The report of ``nvfp4-sgl verify``: a checkpoint by itself and beside its source (docs/formats.md has the fields)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def problems(self) -> list[Finding]:
-        """All that is wrong, each once."""
+        """All problems, each once."""
         if self.error is not None:
             return [Finding(None, "structure", str(self.error))]
         found = list(self.inspection.problems) if self.inspection else []
@@ -123,7 +123,7 @@ class Verification:
         return rows
 
     def verdict(self) -> str:
-        """In a few words."""
+        """The verdict in a few words."""
         if problems := self.problems:
             return f"WRONG, {counted(len(problems), 'problem')}"
         if self.comparison is None:

@@ -48,7 +48,7 @@ class WholeCharacters:
         return chunks
 
     def finish(self) -> list[Any]:
-        """What is left of an answer that ends without a reason."""
+        """The rest of an answer that ends without a finish reason."""
         return [*self._flush(), *self._processor.finish()]
 
     def _flush(self) -> list[Any]:

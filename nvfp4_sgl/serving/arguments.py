@@ -125,7 +125,7 @@ def preflight(server_args: Any) -> None:
 
 
 def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuse damaged files beside the weights; a tokenizer may be elsewhere, or not be asked for."""
+    """Refuse damaged files beside the weights; the tokenizer may be elsewhere, or not be needed."""
     elsewhere = given["tokenizer_path"]
     check_beside(Path(given["model_path"]), vocab_size, needs_tokenizer=not (elsewhere or given["skip_tokenizer_init"]))
     if elsewhere and Path(elsewhere).is_dir():
@@ -285,7 +285,7 @@ def check_target(given: Mapping[str, Any], raw: Mapping[str, Any], config: Model
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> str:
-    """``cpus`` in equal groups, one a rank ("0,1|2,3"); shared in turn where there are fewer CPUs than ranks."""
+    """``cpus`` in equal groups, one a rank ("0,1|2,3"); shared round robin where there are fewer CPUs than ranks."""
     share = max(1, len(cpus) // ranks)
     groups = [[cpus[(rank * share + n) % len(cpus)] for n in range(share)] for rank in range(ranks)]
     return "|".join(",".join(map(str, group)) for group in groups)
@@ -320,7 +320,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """What SGLang is to use for our architecture; its own defaults for DeepSeek-V4 were declared before."""
+    """Defaults of SGLang's arguments for our architecture; its own for DeepSeek-V4 were declared before."""
     if getattr(hf_config, "model_type", None) == "deepseek_v41" or not is_our_checkpoint(server_args.model_path):
         raise UnsupportedError(
             f"--model-path {server_args.model_path}: expected a local directory with a DeepSeek-V4 checkpoint in the"

@@ -67,7 +67,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         self.plan = None if forward_batch.forward_mode.is_idle() else self.planner.plan(pass_request(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """What graphs of up to ``max_bs`` requests share."""
+        """Allocate what graphs of up to ``max_bs`` requests share."""
         self.planner.reserve(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -76,12 +76,12 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
             self.plan = self.planner.capture(pass_request(forward_batch))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded: the plan of the graph's tokens, from the runner's buffers.
+        """Record the plan of the graph's tokens, from the runner's buffers.
 
         These kernels copy what the layers need of the scheduler's tables of slots, and none reads them afterwards. So
         SGLang's default holds (``shared_read_ends``): the scheduler prepares the next step while a graph runs. A
         request that has just ended still runs one step then, in the pages that were its own when the step began;
-        whoever gets them writes to them afterwards.
+        the caller writes to them afterwards.
         """
         self.planner.fill(self.plan, pass_request(forward_batch))
 

@@ -27,7 +27,7 @@ NICENESS = 10
 
 
 def start_compiling(verified: Verified, target: str, setting: Serving) -> subprocess.Popen[bytes] | None:
-    """Begin to compile what this server's warm-up will ask for, in a process of its own; ``None`` without a GPU.
+    """Start to compile what this server's warm-up needs, in a process of its own; ``None`` without a GPU.
 
     The warm-up waits for it, and compiles itself what is missing then. A failure is in the log and stops nothing.
     Kernels in the folder that ``NVFP4_SGL_KERNELS`` names are not compiled.

@@ -1,4 +1,4 @@
-"""Which HTTP paths a server of our model answers, and to whom: one table, and pure functions over it.
+"""The HTTP paths that a server of our model answers, and to whom: one table, and pure functions over it.
 
 Every path of SGLang is of one :class:`Kind`; a path that is not in :data:`PATHS` is not offered. Administrative paths
 are off unless the server has ``--admin-api-key``; then they take that key and no other.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What a path is for."""
+    """The purposes of paths."""
 
     READ = "says what is running"
     INFERENCE = "takes a JSON object and computes"
@@ -126,7 +126,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Access:
-    """What the server was started with: ``--admin-api-key``, whether it runs on a CPU, and ``--api-key``."""
+    """The server's settings that decide access: ``--admin-api-key``, CPU or GPU, ``--api-key``."""
 
     admin_key: str | None = None
     cpu: bool = False
@@ -205,7 +205,7 @@ def refuse_body(body: bytes) -> Refusal | None:
 
 
 def opening_brackets(text: bytes) -> int:
-    """A bound on the objects and arrays of a JSON text."""
+    """An upper bound of the objects and arrays of a JSON text."""
     return text.count(b"{") + text.count(b"[")
 
 

@@ -49,7 +49,7 @@ def sample(original: Callable[..., Tensor], sampler: Any, logits_output: Any, *a
 
 
 def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) -> bool:
-    """Hook around SGLang's check of the ids that a pass has brought ``request``: an id that is none is an error."""
+    """Hook around SGLang's check of the token ids that a pass gives ``request``: an invalid id is an error."""
     found = original(request, tokens)
     if found:
         position = request_state.sequence_length(request) - 1
@@ -63,7 +63,7 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
 
 
 def update_finish_state(original: Callable[..., None], request: Any, new_accepted_len: int = 1) -> None:
-    """Hook around SGLang's look for the end of ``request``: an id that is none comes before an abort.
+    """Hook around SGLang's check for the end of ``request``: an invalid id takes precedence over an abort.
 
     An aborted request is answered and its pages are cached as others are: the id would end the detokenizer.
     """
@@ -72,7 +72,7 @@ def update_finish_state(original: Callable[..., None], request: Any, new_accepte
 
 
 def prefill_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Hook around SGLang's work on what a pass over prompts has brought: remember whose chunk was not finite.
+    """Hook around SGLang's processing of a prefill pass: remember the requests whose chunk was not finite.
 
     A chunk is cached when the next one is launched, and an abort comes to a prompt after the results of all chunks but
     the last one that was launched: what is remembered here is known when the request is released.

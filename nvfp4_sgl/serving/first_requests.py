@@ -1,4 +1,4 @@
-"""Does once, before the server is ready, what the first requests of each kind would otherwise have to wait for.
+"""Warms up, before the server is ready, what the first request of each kind would otherwise wait for.
 
 Around the model SGLang runs functions that compile at their first call:
 
@@ -47,13 +47,13 @@ def copy_by_torch(original: Callable[..., bool], *tensors: Any) -> bool:
 
 
 def compile_nothing() -> None:
-    """Have ``torch.compile`` leave functions as they are, in this process."""
+    """Make ``torch.compile`` leave functions as they are, in this process."""
     torch._dynamo.config.disable = True
 
 
 @torch.no_grad()
 def warm_up(scheduler: Any) -> None:
-    """Run what requests of each kind run around the model.
+    """Run, for each kind of request, the code around the model.
 
     Args:
         scheduler: SGLang's ``Scheduler``, which has no request yet.

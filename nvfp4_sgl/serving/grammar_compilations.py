@@ -42,7 +42,7 @@ class Compilation:
         self._lock = threading.Lock()
 
     def join(self) -> Waiting:
-        """What a further request waits for."""
+        """Add a request; returns the future that it waits for."""
         with self._lock:
             waiting = Waiting(self)
             self._waiting.append(waiting)
@@ -51,13 +51,13 @@ class Compilation:
             return waiting
 
     def leave(self) -> None:
-        """A request has been aborted: stop if it was the last one."""
+        """Remove an aborted request; stop if it was the last one."""
         with self._lock:
             if self._result is None and all(waiting.cancelled() for waiting in self._waiting):
                 self._stop()
 
     def watch(self, connection: socket.socket) -> None:
-        """Let :meth:`leave` hang up ``connection``."""
+        """Remember ``connection``, which :meth:`leave` closes."""
         with self._lock:
             self._connection = connection
             if self.stopped:
@@ -90,7 +90,7 @@ class Waiting(Future[Any]):
         self._compilation = compilation
 
     def cancel(self) -> bool:
-        """As of any future; to abort a request, SGLang calls it."""
+        """Cancel, as any future; SGLang calls this to abort a request."""
         cancelled = super().cancel()
         self._compilation.leave()
         return cancelled
@@ -107,7 +107,7 @@ def fulfil(waiting: Waiting, result: Callable[[], Any]) -> None:
 
 
 class Compilations:
-    """In place of the thread pool of SGLang's grammar backend, of which ``submit`` is called.
+    """Replacement of the thread pool of SGLang's grammar backend, which calls ``submit``.
 
     Equal grammars that are asked for before the first of them is in SGLang's cache are compiled once.
     """
@@ -119,7 +119,7 @@ class Compilations:
         self._thread = threading.local()
 
     def submit(self, compile: Callable[..., Any], *key: Any) -> Waiting:
-        """Have ``compile(*key)`` called in a thread."""
+        """Call ``compile(*key)`` in a thread."""
         compilation = self._running.get(key)
         if compilation is None or compilation.stopped:
             compilation = Compilation(self._count, time.monotonic() + MAX_SECONDS)
@@ -140,14 +140,14 @@ class Compilations:
             compilation.finish(lambda: next(copies))
 
     def current(self) -> Compilation:
-        """The one that the calling thread works at."""
+        """The compilation that the calling thread works on."""
         found: Compilation = self._thread.compilation
         return found
 
     def numbered(self, number: int) -> Compilation | None:
-        """The one of that number, unless its requests have gone."""
+        """The compilation of that number, unless its requests have gone."""
         return next((one for one in self._running.values() if one.number == number), None)
 
     def keep(self, waiting: Collection[Any]) -> None:
-        """Forget those for which none of the futures ``waiting`` is in SGLang's queue any more."""
+        """Drop compilations of which none of the futures ``waiting`` is in SGLang's queue any more."""
         self._running = {key: one for key, one in self._running.items() if one.has_any(waiting)}

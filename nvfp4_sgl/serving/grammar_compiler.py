@@ -3,8 +3,8 @@
 :class:`Compiler` takes the place of xgrammar's compiler in SGLang's grammar backend. A thread of
 :mod:`nvfp4_sgl.serving.grammar_compilations` calls it, and waits for :mod:`nvfp4_sgl.serving.grammar_process`.
 
-With several ranks the first one compiles. The others take its outcomes, so that none goes by a clock of its own: they
-are sent where SGLang's ranks agree on which grammars are ready, by a number that all ranks count alike.
+With several ranks the first one compiles. The others take its outcomes, so that none uses a clock of its own: they are
+sent where SGLang's ranks agree on which grammars are ready, by a number that all ranks count alike.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Compiler:
         return self._compile("compile_structural_tag", structural_tag=text)
 
     def clear_cache(self) -> None:
-        """There is none: SGLang keeps what is compiled."""
+        """Do nothing: SGLang caches compiled grammars."""
 
     def _compile(self, method: str, **arguments: Any) -> Any:
         outcome = self._source(self._compilations.current(), json.dumps([method, arguments]))
@@ -85,7 +85,7 @@ class Compiler:
 
 
 class CompilerProcess:
-    """The first rank's side: the process that compiles, and the outcomes that other ranks have not heard of.
+    """The first rank's side: the process that compiles, and the outcomes that other ranks do not know yet.
 
     To be built while the scheduler has one thread: then the process is forked from it, which takes no time.
     """
@@ -107,7 +107,7 @@ class CompilerProcess:
         self._control.close()
 
     def compile(self, compilation: Compilation, text: str) -> bytes:
-        """The outcome of a compilation; other ranks hear of it, whatever it is."""
+        """Compile; returns the outcome, which other ranks receive, too."""
         try:
             outcome = self._answer(compilation, text.encode())
         except OSError as error:
@@ -146,7 +146,7 @@ class CompilerProcess:
             return self._control, self._send(process.COMPILE)
 
     def _send(self, message: bytes) -> socket.socket:
-        """A connection on which the process hears what ``message`` announces."""
+        """Send ``message``; returns the connection for what it announces."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -157,7 +157,7 @@ class CompilerProcess:
         return ours
 
     def _send_tokenizer(self) -> None:
-        """Return when it has been read."""
+        """Send the tokenizer; returns when it has been read."""
         with self._send(process.TOKENIZER) as connection:
             connection.sendall(self._tokenizer)
             connection.shutdown(socket.SHUT_WR)
@@ -199,7 +199,7 @@ def exchange(connection: socket.socket, text: bytes, deadline: float) -> bytes:
 
 
 def follow(compilation: Compilation, text: str) -> bytes:
-    """On another rank than the first: the outcome there."""
+    """The first rank's outcome, on another rank."""
     return compilation.outcome.get()
 
 
@@ -219,7 +219,7 @@ class Ranks:
         grammar_manager.use_grammar_compiler(manager, self._compilations, compiler)
 
     def step(self, manager: Any) -> None:
-        """Tell other ranks of the first one's outcomes."""
+        """Send the first rank's outcomes to the others."""
         outcomes = []
         while self._process is not None and self._process.outcomes:
             outcomes.append(self._process.outcomes.popleft())

@@ -43,7 +43,7 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
         mask[row] = ALL_TOKENS
         setattr(grammar, FAULT, NO_TOKEN)
     elif seconds > MAX_MASK_SECONDS and parallel.tp_size() == 1:
-        # Ranks would come to different ends, so only a single one may go by its clock.
+        # Ranks would come to different outcomes, so only a single one may use its clock.
         setattr(grammar, FAULT, AMBIGUOUS)
 
 
@@ -76,7 +76,7 @@ def fault(grammar: Any) -> str | None:
 
 
 def cache(original: Callable[..., None], backend: Any, key: Any, value: Any) -> None:
-    """Hook around the keeping of a compiled grammar: forget all of them once there are too many.
+    """Hook around the caching of a compiled grammar: drop all of them once there are too many.
 
     One that was refused is not kept: for want of time or memory, it may be compiled later. A backend for reasoning
     models wraps the one whose compiler keeps grammars, too, and does not reset it.

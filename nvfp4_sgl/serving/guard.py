@@ -157,7 +157,7 @@ async def read_body(receive: Receive) -> bytes | None:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """``receive`` that gives ``body`` first and then what comes, such as the client's hanging up."""
+    """A ``receive`` that yields ``body`` first, then later events such as the client's disconnect."""
     message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
     async def replay() -> Message:
@@ -222,7 +222,7 @@ def first_error(chunk: bytes) -> Refusal | None:
 
 
 def name_the_dead(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around the end of a server of which a process has failed: say which, whoever noticed it."""
+    """Hook around the end of a server after a process failed: name the process, whichever noticed it."""
     if serves_our_model():
         for name, code in failed(front_end.watched_processes(handler)):
             rank = name.removeprefix("scheduler_")

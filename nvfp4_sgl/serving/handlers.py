@@ -1,4 +1,4 @@
-"""What SGLang's handlers of OpenAI's and Anthropic's paths do otherwise than their protocols say."""
+"""Hooks that make SGLang's handlers of OpenAI's and Anthropic's paths follow their protocols."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
 
 
 def fit_chunk(tokens: int, window_tokens: int, context: int) -> None:
-    """Have prompts prefilled in chunks that the window pool has room for whatever prefix is cached.
+    """Limit prefill chunks to what the window pool has room for, whatever prefix is cached.
 
     SGLang admits a larger one to no pass, and it waits at the head of the queue with every other request behind it.
 

@@ -15,7 +15,7 @@ from nvfp4_sgl.targets.choose import Choice
 
 
 def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
-    """What this rank needs and has; logged in a line. ``/server_info`` and ``nvfp4-sgl doctor`` have all of it.
+    """Forecast what this rank needs and has, and log it in a line; ``/server_info`` has all of it.
 
     Args:
         context: tokens of the longest request.

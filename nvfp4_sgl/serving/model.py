@@ -35,7 +35,7 @@ from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
 
 OTHER_UPDATES = "weights are replaced by /update_weights_from_disk alone"
-"""What an error says to whoever updates weights in another way."""
+"""The remedy in errors of other ways to update weights."""
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -180,7 +180,7 @@ def require_own_model(model: Any) -> None:
 
 
 def progress(line: str) -> None:
-    """Log how far the weights are."""
+    """Log the progress of loading."""
     stages.say("weights", line)
 
 

@@ -1,4 +1,4 @@
-"""Which of a server's processes have failed, those included that are still ending."""
+"""Finds a server's failed processes, including those that are still ending."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXITING = 0x4
 
 
 class Process(Protocol):
-    """What is asked of a ``multiprocessing.Process``."""
+    """The part of ``multiprocessing.Process`` that is used here."""
 
     @property
     def pid(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""What the package installs into a process that runs a scheduler, and how the scheduler starts."""
+"""Installs the package into a scheduler process, and starts the scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nvfp4_sgl.serving.sglang.ledger import find
 
 
 def register_scheduler() -> None:
-    """Model class, attention backend, pools and reports."""
+    """Register model class, attention backend, pools and reports."""
     registry = models.import_registry_lazily("nvfp4_sgl.serving.architectures")
     registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
     find("register_attention_backend")(BACKEND)(create_backend)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stage(name: str) -> Iterator[list[str]]:
-    """Time what is inside, and log it if it does not raise; append to the list what else the line shall say."""
+    """Time what is inside, and log it if it does not raise; append further words of the line to the list."""
     words: list[str] = []
     before = time.monotonic()
     yield words

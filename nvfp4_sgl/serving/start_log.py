@@ -1,4 +1,4 @@
-"""What SGLang's log says between the stages of our start that does not hold for our model: it is left out.
+"""Drops lines of SGLang's log that are false for our model.
 
 A closed list, by the logger and by how the message begins. Everything else stays, and so does each of them for other
 models. An argument's value that is in none of the log's lines is in ``/server_info``.

@@ -1,4 +1,4 @@
-"""Hooks in the scheduler: no token leaves it of which a stop string may make a part of itself.
+"""Hooks in the scheduler that hold back tokens which may become part of a stop string.
 
 SGLang lets tokens wait whose text ends like the beginning of a stop string, but takes an incomplete character for
 something else, looks for a stop string in as many tokens as the tokenizer would need, and sends 50 tokens of an answer
@@ -15,7 +15,7 @@ from nvfp4_sgl.serving.sglang import request_state
 
 
 def send_tokens(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:
-    """Hook around SGLang's choice of what to send of a request: not what a stop string may begin with."""
+    """Hook around SGLang's choice of the tokens to send: hold back what a stop string may begin with."""
     stops = req.sampling_params.stop_strs
     if not stops or req.finished():
         original(accumulator, req=req)

@@ -1,4 +1,4 @@
-"""The longest text that can be a prompt, and why a longer one is refused before anyone tokenises it."""
+"""Bound of the text of a prompt; a longer one is refused before it is tokenised."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Scanners:
         self._calls = 0
 
     def read(self, reasoning: str, content: str, *, final: bool = False) -> Any:
-        """What is certain after more of both, as SGLang's ``RecipeOutputDelta``."""
+        """Read more of both; returns what is certain, as SGLang's ``RecipeOutputDelta``."""
         thought, calls = self.reasoning.feed(reasoning, final=final or bool(content))
         said, more = self.content.feed(content, final=final)
         pieces = [piece for call in calls + more for piece in self._pieces(call)]

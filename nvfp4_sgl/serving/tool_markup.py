@@ -132,7 +132,7 @@ class MarkupScanner:
         return "".join(content).replace(MARK, TOKEN), calls
 
     def _step_outside(self, content: list[str], final: bool) -> bool:
-        """Go on to the next block, or let go what is no beginning of one; whether there is more to do."""
+        """Advance to the next block, or pass on text that begins none; returns whether there is more to do."""
         before, opener, after = self._buffer.partition(OPEN)
         held = 0 if opener or final else _prefix_at_end(before, OPEN)
         gap = before[: len(before) - held]

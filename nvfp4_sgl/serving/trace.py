@@ -60,7 +60,7 @@ def _is_header(line: bytes) -> bool:
 
 
 def recorder(decoder: Decoder, target: str, mode: str) -> Recorder | None:
-    """What records this rank's passes; ``None`` if nothing is to be recorded."""
+    """The recorder of this rank's passes; ``None`` if nothing is recorded."""
     if not os.environ.get(TRACE):
         return None
     about = {"target": target, "mode": mode, "rank": parallel.tp_rank(), "ranks": parallel.tp_size()}

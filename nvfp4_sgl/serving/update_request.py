@@ -1,4 +1,4 @@
-"""``/update_weights_from_disk`` in the front end: what is asked for, and the whole check before any request waits.
+"""``/update_weights_from_disk`` in the front end: parse the request, and check everything before any request waits.
 
 SGLang's own flow follows: new requests wait, running ones finish with the weights that they began with, and the
 schedulers are asked to replace theirs (:mod:`.update_weights`).
@@ -142,7 +142,7 @@ def check_checkpoint(directory: str | Path) -> Verified:
     found = arguments.served(directory, None, arguments.resolved_overrides())
     check_fits(arguments.verified_at_start(), found)
     check_tokenizer(found.inventory.directory)
-    # Half of the cores: requests are being served meanwhile. Not mapped: whoever cuts a file short must not end them.
+    # Half of the cores: requests are being served meanwhile. Not mapped: a file that is cut short must not end them.
     result = scan(found, threads=max(1, available_cores() // 2), progress=io.StringIO(), files=ReadFiles())
     if result.problems:
         raise CheckpointError(f"{directory}: {listed([problem.message for problem in result.problems])}")

@@ -78,7 +78,7 @@ def check_memory(model: Any) -> None:
 
 
 def wait_for_device(model: Any) -> None:
-    """No kernel that reads or writes weights runs any more; what laid them out lets its memory go."""
+    """Wait until no kernel reads or writes weights, and free the memory that laid them out."""
     if model.embed.weight.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Threads beside the front end's event loop for work that grows with a request, and who waits for it.
+"""Threads beside the front end's event loop, for work that grows with a request, and the clients that wait for it.
 
 ``tokenizers`` and ``deepseek-recipe`` release the GIL while they tokenise, so the loop goes on meanwhile. Long bodies
 have threads of their own: short ones do not wait behind them.
@@ -32,7 +32,7 @@ class ClientLeft(ValueError):
 
 @dataclass
 class Client:
-    """Who waits for the request that a task answers.
+    """The client of the request that a task answers.
 
     Args:
         receive: the ASGI channel, of which the body has been read.
@@ -63,7 +63,7 @@ _client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("nvfp4_s
 
 
 def answering(client: Client) -> None:
-    """Have what this task and those that it starts do be for ``client``."""
+    """Count the work of this task, and of those that it starts, as work for ``client``."""
     _client.set(client)
 
 

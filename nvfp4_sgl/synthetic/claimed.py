@@ -1,4 +1,4 @@
-"""What a config.json says its matrices are stored as, where there are no tensors to look at."""
+"""Storages of matrices by config.json alone, where there are no tensors."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class TinyFormat(enum.Enum):
 
 
 class TinyDraft(enum.Enum):
-    """What drafts, under ``mtp.``."""
+    """Kinds of drafts of a tiny checkpoint, under ``mtp.``."""
 
     NONE = "none"
     MTP = "mtp"

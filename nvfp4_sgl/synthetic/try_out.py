@@ -1,4 +1,4 @@
-"""Shows that a checkpoint works: its values are read, and some tokens generated with it on the CPU reference."""
+"""Tries out a checkpoint: reads its values, and generates some tokens on the CPU reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT, GENERATED = 8, 8
 
 @dataclass(frozen=True)
 class Shown:
-    """What a checkpoint did.
+    """Results of trying out a checkpoint.
 
     Attributes:
         prompt: random token ids. generated: what follows, the likeliest token each time.

@@ -1,4 +1,4 @@
-"""Asks the CUDA driver what is here, in milliseconds and without torch."""
+"""Asks the CUDA driver for devices, in milliseconds and without torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 
 @dataclass(frozen=True)
 class Gpu:
-    """What kernels are chosen by. Most of those chosen for one GPU of an architecture serve the others, too."""
+    """The properties of a GPU by which kernels are chosen. Most kernels serve all GPUs of an architecture."""
 
     capability: int
     processors: int

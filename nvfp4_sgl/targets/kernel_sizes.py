@@ -1,4 +1,4 @@
-"""What the Triton kernels take of a model's sizes, asked before any weight is read."""
+"""Checks that the Triton kernels take a model's sizes, before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target's kernels do not take, refused by name before any weight is read."""
+"""Refuses by name what a target's kernels do not take, before any weight is read."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _runs(chosen: Descriptor, role: Role, storage: Storage) -> bool:
 def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
     """Refuse merged matrices of which some are NVFP4: gate and up; if experts are stacked, all routed ones of a layer.
 
-    Where merges go by kind, a shared expert is also refused whose matrices do not all arrive alike.
+    Where matrices are merged by kind, a shared expert whose matrices arrive differently is refused, too.
     """
     for layer in config.layers():
         *routed, shared = expert_matrices(config, layer, Ownership())

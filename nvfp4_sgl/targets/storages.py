@@ -1,4 +1,4 @@
-"""Which storage runs how on which target: the table that docs/formats.md prints.
+"""How each target runs each storage: the table that docs/formats.md prints.
 
 What counts is how a matrix arrives from its decoder (:mod:`nvfp4_sgl.checkpoint.decoders`).
 """

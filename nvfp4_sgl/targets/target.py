@@ -1,4 +1,4 @@
-"""The targets: all that the rest of the package asks of one, in one object each. Needs no torch.
+"""The targets, one object each, with everything that the rest of the package asks of them. Needs no torch.
 
 A target is complete or absent: no boundary falls back to another target's. :func:`targets` lists them: those of this
 package, :data:`TARGETS`, and those that installed packages add under the entry point group :data:`GROUP`

@@ -1,1 +1,1 @@
-"""What each boundary of the decoder gives, observed: one layer against the reference, a server's passes on disk."""
+"""Observes the results of the decoder's boundaries: one layer against the reference, a server's passes on disk."""

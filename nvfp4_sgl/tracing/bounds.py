@@ -1,4 +1,4 @@
-"""How large an error roundings explain: the default of ``--bound`` of ``layertest`` and of ``trace``."""
+"""Default of ``--bound`` of ``layertest`` and ``trace``: the largest error that roundings explain."""
 
 from __future__ import annotations
 

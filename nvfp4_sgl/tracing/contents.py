@@ -1,4 +1,4 @@
-"""What a record of passes holds. Imports no torch, so that records are compared at once."""
+"""The contents of a record of passes. Imports no torch, so that records are compared at once."""
 
 FORMAT = 2
 SKETCH = 16

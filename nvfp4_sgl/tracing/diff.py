@@ -129,7 +129,7 @@ def _boundary(name: str) -> str:
 
 
 def _told(number: int, one: RecordedPass, other: RecordedPass, first: Record, second: Record) -> str:
-    """The message for a pass with other tokens, which names the first that differs."""
+    """The message for a pass with other tokens, with the first that differs."""
     fed, also = (list(zip(run.positions, run.ids, strict=True)) for run in (one, other))
     pairs = ((a, b) for a, b in itertools.zip_longest(fed, also) if a != b)
     a, b = (f"token {pair[1]} at position {pair[0]}" if pair else "no further token" for pair in next(pairs))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be fed what it is to be fed. Imports no torch, so that this is said at once."""
+"""Checks that a checkpoint can be fed given tokens. Imports no torch, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_drawn(prompt: int, steps: int, directory: Path, config: ModelConfig) -
 
 
 def check_fed(given: Record, directory: Path, config: ModelConfig) -> None:
-    """Refuse, before weights are loaded, what a checkpoint cannot be fed.
+    """Refuse, before weights are loaded, tokens that a checkpoint cannot be fed.
 
     Raises:
         ConfigError: no pass; one of several requests, or one that goes on from a prefix that is in no record; ids or

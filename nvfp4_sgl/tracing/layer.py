@@ -33,7 +33,7 @@ LAST_BOUNDARY = {"attn": "wo_b", "ffn": "experts"}
 
 @dataclass(frozen=True)
 class Stage:
-    """What a boundary gave in one pass.
+    """The result of a boundary in one pass.
 
     Attributes:
         name: of the boundary. number: of the pass, from 0.

@@ -1,4 +1,4 @@
-"""Reads a record of passes: each line is checked once, so that what compares or feeds it meets no surprise."""
+"""Reads a record of passes, and checks each line once, so that later code can rely on it."""
 
 from __future__ import annotations
 

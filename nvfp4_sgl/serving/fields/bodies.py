@@ -94,7 +94,7 @@ def lone_surrogate(body: bytes) -> str | None:
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
-        return None  # whoever parses it next says so
+        return None  # the next parser reports it
     left: list[tuple[str, Any]] = [("", parsed)]
     while left:
         where, value = left.pop()

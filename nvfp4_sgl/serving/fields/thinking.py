@@ -17,7 +17,8 @@ class Contradiction(ValueError):
 
 
 def with_one_switch(body: Body) -> Body:
-    """``body`` with every wish for reasoning in ``chat_template_kwargs.thinking``, and efforts in ``reasoning_effort``.
+    """``body`` with every switch of reasoning in ``chat_template_kwargs.thinking``, and efforts in
+    ``reasoning_effort``.
 
     Raises:
         Contradiction: two of the fields say different things.

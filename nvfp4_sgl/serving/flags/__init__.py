@@ -79,7 +79,7 @@ def check_value(name: str, value: Any, allowed: tuple[Any, ...], where: str = ""
 
 
 def without_effect(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
-    """What to say of each flag that was given and changes nothing."""
+    """A line for each given flag that has no effect."""
     for name, value in given.items():
         row = ROWS.get(name)
         if isinstance(row, WithoutEffect) and value != defaults[name]:

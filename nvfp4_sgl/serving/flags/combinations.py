@@ -1,4 +1,4 @@
-"""Flags that contradict each other, and one that needs packages: said before anything is loaded.
+"""Checks of contradictory flags, and of one that needs packages, before anything is loaded.
 
 SGLang asserts the first kind itself, in words of its own and after the checkpoint has been read; what it asserts beside
 these is :func:`nvfp4_sgl.serving.resolution.resolve`'s business.

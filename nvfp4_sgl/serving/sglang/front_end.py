@@ -10,7 +10,7 @@ from nvfp4_sgl.serving.sglang.ledger import find, module
 
 
 def look_for_clients(seconds: float) -> None:
-    """Have the front end look every so many seconds whether the client of a request that waits has left."""
+    """Make the front end check at this interval whether the client of a waiting request has left."""
     vars(module("tokenizer_manager"))["_REQUEST_STATE_WAIT_TIMEOUT"] = seconds
 
 

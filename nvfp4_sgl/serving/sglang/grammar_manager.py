@@ -32,7 +32,7 @@ def _compiling_backend(manager: Any) -> Any:
 
 
 def wait_for_grammars(manager: Any, seconds: float) -> None:
-    """Let a ``GrammarManager`` wait so long for grammars before a step; 10 times as long if no request is running."""
+    """Set how long a ``GrammarManager`` waits for grammars before a step; it waits longer if no request is running."""
     idle = manager.scheduler.running_batch.is_empty()
     manager.SGLANG_GRAMMAR_POLL_INTERVAL = seconds * (10 if idle else 1)
 

@@ -81,7 +81,7 @@ HOOKS = {
         "self",
     ),
     "prepare_arguments": Private(
-        "sglang.srt.server_args.prepare_server_args", "ends with a traceback at a level of logs that is none", "argv"
+        "sglang.srt.server_args.prepare_server_args", "ends with a traceback at an unknown log level", "argv"
     ),
     "resolve_arguments": Private(
         "sglang.srt.arg_groups.pipeline.run_resolution_pipeline",

@@ -17,11 +17,12 @@ def abort(request: Any, message: str) -> None:
 
 
 def fail(request: Any, message: str) -> None:
-    """Finish ``request``, whose last token id is none, with status 500 and ``message``; none of its pages is kept."""
+    """Finish ``request``, whose last token id is invalid, with status 500 and ``message``; none of its pages is
+    kept."""
     finish = find("FINISH_ABORT")
     request.finished_reason = finish(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     request.skip_radix_cache_insert = True
-    # The detokenizer ends at an id that is none: neither the answer nor its log-probabilities may take one there.
+    # The detokenizer ends at an invalid id: neither the answer nor its log-probabilities may hold one.
     request.output_ids[-1] = max(0, request.output_ids[-1])
     request.return_logprob = False
 

@@ -1,4 +1,4 @@
-"""SGLang's arguments: as given, as resolved, and as this process goes by them; its environment variables."""
+"""SGLang's arguments: as given, as resolved, and as this process uses them; its environment variables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resolved(name: str) -> Any:
 
 
 def replace(why: str, **values: Any) -> None:
-    """Have this process go by ``values`` from now on."""
+    """Make this process use ``values`` from now on."""
     find("get_context")().override(f"nvfp4_sgl.{why}", **values)
 
 
@@ -84,13 +84,13 @@ def largest_prefill() -> int:
 
 
 def prefill_chunk() -> int | None:
-    """Tokens of a prefill chunk as this process's scheduler goes by them; ``None`` without chunked prefill."""
+    """Tokens of a prefill chunk in this process's scheduler; ``None`` without chunked prefill."""
     chunk = find("get_context")().config_leaf("chunked_prefill_size")
     return int(chunk) if chunk and chunk > 0 else None
 
 
 def set_prefill_chunk(tokens: int) -> None:
-    """Have this process's scheduler, which is still being built, prefill in chunks of so many tokens."""
+    """Set the prefill chunk of this process's scheduler, which is still being built."""
     replace("fit_chunk", chunked_prefill_size=tokens)
 
 

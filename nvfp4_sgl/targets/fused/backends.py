@@ -1,4 +1,4 @@
-"""What each GPU target multiplies with. Routed experts are NVFP4, but for Hopper's, which may be bf16."""
+"""GEMM backends of each GPU target. Routed experts are NVFP4, but for Hopper's, which may be bf16."""
 
 from __future__ import annotations
 

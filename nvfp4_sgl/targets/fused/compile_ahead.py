@@ -52,7 +52,7 @@ LOG_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Job:
-    """What the processes share; each takes the next task that has no claim yet.
+    """The state that the compiling processes share; each takes the next task that has no claim yet.
 
     Attributes:
         tasks: kernels to compile. capability: what Triton compiles for, e.g. 90.

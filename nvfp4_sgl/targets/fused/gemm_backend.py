@@ -1,4 +1,4 @@
-"""What a target asks of each way of multiplying: the protocols of ``gemm_*.py``. Needs no torch.
+"""Protocols of the GEMM backends in ``gemm_*.py``. Needs no torch.
 
 A backend loads GEMMs; a loaded GEMM holds its weights and multiplies. What is composed of them, once for all targets,
 is in :mod:`.projections` and :mod:`.experts`; which backends a target has, in :mod:`.backends`.
@@ -66,7 +66,7 @@ class ExpertGemms(Protocol):
 
 
 class GemmBackend(Protocol):
-    """A way of multiplying."""
+    """A backend of GEMMs."""
 
     def load(self, context: Context, shards: Sequence[Shard], groups: int | None = None) -> Gemm:
         """The GEMM of ``shards``, merged; with ``groups`` the block-diagonal one of a single shard.
@@ -77,14 +77,14 @@ class GemmBackend(Protocol):
 
 
 class GatedBackend(GemmBackend, Protocol):
-    """One that a shared expert can run with by itself."""
+    """A backend that can run a shared expert by itself."""
 
     def load_gated(self, context: Context, shards: Sequence[Shard]) -> GatedGemm:
         """The GEMM of gate and up; errors as in :meth:`load`."""
 
 
 class ExpertsBackend(Protocol):
-    """One that experts can be grouped for."""
+    """A backend with grouped GEMMs of experts."""
 
     def load_experts(self, context: Context, matrices: Sequence[ExpertMatrices]) -> ExpertGemms:
         """The GEMMs of experts, a group each, in their order; errors as in :meth:`GemmBackend.load`."""
@@ -92,7 +92,7 @@ class ExpertsBackend(Protocol):
 
 @dataclass(frozen=True)
 class Backends:
-    """What a target multiplies with, by what a GEMM's operands are.
+    """The backends of a target, by the operands of a GEMM.
 
     Attributes:
         dense: GEMMs of all tokens. shared: those of a shared expert that runs by itself.

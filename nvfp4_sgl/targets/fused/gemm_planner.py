@@ -53,7 +53,7 @@ class DryLauncher:
         """Launch nothing: the GEMMs that a model needs follow from its sizes."""
 
     def freeze(self) -> None:
-        """Nothing is compiled anyway."""
+        """Do nothing: this launcher compiles nothing."""
 
 
 class GemmPlanner(FusedPlanner):
@@ -131,7 +131,7 @@ class GemmPlanner(FusedPlanner):
         return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
     def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
-        """The Triton kernels of the warm-up, told by passes that launch none."""
+        """The Triton kernels of the warm-up, recorded by passes that launch none."""
         device, runner = self.context.device, launcher.current()
         dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch, runner.pin)
         with launcher.use(dry), ahead.recording() as variants:

@@ -11,9 +11,9 @@ SET_DEATH_SIGNAL = 1
 
 
 def end_with(parent: int, death: signal.Signals = signal.SIGKILL) -> None:
-    """Have Linux send ``death`` to this process when its parent ends; end now if ``parent`` is none of it any more.
+    """Make Linux send ``death`` to this process when its parent ends; end now if ``parent`` has ended.
 
-    Linux goes by the parent's thread: the one that started this process must live as long as it is wanted.
+    Linux watches the parent's thread: the one that started this process must live as long as it is wanted.
 
     Args:
         parent: the number that the parent itself has told.

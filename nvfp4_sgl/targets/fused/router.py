@@ -21,7 +21,7 @@ from nvfp4_sgl.weights.source import frozen
 
 
 class RoutedExperts(Protocol):
-    """What the router needs of the experts that follow it.
+    """The sizes of the experts that the router needs.
 
     Attributes:
         has_shared_group: whether the shared expert is the last of the groups.

@@ -20,7 +20,7 @@ Kind = Callable[[int], Hashable]
 
 
 def _same_for_all(tokens: int) -> Hashable:
-    """The kind of a target that goes by nothing else."""
+    """The kind of every size, for a target that tells none apart."""
     return None
 
 
