@@ -223,9 +223,12 @@ def test_hooks_run_the_pinned_tools() -> None:
     assert repository["repo"] == "local"
     for hook in repository["hooks"]:
         command = shlex.split(hook["entry"])
-        assert command[:2] == ["bash", "-c"] and "launch/environment" in command[2]
+        assert command[:2] == ["bash", "-c"]
+        assert ("launch/environment" in command[2]) == (hook.get("stages") is None), (
+            "the message's needs no environment"
+        )
         assert subprocess.run(["bash", "-n", "-c", command[2]]).returncode == 0
-    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format", "mypy"]
+    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format", "mypy", "commit-message"]
 
 
 def test_the_type_checker_s_hook_sees_the_changed_files_alone(tmp_path: Path) -> None:
