@@ -69,6 +69,8 @@ def faults(root: Path) -> list[str]:
             found.append(f"git: files differ from the last commit; commit or remove them: {changed.splitlines()[:5]}")
         if f"v{version}" not in tags:
             found.append(f"git: the last commit has no tag v{version}; run: git tag --annotate v{version}")
+    if f"\nversion: {version}\n" not in (root / "CITATION.cff").read_text(encoding="utf-8"):
+        found.append(f"CITATION.cff: version: expected {version}")
     with (root / "pyproject.toml").open("rb") as file:
         addresses = tomllib.load(file)["project"].get("urls", {})
     found += [f"pyproject.toml: [project.urls] {name}: missing" for name in ADDRESSES if name not in addresses]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from setuptools.command.sdist import sdist
 
-FOLDERS = (".ci", "cutedsl_kernels", "docs", "examples", "launch", "nvfp4_sgl", "tests", "triton_kernels")
+FOLDERS = (".ci", ".github", "cutedsl_kernels", "docs", "examples", "launch", "nvfp4_sgl", "tests", "triton_kernels")
 FILES = (
     ".editorconfig",
     ".gitignore",
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CODE_OF_CONDUCT.md",
     "CONTRIBUTING.md",
     "LICENSE",

@@ -41,6 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "nvfp4_sgl").mkdir()
     (tmp_path / "nvfp4_sgl" / "__init__.py").write_text('__version__ = "0.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 0.2.0\n")
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     commit(tmp_path)
@@ -65,6 +66,7 @@ def test_a_checkout_with_one_version_everywhere_is_ready(checkout: Path) -> None
         ("CHANGELOG.md", " - 2026-11-27", "", "expected [0.2.0] - YYYY-MM-DD"),
         ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n* Another change.\n", "expected an empty section"),
         ("pyproject.toml", "Documentation", "Documents", "[project.urls] Documentation: missing"),
+        ("CITATION.cff", "version: 0.2.0", "version: 0.1.9", "CITATION.cff: version: expected 0.2.0"),
         ("nvfp4_sgl/__init__.py", "0.2.0", "0.3.0", "no tag v0.3.0"),
     ],
 )
