@@ -72,8 +72,8 @@ MISTAKES = {
     ),
     "gate and up swapped": Mistake(
         "weights.layout",
-        'Shard(f"{name}.w1", rows=share), Shard(f"{name}.w3", rows=share)',
-        'Shard(f"{name}.w3", rows=share), Shard(f"{name}.w1", rows=share)',
+        'Shard(f"{name}.w1", rows=inner), Shard(f"{name}.w3", rows=inner)',
+        'Shard(f"{name}.w3", rows=inner), Shard(f"{name}.w1", rows=inner)',
         SWA,
         "experts",
     ),

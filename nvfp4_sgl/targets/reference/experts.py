@@ -67,8 +67,8 @@ class ReferenceExperts(nn.Module):
         source, self._limit, self._mode = context.source, context.config.swiglu_limit, context.mode
         *routed, shared = matrices
         held = context.parallel.experts(context.config).routed
-        self._groups = torch.full((context.config.n_routed_experts,), -1)
-        self._groups[list(held)] = torch.arange(len(held))
+        self._groups = torch.full((context.config.n_routed_experts,), -1, device=context.device)
+        self._groups[list(held)] = torch.arange(len(held), device=context.device)
         names = [expert.down.stem for expert in routed]
         w13 = stack([load_matrix(source, expert.gate_up) for expert in routed], names)
         w2 = stack([load_matrix(source, [expert.down]) for expert in routed], names)
