@@ -106,3 +106,33 @@ def test_what_is_fine_passes(text: str) -> None:
 def test_what_is_filled_from_the_data_has_dates_and_commits() -> None:
     text = "<!-- figures: case -->\n\n| date |\n| --- |\n| 2026-11-26 |\n\nCode: 82a0868.\n\n<!-- end of figures -->"
     assert not list(faults("page.md", text))
+
+
+def opening_faults(text: str) -> Iterator[str]:
+    """What a notebook's opening lacks: after the title a table, then two short sentences to take away."""
+    blocks = [block for block in text.split("\n\n") if block.strip()]
+    table, takeaway = [*blocks, "", ""][1:3]
+    if not table.startswith("| "):
+        yield "expected a table after the title"
+    found = list(prose.sentences(takeaway))
+    if len(found) != 2 or any(sentence.kind != "text" for sentence in found):
+        yield f"expected two sentences after the table, found {len(found)}"
+    yield from (f"{one.words} words: {one.text}" for one in found if one.words > prose.MOST_WORDS)
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "launch" / "results").glob("*.md")), ids=lambda file: file.stem)
+def test_a_notebook_opens_with_a_table_and_what_to_take_away(notebook: Path) -> None:
+    assert not list(opening_faults(notebook.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# Run\n\nFirst. Second.\n\n| a |\n| --- |\n| b |\n",
+        "# Run\n\n| a |\n| --- |\n| b |\n\nOnly one.\n",
+        "# Run\n\n| a |\n| --- |\n| b |\n\n" + "word " * 31 + ". Second.\n",
+    ],
+    ids=["no table first", "one sentence", "a long sentence"],
+)
+def test_an_opening_without_either_is_seen(text: str) -> None:
+    assert list(opening_faults(text))
