@@ -94,7 +94,7 @@ class KernelShape(GemmShape):
             )
         is_plain_pair = self.pair and self.cluster == 2 and not self.gated and not self.grouped
         if self.stream_k and not (is_plain_pair and self.token_tile == STREAM_K_TILE):
-            raise ValueError(f"stream_k is for plain products by single CTA pairs with token_tile {STREAM_K_TILE}")
+            raise ValueError(f"stream_k is for plain GEMMs by single CTA pairs with token_tile {STREAM_K_TILE}")
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
         if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):

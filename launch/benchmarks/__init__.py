@@ -1,1 +1,1 @@
-"""What launch/bench_kernels, bench_sm100, bench_serving and profile_decoder run: benchmarks, no timed tests."""
+"""Benchmarks behind launch/bench_* and profile_decoder; tests time nothing."""

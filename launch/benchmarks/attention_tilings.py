@@ -1,4 +1,4 @@
-"""Times of sparse attention in each tiling that some number of heads could have, beside the present one, on a GPU.
+"""Times sparse attention on a GPU in every tiling for a number of heads, beside the present one.
 
 First, processes compile every kernel and report its registers, spills and shared memory. Then each case is launched in
 the present tiling and in every candidate, each in several numbers of splits; a result far from the present tiling's is
@@ -52,7 +52,7 @@ Launch = Callable[[], None]
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: registers and spilled registers of a thread, bytes of shared memory."""
+    """The resources of a compiled kernel: registers and spills of a thread, bytes of shared memory."""
 
     registers: int
     spills: int
@@ -152,7 +152,7 @@ class Inputs:
 
 
 def compiled(shape: Shape, tiling: Tiling, splits: int, device: str) -> Resources:
-    """Compile what a launch needs, into Triton's cache; nothing runs but what fills the inputs."""
+    """Compile the kernels of a launch into Triton's cache, without running them."""
     inputs, found = Inputs(shape, device), []
     run = attend.run
 
@@ -175,7 +175,7 @@ def compiled(shape: Shape, tiling: Tiling, splits: int, device: str) -> Resource
 
 
 def compile_all(shapes: Iterable[Shape], candidates: Mapping[str, Tiling], workers: int) -> dict[str, str]:
-    """Compile every kernel of every candidate in processes; print what they take; return why candidates fall out."""
+    """Compile all kernels of all candidates in processes; print their resources; return why candidates drop out."""
     one_query = {Shape(1, shape.heads, shape.extra, shape.quantized) for shape in shapes}
     refused: dict[str, str] = {}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -207,7 +207,7 @@ def compile_all(shapes: Iterable[Shape], candidates: Mapping[str, Tiling], worke
 def measured(
     inputs: Inputs, candidates: Mapping[str, Tiling], processors: int, timer: Callable[[Launch], float]
 ) -> Iterator[tuple[str, int, float | str]]:
-    """Yield (name, splits, microseconds or what went wrong) of the present choice, named "present", and all others."""
+    """Yield (name, splits, microseconds or error) of the present choice, named "present", and of all others."""
     shape = inputs.shape
     tiling, splits = shape.present(processors)
     expected = inputs.result(tiling, splits)

@@ -86,8 +86,8 @@ def short(name: str) -> str:
 
 
 def lines(steps: Sequence[Sequence[Kernel]], named: Callable[[Sequence[Kernel]], Sequence[str | None]]) -> list[Line]:
-    """What the steps' launches cost, the dearest first; ``named`` names those of a step, ``None`` for what to leave
-    out."""
+    """Costs of the steps' launches, the most expensive first; ``named`` names those of a step, ``None`` for what to
+    leave out."""
     found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for step in steps:
         end = step[0].begin
@@ -133,7 +133,7 @@ class Gemms:
 
 
 def weights(product: GemmSpec, tokens: int) -> float:
-    """Bytes of codes and block scales that ``tokens`` read of a product."""
+    """Bytes of codes and block scales that ``tokens`` read of a GEMM."""
     read: float = product.groups
     if product.experts_per_token:
         # The shared expert is always read.

@@ -127,7 +127,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Serve an engine and yield what each measurement is called and found."""
+    """Serve an engine and yield the name and result of each measurement."""
     folder: Path = arguments.output / engine
     model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
     flags = [*FLAGS.split(), "--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
@@ -169,7 +169,7 @@ def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
 
 
 def served(client: Client, url: str, model: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:
-    """What SGLang's own client measures with ``count`` requests at once; milliseconds, and tokens a second."""
+    """Measure with SGLang's own client, ``count`` requests at once: milliseconds, and tokens a second."""
     output = model.parent / f"client.{count}.{prompt}.jsonl"
     output.unlink(missing_ok=True)
     host, port = url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""What ``launch/bench_full --record FILE`` writes: figures of its servers, ours beside stock's."""
+"""Writes the figures of ``launch/bench_full --record FILE``: ours beside stock's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def conditions_of(requests: int, prompt: int, output: int | None) -> dict[str, i
 
 
 def described(arguments: Namespace, command: list[str]) -> dict[str, Any]:
-    """What holds for all figures of a run: model, machine, code and command."""
+    """The conditions of all figures of a run: model, machine, code and command."""
     import torch
 
     model = "DeepSeek-V4-Flash, random weights"

@@ -160,7 +160,7 @@ class Operands:
 
 
 def planned(gemm: Gemm, tokens: int, stored: Weights) -> KernelShape:
-    """The kernel that the operations will plan."""
+    """The kernel that the operations plan."""
     clusters = launcher.current().clusters(torch.device("cuda"))
     return plan.plan_w4a16(gemm.features, gemm.k, tokens, gemm.groups, gemm.output, clusters, stored)
 
@@ -174,7 +174,7 @@ def wanted_shapes(args: argparse.Namespace, gemm: Gemm, tokens: int) -> list[Ker
 
 @dataclass(frozen=True)
 class Peers:
-    """Who may be asked for a GEMM, and its weights in the order of each; None of who has failed."""
+    """The peers of a GEMM, with its weights in the order of each; None for a peer that failed."""
 
     marlin: Marlin
     humming: Humming

@@ -1,7 +1,7 @@
 """Times of Hopper's GEMMs of NVFP4 experts, gate and up with SwiGLU and down, beside Marlin's whole mixture.
 
 Each token takes routed experts at random, all equally likely, and the shared one, which is the last group, as in the
-model. Runs of a graph have other routes, and copies of the layer by turns: until a run reads the shared expert again,
+model. Runs of a graph use other routes and alternate copies of the layer: until a run reads the shared expert again,
 four times the L2 cache has been read. Marlin gets the shared expert as one more, always chosen.
 """
 
@@ -84,7 +84,7 @@ class Layer:
         return padded_rows(tokens * self.visits, self.experts, self.tile(tokens))
 
     def shapes(self, tokens: int) -> list[KernelShape]:
-        """The kernels that the operations will plan, of the first GEMM and the second."""
+        """The kernels that the operations plan for the first GEMM and the second."""
         rows, tile = self.rows(tokens), self.tile(tokens)
         clusters = launcher.current().clusters(torch.device("cuda"))
         sizes = ((self.inner, self.width, True), (self.width, self.inner, False))
@@ -109,7 +109,7 @@ def layers(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Layer]:
 
 @dataclass(frozen=True)
 class Route:
-    """Where the pairs of tokens and experts go.
+    """The rows of token-expert pairs.
 
     ids: int32 [T, k], the experts of each token. destination: int32 [T, k], their rows. sources: int32 [rows], the
     token of each row, -1 for none. offsets, counts: int32 [E].

@@ -1,8 +1,8 @@
-"""Which of their goals the GEMMs that :mod:`.hopper` has timed meet, row by row.
+"""Judges the GEMMs that :mod:`.hopper` has timed by their goals, row by row.
 
 Beside Marlin: 1.3 times as fast up to 64 tokens where the weights are 8 MB or more, elsewhere no slower. Of a copy's
-bandwidth: 60 % up to 16 tokens from 16 MB of weights, 80 % from 64 MB. Of the rate of bf16 products: 60 % from 4096
-tokens a matrix, of experts from 256 rows each.
+bandwidth: 60 % up to 16 tokens from 16 MB of weights, 80 % from 64 MB. Of the rate of bf16 GEMMs: 60 % from 4096 tokens
+a matrix, of experts from 256 rows each.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timed:
-    """What a goal goes by.
+    """The figures that goals are judged by.
 
     Attributes:
         what: the GEMM and its number of tokens. tokens: of all. rows_each: of a matrix, a mean for experts.
         weights: MB that are read. of_marlin: Marlin's time by ours, if it ran. of_copy, of_rate: parts of a copy's
-            bandwidth and of the rate of bf16 products.
+            bandwidth and of the rate of bf16 GEMMs.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Goal:
 
 
 def goals(row: Timed) -> Iterator[Goal]:
-    """Those that a row has."""
+    """The goals of a row."""
     if row.of_marlin is not None:
         is_small = row.tokens <= 64 and row.weights >= 8
         name = "1.3 times Marlin up to 64 tokens from 8 MB" if is_small else "no slower than Marlin elsewhere"

@@ -1,4 +1,4 @@
-"""What each kernel shape of Hopper's GEMMs does to a decode step of Flash's first layers.
+"""Measures what each kernel shape of Hopper's GEMMs adds to a decode step of Flash's first layers.
 
 The step is captured again with another shape of one GEMM, in all layers that have it, and replayed: neighbours, their
 CTAs on the same SMs and weights that are fetched ahead are those of a served step. Alone, or behind a kernel that
@@ -43,7 +43,8 @@ NARROWEST = 4
 
 @dataclass(frozen=True)
 class Gemm:
-    """What a GEMM's plan goes by. rows: tokens, or the rows of all experts' buffers. tile: of experts, else 0."""
+    """The sizes that a GEMM is planned by. rows: tokens, or the rows of all experts' buffers. tile: of experts, else
+    0."""
 
     kind: Literal["product", "experts"]
     features: int

@@ -1,4 +1,4 @@
-"""What ``launch/bench_kernels`` makes of times: floors, judged peers, table rows and the closing summary."""
+"""The report of ``launch/bench_kernels``: floors, judged peers, table rows and the closing summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Chip:
-    """What bounds a kernel: measured bytes and bf16 operations a second, and the time of an empty kernel."""
+    """The bounds of a kernel: measured bytes and bf16 operations a second, and the time of an empty kernel."""
 
     name: str
     bandwidth: float
@@ -130,7 +130,7 @@ def measure(family: str, case: Case, chip: Chip, time: Timer, *, without: str | 
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """What misses a goal, or could not be measured or compared."""
+    """Summarise the cases that miss a goal, or could not be measured or compared."""
     measured = [row for row in rows if row.us is not None]
     yield f"{len(measured)} of {len(rows)} cases measured"
     groups = {

@@ -1,7 +1,7 @@
 """Times of the Triton kernels on a CUDA GPU, beside their floors and their peers, in one run.
 
 Every case is captured in a CUDA graph of several runs and replayed; the median replay counts. Floors are the larger of
-bytes over the measured copy bandwidth and operations over the measured rate of bf16 products. Inputs stay the same, so
+bytes over the measured copy bandwidth and operations over the measured rate of bf16 GEMMs. Inputs stay the same, so
 what fits L2 is read from there: floors by bytes bind only cases well past the cache. ``over empty`` is the time beyond
 that of an empty kernel in such a graph. A peer whose results are not ours is named as such and not timed.
 """
@@ -68,7 +68,7 @@ def copy_bandwidth() -> float:
 
 
 def matrix_rate() -> float:
-    """Operations a second of a large bf16 product of random matrices (constant ones draw less power, so run faster)."""
+    """Operations a second of a large bf16 GEMM of random matrices (constant ones draw less power, so run faster)."""
     a, b = torch.randn(2, PRODUCT_SIZE, PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16).unbind()
     out = torch.empty_like(a)
     return 2 * PRODUCT_SIZE**3 / (microseconds(lambda: torch.mm(a, b, out=out)) * 1e-6)

@@ -73,7 +73,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of a measurement said, and what they took.
+    """The reports of a measurement's ranks, and their memory.
 
     Attributes:
         sizes: of the checkpoint's files. gpus: that the ranks shared; 0 on the CPU.
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def most_allocated(self) -> float:
-        """What a rank may allocate."""
+        """Most bytes that a rank may allocate."""
         return MOST_ALLOCATED * max(self.sizes)
 
 

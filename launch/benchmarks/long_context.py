@@ -80,7 +80,7 @@ def is_failed(value: object) -> bool:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Start a server and yield what each measurement is called and found, or how it failed."""
+    """Start a server and yield the name and result of each measurement, or its failure."""
     folder: Path = arguments.output / name
     model = write_flash(folder / "model", TinyFormat.NVFP4_FULL, arguments.layers)
     log, begun = folder / "server.log", time.monotonic()

@@ -139,7 +139,7 @@ def shared(figures: Sequence[Figure], folder: Path) -> Iterator[str]:
 
 
 def place(one: Figure) -> str:
-    """Which row a note is of, in words."""
+    """The row that a note belongs to, in words."""
     count = one.requests or one.tokens
     return one.metric + (f" at {count} {'requests' if one.requests else 'tokens'}" if count else "")
 

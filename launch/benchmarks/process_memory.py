@@ -1,4 +1,4 @@
-"""Memory of processes as /proc tells it, and commands of which it is watched while they run."""
+"""Reads the memory of processes from /proc, and watches it while commands run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 0.05
 
 @dataclass
 class Peak:
-    """What a process took.
+    """Peak memory of a process.
 
     Attributes:
         own: peak of bytes allocated. resident: the same with the pages of files that it maps.

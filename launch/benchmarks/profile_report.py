@@ -1,4 +1,4 @@
-"""What ``launch/profile_decoder`` makes of a trace."""
+"""The report of ``launch/profile_decoder`` on a trace."""
 
 from __future__ import annotations
 

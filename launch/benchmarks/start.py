@@ -1,4 +1,4 @@
-"""What a server's log says of its start: the stages that this package names, and the time from weights to ready."""
+"""Reads a server's start from its log: the stages that this package names, and the time from weights to ready."""
 
 from __future__ import annotations
 

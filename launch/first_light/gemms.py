@@ -31,7 +31,7 @@ TOKENS = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024, 4096, 
 EMULATED_TOKENS = 9
 """More than a token tile of 8, so that the second is ragged."""
 EMULATED_IN_MXFP8 = ("wo_a", "shared_experts.w1 + w3")
-"""A grouped product, and one with SwiGLU."""
+"""A grouped GEMM, and one with SwiGLU."""
 
 
 class KeptKernels:

@@ -158,7 +158,7 @@ def first_light(
 
 
 def report(outcomes: Sequence[Outcome], chosen: Sequence[Step], note: str) -> str:
-    """What each step came to; of the first that did not pass, what departs."""
+    """The result of each step; of the first that did not pass, what departs."""
     lines = [note] if note else []
     for outcome in outcomes:
         lines += outcome.lines()

@@ -59,7 +59,7 @@ RESULTS = ROOT / "launch" / "results" / "sm100_true_width.md"
 
 @dataclass(frozen=True)
 class Result:
-    """What a model's layer gave.
+    """Results of a model's layer.
 
     Attributes:
         attention, experts: relative errors to the CPU reference.

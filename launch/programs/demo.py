@@ -1,4 +1,4 @@
-"""The demo behind launch/demo: serves a small trained model with SGLang and asks it what can be checked.
+"""The demo behind launch/demo: serves a small trained model with SGLang and asks it questions with known answers.
 
 With --format it writes a tiny checkpoint with random weights instead, whose answers mean nothing. Run through
 launch/demo, which sets up the environment first. Exit status 0 only if the trained model's answers were right, or
@@ -47,7 +47,7 @@ class DemoError(Exception):
 
 @dataclass
 class Timings:
-    """What each step took, in the order of the steps."""
+    """Seconds of each step, in order."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
 

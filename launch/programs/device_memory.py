@@ -1,4 +1,4 @@
-"""GPU memory in use, as nvidia-smi says: it also sees what an allocator does not know of."""
+"""GPU memory in use by nvidia-smi, which also sees memory outside an allocator."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How far a server's answers are from another's, and how many questions it answers: behind launch/evaluate.
+"""Measures how far a server's answers are from another's, and how many questions it answers: behind launch/evaluate.
 
 ``record`` keeps what a server says of texts: the log-probability of every token, and of the likeliest ones at every
 position. ``compare`` feeds another server the same tokens and states KL divergence, agreement of the likeliest token
-and perplexity: so a quantised checkpoint can be judged without both models at hand at a time. ``questions`` scores a
-file of questions.
+and perplexity: so a quantised checkpoint can be judged without both models loaded at once. ``questions`` scores a file
+of questions.
 
 A server returns the N likeliest tokens only. KL is taken over those that both name, all others merged into one. Merging
 never raises a KL divergence, so what is stated is a lower bound, near the true one if little is merged (it says how
@@ -68,7 +68,7 @@ def model_of(url: str) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a server says of a text.
+    """A server's log-probabilities of a text.
 
     Attributes:
         ids: its tokens. logprobs: of each but the first, given those before it.
@@ -207,7 +207,7 @@ class Comparison:
 
 
 def compare(recorded: Sequence[Scored], here: Sequence[Scored]) -> Comparison:
-    """Hold what a server says against what was recorded, of the same tokens."""
+    """Compare a server with a record, on the same tokens."""
     kls: list[tuple[float, int, int]] = []
     merged, same, theirs, ours = [], [], [], []
     for text, (one, other) in enumerate(zip(recorded, here, strict=True)):

@@ -1,4 +1,4 @@
-"""What ``launch/release`` checks: one version everywhere, and archives that install where SGLang is."""
+"""Checks of ``launch/release``: one version everywhere, and archives that install beside SGLang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def git(root: Path, *words: str) -> str:
 
 
 def changelog_faults(text: str, version: str) -> list[str]:
-    """What keeps the changelog from being that of ``version``."""
+    """Faults of the changelog for ``version``."""
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     titles = [section.partition("\n")[0] for section in sections]
     found = []

@@ -1,4 +1,4 @@
-"""Everything that a Hopper GPU checks, in parts that end within minutes and are kept: a run that was cut off goes on.
+"""Runs all checks of a Hopper GPU in parts of some minutes, and keeps their results: a run that was cut off resumes.
 
 A part is a test file in a process of its own, natively or under compute-sanitizer, or a program of ``launch``. What it
 came to is written to ``build/check_gpu``, under the sources and the GPU that it ran with; a part that passed there does
@@ -108,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """What a part came to: ``verdict`` is "passed", "failed" or "out of time"; ``failures`` name tests."""
+    """The result of a part: ``verdict`` is "passed", "failed" or "out of time"; ``failures`` name tests."""
 
     name: str
     fingerprint: str
@@ -188,7 +188,7 @@ def installed(distribution: str) -> str:
 
 
 def last(part: Part) -> Result | None:
-    """What the part came to when it last ran, with whatever code."""
+    """The part's result when it last ran, with whatever code."""
     try:
         held = json.loads((RESULTS / f"{part.name}.json").read_text())
         return Result(**{**held, "failures": tuple(held["failures"])})
@@ -197,7 +197,7 @@ def last(part: Part) -> Result | None:
 
 
 def kept(part: Part, code: str) -> Result | None:
-    """What the part came to with this code, if it passed; tests that were all skipped may have lacked GPUs."""
+    """The part's result with this code, if it passed; tests that were all skipped may have lacked GPUs."""
     result = last(part)
     if result is None or result.verdict != "passed" or result.fingerprint != code:
         return None
@@ -205,7 +205,7 @@ def kept(part: Part, code: str) -> Result | None:
 
 
 def report(chosen: Sequence[Part]) -> int:
-    """Sum up what parts came to when they last ran; 1 if one has not passed, or not run. Needs no GPU."""
+    """Sum up the parts' last results; 1 if one has not passed, or not run. Needs no GPU."""
     results = [result for part in chosen if (result := last(part)) is not None]
     codes = sorted({result.fingerprint for result in results})
     for code in codes:
@@ -223,7 +223,7 @@ def report(chosen: Sequence[Part]) -> int:
 def run_part(
     part: Part, code: str, more: Sequence[str] = (), seconds: float = PART_SECONDS, gpu: str | None = None
 ) -> Result:
-    """Run a part to its end or its limit, and keep what it came to; its output is ``build/check_gpu/<name>.txt``.
+    """Run a part to its end or its limit, and keep its result; its output is ``build/check_gpu/<name>.txt``.
 
     Args:
         gpu: the only one that it sees, by its name in ``CUDA_VISIBLE_DEVICES``; all of this process's unless given.

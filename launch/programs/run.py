@@ -1,7 +1,7 @@
 """Runs a program of this checkout as ``__main__``; Ctrl-C, streams and errors as in ``nvfp4-sgl``.
 
 ``python launch/programs/run.py FILE ARGUMENT...``; FILE is relative to the checkout, and is run as a module of its
-package; packages of ``launch`` go by their bare names.
+package; packages of ``launch`` are imported by their bare names.
 """
 
 import sys

@@ -219,7 +219,7 @@ def memory() -> int:
 
 
 class Record:
-    """Memory as minutes go by: MiB of the host, and of a GPU if there is one.
+    """Memory minute by minute: MiB of the host, and of a GPU if there is one.
 
     Attributes:
         rows: minutes since the start, the host's and the GPU's.

@@ -238,10 +238,9 @@ def _from_transformers(directory: Path, entries: dict[str, Entry]) -> dict[str, 
         original = original_name(name)
         if original is None:
             raise CheckpointError(
-                f"{directory}: some tensors have transformers' names, but '{name}' in {entry.file.name} is none of"
-                " them; expected those of a checkpoint whose experts are stored one by one"
-                " ('model.layers.0.mlp.experts.0.gate_proj.weight'), or DeepSeek's original names"
-                " ('layers.0.attn.wq_a.weight')"
+                f"{directory}: some tensors have transformers' names, but '{name}' in {entry.file.name} has not."
+                " Expected transformers' names with experts stored one by one"
+                " ('model.layers.0.mlp.experts.0.gate_proj.weight'), or DeepSeek's ('layers.0.attn.wq_a.weight')"
             )
         if original in renamed:
             raise CheckpointError(

@@ -363,7 +363,7 @@ class CheckpointReader:
         total = sum(storage.is_converted for storage in self._storages().values())
         return CheckpointError(
             f"{self._inventory.directory}: {len(named)} of {total} MXFP4 matrices have no exact NVFP4 form:"
-            f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold: run"
+            f" {'; '.join(named[:SHOWN])}{more}; expected exponents that NVFP4's scales can hold. Run"
             " 'nvfp4-sgl convert', which quantises these matrices, have the server convert while it loads"
             " (docs/convert.md), or use a checkpoint that ModelOpt quantised"
         )

@@ -134,9 +134,8 @@ def small_window(window_tokens: int, needed: str = "") -> str:
     """The error of a window pool in which prompts after a cached prefix may wait for ever; ``needed`` for it not to."""
     return (
         f"window pool: found {window_tokens} tokens, expected at least {LEAST_WINDOW_TOKENS}"
-        f"{f' ({needed})' if needed else ''}, since a prompt that goes on from a cached prefix may find no room in"
-        " fewer and wait for ever; raise --max-total-tokens or --swa-full-tokens-ratio, or --mem-fraction-static where"
-        " --max-total-tokens is not given"
+        f"{f' ({needed})' if needed else ''}. In fewer, a prompt behind a cached prefix may wait for ever. Raise"
+        " --max-total-tokens or --swa-full-tokens-ratio, or --mem-fraction-static where --max-total-tokens is not given"
     )
 
 

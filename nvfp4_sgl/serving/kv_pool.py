@@ -102,9 +102,9 @@ def fit_chunk(tokens: int, window_tokens: int, context: int) -> None:
     if parallel.tp_rank() == 0:
         found = "no chunks" if asked_for is None else f"chunks of {asked_for}"
         logger.warning(
-            "nvfp4_sgl: prompts are prefilled in chunks of %d tokens, since a window pool of %d has no room for larger"
-            " ones beside a cached prefix (--chunked-prefill-size: %s); raise --max-total-tokens or"
-            " --swa-full-tokens-ratio for more",
+            "nvfp4_sgl: prompts are prefilled in chunks of %d tokens: a window pool of %d has no room for larger ones"
+            " beside a cached prefix (--chunked-prefill-size: %s). Raise --max-total-tokens or --swa-full-tokens-ratio"
+            " for larger chunks",
             room, window_tokens, found,
         )  # fmt: skip
 

@@ -60,8 +60,8 @@ def check_target(
         raise UnsupportedError(
             f"{where}: {len(refused)} of {len(matrices)} matrices are in storages that it does not run:"
             f" {', '.join(refused[:SHOWN])}{more}; expected routed experts in NVFP4, or in MXFP4, which is read as"
-            " NVFP4, and others in these, in FP8 with UE8M0 scales or in BF16 (docs/formats.md): make such a checkpoint"
-            " with 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
+            " NVFP4. Others may also be FP8 with UE8M0 scales, or BF16 (docs/formats.md). Make such a checkpoint with"
+            " 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
             " Hopper in activation_mode w4a16, or on a CPU"
         )
     if config.n_routed_experts > MAX_STACKED_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
@@ -121,6 +121,6 @@ def _require_alike(where: str, storage: Callable[[str], Storage], kinds: Mapping
     if len(kinds) > 1:
         found = " and ".join(f"'{stem}' {storage(stem).value}" for stem in kinds.values())
         raise CheckpointError(
-            f"{where}: matrices that are merged must all be NVFP4 or all be not, and on SM100 those of a shared expert"
-            f" all be stored alike; found {found}; quantise all of them or none"
+            f"{where}: matrices that are merged must all be NVFP4 or all be not; found {found}. On SM100 those of a"
+            " shared expert must be stored alike. Quantise all of them or none"
         )

@@ -153,8 +153,8 @@ HOPPER = Descriptor(
     boundaries_in="nvfp4_sgl.targets.fused:w4a16_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper",
     gpu_in="nvfp4_sgl.targets.gpus:H200",
-    note="matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer;"
-    " but not FP8 ones with UE8M0 scales, with which servers of tiny models have run on an H200",
+    note="matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer."
+    " FP8 ones with UE8M0 scales stay FP8; servers of tiny models have run so on an H200",
 )
 SM100 = Descriptor(
     name="sm100",

@@ -116,7 +116,7 @@ def differences(first: Record, second: Record) -> Iterator[Difference]:
         if not names:
             raise ConfigError(
                 f"{first.file} is of rank {first.rank} of {first.ranks}, {second.file} of rank {second.rank} of"
-                f" {second.ranks}: expected ops with the same values on both in pass {number}, found only ranks' own,"
+                f" {second.ranks}. Expected ops with the same values on both in pass {number}, found only ranks' own,"
                 f" {', '.join(one.ops)}; record runs of the same number of ranks"
             )
         for name in names:
@@ -135,7 +135,7 @@ def _told(number: int, one: RecordedPass, other: RecordedPass, first: Record, se
     a, b = (f"token {pair[1]} at position {pair[0]}" if pair else "no further token" for pair in next(pairs))
     return (
         f"pass {number}: expected the same tokens at the same positions, found {a} in {first.file} and {b} in"
-        f" {second.file}; send both servers the same requests, one at a time, or name the checkpoint instead of the"
+        f" {second.file}. Send both servers the same requests, one at a time, or name the checkpoint instead of the"
         " second record, to feed it the first one's tokens"
     )
 

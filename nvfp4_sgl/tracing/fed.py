@@ -37,7 +37,7 @@ def check_fed(given: Record, directory: Path, config: ModelConfig) -> None:
         if start not in (0, end):
             raise ConfigError(
                 f"{where}, field 'positions': expected a pass that begins at 0 or goes on at {end}, found one at"
-                f" {start}: a cached prefix is in no record; start the server with --disable-radix-cache and record"
+                f" {start}. A record lacks cached prefixes; start the server with --disable-radix-cache and record"
                 " again"
             )
         end = start + len(each.ids)

@@ -142,7 +142,7 @@ class _Line:
                 raise ConfigError(f"{self}: expected an object of JSON, found {_shown_text(text)}; {AGAIN}") from error
             before = "delete that line to compare the passes before it, or " if number > 2 else ""
             raise ConfigError(
-                f"{self}: expected a whole line, found the record cut off there, after {len(text)} bytes: the run was"
+                f"{self}: expected a whole line, found the record cut off there, after {len(text)} bytes. The run was"
                 f" ended, or the disk was full, while it was written; {before}record the run again"
             ) from error
         self.values = self._object(values)

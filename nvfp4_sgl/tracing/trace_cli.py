@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl trace``."""
     parser.description = (
         "Compare two runs, op by op and token by token. A run is a record (NVFP4_SGL_TRACE=FOLDER at a server's start;"
-        " a file for each rank), its folder, or a checkpoint directory, which runs here: as B it is fed A's tokens."
+        " a file for each rank), its folder, or a checkpoint directory. A checkpoint runs here; B gets A's tokens."
     )
     parser.add_argument("first", type=Path, metavar="A", help="the run to compare with")
     parser.add_argument(

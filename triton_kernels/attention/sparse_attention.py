@@ -267,8 +267,8 @@ def _require_a_block(
     count = tiling.queries
     if out is None or owners is None or splits > 1 or heads * count > tiling.heads or window < count:
         raise OperandValueError(
-            f"tiling: {count} queries of a program are for at most {tiling.heads // count} heads, a window of at least"
-            f" {count}, one split, out and owners; found {heads} heads, a window of {window}, {splits} splits, out"
+            f"tiling: {count} queries of a program take at most {tiling.heads // count} heads, a window of at least"
+            f" {count}, one split, out and owners. Found {heads} heads, a window of {window}, {splits} splits, out"
             f" {'missing' if out is None else 'given'} and owners {'missing' if owners is None else 'given'}"
         )
 

@@ -1,4 +1,5 @@
-"""What to measure of each kernel family: one module a family, whose ``cases()`` yields :class:`Case` at real shapes."""
+"""The measured cases of each kernel family: one module a family, whose ``cases()`` yields :class:`Case` at real
+shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Case:
         name: op, model and shape, for example ``quantize/flash/8192x4096``; the shape begins with the tokens.
         run: the op; may be captured in a CUDA graph and replayed.
         bytes: the floor of bytes moved: inputs read once and outputs written once.
-        flops: floating-point operations of its bf16 products, and half of those in FP8; 0 for ops without.
+        flops: floating-point operations of its bf16 GEMMs, and half of those in FP8; 0 for ops without.
         peers: other implementations of the same op, by name.
     """
 

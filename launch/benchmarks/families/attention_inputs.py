@@ -1,4 +1,4 @@
-"""What an attention layer makes of its first product, in decoding and prefill: latents, compression, and all at once.
+"""The inputs of attention, from the output of the layer's first GEMM: latents, compression, and both in one launch.
 
 Flash and Pro have the same compressors, and a context's length only says where its windows begin. Peers: SGLang's and
 sgl_kernel's kernels, one after another (``compressor_peers`` for the windows).
@@ -83,7 +83,7 @@ def _layers(plan: Plan, kind: str) -> Iterator[Case]:
 
 
 def _latents(batch: Batch, frequencies: Tensor, rank: int) -> Latents:
-    """Columns of one product, in fp32."""
+    """Columns of one GEMM, in fp32."""
     tokens = batch.tokens
     q_lora, kv = torch.randn(tokens, rank + 512, device="cuda").split([rank, 512], dim=1)
     return Latents(

@@ -1,7 +1,7 @@
 """Hyper-connections between two sublayers, at the shapes of Flash and Pro.
 
 Peers (``mhc_peers``): SGLang's TileLang kernels, which its server runs; its Triton kernels for the same steps;
-DeepGEMM's product alone.
+DeepGEMM's GEMM alone.
 """
 
 from __future__ import annotations

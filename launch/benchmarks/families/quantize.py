@@ -1,6 +1,6 @@
 """Quantisation to NVFP4 in launches of its own, at the shapes of Flash and Pro.
 
-Peers: the reference recipe in torch, and what SGLang does in the same places for products in FP8: groups of 128 values
+Peers: the reference recipe in torch, and what SGLang does in the same places for GEMMs in FP8: groups of 128 values
 (E4M3 codes and fp32 scales, so nearly twice our bytes written). Its kernels are compiled by nvcc at their first call.
 """
 
@@ -67,5 +67,5 @@ def _scattered(name: str, tokens: int, k: int) -> Case:
 
 
 def _fp8(x: Tensor) -> object:
-    """As SGLang's products on Hopper want it: scales column by column, padded for their bulk loads."""
+    """Quantise as SGLang's GEMMs on Hopper expect: scales column by column, padded for their bulk loads."""
     return QUANTIZE_FP8(x, GROUP, column_major_scales=True, scale_tma_aligned=True)

@@ -85,7 +85,7 @@ class Humming(Attempts):
             print(f"humming's kernels were ready after {self._ended - self._started:.0f} s", flush=True)
 
     def _end(self, future: Future[None]) -> None:
-        """A size is compiled; whoever waits may come later."""
+        """Note that a size is compiled; callers may wait later."""
         self._ended = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Peers of the indexer in bench_kernels: DeepGEMM's products and SGLang's CUDA kernels, as its server calls them."""
+"""Peers of the indexer in bench_kernels: DeepGEMM's GEMMs and SGLang's CUDA kernels, as its server calls them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def score_peers(
 ) -> dict[str, Peer]:
     """Peers of ``index_scores`` of all tokens, ``len(scores)`` tokens at once; ``scores`` keeps the last ones.
 
-    The products take our ``codes`` and ``scaled``, but SGLang's preparation of its own, if there is one among
+    The GEMMs take our ``codes`` and ``scaled``, but SGLang's preparation of its own, if there is one among
     ``preparations``, is run before them.
     """
     if not installed("deep_gemm"):

@@ -17,7 +17,7 @@ from nvfp4_sgl.triton_kernels.hyper_connection import site as hc
 MHC = "sglang.kernels.ops.layernorm.mhc"
 POST_FACTOR = 2.0
 BLOCK = 64
-"""Tile of DeepGEMM's product, in tokens and in columns, from which SGLang derives its number of splits."""
+"""Tile of DeepGEMM's GEMM, in tokens and in columns, from which SGLang derives its number of splits."""
 
 
 def next_peers(site: hc.Site, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> dict[str, Peer]:
@@ -57,7 +57,7 @@ def next_peers(site: hc.Site, output: Tensor, streams: Tensor, post: Tensor, com
 
 
 def pre_peers(site: hc.Site, streams: Tensor, state: hc.SiteState) -> dict[str, Peer]:
-    """Peers of ``hyper_connection_pre``, and DeepGEMM's product with the squares, which is its larger part."""
+    """Peers of ``hyper_connection_pre``, and DeepGEMM's GEMM with the squares, which is its larger part."""
     peers = {}
     if installed("sglang", "tilelang"):
         pre, parameters = foreign(MHC, "mhc_pre"), _parameters(site)
@@ -125,7 +125,7 @@ def _parameters(site: hc.Site) -> dict[str, Any]:
 
 
 def _alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what asks for the server's group of ranks, with none."""
+    """Call a function that needs the server's group of ranks, with a group of one."""
     context = importlib.import_module("sglang.srt.runtime_context").get_parallel()
     with context.override(tp_group=None):
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The products of DeepSeek-V4 that launch/bench_sm100 looks at, and the kernel that the operations run for each."""
+"""The GEMMs of DeepSeek-V4 that launch/bench_sm100 reports, and the kernel that the operations run for each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NVFP4, compressors in bf16, which a library multiplies, and all else in FP8, whi
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a model on one rank, for a number of tokens; ``layers`` of the model have it."""
+    """One GEMM of a model on one rank, for a number of tokens; ``layers`` of the model have it."""
 
     model: str
     ranks: int
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def operands(self) -> Operands:
-        """What is multiplied; products in bf16 are no cases."""
+        """What is multiplied; GEMMs in bf16 are no cases."""
         operands = self.product.operands
         assert operands == "nvfp4" or operands == "mxfp8", self.product
         return operands
@@ -87,7 +87,7 @@ class Case:
 
 
 def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: str = FULL) -> list[Case]:
-    """Every distinct product of the models that is ours, of one of :data:`CHECKPOINTS`."""
+    """Every distinct GEMM of the models that is ours, of one of :data:`CHECKPOINTS`."""
     found = []
     for model in models:
         config = ModelConfig.from_dict(config_json(MODELS[model]))

@@ -1,4 +1,4 @@
-"""What is known of a kernel without a GPU: its code, what a stage of its main loop executes, modelled times."""
+"""Facts of a kernel without a GPU: its code, the instructions of a stage, modelled times."""
 
 from __future__ import annotations
 

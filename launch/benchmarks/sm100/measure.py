@@ -299,7 +299,7 @@ class CudaTimer:
 
 
 def others(load: Workload) -> dict[str, Callable[[], object]]:
-    """The same dense product by other libraries, where they have it."""
+    """The same dense GEMM by other libraries, where they have it."""
     one = load.case.product
     if load.codes.dim() != 2 or load.weights.dim() != 2 or load.case.operands != "nvfp4":
         return {}

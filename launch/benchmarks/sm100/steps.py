@@ -1,4 +1,4 @@
-"""All products of a pass through a model, modelled: sums, what they are compared with, and the goals.
+"""Models all GEMMs of a pass through a model: sums, the baseline, and the goals.
 
 A record keeps the sums of a design beside the constants of the cost model that made them, so that a later design is
 compared with it only as long as both come from the same model.
@@ -22,12 +22,12 @@ DECODE_GOALS = {("flash", 1): 0.75, ("flash", 8): 0.6, ("pro", 8): 0.6}
 """One token's modelled sum over that of the baseline, by model and ranks."""
 PREFILL_TOKENS = 8192
 WHOLE_WAVES = 9472
-"""Tokens of a prefill whose tiles of 256 by 256 are a multiple of 74 for nearly all products: 74 pairs of SMs."""
+"""Tokens of a prefill whose tiles of 256 by 256 are a multiple of 74 for nearly all GEMMs: 74 pairs of SMs."""
 PREFILL_SHARE = 0.8
 """Floor over time of a product of ``PREFILL_TOKENS`` whose floor is LONG_FLOOR or more, at least."""
 LONG_FLOOR = 25e-6
 SHORT_ALLOWANCE = 6e-6
-"""Seconds that a shorter product may take beyond its floor."""
+"""Seconds that a shorter GEMM may take beyond its floor."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Step:
     """The sum of a pass.
 
     Attributes:
-        launches: of products, in all layers.
+        launches: of GEMMs, in all layers.
         seconds: modelled.
-        floor_seconds: no kernels are faster, one launch a product and launches free of cost.
+        floor_seconds: no kernels are faster, one launch a GEMM and launches free of cost.
     """
 
     model: str
@@ -62,7 +62,7 @@ def passes(cases: Iterable[Case]) -> dict[tuple[str, int, int], list[Case]]:
 
 
 def steps(cases: Iterable[Case]) -> list[Step]:
-    """The sums over all products of each pass that ``cases`` have."""
+    """The sums over all GEMMs of each pass that ``cases`` have."""
     return [
         Step(
             *name,
@@ -95,13 +95,13 @@ def step_row(step: Step, baseline: Step | None) -> dict[str, Any]:
 
 
 def goal_seconds(problem: Problem) -> float:
-    """What a product of a prefill may take."""
+    """Seconds that a GEMM of a prefill may take."""
     floor = problem.floor_seconds()
     return floor / PREFILL_SHARE if floor >= LONG_FLOOR else floor + SHORT_ALLOWANCE
 
 
 def prefill_excess(case: Case) -> float:
-    """Seconds by which a product of a prefill misses its goal; negative if it meets it."""
+    """Seconds by which a GEMM of a prefill misses its goal; negative if it meets it."""
     return cost(case.shape, case.problem).seconds - goal_seconds(case.problem)
 
 

@@ -1,4 +1,4 @@
-"""Why a prefill's product misses its goal: its last wave of tiles, and what other ways to do that wave would give.
+"""Explains why a prefill's GEMM misses its goal: its last wave of tiles, and other ways to run that wave.
 
 Built is stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each, if
 there are two for a tile or more. None of the ways below is built, which would do these tiles last. Each line takes the
@@ -35,7 +35,7 @@ NARROWER = 224
 
 @dataclass(frozen=True)
 class LastWave:
-    """A product in tiles of 256 by 256: whole waves of them, and the rest; one that is no expert's."""
+    """A GEMM in tiles of 256 by 256: whole waves of them, and the rest; one that is no expert's."""
 
     case: Case
 
@@ -108,7 +108,7 @@ class LastWave:
 
 
 def wave_row(name: str, case: Case, excess: float) -> dict[str, Any]:
-    """A product's line of the report; all but the waves is µs beyond the goal."""
+    """A GEMM's line of the report; all but the waves is µs beyond the goal."""
     wave = LastWave(case)
 
     def shown(value: float | None) -> str:

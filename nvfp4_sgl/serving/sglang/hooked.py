@@ -224,7 +224,7 @@ HOOKS = {
     ),
     "convert_chat": Private(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
-        "where what was converted before is handed over",
+        "a chat that was converted before is handed over here",
         "self, request, raw_request",
     ),
     "count_tokens": Private(

@@ -1,7 +1,7 @@
 """On PYTHONPATH of a stock SGLang server: its dummy FP4 codes become random bytes.
 
-SGLang fills float parameters at random and leaves integer ones as they were allocated, mostly zero; products of zeros
-run faster (894 against 788 TFLOP/s of bf16 on an H200).
+SGLang fills float parameters at random and leaves integer ones as they were allocated, mostly zero; GEMMs of zeros run
+faster (894 against 788 TFLOP/s of bf16 on an H200).
 """
 
 import builtins
