@@ -100,7 +100,7 @@ def test_ranks_with_nothing_in_common_are_refused(tmp_path: Path, capsys: pytest
     for record in records:
         record[1]["ops"] = record[1]["ops"][1:3]
     message = error_of(capsys, *(written(tmp_path / f"rank{n}", record) for n, record in enumerate(records)))
-    assert re.search("rank0 is of rank 0 of 2, .*rank1 of rank 1 of 2: .* found only ranks' own", message)
+    assert re.search(r"rank0 is of rank 0 of 2, .*rank1 of rank 1 of 2\. .* found only ranks' own", message)
 
 
 def test_json_says_that_other_tokens_were_fed(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_a_damaged_line_is_named(
         ("[" * 100_000 + "\n", "line 3: expected an object, found one that is nested too deeply"),
         ("\n", "line 3: expected an object of JSON, found ''"),
         ("notes\n", "line 3: expected an object of JSON, found 'notes'"),
-        ('{"pass": 1, "ids": [8', "line 3: expected a whole line, found the record cut off there, after 21 bytes: "),
+        ('{"pass": 1, "ids": [8', "line 3: expected a whole line, found the record cut off there, after 21 bytes. "),
     ],
 )
 def test_a_line_that_is_no_json_is_named(

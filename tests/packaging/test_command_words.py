@@ -113,7 +113,7 @@ def test_a_closed_stream_is_no_traceback(closed: str) -> None:
 
 def documented(command: str) -> set[str]:
     """Names of a command's fields."""
-    (row,) = re.findall(rf"^\| `{command}` \| (.*) \|$", PAGE, re.MULTILINE)
+    (row,) = re.findall(rf"^\| `{command}` \| (`.*`) \|$", PAGE, re.MULTILINE)
     return set(re.findall(r"`(\w+)`", row))
 
 
