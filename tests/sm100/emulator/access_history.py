@@ -63,19 +63,21 @@ class AccessHistory:
         """
         self._check(self._writes[where], where, actor, self.rule.writes(actor), strength, "read", "write", lanes)
         epoch, ordered = _stamp(actor, strength, lanes), self.rule.reads(actor)
-        remaining = np.array(True)
+        remaining: np.ndarray | None = None
         for layer in self._reads:
             earlier = layer[where]
-            replaced = remaining & (ordered[earlier & AGENT_MASK] >= earlier)
-            if replaced.all():
+            replaced = ordered[earlier & AGENT_MASK] >= earlier
+            if remaining is not None:
+                replaced &= remaining
+            if np.count_nonzero(replaced) == replaced.size:
                 layer[where] = epoch
                 return
             layer[where] = np.where(replaced, epoch, earlier)
-            remaining = remaining & ~replaced
-            if not remaining.any():
+            remaining = ~replaced if remaining is None else remaining & ~replaced
+            if not np.count_nonzero(remaining):
                 return
         self._reads.append(np.zeros_like(self._writes))
-        self._reads[-1][where] = np.where(remaining, epoch, 0)
+        self._reads[-1][where] = np.where(True if remaining is None else remaining, epoch, 0)
 
     def write(
         self, where: Where, actor: Actor, strength: Strength = "weak", lanes: np.ndarray | None = None,
@@ -93,7 +95,7 @@ class AccessHistory:
         ordered = self.rule.reads(actor)
         for layer in self._reads:
             reads = layer[where]
-            if not reads.any():
+            if not np.count_nonzero(reads):
                 continue
             self._check(reads, where, actor, ordered, strength, "write", "read", lanes)
             layer[where] = 0 if strength == "weak" else np.where(ordered[reads & AGENT_MASK] >= reads, 0, reads)
@@ -118,12 +120,12 @@ class AccessHistory:
             unordered &= ~actor.excused(earlier, before == "write")
         if lanes is not None:
             unordered |= actor.between_lanes(earlier, lanes)
-        if strength != "weak" and unordered.any():
+        if strength != "weak" and np.count_nonzero(unordered):
             ranks = actor.agents.ranks
             within = ranks[earlier & AGENT_MASK] == ranks[actor.number]
             reaching = strength == "reaching" and earlier & REACHING != 0
             unordered &= (earlier & STRONG == 0) | ~(within | reaching)
-        if not unordered.any():
+        if not np.count_nonzero(unordered):
             return
         first = np.unravel_index(int(np.argmax(unordered)), unordered.shape)
         epoch = int(earlier[first])

@@ -179,10 +179,14 @@ class WarpActor(Actor):
 
     def between_lanes(self, earlier: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         own = earlier > self.lanes.floor
-        if not own.any():
+        if not np.count_nonzero(own):
             return own
-        own &= np.isin(earlier & AGENT_MASK, self._own())
-        return own & self.lanes.unordered(earlier, lanes) if own.any() else own
+        agents = earlier & AGENT_MASK
+        mine = agents == self.number
+        if self._remote is not None:
+            mine |= agents == self._remote.number
+        own &= mine
+        return own & self.lanes.unordered(earlier, lanes) if np.count_nonzero(own) else own
 
     def accessed(self, lanes: np.ndarray) -> None:
         """These lanes access shared memory now."""

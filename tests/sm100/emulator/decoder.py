@@ -30,7 +30,7 @@ from tests.sm100.emulator.ptx import (
     Vector,
 )
 from tests.sm100.emulator.scalar_types import DTYPES, LANES, dtype_of
-from tests.sm100.emulator.warp import REGISTER_DTYPES, Blocked, Mask, Warp
+from tests.sm100.emulator.warp import REGISTER_DTYPES, Blocked, Mask, Warp, view_key
 
 Reader = Callable[[Warp], np.ndarray]
 """Gives 32 values of the dtype asked for; may alias the register file, so it is not to be written to."""
@@ -134,7 +134,13 @@ class Decoder:
         if (kind == "pred") != (dtype.kind == "b"):
             raise UnsupportedError(f"{register.name} as {dtype}")
         if stored.itemsize == dtype.itemsize:
-            return lambda warp: warp.files[kind][index].view(dtype)
+            key = view_key(register, dtype)
+
+            def read(warp: Warp) -> np.ndarray:
+                found = warp.views.get(key)
+                return warp.view(key, register, dtype) if found is None else found
+
+            return read
         if stored.itemsize > dtype.itemsize and wider and dtype.kind in "iu":
             low = np.dtype(f"u{dtype.itemsize}")
             return lambda warp: warp.files[kind][index].astype(low).view(dtype)
@@ -188,18 +194,23 @@ class Decoder:
             return lambda warp, values, mask: None
         if not isinstance(operand, Register):
             raise UnsupportedError(f"operand {operand} as a destination")
-        kind, index, stored = operand.kind, operand.index, REGISTER_DTYPES[operand.kind]
-        name = operand.name
+        register, stored = operand, REGISTER_DTYPES[operand.kind]
+        key = view_key(register, stored)
 
         def write(warp: Warp, values: np.ndarray, mask: Mask) -> None:
             values = np.asarray(values)
-            if values.dtype.itemsize != stored.itemsize or (kind == "pred") != (values.dtype.kind == "b"):
-                raise UnsupportedError(f"{values.dtype} into {name}, {8 * stored.itemsize} bits wide")
-            row = warp.files[kind][index]
+            given = values.dtype
+            if given is not stored:
+                if given.itemsize != stored.itemsize or (register.kind == "pred") != (given.kind == "b"):
+                    raise UnsupportedError(f"{given} into {register.name}, {8 * stored.itemsize} bits wide")
+                values = values.view(stored)
+            row = warp.views.get(key)
+            if row is None:
+                row = warp.view(key, register, stored)
             if mask is None:
-                row[:] = values.view(stored)
+                row[:] = values
             else:
-                np.copyto(row, values.view(stored), where=mask)
+                np.copyto(row, values, where=mask)
 
         return write
 
@@ -272,4 +283,7 @@ def decode(kernel: Kernel, instruction: Instruction, shared: dict[str, int]) -> 
 
 def matrix(values: Sequence[np.ndarray]) -> np.ndarray:
     """Stack per-lane registers to [32, n], contiguous."""
-    return np.ascontiguousarray(np.stack(values, axis=1))
+    found = np.empty((len(values[0]), len(values)), values[0].dtype)
+    for column, one in enumerate(values):
+        found[:, column] = one
+    return found

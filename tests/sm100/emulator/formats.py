@@ -70,9 +70,11 @@ def to_e5m2(values: np.ndarray) -> np.ndarray:
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
     """fp32 to bf16 bits (u16), nearest even, overflow to infinity; NaN becomes 0x7FFF as the hardware's does."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
+    values = np.ascontiguousarray(values, np.float32)
+    bits, half = values.view(np.uint32), np.uint32(16)
+    rounded = ((bits + (bits >> half & np.uint32(1)) + np.uint32(0x7FFF)) >> half).astype(np.uint16)
+    lost = values != values
+    return np.where(lost, np.uint16(0x7FFF), rounded) if np.count_nonzero(lost) else rounded
 
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
@@ -82,7 +84,8 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 def canonical(values: np.ndarray) -> np.ndarray:
     """f32 with every NaN the one that f32 instructions give, whatever their operands' payload (seen on sm_90)."""
-    return np.where(np.isnan(values), NAN, values)
+    lost = values != values
+    return np.where(lost, NAN, values) if np.count_nonzero(lost) else values
 
 
 def to_f16(values: np.ndarray) -> np.ndarray:

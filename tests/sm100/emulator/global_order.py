@@ -154,10 +154,9 @@ class GlobalOrder:
             if page is None:
                 continue
             writers = page.writers[inside]
-            for writer in np.unique(writers[writers > 0]).tolist():
+            others = writers[(writers > 0) & (writers != self._numbers.get(own, 0))]
+            for writer in np.unique(others).tolist() if len(others) else ():
                 place = self._places[writer - 1]
-                if place == own:
-                    continue
                 known = self._known(warp) if known is None else known
                 there = inside[writers == writer]
                 unordered = ~_covers(known.get(place), page.epochs[there])
@@ -211,6 +210,6 @@ def _by_page(cells: np.ndarray) -> list[tuple[int, np.ndarray]]:
     pages = cells >> PAGE_BITS
     if not len(cells):
         return []
-    if pages[0] == pages.min() == pages.max():
+    if not np.count_nonzero(pages != pages[0]):
         return [(int(pages[0]), cells & (PAGE - 1))]
     return [(page, cells[pages == page] & (PAGE - 1)) for page in np.unique(pages).tolist()]

@@ -21,6 +21,7 @@ from tests.sm100.emulator.local_memory import local_layout
 from tests.sm100.emulator.memory import SHARED_BASE, GlobalMemory, ParameterMemory, Range
 from tests.sm100.emulator.ptx import Instruction, Kernel, Register
 from tests.sm100.emulator.register_watch import watched
+from tests.sm100.emulator.scalar_types import LANES
 from tests.sm100.emulator.statistics import Statistics
 from tests.sm100.emulator.tensor_map_order import TensorMapOrder
 from tests.sm100.emulator.timing_issue import timed
@@ -109,8 +110,10 @@ class Launch:
         self.program = _program(kernel, shared)
         if options.timing is not None:
             self.program = timed(kernel, self.program, shared, options.timing)
+        self.guards = [i.guard for i in kernel.instructions]
         self.local_end = local_layout(kernel.local)[1]
-        self.counts: dict[int, np.ndarray] = {}
+        self.counts: dict[int, list[int]] = {}
+        """By a warp's place in its CTA: how often each instruction was executed."""
 
     @property
     def _origins(self) -> Iterator[Triple]:
@@ -199,11 +202,11 @@ class Launch:
         for index, counts in self.counts.items():
             for instruction, count in zip(self.kernel.instructions, counts, strict=True):
                 if count:
-                    self.statistics.instructions[index, ".".join(instruction.opcode)] += int(count)
+                    self.statistics.instructions[index, ".".join(instruction.opcode)] += count
 
     def turn(self, warp: Warp, budget: int) -> None:
         """Let a warp execute up to ``budget`` instructions, until it waits for something."""
-        counts = self.counts.setdefault(warp.index, np.zeros(len(self.program), np.int64))
+        counts = self.counts.setdefault(warp.index, [0] * len(self.program))
         warp.waits.clear()
         held: np.ndarray | None = None
         while budget > 0 and not warp.done:
@@ -215,11 +218,12 @@ class Launch:
                 ready = warp.counters != EXITED
                 if held is not None:
                     ready &= ~held
-                if not ready.any():
+                standing = warp.counters[ready].tolist()
+                if not standing:
                     return
-                counter = int(warp.counters[ready].min())
+                counter = min(standing)
                 here = ready & (warp.counters == counter)
-                mask = None if here.all() else here
+                mask = None if np.count_nonzero(here) == LANES else here
             budget -= 1
             if not self._step(warp, counter, mask, counts):
                 stopped = np.ones(32, bool) if mask is None else mask
@@ -227,17 +231,18 @@ class Launch:
         if held is None:
             self.events += 1
 
-    def _step(self, warp: Warp, counter: int, mask: Mask, counts: np.ndarray) -> bool:
+    def _step(self, warp: Warp, counter: int, mask: Mask, counts: list[int]) -> bool:
         """Execute one instruction for a group of lanes; False if the group is to stop for this turn."""
-        instruction = self.kernel.instructions[counter]
         lanes = mask
-        if instruction.guard is not None:
-            guard = warp.files["pred"][instruction.guard.index]
-            guard = ~guard if instruction.guard_negated else guard
+        guarding = self.guards[counter]
+        if guarding is not None:
+            guard = warp.files["pred"][guarding.index]
+            guard = ~guard if self.kernel.instructions[counter].guard_negated else guard
             lanes = guard.copy() if mask is None else guard & mask
-            if lanes.all():
+            count = np.count_nonzero(lanes)
+            if count == LANES:
                 lanes = None
-            elif not lanes.any():
+            elif not count:
                 warp.go(mask, counter + 1)
                 return True
         self.executed += 1

@@ -81,12 +81,13 @@ class GlobalMemory:
         self, addresses: np.ndarray, size: int, write: bool
     ) -> Iterator[tuple[Range, slice | np.ndarray, np.ndarray]]:
         """Each range with those of the addresses that lie in it, and the offsets [n, size] that they stand for."""
-        low, high = int(addresses.min()), int(addresses.max()) + size
+        listed = addresses.tolist()
+        low, high = min(listed), max(listed) + size
         one = next((known for known in self.ranges if known.start <= low and high <= known.end), None)
         if one is not None and (one.writable or not write):
             yield one, slice(None), (addresses - np.uint64(one.start)).astype(np.int64)[:, None] + np.arange(size)
             return
-        for lane, address in enumerate(addresses.tolist()):
+        for lane, address in enumerate(listed):
             known = self.find(address, size, write)
             yield known, slice(lane, lane + 1), np.arange(size)[None] + (address - known.start)
 
@@ -181,7 +182,8 @@ class SharedMemory:
 
     def _check_gather(self, offsets: np.ndarray, by: Actor) -> None:
         self._enter(by)
-        if offsets.size and (int(offsets.min()) < SHARED_BASE or int(offsets.max()) >= self.end):
+        least, most = (np.minimum.reduce, np.maximum.reduce)
+        if offsets.size and (least(offsets, axis=None) < SHARED_BASE or most(offsets, axis=None) >= self.end):
             raise MemoryFaultError(
                 f"shared access over [{int(offsets.min())}, {int(offsets.max())}]: valid is [{SHARED_BASE}, {self.end})"
             )
@@ -192,7 +194,7 @@ class SharedMemory:
         """u8 at each offset (any shape), all written before; ``lanes`` [n] of ``by`` make accesses [n, size]."""
         self._check_gather(offsets, by)
         written = self.written[offsets]
-        if not written.all():
+        if np.count_nonzero(written) < written.size:
             first = int(offsets.ravel()[int(np.argmin(written.ravel()))])
             raise HazardError(f"read of shared memory never written: byte {first}")
         self.history.read(offsets, by, strength, None if lanes is None else lanes[:, None])

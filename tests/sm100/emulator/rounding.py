@@ -24,6 +24,8 @@ def sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)
+    if not np.count_nonzero(error):
+        return total
     return to_odd(total, np.where(np.isfinite(error), error, 0.0))
 
 
@@ -32,5 +34,7 @@ def narrow(values: np.ndarray, name: str) -> np.ndarray:
     if name == "f16":
         return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))
     single = values.astype(np.float32)
+    if not np.count_nonzero(single != values):
+        return formats.to_bf16(single)
     error = values - single.astype(np.float64)
     return formats.to_bf16(to_odd(single, np.where(np.isfinite(error), error, 0.0)))

@@ -16,6 +16,7 @@ import numpy as np
 from tests.sm100.emulator.actors import WarpActor
 from tests.sm100.emulator.local_memory import LocalMemory
 from tests.sm100.emulator.ordering_clock import Clock
+from tests.sm100.emulator.ptx import Register
 from tests.sm100.emulator.scalar_types import LANE_IDS, LANES
 from tests.sm100.emulator.warpgroup import MultiplicationGroups
 from tests.sm100.emulator.warpgroup_registers import WarpgroupRegisters
@@ -70,6 +71,8 @@ class Warp:
             self.files[kind].fill(poison)
         width, height, _ = cta.launch.block
         thread = LANE_IDS + np.uint32(LANES * index)
+        self.views: dict[int, np.ndarray] = {}
+        """Registers as what instructions read or write them as, by ``view_key``."""
         self.special = {
             "%tid.x": thread % width,
             "%tid.y": thread // width % height,
@@ -106,6 +109,11 @@ class Warp:
         self.copies = Clock(cta.cluster.agents)
         """What is known once all cp.async copies issued so far are done."""
 
+    def view(self, key: int, register: Register, dtype: np.dtype) -> np.ndarray:
+        """A register's lanes as another type of its width; kept, for making an array that aliases takes long."""
+        self.views[key] = found = self.files[register.kind][register.index].view(dtype)
+        return found
+
     @property
     def present(self) -> np.ndarray:
         """Lanes that have not exited."""
@@ -135,7 +143,7 @@ class Warp:
         if self.counters is None:
             self.counters = np.full(LANES, self.counter)
         self.counters[mask] = counter
-        if (self.counters == EXITED).all():
+        if counter == EXITED and (self.counters == EXITED).all():
             self.done = True
 
     def exit(self, mask: Mask) -> None:
@@ -149,7 +157,12 @@ class Warp:
 
 def active(mask: Mask) -> np.ndarray:
     """Lane numbers of a mask."""
-    return LANE_IDS if mask is None else np.flatnonzero(mask)
+    return LANE_IDS if mask is None else mask.nonzero()[0]
+
+
+def view_key(register: Register, dtype: np.dtype) -> int:
+    """What tells a register as a type from all others: types of one width share a file."""
+    return register.index << 5 | dtype.num
 
 
 def leader(mask: Mask) -> int:

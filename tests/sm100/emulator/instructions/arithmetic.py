@@ -13,22 +13,26 @@ from fractions import Fraction
 
 import numpy as np
 
-from tests.sm100.emulator.decoder import Decoder, Execute, Reader, Writer, instruction
+from tests.sm100.emulator.decoder import Decoder, Execute, Reader, Writer, instruction, matrix
 from tests.sm100.emulator.errors import UnsupportedError
 from tests.sm100.emulator.formats import canonical
 from tests.sm100.emulator.instructions.half_arithmetic import HALVES, half_arithmetic, half_function
+from tests.sm100.emulator.ptx import Immediate
 from tests.sm100.emulator.rounding import sum_to_odd
-from tests.sm100.emulator.scalar_types import LANES, dtype_of
+from tests.sm100.emulator.scalar_types import LANE_IDS, LANES, dtype_of
 from tests.sm100.emulator.warp import Mask, Warp
 
 Function = Callable[..., np.ndarray]
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal number of f32."""
+LOST_BITS, MIDDLE = np.uint64((1 << 29) - 1), np.uint64(1 << 28)
+"""Bits of an f64's fraction that an f32 lacks, and what they are in the middle between two f32."""
 
 
 def flush(values: np.ndarray) -> np.ndarray:
     """Subnormal f32 to zero of the same sign (``.ftz``)."""
-    return np.where(np.abs(values) < np.float32(SMALLEST_NORMAL), np.copysign(np.float32(0), values), values)
+    small = np.abs(values) < np.float32(SMALLEST_NORMAL)
+    return np.where(small, np.copysign(np.float32(0), values), values) if np.count_nonzero(small) else values
 
 
 def saturate_unit(values: np.ndarray) -> np.ndarray:
@@ -43,7 +47,12 @@ def fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Correctly rounded f32 a·b + c."""
-    return fma_to_odd(a, b, c).astype(np.float32)
+    nearest = np.multiply(a, b, dtype=np.float64) + c
+    # Rounding twice goes wrong only where the first rounding gives the middle between two f32, or below normal ones.
+    middles = nearest.view(np.uint64) & LOST_BITS == MIDDLE
+    if np.count_nonzero(middles | (np.abs(nearest) < SMALLEST_NORMAL)):
+        return fma_to_odd(a, b, c).astype(np.float32)
+    return nearest.astype(np.float32)
 
 
 def below_normal(name: str, sources: Sequence[np.ndarray]) -> np.ndarray:
@@ -87,9 +96,12 @@ def _apply(decoder: Decoder, function: Function, type_name: str) -> Execute:
     """A closure that applies ``function`` to all sources as ``type_name``."""
     sources: list[Reader] = [decoder.read(i, type_name) for i in range(1, len(decoder.operands))]
     write: Writer = decoder.write(0)
+    if len(sources) == 2:  # most instructions
+        first, second = sources
+        return lambda warp, mask: write(warp, function(first(warp), second(warp)), mask)
 
     def execute(warp: Warp, mask: Mask) -> None:
-        write(warp, function(*(source(warp) for source in sources)), mask)
+        write(warp, function(*[source(warp) for source in sources]), mask)
 
     return execute
 
@@ -116,7 +128,7 @@ def _float(decoder: Decoder, name: str) -> Execute:
         if ftz:
             sources = tuple(flush(source) for source in sources)
         result = operate(*sources)
-        if ftz:
+        if ftz and np.count_nonzero(np.abs(result) <= np.float32(SMALLEST_NORMAL)):
             result = flush(np.where(below_normal(name, sources), np.copysign(np.float32(0), result), result))
         result = saturate_unit(result) if saturate else canonical(result)
         return result.view(np.uint64) if packed else result
@@ -288,6 +300,9 @@ def build_shift(decoder: Decoder) -> Execute:
     bits = 8 * dtype.itemsize
     value, amount = decoder.read(1, type_name), decoder.read(2, "u32")
     write = decoder.write(0)
+    if isinstance(known := decoder.operands[2], Immediate) and 0 <= known.value < bits and not known.width:
+        shift, constant = np.left_shift if name == "shl" else np.right_shift, dtype.type(known.value)
+        return lambda warp, mask: write(warp, shift(value(warp), constant), mask)
 
     def execute(warp: Warp, mask: Mask) -> None:
         v, n = value(warp), amount(warp)
@@ -337,9 +352,10 @@ def build_min_max(decoder: Decoder) -> Execute:
 
     def two(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         result = pick(a, b)
-        zeros = (a == 0) & (b == 0)  # -0 counts as less than +0
-        both = np.signbit(a) & np.signbit(b) if name == "max" else np.signbit(a) | np.signbit(b)
-        result = np.where(zeros, np.where(both, np.float32(-0.0), np.float32(0.0)), result)
+        zeros = (a == 0) & (b == 0)
+        if np.count_nonzero(zeros):  # -0 counts as less than +0
+            both = np.signbit(a) & np.signbit(b) if name == "max" else np.signbit(a) | np.signbit(b)
+            result = np.where(zeros, np.where(both, np.float32(-0.0), np.float32(0.0)), result)
         return canonical(result)
 
     def compute(*sources: np.ndarray) -> np.ndarray:
@@ -426,21 +442,41 @@ def build_lop3(decoder: Decoder) -> Execute:
     decoder.expect("b32")
     decoder.arity(5)
     table = decoder.literal(4)
-    sources = [decoder.read(i, "b32") for i in (1, 2, 3)]
-    write = decoder.write(0)
+    # Bits of the table are, from the lowest, for 000, 001, ... of the three sources.
+    clear, set_ = TWO_SOURCES[table & 15], TWO_SOURCES[table >> 4 & 15]
+    sources, write = [decoder.read(i, "b32") for i in (1, 2, 3)], decoder.write(0)
 
     def execute(warp: Warp, mask: Mask) -> None:
-        values = [source(warp) for source in sources]
-        result = np.zeros(LANES, np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                term = np.full(LANES, 0xFFFFFFFF, np.uint32)
-                for value, bit in zip(values, (4, 2, 1), strict=True):
-                    term &= value if row & bit else ~value
-                result |= term
-        write(warp, result, mask)
+        a, b, c = (source(warp) for source in sources)
+        without = clear(b, c)
+        write(warp, without ^ a & (without ^ set_(b, c)), mask)
 
     return execute
+
+
+NONE = np.zeros(LANES, np.uint32)
+TWO_SOURCES: tuple[Function, ...] = (
+    lambda b, c: NONE,
+    lambda b, c: ~(b | c),
+    lambda b, c: ~b & c,
+    lambda b, c: ~b,
+    lambda b, c: b & ~c,
+    lambda b, c: ~c,
+    lambda b, c: b ^ c,
+    lambda b, c: ~(b & c),
+    lambda b, c: b & c,
+    lambda b, c: ~(b ^ c),
+    lambda b, c: c,
+    lambda b, c: ~b | c,
+    lambda b, c: b,
+    lambda b, c: b | ~c,
+    lambda b, c: b | c,
+    lambda b, c: ~NONE,
+)
+"""Functions of two sources by their tables: bit 2b + c is what bits b and c give."""
+
+
+NIBBLES = np.arange(0, 16, 4, dtype=np.uint32)
 
 
 @instruction("prmt")
@@ -449,15 +485,12 @@ def build_permute(decoder: Decoder) -> Execute:
     decoder.arity(4)
 
     def compute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        result = np.zeros(LANES, np.uint32)
-        for byte in range(4):
-            pick = (selector >> np.uint32(4 * byte)) & np.uint32(15)
-            value = (both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(
-                255
-            )
-            sign = np.where(value & np.uint32(128), np.uint32(255), np.uint32(0))
-            result |= np.where(pick & np.uint32(8), sign, value) << np.uint32(8 * byte)
-        return result
+        bytes_ = matrix([a, b]).view(np.uint8)
+        picks = selector[:, None] >> NIBBLES & np.uint32(15)
+        values = bytes_[LANE_IDS[:, None], picks & np.uint32(7)]
+        signs = picks & np.uint32(8)
+        if np.count_nonzero(signs):
+            values = np.where(signs, np.where(values & np.uint8(128), np.uint8(255), np.uint8(0)), values)
+        return values.view(np.uint32).ravel()
 
     return _apply(decoder, compute, "b32")

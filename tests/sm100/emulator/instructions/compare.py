@@ -15,6 +15,8 @@ ORDERED = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal
 }  # fmt: skip
 UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+FALSE_WITH_NAN = ("eq", "lt", "le", "gt", "ge")
+"""Of those the ones that NumPy, too, gives false where an operand is NaN."""
 UNORDERED = {f"{name}u": name for name in ORDERED}
 """As the ordered ones, but true where an operand is NaN."""
 
@@ -46,7 +48,9 @@ def build_setp(decoder: Decoder) -> Execute:
             x, y = WIDEN[half](x), WIDEN[half](y)
         if ftz:
             x, y = flush(x), flush(y)
-        unordered = np.isnan(x) | np.isnan(y) if is_float else np.zeros(len(x), bool)
+        if not is_float or name in FALSE_WITH_NAN:
+            return ORDERED[UNSIGNED.get(name, name)](x, y)
+        unordered = np.isnan(x) | np.isnan(y)
         if name in ("num", "nan"):
             return unordered if name == "nan" else ~unordered
         if name in UNORDERED:
@@ -57,12 +61,14 @@ def build_setp(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         result = compare(a(warp), b(warp))
-        opposite = ~result
+        opposite = ~result if write_second is not None else None
         if other is not None:
             with_predicate = other(warp)
-            result, opposite = logic[combine](result, with_predicate), logic[combine](opposite, with_predicate)
+            result = logic[combine](result, with_predicate)
+            if opposite is not None:
+                opposite = logic[combine](opposite, with_predicate)
         write(warp, result, mask)
-        if write_second is not None:
+        if write_second is not None and opposite is not None:
             write_second(warp, opposite, mask)
 
     return execute

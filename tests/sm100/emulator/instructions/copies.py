@@ -313,13 +313,13 @@ def build_element_copy(decoder: Decoder) -> Execute:
         warp.copies.join(writer.clock)
         targets, addresses = destination(warp)[lanes], source(warp)[lanes]
         counts = np.full(len(lanes), size) if valid is None else valid(warp)[lanes].astype(np.int64)
-        wrong = (targets % np.uint64(size) != 0) | (addresses % np.uint64(size) != 0)
-        if wrong.any():
-            first = int(np.argmax(wrong))
+        wrong = (targets | addresses) & np.uint64(size - 1)
+        if np.count_nonzero(wrong):
+            first = int(np.argmax(wrong != 0))
             raise MemoryFaultError(
                 f"cp.async of {size} B from {int(addresses[first]):#x} to {int(targets[first]):#x}: misaligned"
             )
-        if (counts > size).any():
+        if np.count_nonzero(counts > size):
             raise HazardError(f"cp.async of {int(counts.max())} B where at most {size} fit")
         groups = [_groups(warp, lane, bulk=False)[0] for lane in lanes.tolist()]
         for group in groups:

@@ -40,8 +40,10 @@ def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> t
     """The CTA and the offsets [n, size] that accesses touch if all are to one shared memory, else None."""
     if space == "" and ((addresses >= SHARED_WINDOW) & (addresses < PARAMETER_WINDOW)).all():
         space, addresses = "shared", addresses - np.uint64(SHARED_WINDOW)
+    if not space.startswith("shared"):
+        return None
     ranks = addresses >> np.uint64(RANK_SHIFT)
-    if not space.startswith("shared") or (ranks != ranks[0]).any():
+    if np.count_nonzero(ranks != ranks[0]):
         return None
     cta, _ = warp.cta.cluster.locate(int(addresses[0]))
     offsets = (addresses & np.uint64(OFFSET_MASK)).astype(np.int64)
@@ -49,7 +51,7 @@ def _shared_cells(warp: Warp, space: str, addresses: np.ndarray, size: int) -> t
 
 
 def _is_global(space: str, addresses: np.ndarray) -> bool:
-    return space in ("", "global") and int(addresses.max()) < SHARED_WINDOW
+    return space in ("", "global") and max(addresses.tolist()) < SHARED_WINDOW
 
 
 def _in_local(space: str, addresses: np.ndarray) -> bool:
@@ -58,9 +60,10 @@ def _in_local(space: str, addresses: np.ndarray) -> bool:
 
 
 def _check_aligned(addresses: np.ndarray, size: int, what: str) -> None:
-    wrong = addresses % np.uint64(size) != 0
-    if wrong.any():
-        raise MemoryFaultError(f"{what} of {size} B at {int(addresses[np.argmax(wrong)]):#x}: misaligned")
+    beyond = np.uint64(size - 1)
+    wrong = addresses % np.uint64(size) if size & size - 1 else addresses & beyond
+    if np.count_nonzero(wrong):
+        raise MemoryFaultError(f"{what} of {size} B at {int(addresses[np.argmax(wrong != 0)]):#x}: misaligned")
 
 
 def load_lanes(
@@ -234,20 +237,23 @@ def build_ld(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         lanes = active(mask)
-        addresses = address(warp)[lanes]
-        data = np.zeros((LANES, size), np.uint8)
+        addresses = address(warp) if mask is None else address(warp)[lanes]
         if space == "param":
-            data[:] = load(warp, space, int(addresses[0]), size)
+            found = np.broadcast_to(load(warp, space, int(addresses[0]), size), (len(lanes), size))
         elif _in_local(space, addresses):
             _check_aligned(addresses, size, "load")
-            data[lanes] = warp.local.read(lanes, addresses & LOCAL_OFFSETS, size)
+            found = warp.local.read(lanes, addresses & LOCAL_OFFSETS, size)
         else:
-            data[lanes] = load_lanes(warp, space, addresses, size, lanes, semantics.strength)
+            found = load_lanes(warp, space, addresses, size, lanes, semantics.strength)
             if semantics.order != "weak":
                 semantics.touch(warp, space, addresses, writes=False)
                 semantics.acquire(warp, space, addresses)
                 _poll(warp)
-        values = data.view(dtype)
+        if mask is not None:
+            data = np.zeros((LANES, size), np.uint8)
+            data[lanes] = found
+            found = data
+        values = np.ascontiguousarray(found).view(dtype)
         for column, write in enumerate(writes):
             write(warp, np.ascontiguousarray(values[:, column]), mask)
 
@@ -270,8 +276,9 @@ def build_st(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> None:
         lanes = active(mask)
-        addresses = address(warp)[lanes]
-        data = matrix([read(warp) for read in reads]).view(np.uint8)[lanes]
+        addresses, data = address(warp), matrix([read(warp) for read in reads]).view(np.uint8)
+        if mask is not None:
+            addresses, data = addresses[lanes], data[lanes]
         if _in_local(space, addresses):
             _check_aligned(addresses, data.shape[1], "store")
             warp.local.write(lanes, addresses & LOCAL_OFFSETS, data)
