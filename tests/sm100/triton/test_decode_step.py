@@ -16,7 +16,7 @@ from tests.sm100.support.launcher import emulated_operations
 from tests.sm100.support.library_gemm import emulated_library
 from tests.sm100.support.only_kernels import OnlyKernels
 from tests.sm100.support.triton_launch import emulated_triton
-from tests.sm100.triton.decode_step import SHAPES, decode_step
+from tests.sm100.triton.decode_step import SHAPES, behind_prompt, decode_step, load
 from tests.sm100.triton.interpreted import ROOT
 from tests.support.calm import write_calm
 
@@ -25,10 +25,12 @@ ROUNDING = 0.05
 
 
 def test_nothing_but_emulated_ptx_computes(tmp_path: Path) -> None:
+    """The prompt before it is interpreted, for both."""
     checkpoint = write_calm(tmp_path / "calm", seed=11, **SHAPES)
     file = tmp_path / "interpreted.pt"
     command = [sys.executable, "-m", "tests.sm100.triton.decode_step", str(checkpoint), str(file)]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    left, expected = torch.load(file)
     with emulated_triton() as triton, emulated_operations() as operations:
         counted = {}
 
@@ -39,14 +41,14 @@ def test_nothing_but_emulated_ptx_computes(tmp_path: Path) -> None:
                 yield
             counted["gemms"] = len(step.keys)
 
-        found = decode_step(checkpoint, alone)
-    assert process.wait() == 0
+        model = load(checkpoint)
+        behind_prompt(model, left)
+        found = decode_step(model, alone)
     assert not operations.keys
     launches = [launch.name for launch in triton.launches[counted["before"] :]]
     print(f"{len(launches)} launches of Triton's, {counted['gemms']} NVFP4 GEMMs")
     assert counted["gemms"] == 6 * SHAPES["num_hidden_layers"]
     assert launches.count("attend") == SHAPES["num_hidden_layers"]
-    expected = torch.load(file)
     assert bool(torch.isfinite(found).all())
     distance = float((found - expected).abs().max())
     print(f"largest distance of a log-probability: {distance:.2e}")
