@@ -30,7 +30,7 @@ class Call(GemmCall):
             half as many features here.
         out_scales: E4M3 of NVFP4 output, swizzled like ``token_scales``.
         row_scale: fp32 [rows], [rows, groups], or [1] for a constant.
-        alpha: fp32, the weights' global scales: [features] for a plain product, [groups] for experts, [groups, 2] for
+        alpha: fp32, the weights' global scales: [features] for a plain GEMM, [groups] for experts, [groups, 2] for
             gates and ups, or [groups, features].
         offsets, counts: int32 [experts] of a grouped kernel.
         workspace: of a kernel whose pairs share tiles (``shape.stream_k``): uint8, 16-byte aligned, as many as

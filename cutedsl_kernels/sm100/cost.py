@@ -361,8 +361,11 @@ class SharedTiles:
         return ((self.sharers - 1) * self._owned(TEAM_WARPS * shape.chunks) + own) * _unit_bytes(shape)
 
     def finish_cycles(self, shape: KernelShape, machine: Machine) -> float:
-        """From the last MMA of a slice until its tile is stored: sums of others' units are written and handed over,
-        those of owned units read, and a share of the epilogue follows."""
+        """Cycles from the last MMA of a slice until its tile is stored.
+
+        Sums of others' units are written and handed over, those of owned units read, and a share of the epilogue
+        follows.
+        """
         if self.sharers == 1:
             return epilogue_cycles(shape)
         units = TEAM_WARPS * shape.chunks

@@ -12,7 +12,7 @@ features whose output rows are whole 16 bytes, since a TMA store writes no less 
 operand, tokens the B operand (``..common.shape`` says why). Both kinds take 32 bytes of codes of a row an instruction,
 so that they differ in types and in how many block scales a stage has.
 
-Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams take turns at
+Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams alternate at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
 stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are persistent; the epilogue of one
 tile runs beside the main loop of the next. Programmatic dependent launch: each CTA sets up, and but for experts issues

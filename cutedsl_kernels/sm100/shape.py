@@ -68,7 +68,7 @@ class KernelShape(GemmShape):
         shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
             reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
         stream_k: the tiles that fill no wave are shared by several pairs, along K, and done first (stream_k.py). For
-            plain products by single pairs with 256 tokens: their sums stay in tensor memory during the next main loop,
+            plain GEMMs by single pairs with 256 tokens: their sums stay in tensor memory during the next main loop,
             which has the other accumulator buffer.
 
     Raises:

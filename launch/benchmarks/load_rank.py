@@ -1,6 +1,8 @@
-"""Load one tensor-parallel rank's share of a checkpoint into Hopper's layout and say, in JSON, how large it is and what
-it took: seconds, how many of them files were waited for, and the host's memory: what was allocated before, and what of
-it is pinned."""
+"""Load one tensor-parallel rank's share of a checkpoint into Hopper's layout, and print its size and cost as JSON.
+
+The cost is the seconds, how many of them files were waited for, and the host's memory: what was allocated before, and
+what of it is pinned.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,10 @@ FIGURES = re.compile(
 )
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+PRODUCT = r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b"
 HISTORY = "nothing: history belongs in launch/results"
 HOUSE_WORDS = {
-    r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b": "GEMM, or multiplication",
+    PRODUCT: "GEMM, or multiplication",
     r"\bnarrow side\b": "the MMA's N dimension",
     r"\bnone less\b": "no change",
     r"\b(?:takes? turns|turns of|arrivals)\b": "semaphore",

@@ -69,9 +69,12 @@ class GemmPlanner(FusedPlanner):
         self.backends = backends
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
-        """Passes of every kind: quantising kernels are compiled for the token tile of the GEMMs, routing kernels for
-        that of the experts' GEMMs and for whether the number of padded rows is a multiple of 16, and the kernel that
-        prepares attention for the number of tokens whose index weights it computes."""
+        """Passes of every kind that kernels are compiled for.
+
+        Quantising kernels are compiled for the token tile of the GEMMs. Routing kernels are compiled for that of the
+        experts' GEMMs, and for whether the number of padded rows is a multiple of 16. The kernel that prepares
+        attention is compiled for the number of tokens whose index weights it computes.
+        """
         backends = self.backends
         sizes = {(gemm.experts_per_token, gemm.groups) for gemm in self.products() if gemm.experts_per_token}
 
