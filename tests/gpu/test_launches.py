@@ -22,7 +22,7 @@ from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
@@ -190,6 +190,26 @@ def test_what_a_graph_writes_stays_allocated(model: Standalone):
     model.planner.plan(request)
     gc.collect()
     assert all(reference() is not None for reference in kept)
+
+
+def test_an_eager_decode_pass_is_laid_out_as_a_captured_one(model: Standalone):
+    """For the longest sequence that may come, whatever the pass's own: sums are in the same order."""
+    model.reset()
+    model.planner.reserve(REQUESTS)
+    request = model.begin({0: [7]}).request
+    assert request.is_decode and request.longest == 1
+    eager, captured = model.planner.plan(request).plan, model.planner.capture(replace(request, longest=None)).plan
+    assert eager.entry_slots.shape == captured.entry_slots.shape
+    assert eager.batch.pages.shape == captured.batch.pages.shape
+
+
+def test_decode_passes_of_other_numbers_of_tokens_a_request(model: Standalone):
+    """What is kept for one number is not taken for another."""
+    for each in (3, 2):
+        positions, ends = torch.arange(each).repeat(2), torch.tensor([each, each])
+        step = model.planner.plan(PassRequest(positions, torch.arange(2), ends, tokens_each=each))
+        assert step.plan.batch.bounds.tolist() == [0, each, 2 * each]
+        assert step.plan.batch.owners.tolist() == [0] * each + [1] * each
 
 
 class Allocations(TorchDispatchMode):

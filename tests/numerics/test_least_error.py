@@ -116,6 +116,14 @@ def test_of_equally_good_scales_the_larger_wins() -> None:
     assert quantize_weight_least_error(w, torch.tensor(1.0)).block_scale.float().item() == 1.5
 
 
+def test_an_exact_block_keeps_the_maximum_s_scale() -> None:
+    """6, 3 and 1.5 are on the grid of that scale, 1, and on that of 1.5, which is tried later; zeros are on all."""
+    w, one = torch.tensor([[6.0, -3.0, 1.5, 0.0] * 4, [0.0] * 16]), torch.tensor(1.0)
+    found, by_maximum = (quantise(w, one).block_scale for quantise in (quantize_weight_least_error, quantize_weight))
+    assert found.float()[0].item() == 1
+    assert torch.equal(found.view(torch.uint8), by_maximum.view(torch.uint8))
+
+
 def test_codes_are_those_of_the_scales() -> None:
     w = weights("outliers", 33, 96)
     found = quantize_weight_least_error(w, w.abs().amax() / 2688)

@@ -14,7 +14,7 @@ from tests.triton.support.resources import resources
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(("tokens", "d"), [(5, 72), pytest.param(8192, 7168, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "d"), [(5, 1100), pytest.param(8192, 7168, marks=pytest.mark.gpu)])
 def test_finalize(
     tokens: int, d: int, shared: bool, weighted: bool, dtype: torch.dtype, out_dtype: torch.dtype, device: str
 ) -> None:
@@ -22,7 +22,7 @@ def test_finalize(
     topk, padded = 6, tokens * 8
     # Pairs stand anywhere, each in a row of its own; other rows are padding, which counts for nothing.
     destination = torch.randperm(padded)[: tokens * topk].view(tokens, topk).int().to(device)
-    rows = torch.full((padded, d), float("nan"), dtype=dtype, device=device)
+    rows = torch.full((padded, d + 16), float("nan"), dtype=dtype, device=device)[:, :d]
     rows[destination.long()] = torch.randn(tokens, topk, d).to(device, dtype)
     destination[0, 2] = -1
     weights = torch.rand(tokens, topk).to(device) if weighted else None
