@@ -151,7 +151,7 @@ def _check_grouped_product(op: str, x: Operands) -> Output:
 
 
 def _product(x: Operands, output: Output, target: Target) -> Call:
-    """Of a dense GEMM, or of a block-diagonal one."""
+    """The call of a dense GEMM, or of a block-diagonal one."""
     weights = x.weights if x.weights.dim() == 3 else x.weights.unsqueeze(0)
     groups, features, bytes_of_k = weights.shape
     rows = max(x.tokens.shape[0], 1)

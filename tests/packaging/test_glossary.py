@@ -9,6 +9,7 @@ from tests.support.definitions import fault, named
 from tests.support.documents import table
 
 MOST = 25
+"""Words: as many as a reader takes in at once; a longer list is a reason to call fewer things by words of our own."""
 GLOSSARY = table((ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8"), "glossary")
 
 

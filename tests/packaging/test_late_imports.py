@@ -10,6 +10,7 @@ from tests.packaging.checkout import ROOT
 from tests.packaging.test_import_circles import modules, run_imports
 
 MOST = 30
+"""Imports inside functions. A further one takes the place of another, or of a dependency that is wrong."""
 
 HELP = "help and argument errors are answered without torch, which takes seconds to import"
 HEADERS = "headers are read without torch, which takes seconds to import"

@@ -9,6 +9,7 @@ from tests.support.definitions import fault, named
 from tests.support.documents import table
 
 MOST = 3
+"""Places of a question: what stands in more has no place."""
 WALKS = table((ROOT / "docs" / "contributing.md").read_text(encoding="utf-8"), "walks")
 
 
