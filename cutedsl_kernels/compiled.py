@@ -91,7 +91,7 @@ def compile_kernel(key: KernelKey, options: str = "") -> Any:
 
 
 class KernelSource(Protocol):
-    """Where compiled kernels come from: a library built ahead of time (:class:`.library.Library`)."""
+    """A source of compiled kernels: a library built ahead of time (:class:`.library.Library`)."""
 
     def kernel(self, key: KernelKey) -> NativeKernel | None:
         """The kernel, or None if the library does not have it."""

@@ -1,4 +1,4 @@
-"""What is compiled for a key, and its compilation: all that needs CuTeDSL, which takes seconds to import."""
+"""Compiles the kernel of a key. Everything here needs CuTeDSL, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def entry_of(key: KernelKey) -> Entry:
 
 
 def compile_entry(entry: Entry, options: str) -> Any:
-    """What ``cute.compile`` makes of ``entry``; needs no GPU."""
+    """Compile ``entry`` by ``cute.compile``; needs no GPU."""
     return cute.compile(entry, *entry.example(), options=options)

@@ -25,7 +25,7 @@ ARCHITECTURE_OF = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 
 class Target(NamedTuple):
-    """What plans are made for: a device's architecture, how many clusters it runs at a time, and the pin if any."""
+    """The target of plans: a device's architecture, how many clusters it runs at a time, and the pin if any."""
 
     architecture: str
     clusters: Clusters
@@ -125,7 +125,7 @@ def current() -> Launcher:
 
 
 def target(device: torch.device, architectures: Sequence[str], what: str) -> Target:
-    """What plans for ``device`` are made for; its architecture is one of ``architectures``.
+    """The target of plans for ``device``, whose architecture is one of ``architectures``.
 
     Args:
         what: the operations that have kernels for ``architectures``, for the error.

@@ -203,7 +203,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def _read_entries(folder: Path) -> dict[str, dict[str, str]]:
-    """What the manifest says of each kernel, by its name, after both files have been checked."""
+    """The manifest's entry of each kernel, by its name, after both files have been checked."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         code = (folder / LIBRARY).read_bytes()

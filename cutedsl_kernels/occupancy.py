@@ -1,4 +1,4 @@
-"""How many clusters of CTAs a GPU runs at a time, as the CUDA driver says.
+"""Asks the CUDA driver how many clusters of CTAs a GPU runs at a time.
 
 ``multiprocessors // size`` is too many, because GPCs have uneven numbers of multiprocessors. The driver answers for a
 kernel and a launch. Here the kernel is an empty one that is given all shared memory, so that a CTA has a multiprocessor

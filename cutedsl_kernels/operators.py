@@ -90,7 +90,7 @@ class Operator(Generic[OperandsT]):
 
 @dataclass(frozen=True)
 class Room(Generic[OperandsT]):
-    """What the operators of one kind of activations share.
+    """The shared properties of the operators for one kind of activations.
 
     Attributes:
         operands: the class of their arguments.

@@ -1,4 +1,4 @@
-"""Plans: which kernel runs a GEMM whose activations are already quantised for some token tile.
+"""Plans: choose the kernel of a GEMM whose activations are already quantised for some token tile.
 
 ``sm100/choose.py`` knows what is fast. The layout of the activations' block scales, and for experts the alignment of
 their offsets, limit what is possible. A plan follows from sizes alone: the same call always runs the same kernel.
@@ -39,7 +39,7 @@ from .sm100.shape import KernelShape, Operands
 
 @dataclass(frozen=True)
 class Pin:
-    """What all pinned plans have in common, whatever the number of tokens.
+    """The properties that all pinned plans share, whatever the number of tokens.
 
     Attributes:
         token_tile: the token tile of every kernel, those of experts included; at most 128.

@@ -83,7 +83,7 @@ def keys_for(
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
     Args:
-        products: the model's GEMMs.
+        products: the GEMMs of the model.
         max_tokens: the most tokens of a pass.
         limit: the SwiGLU clamp.
         architecture: one of ``compiled.ARCHITECTURES``.

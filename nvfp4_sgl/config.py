@@ -37,7 +37,7 @@ class LayerKind(enum.Enum):
 
 
 class RopeTable(enum.Enum):
-    """Which RoPE frequencies a layer rotates everything with (specification §3.2)."""
+    """The RoPE frequencies of a layer (specification §3.2)."""
 
     WINDOW = "window"
     """``rope_theta``: layers without compressed entries."""

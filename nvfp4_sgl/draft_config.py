@@ -17,7 +17,7 @@ MAX_MARKOV_RANK = 4096
 
 @dataclass(frozen=True)
 class DsparkConfig:
-    """What DSpark's fields say.
+    """DSpark's fields, checked.
 
     Attributes:
         block: tokens that are drafted at once.

@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 
 def foreign_kind(head: bytes) -> str | None:
-    """What a file that begins with ``head`` is and what to do, if it is one of the things often found in its place."""
+    """Kind of a foreign file that begins with ``head``, and the remedy; for kinds that are often found by mistake."""
     for pattern, what, remedy in _FOREIGN:
         if pattern.match(head):
             return f"this is {what}; {remedy}"
@@ -122,7 +122,7 @@ def require_finished(directory: Path, error: type[ConfigError] | type[Checkpoint
 
 
 def fetch_again(file: Path, otherwise: str = "fetch the file again") -> str:
-    """What to do about a damaged file of weights: ``otherwise``, unless a conversion wrote it."""
+    """Remedy for a damaged file of weights: ``otherwise``, unless a conversion wrote it."""
     if (file.parent / MANIFEST).exists():
         return "run the same 'nvfp4-sgl convert' command again: it writes damaged files anew"
     return otherwise

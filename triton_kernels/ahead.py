@@ -109,7 +109,7 @@ _is_recording = False
 
 @contextmanager
 def recording() -> Iterator[dict[Variant, None]]:
-    """Launches of this package's kernels are noted, in order, and are not made; others' kernels are left alone.
+    """Record launches of this package's kernels, in order, instead of making them; others' kernels are left alone.
 
     Those that the process has loaded are among them: what they would read has not been computed here.
 
@@ -142,7 +142,7 @@ def recording() -> Iterator[dict[Variant, None]]:
 
 
 def is_recording() -> bool:
-    """Whether launches are noted and not made: what they would write stays as it was allocated."""
+    """Whether launches are recorded instead of made; what they would write stays as it was allocated."""
     return _is_recording
 
 

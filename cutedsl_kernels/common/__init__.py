@@ -1,1 +1,2 @@
-"""What the GEMMs of every architecture share; ``sm90`` and ``sm100`` import from here, and neither from the other."""
+"""Shared parts of the GEMMs of every architecture; ``sm90`` and ``sm100`` import from here, and neither from the
+other."""

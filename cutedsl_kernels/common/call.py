@@ -107,7 +107,7 @@ class GemmCall(ABC):
         return self
 
     def copied(self) -> dict[str, Tensor]:
-        """What the tensor memory accelerator reads and writes, by the operators' names: aligned to 16 bytes."""
+        """Tensors that TMA reads and writes, by the operators' names; they must be aligned to 16 bytes."""
         return {"weights": self.weights, "tokens": self.tokens, "out": self.out}
 
     @abstractmethod
@@ -116,7 +116,7 @@ class GemmCall(ABC):
 
     @abstractmethod
     def arguments(self, clusters: int) -> Arguments:
-        """What the compiled kernel takes, for a launch on ``clusters`` persistent clusters."""
+        """The compiled kernel's arguments, for a launch on ``clusters`` persistent clusters."""
 
 
 def address(tensor: Tensor | None) -> int:

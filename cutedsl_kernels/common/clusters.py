@@ -1,4 +1,4 @@
-"""How many clusters of CTAs a GPU runs at a time: a cluster never spans GPCs, and these have uneven sizes."""
+"""Numbers of clusters of CTAs that a GPU runs at a time. A cluster never spans GPCs, and these have uneven sizes."""
 
 from __future__ import annotations
 

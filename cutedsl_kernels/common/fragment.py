@@ -1,4 +1,4 @@
-"""How a warp of the epilogue holds a chunk of an accumulator: 32 weight rows (SM90: 16) by 8, 16 or 32 tokens.
+"""Layout of an accumulator's chunk in a warp of the epilogue: 32 weight rows (SM90: 16) by 8, 16 or 32 tokens.
 
 Of each group of 8 tokens thread l has the tokens 2 (l % 4) and 2 (l % 4) + 1 of the rows l / 4 + 8 i, with i from 0 to
 3 (SM90: 1): what ``tcgen05.ld.16x256b`` reads, and how wgmma leaves its sums. Two things follow:
@@ -46,7 +46,8 @@ class EpilogueWarp(Fixed):
 
 
 def first_value(tokens: int, i: int, group: int) -> int:
-    """Which of a thread's values is the first token's of a group of 8, of row l / 4 + 8 i; the second's is the next."""
+    """Index of a thread's value of the first token of a group of 8, of row l / 4 + 8 i; the second token's is the
+    next."""
     return i // 2 * (tokens // 2) + group * 4 + i % 2 * 2
 
 

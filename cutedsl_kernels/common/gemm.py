@@ -1,4 +1,4 @@
-"""What the GEMM kernels of every architecture do alike: launch persistent clusters and share out the work."""
+"""Base of the GEMM kernels of every architecture: launches persistent clusters and divides the work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gemm(ABC):
 
     shape: GemmShape
     epilogue: Any
-    """What happens to a tile: the architecture's ``epilogue.Epilogue``."""
+    """The epilogue of a tile: the architecture's ``epilogue.Epilogue``."""
 
     def __init__(self, shape: GemmShape, epilogue: Any) -> None:
         self.shape, self.epilogue = shape, epilogue

@@ -26,7 +26,7 @@ class StageLoads(Protocol):
         """Announce the bytes of the stage, or those of its weights, and load its weights."""
 
     def find(self, token_tile: Any, weight_group: Any) -> Any:
-        """Where a tile's tokens are, as ``load_tokens`` takes it."""
+        """Find a tile's tokens, for ``load_tokens``."""
 
     def load_tokens(self, ring: Ring, position: Any, token_rows: Any, k_tile: Any, group: Any) -> None:
         """Load the stage's tokens."""

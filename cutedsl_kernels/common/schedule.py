@@ -1,4 +1,4 @@
-"""Which tile a cluster works on next: static persistent schedules over a batch of GEMMs, or over experts.
+"""Schedules of a cluster's tiles: static and persistent, over a batch of GEMMs, or over experts.
 
 Clusters take tiles, or blocks of tiles of neighbouring features and tokens, round robin. Consecutive ones differ in
 their features first, so that the clusters at work share their tokens' operand in L2, and each weight tile is visited
@@ -156,6 +156,6 @@ class GroupedSchedule(Fixed):
         return feature_tile, first_tile + token_tile, expert, Int32(0), inside
 
     def rows(self, token_tile: Any, expert: Any) -> Any:
-        """How many rows an expert has in one of its token tiles, which is counted over all rows."""
+        """Number of rows of an expert in one of its token tiles, which is counted over all rows."""
         end = self.offsets[expert] + self.counts[expert]
         return cutlass.min(end - token_tile * self.token_tile, self.token_tile)

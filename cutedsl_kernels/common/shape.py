@@ -1,4 +1,4 @@
-"""What the shapes of all GEMM kernels have in common, and what it costs in shared memory; plain Python, no CuTeDSL.
+"""The shape that all GEMM kernels have in common, and its cost in shared memory; plain Python, no CuTeDSL.
 
 Orientation. A GEMM computes ``out[t, f] = sum_k tokens[t, k] * weights[f, k]``. The weights are the MMA's A operand,
 the tokens its B operand: a tile has 128 features by 8 to 256 tokens. A decode step with eight tokens then wastes
@@ -56,7 +56,7 @@ ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class GemmShape(ABC):
-    """What is fixed when a kernel is compiled, on every architecture.
+    """The properties that are fixed when a kernel is compiled, on every architecture.
 
     Attributes:
         token_tile: N of the MMA: tokens of a tile.

@@ -61,7 +61,7 @@ class ClusterReduction(Fixed):
         return chunk * warps + (quarter + chunk) % warps
 
     def _owned(self) -> Any:
-        """How many of this warp's units its own CTA adds up."""
+        """Number of this warp's units that its own CTA adds up."""
         owned = Int32(0)
         for chunk in range(self.shape.chunks):
             owned += cutlass.select_(self.owner(chunk) == self.rank, Int32(1), Int32(0))

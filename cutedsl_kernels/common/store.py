@@ -1,4 +1,4 @@
-"""How an epilogue's fp32 values reach global memory: rounded to bf16, or as they are, and by TMA.
+"""Stores an epilogue's fp32 values to global memory by TMA, rounded to bf16 or as they are.
 
 A thread has two tokens of several features (``fragment.py``); memory wants a token's features next to each other. That
 transposition goes through shared memory, for each warp on its own.
@@ -116,7 +116,7 @@ class PlainStore(Fixed):
             cute.arch.cp_async_bulk_commit_group()
 
     def _swizzled(self, offset: Any) -> Any:
-        """Where a byte of a buffer lies."""
+        """Swizzled place of a byte of a buffer."""
         return offset ^ ((offset >> 3) & (self.shape.warp_row_bytes - 16))
 
     def _write_bf16(self, values: cute.Tensor, groups: range, buffer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel shape serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
+"""Chooses the kernel shape of a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
 Few tokens get the narrow token tile that fits them: its whole cost is one pass over the weights. Where tiles leave most
 SMs idle, K is split over a cluster. Many tokens get CTA pairs with 256 tokens, which share the tiles of a last wave if
@@ -149,7 +149,7 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
 
 
 def product_shapes(k: int, tiles: Iterable[int], output: Output, operands: Operands = "nvfp4") -> Iterator[KernelShape]:
-    """What :func:`choose_product` chooses from."""
+    """The shapes that :func:`choose_product` chooses from."""
     for tile in tiles:
         yield from _variants(k, KernelShape(tile, output=output, operands=operands))
 
@@ -157,7 +157,7 @@ def product_shapes(k: int, tiles: Iterable[int], output: Output, operands: Opera
 def expert_shapes(
     k: int, token_tile: int, gated: bool, grouped: bool, output: Output, operands: Operands = "nvfp4"
 ) -> Iterator[KernelShape]:
-    """What :func:`choose_experts` and :func:`choose_gated` choose from."""
+    """The shapes that :func:`choose_experts` and :func:`choose_gated` choose from."""
     return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output, operands=operands))
 
 

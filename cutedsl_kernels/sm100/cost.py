@@ -1,4 +1,4 @@
-"""What a kernel shape costs on a problem: bytes, tiles, waves, and a modelled time. Pure arithmetic, nothing measured.
+"""Cost of a kernel shape on a problem: bytes, tiles, waves, modelled time. Pure arithmetic, nothing measured.
 
 The time of a launch is that of its waves or of HBM, plus what nothing hides: the launch, filling the pipeline, and the
 last epilogue. A wave is a tile on each SM; a tile takes as long as its operands from L2, its MMAs, or its epilogue,
@@ -254,7 +254,7 @@ def multiply_cycles(shape: KernelShape, machine: Machine = B200) -> float:
 
 
 def read_bytes(shape: KernelShape) -> float:
-    """What a CTA reads from L2 for a stage, on average: its share of what multicasts bring to several."""
+    """Bytes that a CTA reads from L2 for a stage, on average: its share of multicasts."""
     weights = (shape.weight_bytes + shape.weight_scale_bytes) / shape.shared_weights
     tokens = shape.token_bytes + shape.token_scale_bytes / (2 if shape.pair else 1)
     return weights + tokens / shape.shared_tokens
@@ -324,7 +324,7 @@ def whole_waves(shape: KernelShape, problem: Problem, machine: Machine = B200) -
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """How pairs share the tiles that fill no wave: as stream_k.py does it.
+    """The division of the tiles that fill no wave over pairs, as stream_k.py does it.
 
     Attributes:
         whole: waves of whole tiles.

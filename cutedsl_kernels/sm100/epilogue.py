@@ -26,7 +26,7 @@ from .shape import LANES, KernelShape
 
 @dataclass(frozen=True)
 class Epilogue(Fixed):
-    """What happens to a tile.
+    """The epilogue of a tile.
 
     Attributes:
         limit: the SwiGLU clamp of a gated kernel, else None.
@@ -124,7 +124,7 @@ class DeviceEpilogue(Fixed):
         return [thread + first for first in range(0, self.shape.token_tile, TEAM_THREADS)]
 
     def _place(self, token: Any) -> Any:
-        """Where the factors of a token of the tile are: next to each other those that a thread needs of a chunk."""
+        """Place of the factors of a token of the tile; those that a thread needs of a chunk are neighbours."""
         chunk, groups = self.shape.chunk, self.shape.chunk // 8
         within = token % chunk
         return token // chunk * chunk + within % 8 // 2 * (2 * groups) + within // 8 * 2 + within % 2

@@ -1,4 +1,4 @@
-"""How an epilogue's fp32 values reach global memory re-quantised to NVFP4."""
+"""Re-quantises an epilogue's fp32 values to NVFP4 and stores them to global memory."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ consecutive tokens touch all 32 banks, and so do writes of eight features of eve
 
 @dataclass(frozen=True)
 class KernelShape(GemmShape):
-    """What is fixed when a kernel is compiled.
+    """The properties that are fixed when a kernel is compiled.
 
     Attributes:
         token_tile, split_k, output, gated, grouped: as :class:`GemmShape` says.
@@ -137,7 +137,7 @@ class KernelShape(GemmShape):
 
     @property
     def teams(self) -> int:
-        """Teams of four epilogue warps, which take the chunks of a tile in turn."""
+        """Teams of four epilogue warps, which alternate in the chunks of a tile."""
         return 2 if self.chunks > 1 and self.split_k == 1 else 1
 
     @property

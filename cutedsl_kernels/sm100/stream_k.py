@@ -32,7 +32,7 @@ from .shape import ADDED_SLICES, COUNTER_WORDS, KernelShape
 
 @dataclass(frozen=True)
 class SharedSlice(Work):
-    """What a cluster does: a number below 0 stands for its slice of a shared tile, others are whole tiles.
+    """The work of a cluster: a number below 0 is its slice of a shared tile, others are whole tiles.
 
     Attributes:
         first: the number of what comes first. A slice's is a ``step`` before the first whole tile's.

@@ -25,8 +25,8 @@ class Call(GemmCall):
             of 8, if gated. A grouped kernel also writes the rows after an expert's last one in its last token tile.
         alpha: fp32, the weights' global scales: [groups, features], [groups] for experts, or [groups, 2] for gates and
             ups; the last two contiguous.
-        sources: int32 [rows] of a kernel that gathers, else None: of which row of ``tokens``, [T, k] with T up to
-            ``rows``, each row of ``out`` is the product; negative for a row that holds no token.
+        sources: int32 [rows] of a kernel that gathers, else None: the row of ``tokens``, [T, k] with T up to ``rows``,
+            that each row of ``out`` is computed from; negative for a row without a token.
     """
 
     shape: KernelShape

@@ -1,4 +1,4 @@
-"""Which Hopper kernel serves a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
+"""Chooses the Hopper kernel of a problem: the one with the least modelled time (``cost``). Plain Python, deterministic.
 
 A choice depends on few sizes: numbers of tokens are rounded first (``..common.planned``).
 """
@@ -73,7 +73,7 @@ def expert_tile(pairs: int, experts: int) -> int:
 
 
 def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
-    """What :func:`choose_product` chooses from: no tile more than twice as wide as the tokens."""
+    """The shapes that :func:`choose_product` chooses from: no tile more than twice as wide as the tokens."""
     tiles = PRODUCT_TOKEN_TILES[weights]
     widest = next((tile for tile in tiles if tokens <= tile), tiles[-1])
     for tile in tiles:
@@ -82,7 +82,7 @@ def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp
 
 
 def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:
-    """What :func:`choose_experts` chooses from."""
+    """The shapes that :func:`choose_experts` chooses from."""
     yield from _splits(k, KernelShape(token_tile, output=output, gated=gated, grouped=True))
 
 

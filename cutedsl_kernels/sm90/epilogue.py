@@ -28,7 +28,7 @@ VALUE_SHIFTS = {"nvfp4": VALUE_SHIFT, "fp8": FP8_VALUE_SHIFT}
 
 @dataclass(frozen=True)
 class Epilogue(Fixed):
-    """What happens to a tile.
+    """The epilogue of a tile.
 
     Attributes:
         limit: the SwiGLU clamp of a gated kernel, else None.
@@ -97,7 +97,7 @@ class DeviceEpilogue(Fixed):
                 values[gate + token] = clamped_swiglu(values[gate + token], values[up + token], limit)
 
     def skip(self) -> None:
-        """Pass over a chunk that holds no token; its buffer's turn passes, too."""
+        """Skip a chunk that holds no token, and its buffer."""
         self.store.skip()
 
     def finish(self) -> None:

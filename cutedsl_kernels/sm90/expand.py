@@ -1,8 +1,8 @@
 """NVFP4 to bf16 in registers: codes times their block scales, exact.
 
 A code times its block scale has at most six significant bits, so bf16 holds it. Neither factor is formed at its own
-magnitude: codes arrive as value * 2^-126 (twiddle.py), scales as value * 2^119, and the products are too large by
-2^-VALUE_SHIFT, which the epilogue takes back in fp32.
+magnitude: codes arrive as value * 2^-126 (twiddle.py), scales as value * 2^119. So expanded weights are too small by
+2^VALUE_SHIFT, which the epilogue multiplies back in fp32.
 
 For 16 codes of a lane: 16 masks, selections and rotations, 4 instructions for four scales, 8 multiplications.
 """

@@ -1,4 +1,4 @@
-"""How eight E4M3 codes lie in two 32-bit words, so that eight instructions turn them into four registers of two bf16.
+"""Order of eight E4M3 codes in two 32-bit words, so that eight instructions turn them into four registers of two bf16.
 
 A bf16 whose bits 15 and 10 to 4 are a code's sign and its exponent and mantissa, and whose other bits are 0, is the
 code's value times 2^-120, subnormals included. So a register of two bf16 is a rotation of a word and a mask

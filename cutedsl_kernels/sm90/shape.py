@@ -62,7 +62,7 @@ MIN_STAGES = 3
 MAX_CTAS = 3
 """Most CTAs that share an SM."""
 HOPPER_SPLITS = (1, 2, 3, 4, 8)
-"""CTAs that may share the K of a tile. An H200 runs 30 clusters of four; more take turns."""
+"""CTAs that may share the K of a tile. An H200 runs 30 clusters of four at a time."""
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
 

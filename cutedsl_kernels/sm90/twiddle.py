@@ -1,4 +1,4 @@
-"""How 16 E2M1 codes lie in two 32-bit words, so that 16 instructions turn them into eight registers of two bf16 each.
+"""Order of 16 E2M1 codes in two 32-bit words, so that 16 instructions turn them into eight registers of two bf16 each.
 
 A bf16 whose bits 15, 8, 7, 6 are a code's sign, exponent and mantissa and whose other bits are 0 is the code's value
 times 2^-126, subnormals included. So a register of two bf16 is a rotation of a word and a mask (``PAIR_MASK``), if

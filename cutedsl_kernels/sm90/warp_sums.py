@@ -91,7 +91,7 @@ class WarpSums(Fixed):
             words[i] = word
 
     def _places(self) -> tuple[Any, Any]:
-        """Where this lane's row of a matrix lies in the first stage, of even pairs of steps and of odd ones.
+        """Addresses of this lane's row of a matrix in the first stage, for even pairs of steps and odd ones.
 
         Lane 8 i + t gives the address of token t of matrix i.
         """

@@ -1,4 +1,4 @@
-"""How weight tiles travel: one copy by TMA to shared memory, then loads of a lane's own codes and scales or factors."""
+"""Loads of weight tiles: one copy by TMA to shared memory, then a lane's own codes and scales or factors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Times sparse attention on a GPU in every tiling for a number of heads, beside the present one.
 
 First, processes compile every kernel and report its registers, spills and shared memory. Then each case is launched in
-the present tiling and in every candidate, each in several numbers of splits; a result far from the present tiling's is
-reported and not timed, as is a candidate that does not compile or of which a multiprocessor holds fewer programs than
+the present tiling and in every candidate, each in several numbers of splits. A result far from the present tiling's is
+reported and not timed. So is a candidate that does not compile, or of which a multiprocessor holds fewer programs than
 it says: such programs would wait for one another forever. Times are those of CUDA graphs of several launches
 (``benchmarks.kernels``) on unchanged inputs.
 """

@@ -1,9 +1,9 @@
 """The benchmark behind launch/bench_long: some layers of Flash with dummy weights, with room for a million tokens.
 
-Two servers, alike but for ``--context-length``: decode steps of short requests on both, as CUDA graphs and their
-workspaces are laid out for the longest request; on the long one also the time to the first token of prompts of up to a
-million tokens, the decode step behind them, and the GPU's memory. Flags, uniform routing and client are those of
-launch/bench_full. A measurement that fails is recorded as failed, and the others go on.
+Two servers differ in ``--context-length`` alone. Both are measured at decode steps of short requests, since CUDA graphs
+and their workspaces are laid out for the longest request. The long one is also measured at prompts of up to a million
+tokens: time to the first token, the decode step behind them, and the GPU's memory. Flags, uniform routing and client
+are those of launch/bench_full. A measurement that fails is recorded as failed, and the others go on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A soak test: mixed, given-up and malformed requests at one server for minutes or hours, then a look at what is left.
 
-Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, a
-probe's greedy ids and log-probabilities are what they were, and memory has not grown beyond ``--growth`` after a
-warm-up; with ``--gpu`` neither has the GPU's beyond ``--gpu-growth``. The last line is the verdict.
-Figures of past runs: launch/results/soak.md.
+Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, and a
+probe's greedy ids and log-probabilities are unchanged. Memory must not grow beyond ``--growth`` after a warm-up, nor
+with ``--gpu`` the GPU's beyond ``--gpu-growth``. The last line is the verdict. Figures of past runs:
+launch/results/soak.md.
 """
 
 from __future__ import annotations

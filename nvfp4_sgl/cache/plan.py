@@ -1,4 +1,4 @@
-"""The plan of a batch: which slots a forward pass reads and writes, computed once and shared by all layers.
+"""The plan of a batch: the slots that a forward pass reads and writes, computed once for all layers.
 
 Tokens are packed request after request. Request ``b`` contributes positions ``starts[b] .. ends[b] - 1``; what
 lies before ``starts[b]`` is already cached (an earlier chunk, earlier decode steps or a prefix-cache hit).
@@ -69,7 +69,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the scheduler says of a batch; all tensors int64.
+    """A batch as the scheduler describes it; all tensors int64.
 
     Attributes:
         starts, ends: [B], cached length before and after this pass; ``ends > starts``.

@@ -1,4 +1,4 @@
-"""What rules and decoders compute with, torch among it: :func:`.values.arithmetic` imports it when values are read."""
+"""Arithmetic of rules and decoders, with torch; :func:`.values.arithmetic` imports it when values are read."""
 
 from __future__ import annotations
 

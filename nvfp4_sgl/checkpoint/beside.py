@@ -59,7 +59,7 @@ def check_text(file: Path, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Default:
-    """What a default of sampling may be: numbers from ``low`` (not itself if ``open``) to ``high``, or ``other``."""
+    """Allowed values of a sampling default: numbers from ``low`` (not itself if ``open``) to ``high``, or ``other``."""
 
     low: float
     high: float

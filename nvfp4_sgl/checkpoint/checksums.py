@@ -1,4 +1,4 @@
-"""nvfp4_sgl_manifest.json: where a converted checkpoint comes from, and a checksum of each of its tensors."""
+"""nvfp4_sgl_manifest.json: the source of a converted checkpoint, and a checksum of each of its tensors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ _BLOCK = re.compile(r"^(layers|mtp)\.(\d+)\.(.+)$")
 
 
 class MatrixClass(enum.Enum):
-    """What a matrix of the decoder, or of a draft's block, does; ``value`` is its name for people."""
+    """The role of a matrix of the decoder or of a draft's block; ``value`` is its name for people."""
 
     EXPERTS = "experts"
     """Gate, up and down of routed experts."""

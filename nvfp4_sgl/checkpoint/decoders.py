@@ -35,7 +35,7 @@ MatrixRange: TypeAlias = "tuple[str, slice | None, slice | None]"
 
 
 class Writer(enum.Enum):
-    """Whose words in ``quantization_config`` can mean a storage."""
+    """Exporters whose words in ``quantization_config`` can mean a storage."""
 
     MODELOPT = "ModelOpt or DeepSeek"
     COMPRESSED_TENSORS = "compressed-tensors"
@@ -114,7 +114,7 @@ class Decoder(ABC):
         raise NotImplementedError(f"{type(self).__name__}: no MXFP8 form")
 
     def values(self, pieces: Pieces) -> Tensor:
-        """fp32 [n, k]: what the stored tensors stand for, also where they have no exact form here."""
+        """fp32 [n, k]: the values of the stored tensors, also where they have no exact form here."""
         matrix: Any = self.decode(pieces)
         return matrix.dequantize() if self.is_packed else matrix.float()
 

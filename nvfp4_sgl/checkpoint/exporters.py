@@ -55,7 +55,7 @@ LAYER_FIELDS = {"quant_algo", "group_size", "awq_block_size"}
 
 @dataclass(frozen=True)
 class Statement:
-    """What one field says about matrices.
+    """A field's statement about matrices.
 
     Attributes:
         field: its name, for errors; ``value``: what it holds.
@@ -71,7 +71,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Claims:
-    """All that one file says about how matrices are stored.
+    """All statements of one file about the storage of matrices.
 
     Attributes:
         source: the file and its object, for errors.

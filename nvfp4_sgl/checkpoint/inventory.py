@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, compared with what the configuration demands, from the files' headers alone.
+"""Compares a checkpoint directory with its configuration, by the files' headers alone.
 
 :meth:`Inventory.open` trusts nothing: every file listed must be there and whole, every tensor must be where the index
 says, once. :meth:`Inventory.verify` then demands exactly the tensors of :func:`names.tensor_specs`, each with the

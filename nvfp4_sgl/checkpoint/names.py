@@ -20,7 +20,7 @@ MARKOV = ("markov_w1", "markov_w2")
 
 
 class Role(enum.Enum):
-    """What a tensor is, which decides what it may be stored as."""
+    """The role of a tensor, which decides its possible storages."""
 
     LINEAR = "linear"
     """A dense matrix, in any storage."""
@@ -95,7 +95,7 @@ def dspark_specs(config: ModelConfig, dspark: DsparkConfig) -> dict[str, TensorS
 
 
 def draft_block(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
-    """What draft block ``index``, of MTP or a stage of DSpark, has in common with decoder layers."""
+    """The tensors that draft block ``index``, of MTP or a stage of DSpark, shares with decoder layers."""
     return _block(config, f"{MTP_PREFIX}{index}", LayerKind.SWA, hash_routed=False)
 
 

@@ -1,4 +1,4 @@
-"""Fields of config.json replaced on the command line: what else must change with them.
+"""Fields of config.json replaced on the command line, and the fields that follow from them.
 
 Only random weights follow: the tensors of a checkpoint have the sizes that its own config.json gives.
 """

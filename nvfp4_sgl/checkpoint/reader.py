@@ -292,7 +292,7 @@ class CheckpointReader:
 
     @cached_property
     def _left(self) -> Counter[Path]:
-        """How many tensors of each file must still be read."""
+        """Number of tensors of each file that must still be read."""
         return Counter(entry.file for entry in self._unread.values())
 
     @cached_property

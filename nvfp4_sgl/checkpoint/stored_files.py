@@ -1,5 +1,5 @@
-"""How the bytes of stored tensors are reached: the contract of :class:`.reader.CheckpointReader`'s files, and files
-mapped into memory.
+"""Access to the bytes of stored tensors: the contract of :class:`.reader.CheckpointReader`'s files, and files mapped
+into memory.
 
 Mapped files are what the CPU reads: a whole tensor or a range of rows is a view of the mapping. The mapping is private:
 writing to a tensor never reaches the file. What goes to a GPU is read into staging buffers instead

@@ -1,4 +1,4 @@
-"""What the tensors of a verified checkpoint are stored as."""
+"""Storages of the tensors of a verified checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CheckpointSummary:
 
     @property
     def format(self) -> str:
-        """In one word: ``nvfp4-full``, ``nvfp4-experts``, ``mxfp4-experts``, ``fp8``, ``bf16`` or ``mixed``.
+        """The format in one word: ``nvfp4-full``, ``nvfp4-experts``, ``mxfp4-experts``, ``fp8``, ``bf16`` or ``mixed``.
 
         ``nvfp4-…`` is said of every storage of NVFP4, ``bf16`` where no matrix is quantised.
         """

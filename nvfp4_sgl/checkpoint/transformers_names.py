@@ -76,7 +76,7 @@ def original_name(name: str) -> str | None:
 
 
 def transformers_name(name: str) -> str | None:
-    """What transformers calls the tensor, or the module, of DeepSeek's ``name``; ``None`` if there is no such."""
+    """transformers' name of the tensor or module that DeepSeek calls ``name``; ``None`` if there is none."""
     if name.startswith(MTP_PREFIX):
         return f"{PREFIX}{name}"
     if found := _NUMBERED.match(name):

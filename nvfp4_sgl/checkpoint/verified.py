@@ -1,4 +1,4 @@
-"""The one check of a model directory: what ``inspect`` and ``doctor`` pass is what the server loads."""
+"""The one check of a model directory, for ``inspect``, ``doctor`` and the server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Verified:
         return reader_for(self.inventory, device, say)
 
     def describe(self) -> str:
-        """Where the weights come from, in words."""
+        """The source of the weights, in words."""
         return f"{self.summary.format} checkpoint {self.inventory.directory}"
 
 

@@ -44,13 +44,13 @@ class ConvertedAtLoad(Verified):
     options: Options
 
     def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
-        """What hands the tensors out, on the CPU; the arithmetic is done on ``device``, a GPU or the CPU."""
+        """The reader of the tensors, on the CPU; it computes on ``device``, a GPU or the CPU."""
         if torch.device(device).type == "meta":
             return DummyReader(self.inventory, device)
         return ConvertingReader(self, torch.device(device), say)
 
     def describe(self) -> str:
-        """Where the weights come from, in words."""
+        """The source of the weights, in words."""
         return f"{self.summary.format} made at load of the {self.source.describe()}"
 
 
@@ -144,7 +144,7 @@ class ConvertingReader(CheckpointReader):
         return self._last[1]
 
     def finish(self, elsewhere: Collection[str] = ()) -> None:
-        """As the base; then log what was converted and what that lost."""
+        """Finish as the base; then log the conversions and their errors."""
         super().finish(elsewhere)
         self._last = None
         self._source.release()

@@ -89,7 +89,7 @@ class Folder:
             stale.unlink()
 
     def records(self) -> dict[str, Any]:
-        """What was recorded of each file that is there, by its name."""
+        """The record of each complete file, by its name."""
         found = {}
         for file in sorted(self._work.glob("*.safetensors.json")):
             name = file.name.removesuffix(".json")
@@ -174,7 +174,7 @@ def is_finished(directory: Path, job: Mapping[str, Any]) -> bool:
 
 
 def _require_same(directory: Path, file: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``file`` says of the conversion that was begun in ``directory``, which must be ``job``."""
+    """The record in ``file`` of the conversion in ``directory``, which must be ``job``."""
     earlier: dict[str, Any] = read_json(file, CheckpointError, MAX_CONFIG_BYTES, "remove the directory")
     if differing := differences(earlier, job):
         raise CheckpointError(
@@ -190,7 +190,7 @@ def describe(source: Path, options: Mapping[str, Any], version: str) -> dict[str
 
 
 def differences(earlier: object, now: Mapping[str, Any]) -> str:
-    """What differs between two descriptions but the place of the source, as flags; empty if nothing does."""
+    """Flags that differ between two descriptions, apart from the place of the source; empty if none does."""
     if not isinstance(earlier, dict):
         return "its record is damaged"
     told = []

@@ -1,4 +1,4 @@
-"""What a conversion was asked to do."""
+"""Options of a conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "G
 
 
 class Scales(enum.Enum):
-    """How block scales are chosen."""
+    """Ways to choose block scales."""
 
     MAX = "max"
     """By a block's maximum, ModelOpt's recipe."""

@@ -242,7 +242,7 @@ def _small_files(source: Path) -> Iterator[Path]:
 
 
 def _announcement(source: Verified, plan: Plan, options: Options) -> str:
-    """What happens to each class."""
+    """Announce what happens to each class."""
     rows = [("class", "matrices", "stored as", "becomes", "values")]
     counts = Counter((MatrixClass.of(stem), was, plan.after[stem]) for stem, was in plan.before.items())
     for (kind, was, now), count in sorted(counts.items(), key=lambda item: list(MatrixClass).index(item[0][0])):
@@ -266,5 +266,5 @@ def _what_happens(was: Storage, now: Storage) -> str:
 
 
 def _result(target: Path, plan: Plan, tally: Tally) -> str:
-    """What happened to each class."""
+    """Report what happened to each class."""
     return "\n".join([*tally.table(), *tally.inexact(), f"wrote {target}: {plan.nbytes / 1e9:.2f} GB"])

@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def offsets_and_counts(self) -> tuple[Tensor | None, Tensor | None]:
-        """Where experts' rows begin and how many there are; ``None`` where all rows are one group."""
+        """First rows and numbers of rows of experts; ``None`` where all rows are one group."""
         return None, None
 
 

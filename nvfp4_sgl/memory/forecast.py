@@ -147,7 +147,7 @@ def forecast(
     mode: ActivationMode | None = None,
     stage: range | None = None,
 ) -> Forecast:
-    """What one rank of a server needs, or of a stage of one.
+    """Forecast the memory of one rank of a server, or of a stage.
 
     Args:
         free: as in :class:`Forecast`. mode: the target's default unless given.
@@ -192,7 +192,7 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
 
 
 def gb(nbytes: float) -> str:
-    """In units of 10^9 bytes."""
+    """Bytes in units of 10^9."""
     return f"{nbytes / 1e9:7.2f} GB"
 
 

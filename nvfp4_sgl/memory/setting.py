@@ -9,7 +9,7 @@ from nvfp4_sgl.weights.parallel import Ownership
 
 @dataclass(frozen=True)
 class Setting:
-    """What a server is asked for.
+    """The settings of a server.
 
     Attributes:
         ranks: ``--tp-size``.
@@ -36,5 +36,5 @@ class Setting:
 
     @property
     def owner(self) -> Ownership:
-        """What a rank holds."""
+        """The share of the weights that a rank holds."""
         return Ownership(size=self.ranks)

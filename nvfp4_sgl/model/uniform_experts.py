@@ -1,9 +1,9 @@
-"""Uniform routing for measurements: what SGLang 0.5.23 does with ``SGLANG_SIMULATE_UNIFORM_EXPERTS=1``.
+"""Uniform routing for measurements, as SGLang 0.5.23 has it with ``SGLANG_SIMULATE_UNIFORM_EXPERTS=1``.
 
 There (``layers/moe/topk.py``, ``_simulate_balanced_routing``), a token of a layer that routes by scores goes to experts
-``(base + j * (E // k)) % E`` for j < k with a random base for each place in the batch and weights ``1 / k``, times the
-routed scaling factor; the router's own GEMM runs, and its result is ignored. Layers that route by token id are left
-alone. Here a base belongs to layer and place and stays the same from pass to pass, as it does in SGLang's captured
+``(base + j * (E // k)) % E`` for j < k. Each place in the batch has a random base, and weights are ``1 / k`` times the
+routed scaling factor. The router's own GEMM runs, and its result is ignored. Layers that route by token id are
+unchanged. Here a base belongs to layer and place and stays the same from pass to pass, as it does in SGLang's captured
 graphs; the tables are made at load, so that a pass launches nothing more than otherwise.
 """
 

@@ -83,7 +83,7 @@ class Compared:
 
     @property
     def matrix_class(self) -> MatrixClass:
-        """What the matrix does in its layer."""
+        """The role of the matrix in its layer."""
         return MatrixClass.of(self.stem)
 
     @property
@@ -199,7 +199,7 @@ class _Worker:
         return sum(self._nbytes(verified, spec) for verified in self._verified)
 
     def examine(self, spec: TensorSpec) -> Compared | Finding | None:
-        """A matrix as it compares; of another tensor what is wrong with it."""
+        """Compare a matrix; of another tensor, return its fault."""
         try:
             return self._matrix(spec.name) if spec.role.is_matrix else self._tensor(spec)
         except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""How the model plugs into SGLang."""
+"""The model as a plugin of SGLang."""

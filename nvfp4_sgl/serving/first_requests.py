@@ -3,10 +3,9 @@
 Around the model SGLang runs functions that compile at their first call:
 
 * ``torch.compile``: the repetition penalty (``apply_scaling_penalties``), sampling by a seed
-  (``multinomial_with_seed``) and a check of SGLang's own tests. :func:`compile_nothing` has them run as written.
-* Triton: masks of grammars, and what gives a request its pages, which has a program for each power of two of requests;
-  and a copy of a step's inputs, which has one for each alignment of their addresses and so is left out
-  (:func:`copy_by_torch`).
+  (``multinomial_with_seed``) and a check of SGLang's own tests. :func:`compile_nothing` makes them run as written.
+* Triton: masks of grammars, and the allocator of pages, which has a kernel for each power of two of requests. A copy of
+  a step's inputs has one for each alignment of their addresses, so torch copies them instead (:func:`copy_by_torch`).
 * nvcc: positions of a decode pass, once, and FlashInfer's sampling, which is refused
   (:mod:`nvfp4_sgl.serving.flags.kernels`).
 

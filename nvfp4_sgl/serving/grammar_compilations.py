@@ -83,7 +83,7 @@ class Compilation:
 
 
 class Waiting(Future[Any]):
-    """What SGLang's queue of grammars holds for a request."""
+    """The entry of a request in SGLang's queue of grammars."""
 
     def __init__(self, compilation: Compilation) -> None:
         super().__init__()

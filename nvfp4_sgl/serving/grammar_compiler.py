@@ -41,7 +41,8 @@ BUSY = f"the server has been compiling other grammars for {MAX_SECONDS:.0f} s; s
 
 
 class Compiler:
-    """What SGLang calls of xgrammar's compiler; each method gives a compiled grammar or raises ``RuntimeError``.
+    """The part of xgrammar's compiler that SGLang calls; each method returns a compiled grammar or raises
+    ``RuntimeError``.
 
     Args:
         tokenizer_info: xgrammar's.

@@ -89,7 +89,7 @@ def compressed_kinds(config: ModelConfig) -> list[LayerKind]:
 
 
 def entries(config: ModelConfig, kind: LayerKind, lengths: Sequence[int]) -> tuple[int, int]:
-    """How many entries the last tokens of sequences see in a layer of ``kind``, and how many of them they read.
+    """Numbers of entries that the last tokens of sequences see in a layer of ``kind``, and that they read.
 
     CSA reads the ``index_topk`` that its indexer scores highest, HCA all (specification §3).
     """

@@ -49,7 +49,7 @@ def _said_once(call: Callable[[], Any], model: str | None) -> Any:
 
 
 def what(error: Exception) -> str:
-    """What an error says, and where it was raised if it says nothing."""
+    """The text of an error, and where it was raised if it has none."""
     text = " ".join(str(error).split())
     last = traceback.extract_tb(error.__traceback__)[-1]
     return text or f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"

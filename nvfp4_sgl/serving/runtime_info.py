@@ -1,4 +1,4 @@
-"""What is running: model class, backend, activation mode, cache rows, the implementation of every boundary.
+"""Describes what runs: model class, backend, activation mode, cache rows, implementation of every boundary.
 
 Logged in two lines when the scheduler is up, and part of ``/server_info`` as ``internal_states[*]["nvfp4_sgl"]``.
 """

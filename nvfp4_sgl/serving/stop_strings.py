@@ -1,8 +1,8 @@
 """Hooks in the scheduler that hold back tokens which may become part of a stop string.
 
-SGLang lets tokens wait whose text ends like the beginning of a stop string, but takes an incomplete character for
-something else, looks for a stop string in as many tokens as the tokenizer would need, and sends 50 tokens of an answer
-that is not streamed without a look at it. Text that has been sent is not taken back when the stop string is complete.
+SGLang holds back tokens whose text ends like the beginning of a stop string, with three gaps. It misreads an incomplete
+character, looks for a stop string in as many tokens as the tokenizer would need, and sends 50 tokens of an unstreamed
+answer unchecked. Text that was sent is not taken back when the stop string is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a matrix arrives from its decoder (:mod:`nvfp4_sgl.checkpoint.decoders`), whatever it is stored as."""
+"""The forms in which a matrix comes from its decoder (:mod:`nvfp4_sgl.checkpoint.decoders`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 
 
 class Arrival(enum.Enum):
-    """How a matrix arrives."""
+    """The form in which a matrix comes from its decoder."""
 
     NVFP4 = "NVFP4"
     MXFP8 = "values that MXFP8 holds exactly"
@@ -17,7 +17,7 @@ class Arrival(enum.Enum):
 
     @classmethod
     def of(cls, storage: Storage) -> Arrival:
-        """How a matrix in ``storage`` arrives."""
+        """The form of a matrix in ``storage``."""
         if storage.is_nvfp4:
             return cls.NVFP4
         if storage.is_mxfp8:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a target runs.
+    """The chosen target, mode and boundaries.
 
     Attributes:
         target: its word.

@@ -114,7 +114,7 @@ def load_keys(pool, pitch, shift, slot, visible, PACKED: tl.constexpr, KEYS: tl.
 
 @triton.jit
 def load_length(lengths, token, columns, GIVEN: tl.constexpr):
-    """How many of a query's columns count: ``lengths[token]`` if GIVEN, else all."""
+    """Number of a query's columns that count: ``lengths[token]`` if GIVEN, else all."""
     if GIVEN:
         return tl.load(lengths + token).to(tl.int32)
     else:
@@ -254,7 +254,7 @@ def _logits(q, k):
 
 @triton.jit
 def _logits_apart(q, k, scale):
-    """Compute ``_logits`` times ``scale``, each product scaled on its own.
+    """Compute ``_logits`` times ``scale``, scaling each MMA's result on its own.
 
     Of a bare sum the compiler would make one chain of MMAs. The tail goes first: rotated, it is an operand in
     registers, and fewer are taken before there is a sum.

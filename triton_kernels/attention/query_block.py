@@ -1,9 +1,9 @@
 """Sparse attention of a rank's few heads in a prompt: a program takes neighbouring queries, whose lists mostly agree.
 
 Tensor cores multiply 64 rows at a time. Of a rank that has fewer heads, a program takes as many neighbouring queries as
-fill them (``tiling.Tiling.queries``). If they belong to one request, each window is the one before, moved by one entry,
-and each list of compressed entries begins like the next query's; then each entry is read, decoded and multiplied once
-for all of them, and a query's own are told apart by their place in the union. Of several requests a program attends
+fill them (``tiling.Tiling.queries``). If they belong to one request, each window is the previous one moved by one
+entry, and each list of compressed entries begins like the next query's. Then each entry is read, decoded and multiplied
+once for all of them; a query's own entries follow from their place in the union. Of several requests a program attends
 for one query at a time, and what other rows hold is dropped: another request's entry never touches a result.
 
 The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it

@@ -26,7 +26,7 @@ Precision:
   (least result of ``kv_entry.pack``: 2^-9 · 2^-22; greatest: below 2^128);
 * of raw queries (``query_eps``) only the last 64 columns are rounded: rotated in fp32, then rounded to bf16 once. The
   logits are multiplied by the inverse root mean square, fp32. Where the squares of a query overflow fp32, the query
-  counts as 0, and keys whose dot product with it overflows, too, are left out of its softmax;
+  counts as 0. Keys whose dot product with it overflows, too, are left out of its softmax;
 * logits, maxima and sums are fp32; the weights exp(s − m) ≤ 1 are rounded to bf16 for the second MMA, while the
   denominator adds them unrounded; the output is rounded once. So, with the exact weights w_j = exp(s_j − m) over the
   denominator, |error| ≤ (2^-8 + 2^-8 + small) · Σ_j w_j |k_j| per element, small being the fp32 error of the logits.

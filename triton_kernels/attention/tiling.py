@@ -11,7 +11,7 @@ from ..common.integers import cdiv, next_power_of_2
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program of sparse attention is laid out.
+    """Layout of a program of sparse attention.
 
     Attributes:
         heads: heads of a program; fewer are padded. One warp group multiplies 64.
@@ -184,9 +184,9 @@ def choose_splits(queries: int, heads: int, columns: Sequence[int], processors: 
     power of two: 16 queries of 64 heads with 640 keys take 20.1 µs in 8 splits, 23.2 in 5.
 
     The number of queries is rounded up to a power of two. The number of splits sets the order of the sums, so it
-    decides the last bits of a result; with the rounding it is the same for 3 queries run as they are and in a graph
-    captured for 4, as long as graphs are captured for the powers of two among their sizes. At worst, just above a power
-    of two that fills the chip, a split that would have paid is missed.
+    decides the last bits of a result. With the rounding, 3 queries run alone and in a graph captured for 4 have the
+    same splits, as long as graphs are captured for the powers of two among their sizes. At worst, just above a power of
+    two that fills the chip, a profitable split is missed.
 
     Args:
         queries: T.

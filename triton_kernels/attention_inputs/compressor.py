@@ -61,7 +61,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Compression:
-    """What a compressor reads and writes in a pass.
+    """The columns that a compressor reads and the pools that it writes in a pass.
 
     Attributes:
         compressor: its parameters.

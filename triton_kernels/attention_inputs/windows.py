@@ -1,4 +1,4 @@
-"""Windows of compressed tokens: which program closes which, how it pools one and stores the entry.
+"""Windows of compressed tokens: divide them over programs, pool each and store its entry.
 
 The windows of a request that a pass touches are divided into *units*: of two windows at ratio 4, of one at ratio 128
 (specification §4.1, §4.4, §4.5). The first unit, the *head*, has all windows that may need tokens of earlier passes

@@ -5,8 +5,8 @@ pass uses the same angles, so their cos and sin are computed once a pass: :func:
 ``cos_sin``, fp32 [T, rope_dim], of (cos, sin) by pair, with one row for each token of the pass (or each entry of a
 compressor). Every kernel that rotates reads its token's row. There is no table of all positions.
 
-Rounding: a rotated element is the fp32 sum or difference of two fp32 products, each of the three rounded, whether or
-not the launch fuses products with additions.
+Rounding: a rotated element is two fp32 multiplications and a sum or difference, each rounded, whether or not the launch
+fuses multiply-adds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_cos_sin_rows(cos_sin_ptrs, mask, ROWS: tl.constexpr, PAIRS: tl.constexp
 
 @triton.jit
 def rotate(even, odd, cos, sin):
-    """Rotate the pairs (even, odd) forward, products unfused; pass −sin to rotate back."""
+    """Rotate the pairs (even, odd) forward, without fused multiply-add; pass −sin to rotate back."""
     return product(even, cos) - product(odd, sin), product(even, sin) + product(odd, cos)
 
 

@@ -11,9 +11,9 @@ whose sum it is (:func:`split_fn`), so that the kernel need not split it for eve
 Supports exactly four streams, in bf16, of d up to :data:`MAX_HIDDEN_SIZE`.
 
 Floor in bytes: 20·d a token (streams read and written 16·d, h read and x written 4·d), and ``fn``, 576·d, once. The
-traffic above the floor goes through L2: 8·d a token, because the whole row must be known before it can be collapsed,
-and a program that kept it on chip would have too few tokens to share ``fn`` among; ``fn`` again for each block; and the
-partial sums of the GEMM, 128 bytes a token and split.
+traffic above the floor goes through L2. It is 8·d a token, because the whole row must be known before it can be
+collapsed: a program that kept it on chip would share ``fn`` among too few tokens. ``fn`` is read again for each block,
+and the partial sums of the GEMM take 128 bytes a token and split.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def visible_entries(position, columns):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program scores.
+    """Layout of a program that scores.
 
     Attributes:
         prepares: a program prepares its query from the projection; else a separate launch has prepared all queries.

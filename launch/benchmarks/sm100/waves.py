@@ -1,7 +1,7 @@
 """Explains why a prefill's GEMM misses its goal: its last wave of tiles, and other ways to run that wave.
 
-Built is stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each, if
-there are two for a tile or more. None of the ways below is built, which would do these tiles last. Each line takes the
+The kernel has stream-K (``sm100/stream_k.py``): the tiles of the last wave come first, and pairs share the K of each,
+if there are two for a tile or more. The ways below, which run these tiles last, are not built. Each line assumes the
 machine of ``cost.py`` and tiles of 256 by 256 for pairs of SMs:
 
 * even: all pairs end at the same time, at no cost: what any split of the last wave can give at most;

@@ -19,7 +19,7 @@ NOT_JSON_INT: tuple[Any, ...] = (True, 1.5, "1", [], {})
 
 @dataclass(frozen=True)
 class Check:
-    """What values are taken.
+    """A check of a value, with samples.
 
     Attributes:
         expected: completes "expected …".

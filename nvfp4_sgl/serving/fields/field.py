@@ -11,7 +11,7 @@ from nvfp4_sgl.serving.fields.checks import Check, found
 
 
 class Verdict(Enum):
-    """What becomes of a field that a client sends."""
+    """Verdicts on a field that a client sends."""
 
     OFFERED = "does what it says"
     NO_EFFECT = "is checked and changes nothing"
@@ -21,7 +21,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """What becomes of one field.
+    """The verdict on one field, and its check.
 
     Attributes:
         check: values that are taken; of a refused field, those that ask for nothing.

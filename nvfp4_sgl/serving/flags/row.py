@@ -1,4 +1,4 @@
-"""What a row of the tables of flags can be: a flag works, is refused, or has no effect with our model."""
+"""Rows of the tables of flags: a flag works, is refused, or has no effect with our model."""
 
 from __future__ import annotations
 

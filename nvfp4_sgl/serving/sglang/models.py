@@ -1,4 +1,4 @@
-"""How SGLang finds a model class and configures it."""
+"""SGLang's registry and configuration of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks and what they exchange."""
+"""Tensor-parallel ranks and their collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tp_rank() -> int:
 
 
 def tp_size() -> int:
-    """How many tensor-parallel ranks there are."""
+    """Number of tensor-parallel ranks."""
     return int(find("get_parallel")().tp_size)
 
 

@@ -29,7 +29,7 @@ def forget_prefixes(tree_cache: Any) -> None:
 
 
 def page_allocator(scheduler: Any) -> Any:
-    """What gives requests their pages."""
+    """The allocator of requests' pages."""
     return scheduler.token_to_kv_pool_allocator
 
 
@@ -57,7 +57,7 @@ def metric_labels(scheduler: Any) -> dict[str, Any] | None:
 
 
 def sampling_info(**fields: Any) -> Any:
-    """How a batch is to be sampled; the fields are those of SGLang's ``SamplingBatchInfo``."""
+    """Sampling parameters of a batch; the fields are those of SGLang's ``SamplingBatchInfo``."""
     return find("SamplingBatchInfo")(**fields)
 
 

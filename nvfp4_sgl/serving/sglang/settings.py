@@ -13,7 +13,7 @@ REDACTED = "<redacted>"
 
 
 def given_arguments(server_args: Any) -> dict[str, Any]:
-    """What the user asked for, before any default or resolution (``ServerArgs._raw_input``)."""
+    """The user's arguments, before any default or resolution (``ServerArgs._raw_input``)."""
     return dict(server_args._raw_input)
 
 

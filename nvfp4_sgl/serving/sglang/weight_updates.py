@@ -30,5 +30,5 @@ def finish_update(updater: Any, request: Any) -> bool:
 
 
 def update_output(success: bool, message: str) -> Any:
-    """What a scheduler answers to ``/update_weights_from_disk``."""
+    """A scheduler's answer to ``/update_weights_from_disk``."""
     return find("UpdateWeightFromDiskReqOutput")(success=success, message=message)

@@ -16,7 +16,7 @@ from nvfp4_sgl.weights.source import Shard
 
 
 def working_copy(matrix: Matrix, storage: Storage | None = None) -> PreparedWeight:
-    """What the references multiply with; global scales stay apart as per-row alphas.
+    """The fp32 copy that the references multiply with; global scales stay apart as per-row alphas.
 
     Args:
         storage: of the matrix, by which ``w4a4`` mode knows FP8 with UE8M0 scales.

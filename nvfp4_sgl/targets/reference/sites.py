@@ -35,7 +35,8 @@ class ReferenceEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Mix:
-    """How a sublayer's output is mixed back: post fp32 [T, n], comb fp32 [T, n, n]; empty behind the final collapse."""
+    """Coefficients that mix a sublayer's output back: post fp32 [T, n], comb fp32 [T, n, n]; empty behind the final
+    collapse."""
 
     post: Tensor | None = None
     comb: Tensor | None = None
