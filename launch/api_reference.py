@@ -198,7 +198,9 @@ def _page(page: Page, anchors: dict[str, str]) -> str:
     for module in page.modules:
         tree = _parse(module)
         text = _Text(module, anchors)
-        parts += [f"## `nvfp4_sgl.{module}` {{ #{module} }}", text.markdown(ast.get_docstring(tree) or "")]
+        # The menu beside a page is narrow: the heading has the end of the name.
+        parts += [f"## `{'.'.join(module.split('.')[-2:])}` {{ #{module} }}", f"Module `nvfp4_sgl.{module}`."]
+        parts.append(text.markdown(ast.get_docstring(tree) or ""))
         following = dict(zip(tree.body, tree.body[1:], strict=False))
         for name, node in _members(tree):
             parts.append(f"### `{name}` {{ #{module}.{name} }}")
