@@ -20,7 +20,8 @@ RESULTS = ROOT / "launch" / "results"
 STYLE = ROOT / "launch" / "site.css"
 CELL = re.compile(r"<t([dh])[ >].*?</t\1>", re.DOTALL)
 TAG = re.compile(r"(<[^>]+>)")
-HYPHENATED = re.compile(r"\S*-\w\S*")
+UNBROKEN = re.compile(r"\S*-\w\S*|\d[\d,.]* (?:ms|µs|s|%|×|[GM]i?B|[GT]B/s|TFLOP/s|tokens/s)(?!\w)")
+"""Words with a hyphen, and a figure with its unit."""
 OPTIONAL = {"Use it": [("Security", "security.md")]}
 """Navigation entries by section, for pages that are added if their file is there."""
 
@@ -57,12 +58,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep words with a hyphen, such as dates and names of models, on one line of a table's cell."""
+    """Keep dates, names of models and figures with their units on one line of a table's cell."""
     return CELL.sub(lambda cell: "".join(map(unbroken, TAG.split(cell[0]))), html)
 
 
 def unbroken(part: str) -> str:
-    return part if part.startswith("<") else HYPHENATED.sub(r'<span class="unbroken">\g<0></span>', part)
+    return part if part.startswith("<") else UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', part)
 
 
 def results() -> list[Path]:
