@@ -135,9 +135,14 @@ NAMES = {
     "global_state": Private("sglang.srt.entrypoints.http_server:_global_state", "whether the server is up"),
     "ModelRegistry": Private("sglang.srt.models.registry:ModelRegistry", "its models map an architecture to a class"),
     "HookRegistry": Private(
-        "sglang.srt.plugins.hook_registry:HookRegistry", "installs our hooks; its _patched says which ones are on"
+        "sglang.srt.plugins.hook_registry:HookRegistry", "installs hooks, of its _hooks those that its _patched lacks"
     ),
     "HookType": Private("sglang.srt.plugins.hook_registry:HookType", "a hook around a function"),
+    "propagate_patch": Private(
+        "sglang.srt.plugins.hook_registry:_propagate_patch",
+        "looks through all modules for each hook; replaced by one search for all, for what SGLang calls it for",
+        "original, wrapped, source_module",
+    ),
     "hook_logger": Private("sglang.srt.plugins.hook_registry:logger", "says a line for each hook"),
 }
 
@@ -147,6 +152,9 @@ MODULES = {
     "tokenizer_manager": Private(
         "sglang.srt.managers.tokenizer_manager",
         "imported first in a front end; its global _REQUEST_STATE_WAIT_TIMEOUT is replaced",
+    ),
+    "hook_registry": Private(
+        "sglang.srt.plugins.hook_registry", "its global _propagate_patch is replaced while it installs our hooks"
     ),
     "kv_cache_configurator": Private(
         "sglang.srt.mem_cache.kv_cache_configurator",
