@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,19 +221,32 @@ def test_long_files_run_in_pieces(monkeypatch: pytest.MonkeyPatch):
     assert second.command(Path("report.xml"))[-3:] == ["--piece", "2/4", "tests/triton/test_topk.py"]
 
 
-def collected(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/numerics/test_e4m3.py", *arguments]
+COLLECT = """
+import json, sys
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/numerics/test_e4m3.py", *arguments])
+    print("next", flush=True)
+"""
+
+
+def collected(*calls: Sequence[str]) -> tuple[list[list[str]], str]:
+    """The tests that pytest collects with the arguments of each call, and what it says of wrong ones."""
+    command = [sys.executable, "-c", COLLECT, json.dumps(calls)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, 4, 5), done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line] if done.returncode != 4 else [done.stderr]
+    *outputs, last = done.stdout.split("next\n")
+    assert done.returncode == 0 and len(outputs) == len(calls) and not last, done.stdout + done.stderr
+    return [[line for line in output.splitlines() if "::" in line] for output in outputs], done.stderr
 
 
 def test_pieces_hold_every_test_once():
-    whole, some = collected(), collected("-k", "ue8m0")
+    thirds = [("--piece", f"{number}/3") for number in (1, 2, 3)]
+    halves = [("-k", "ue8m0", "--piece", f"{number}/2") for number in (1, 2)]
+    (whole, some, *pieces, none), said = collected((), ("-k", "ue8m0"), *thirds, *halves, ("--piece", "3/2"))
     assert len(whole) > len(some) > 1
-    assert [name for number in (1, 2, 3) for name in collected("--piece", f"{number}/3")] == whole
-    assert [name for number in (1, 2) for name in collected("-k", "ue8m0", "--piece", f"{number}/2")] == some
-    assert "--piece" in collected("--piece", "3/2")[0]
+    assert [name for piece in pieces[:3] for name in piece] == whole
+    assert [name for piece in pieces[3:] for name in piece] == some
+    assert not none and "--piece" in said
 
 
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
