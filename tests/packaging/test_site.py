@@ -25,6 +25,24 @@ CITED = re.compile(
 )
 
 
+ADDRESSES = (
+    *("add_a_storage", "add_a_target", "add_an_architecture", "add_an_op", "architecture", "ask_it"),
+    *("benchmarks", "checkpoints", "coming_from", "command_line", "compatibility", "contributing", "convert"),
+    *("cookbook", "deployment", "examples", "find_the_op", "first_light", "formats", "hopper"),
+    *("hopper_gemm_tutorial", "how_it_works", "index", "install", "numerics", "own_kernel", "results", "sm100"),
+    *("small_model", "specification", "troubleshooting"),
+    *(
+        "cookbook#watch-it",
+        "cookbook#compiling-ahead",
+        "cookbook#new-weights-without-a-restart",
+        "cookbook#a-container",
+    ),
+    *("hopper#gemms", "hopper#mode-w4a4", "hopper#triton-kernels", "hopper#how-it-is-known", "hopper#speed"),
+    *("sm100#the-model", "sm100#how-they-are-known", "convert#without-a-copy-at-load", "convert#time-and-memory"),
+)
+"""Pages and sections that others may have linked: one that moves leaves an anchor with a link behind."""
+
+
 def build(config: Path, target: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
     return subprocess.run([*command, "--site-dir", str(target)], capture_output=True, text=True)
@@ -42,12 +60,19 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', html), (
         "something is fetched from elsewhere"
     )
+    gone = [address for address in ADDRESSES if not is_there(tmp_path / "site", *address.partition("#")[::2])]
+    assert not gone, gone
     page = (tmp_path / "site" / "hopper.html").read_text()
     assert f"nvfp4-sgl {__version__}" in page and 'data-md-component="search"' in page
     links = re.findall(r'<a href="([^"]+)" class="md-nav__link', page)
     assert "results.html" in links and "index.html" in links
     assert not [link for link in links if link.startswith("results/")], "the menu leads to notebooks one by one"
     assert re.search(r'<td><span class="unbroken">20\d\d-\d\d-\d\d</span>', page), "a date may break in a cell"
+
+
+def is_there(site: Path, page: str, anchor: str) -> bool:
+    file = site / f"{page}.html"
+    return file.is_file() and (not anchor or f'id="{anchor}"' in file.read_text())
 
 
 @pytest.mark.parametrize(
