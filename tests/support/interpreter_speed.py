@@ -12,6 +12,7 @@ follows and 2.9 s with it, on an idle CPU (2026-11-25):
 * What a type says of its tensors (shape, count, element) and of NumPy is kept with the type.
 * Each sum or product of integers is computed again in int64 and compared, by twelve interpreted operations whose result
   is used only where the interpreter debugs, which it does not. They are left out.
+* bf16 is the upper half of fp32 but for subnormal numbers, which alone are converted field by field.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def install() -> None:
     _replace_once_a_launch(interpreter)
     _keep_types(interpreter)
     _skip_overflow(interpreter)
+    _convert_bf16_by_halves(interpreter)
     _keep_shapes()
     _record_calls(interpreter)
 
@@ -102,6 +104,30 @@ def _skip_overflow(interpreter: Any) -> None:
             check(self, lhs, rhs, binary_op)
 
     semantic.binary_op_sanitize_overflow_impl = checked
+
+
+def _convert_bf16_by_halves(interpreter: Any) -> None:
+    import triton.language as tl
+
+    convert, nearest = interpreter._convert_float, interpreter._ir.ROUNDING_MODE.RTNE
+
+    def converted(given: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) not in ((tl.bfloat16, tl.float32), (tl.float32, tl.bfloat16)):
+            return convert(given, source, target, rounding)
+        bits = np.asarray(given).view(np.uint16 if source == tl.bfloat16 else np.uint32)
+        mantissa = np.array((1 << source.fp_mantissa_width) - 1, bits.dtype)
+        exponent = np.array(255 << source.fp_mantissa_width, bits.dtype)
+        if np.count_nonzero((bits & exponent == 0) & (bits & mantissa != 0)):
+            return convert(given, source, target, rounding)
+        if target == tl.float32:
+            return np.asarray(bits.astype(np.uint32) << np.uint32(16))
+        upper = (bits >> np.uint32(16)).astype(np.uint16)
+        if rounding == nearest:  # as the interpreter does: a carry of the mantissa is or-ed to the exponent
+            raised = (upper & np.uint16(127)) + (bits >> np.uint32(15) & np.uint32(1)).astype(np.uint16)
+            upper = upper & np.uint16(0xFF80) | raised
+        return np.asarray(upper)
+
+    interpreter._convert_float = converted
 
 
 def _keep_shapes() -> None:
@@ -199,6 +225,10 @@ class Recording:
         return function
 
 
+UNKNOWN = object()
+"""What stands for no recording yet."""
+
+
 class Unknown(Exception):
     """A call has an operand that is neither a tensor nor a known kind of constant."""
 
@@ -269,8 +299,9 @@ def _record_calls(interpreter: Any) -> None:
         interpreter.interpreter_builder,
         interpreter.TensorHandle,
     )
-    signature = Signature(core)
-    recordings: dict[Any, Callable[[Any, list[Any]], Any] | None] = {}
+    signature, tensor = Signature(core), core.tensor
+    recordings: dict[Any, Any] = {}
+    """What repeats a call, None where nothing does."""
 
     def record(key: Any, member: Any, operands: list[Any], args: Any, kwargs: Any) -> Any:
         # Each operand gets a handle of its own: what is one tensor twice here may be two elsewhere.
@@ -294,17 +325,23 @@ def _record_calls(interpreter: Any) -> None:
             if semantic.builder is not builder:  # within a call that is being recorded
                 return member(*args, _semantic=semantic, **kwargs)
             operands: list[Any] = []
+            parts: list[Any] = [member]
             try:
-                key = (
-                    member,
-                    *[signature.of(value, operands) for value in args],
-                    *[(name, signature.of(value, operands)) for name, value in kwargs.items()],
-                )
+                for value in args:
+                    if value.__class__ is tensor:  # most are
+                        operands.append(value.handle)
+                        kind = value.type
+                        parts.append(kind.kept_number if hasattr(kind, "kept_number") else signature.of_type(kind))
+                    else:
+                        parts.append(signature.of(value, operands))
+                for name, value in kwargs.items():
+                    parts.append((name, signature.of(value, operands)))
             except Unknown:
                 return member(*args, _semantic=semantic, **kwargs)
-            if key not in recordings:
+            key = tuple(parts)
+            repeat = recordings.get(key, UNKNOWN)
+            if repeat is UNKNOWN:
                 return record(key, member, operands, args, kwargs)
-            repeat = recordings[key]
             if repeat is None:
                 return member(*args, _semantic=semantic, **kwargs)
             return repeat(builder, operands)
