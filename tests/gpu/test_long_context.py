@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,11 +165,13 @@ def test_a_long_request_beside_a_short_one(case: Case, ours: Standalone, recordi
 
 
 def test_positions_that_begin_again_are_seen(case: Case, ours: Standalone, recording: Recording) -> None:
+    """In the decode step; on a GPU in the chunk, too, which takes the interpreter five times as long."""
     bounds = BOUNDS[case.target]
     if case.kind is LayerKind.SWA:
         pytest.skip("the window ends long after the positions that begin again")
+    told = recording if ON_GPU else replace(recording, passes=recording.passes[:1], layers=recording.layers[:1])
     with wrapped(ours, case.length):
-        passes = replay(ours, recording, [0])
+        passes = replay(ours, told, [0])
     for number, found in enumerate(passes):
         error, share = worst(found[0], recording, number)
         print(f"{case}, pass {number}, wrapped: worst row {error:.4f}, least overlap {share:.4f}", flush=True)
