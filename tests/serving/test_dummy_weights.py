@@ -18,7 +18,7 @@ from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.tracing.diff import differences
 from nvfp4_sgl.tracing.reading import read_record
-from tests.support.server import Server
+from tests.support.server import Server, wait_for_none
 from tests.support.start_ups import StartUps
 
 pytestmark = [pytest.mark.server]
@@ -54,12 +54,12 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
     """Log-probabilities are finite, and those of the model with no server around it, whatever the start and the ranks.
 
     A chat is answered, and log and ``/server_info`` say what weights and routing are. What is recorded of the first
-    passes is the same on all ranks where they compute the same.
+    passes is the same on all ranks where they compute the same. Asked to end, it leaves no process behind.
     """
     flags = (*DUMMY, "--tp-size", str(ranks), "--json-model-override-args", LAYERS)
     log, records = tmp_path / "server.log", tmp_path / "records"
-    environment = {arguments.UNIFORM_EXPERTS: "1", trace.TRACE: str(records), trace.TRACE_PASSES: "6"}
-    with Server.launch(model, *flags, log=log, environment=environment) as server:
+    late = {arguments.UNIFORM_EXPERTS: "1", trace.TRACE: str(records), trace.TRACE_PASSES: "6"}
+    with Server.launch(model, *flags, log=log, late=late) as server:
         server.wait_ready()
         chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         assert server.post("/v1/chat/completions", chat)["usage"]["completion_tokens"] > 0
@@ -72,6 +72,8 @@ def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
         assert memory["setting"]["ranks"] == ranks and memory["setting"]["row_bytes"] == 4
         assert memory["tokens"] == info["pools"]["full"]["capacity"] == 16384
         assert "nvfp4_sgl: memory: weights" in server.text()
+        server.ask_to_end()
+        assert server.process.wait(60) == 0 and not wait_for_none(server.process.pid, 10)
     assert len(ids) == len(PROMPT) + 7 and all(math.isfinite(value) for value in logprobs)
     dummy = verify_dummy(model, {"num_hidden_layers": 4})
     alone = Standalone(dummy, requests=1, capacity=512, uniform_experts=True)

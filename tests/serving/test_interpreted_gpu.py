@@ -106,7 +106,7 @@ def references(mode: ActivationMode, checkpoint: Path) -> Iterator[References]:
 def server(
     serve: ServerPool, case: tuple[native.Run, str], target: str, mode: ActivationMode, checkpoint: Path
 ) -> Server:
-    """Ready, so the backend has run its warm-up on SGLang's pools. The first of them is started as users start it."""
+    """Ready, so the backend has run its warm-up on SGLang's pools."""
     asked = () if mode is native.MODES[target] else (f'{{"activation_mode": "{mode.value}"}}',)
     environment = {
         "PYTHONPATH": str(PATCHES),
@@ -116,7 +116,7 @@ def server(
         "OMP_NUM_THREADS": "1",
     }
     flags = [part for value in asked for part in ("--json-model-override-args", value)]
-    return serve(checkpoint, *FLAGS, *flags, environment=environment, fresh=case == CASES[0])
+    return serve(checkpoint, *FLAGS, *flags, environment=environment)
 
 
 def test_what_is_running(server: Server, target: str, mode: ActivationMode, checkpoint: Path):

@@ -30,20 +30,16 @@ FLAGS = ("--max-total-tokens", str(POOL))
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Two servers that started at once, as users start them, without an administrative key."""
+    """Two servers that started at once, without an administrative key.
+
+    The first is started as users start it, the second as most tests start theirs (:mod:`tests.support.forks`).
+    """
     folder = tmp_path_factory.mktemp("pair")
     with (
         Server.launch(checkpoint, *FLAGS, log=folder / "first.log", admin=False, fresh=True) as first,
-        Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False, fresh=True) as second,
+        Server.launch(checkpoint, *FLAGS, log=folder / "second.log", admin=False) as second,
     ):
         yield first.wait_ready(), second.wait_ready()
-
-
-@pytest.fixture(scope="module")
-def forked(checkpoint, tmp_path_factory) -> Iterator[Server]:
-    """A server as most tests have it (:mod:`tests.support.forks`)."""
-    with Server.launch(checkpoint, *FLAGS, log=tmp_path_factory.mktemp("forked") / "log", admin=False) as server:
-        yield server.wait_ready()
 
 
 def test_the_log_of_a_start(pair) -> None:
@@ -51,10 +47,9 @@ def test_the_log_of_a_start(pair) -> None:
     check_start(pair[0])
 
 
-def test_servers_answer_alike(pair, forked: Server) -> None:
-    answer, *others = map(Golden.ask, (*pair, forked))
-    for other in others:
-        answer.assert_same(other)
+def test_servers_answer_alike(pair) -> None:
+    first, second = map(Golden.ask, pair)
+    first.assert_same(second)
 
 
 def inherited(server: Server) -> list[tuple[Any, ...]]:
@@ -73,10 +68,8 @@ def inherited(server: Server) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_processes_of_a_forked_server_stand_where_others_do(pair, forked: Server) -> None:
-    assert inherited(forked) == inherited(pair[0])
-    forked.stop()
-    assert forked.process.poll() == 0 and not wait_for_none(forked.process.pid, 10)
+def test_processes_of_a_forked_server_stand_where_others_do(pair) -> None:
+    assert inherited(pair[1]) == inherited(pair[0])
 
 
 def test_administration_is_off_without_its_key(pair) -> None:

@@ -34,8 +34,9 @@ BROKEN = Path(__file__).parents[1] / "support" / "broken_imports"
 )
 def test_broken_plugin(process: str, module: str, tiny_checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     checkpoint, log = tiny_checkpoints("nvfp4-full"), tmp_path / "log"
-    environment = {"PYTHONPATH": str(BROKEN), "BROKEN_IMPORT": module, "BROKEN_IN": process}
-    with Server.launch(checkpoint, log=log, environment=environment, fresh=True) as server:
+    environment, late = {"PYTHONPATH": str(BROKEN)}, {"BROKEN_IMPORT": module, "BROKEN_IN": process}
+    fresh = module == "nvfp4_sgl.serving.platform"  # which a process to fork from has loaded with the first of SGLang
+    with Server.launch(checkpoint, log=log, environment=environment, late=late, modules=(), fresh=fresh) as server:
         code = server.wait_exit()
     assert code != 0, server.text()
     assert f"{module} is broken on purpose" in server.text()
@@ -59,7 +60,7 @@ def test_invalid_value(damaged: Path, tmp_path: Path) -> None:
     """Values are read where the model is loaded, in the scheduler's process; its error ends the launcher too."""
     name = f"{MATRIX}.weight_scale"
     replace(name, nan_at_some_place)(damaged)
-    with Server.launch(damaged, log=tmp_path / "log", fresh=True) as server:
+    with Server.launch(damaged, log=tmp_path / "log") as server:
         code = server.wait_exit()
     text = server.text()
     assert code != 0, text

@@ -52,7 +52,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(serve: Callable[..., Server], old: Path) -> Server:
-    return serve(old, "--tp-size", "2", "--served-model-name", "tiny", fresh=True)
+    return serve(old, "--tp-size", "2", "--served-model-name", "tiny")
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.support.forks import Fork, launch
+from tests.support.forks import MODULES, Fork, launch
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))  # its scripts import each other by bare name
 from programs.local_server import free_port
@@ -82,9 +82,11 @@ class Server:
         *arguments: str,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        late: Mapping[str, str] | None = None,
         directory: Path | None = None,
         port: int | None = None,
         admin: bool = True,
+        modules: Sequence[str] = MODULES,
         fresh: bool = False,
     ) -> Server:
         """Start a server and return at once.
@@ -94,13 +96,24 @@ class Server:
             admin: start it with :data:`ADMIN_KEY`, which :meth:`command` sends.
             environment: added to this process's; its PYTHONPATH is put in front of this process's, on which the
                 packages may be.
+            late: added, too; variables that no module reads when it is imported. Servers that differ in no others are
+                forked from the same process.
             directory: where it runs; the log's folder unless given, so that no checkout is on its path.
+            modules: that its processes have imported before they load plugins, unless it is ``fresh``.
             fresh: start it as its users do, each process in an interpreter of its own, and fork nothing.
         """
         port = port or free_port()
         arguments = (*(("--admin-api-key", ADMIN_KEY) if admin else ()), *arguments)
         given = ["--model-path", str(model), "--port", str(port), *arguments]
-        process = launch(given, log, directory or log.parent, variables(environment or {}), fresh=fresh)
+        process = launch(
+            given,
+            log,
+            directory or log.parent,
+            variables(environment or {}),
+            late=late,
+            modules=modules,
+            fresh=fresh,
+        )
         return cls(process, port, log, arguments)
 
     @property
@@ -234,36 +247,48 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ServerPool:
-    """At most one running server, reused by whoever asks for the same model and arguments."""
+    """At most one running server, reused by whoever asks for the same model and arguments, and one that is ending."""
 
     def __init__(self, folder: Path):
         self._folder, self._count = folder, 0
         self._running: Server | None = None
+        self._ending: Server | None = None
         self._key: object = None
 
     def __call__(
-        self, model: str | Path, *arguments: str, environment: Mapping[str, str] | None = None, fresh: bool = False
+        self,
+        model: str | Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        late: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> Server:
         """A ready server for ``model``; one with another model, arguments or environment is stopped."""
-        key = (str(model), arguments, tuple(sorted((environment or {}).items())), fresh)
+        both = [tuple(sorted((given or {}).items())) for given in (environment, late)]
+        key = (str(model), arguments, *both, fresh)
         if self._running is not None and key == self._key and self._running.process.poll() is None:
             return self._running
-        previous, self._running = self._running, None
-        if previous is not None and torch.cuda.is_available():
-            previous.stop()  # the next one counts what memory is free
-        elif previous is not None:
-            previous.ask_to_end()  # takes 5 s, most of them asleep
+        self._end_running()
+        if torch.cuda.is_available():
+            self._stop_ending()  # the next one counts what memory is free
         self._count += 1
         log = self._folder / f"server{self._count}.log"
-        self._running = Server.launch(model, *arguments, log=log, environment=environment, fresh=fresh)
+        self._running = Server.launch(model, *arguments, log=log, environment=environment, late=late, fresh=fresh)
         self._key = key
-        try:
-            return self._running.wait_ready()
-        finally:
-            if previous is not None:
-                previous.stop()
+        return self._running.wait_ready()
+
+    def _end_running(self) -> None:
+        """Ask the running server to end, which takes it 5 s, most of them asleep; nobody waits for it yet."""
+        self._stop_ending()
+        if self._running is not None:
+            self._running.ask_to_end()
+        self._ending, self._running = self._running, None
+
+    def _stop_ending(self) -> None:
+        if self._ending is not None:
+            self._ending.stop()
+            self._ending = None
 
     def close(self) -> None:
-        if self._running is not None:
-            self._running.stop()
-            self._running = None
+        self._end_running()
+        self._stop_ending()

@@ -1,12 +1,12 @@
-"""A process from which servers are forked: it has imported what each of a server's processes imports, and no more.
+"""A process from which servers are forked: it has imported what each of a server's processes imports.
 
-``python -m sglang.launch_server`` and each process that it spawns (scheduler, detokenizer) spend 13 of some 16 seconds
-of CPU time on imports. This script, run by :class:`tests.support.forks.Template`, spends them once. What is forked is a
-server's process as it would be of itself:
+``python -m sglang.launch_server`` and each process that it spawns (scheduler, detokenizer) spend most of their CPU time
+on imports. This script, run by :class:`tests.support.forks.Template`, spends them once. What is forked is a server's
+process as it would be of itself:
 
-* SGLang's modules are those that the launcher, too, has imported before it loads plugins. Everything that comes after
-  (plugins, hooks, the rest of SGLang) comes in each process as it always does, in the same order; only packages of
-  others, which know nothing of plugins, are there already, and what the command line names.
+* Plugins and hooks are loaded in each process, as always: this one has imported their modules at most. A launcher that
+  starts of itself imports most of SGLang after its plugins and hooks; a scheduler and a detokenizer import it before,
+  as all do here. Where the command line names no modules, a launcher's order is kept, too.
 * A forked launcher runs SGLang's module as ``__main__`` in a session of its own, as a child of this process.
 * Where it would spawn a process, a twin of the launcher that was forked before it ran forks that process, which is then
   adopted by the launcher: the same parent, session, limits, environment and inherited files. ``multiprocessing`` does
@@ -14,7 +14,7 @@ server's process as it would be of itself:
 
 The environment is that of this process, since modules read theirs when they are imported. Otherwise than in a server
 that starts of itself, all processes of one template share the seed of ``hash``, and what a process imports here cannot
-see the variables that its launcher sets for it. So some servers of each kind start of themselves.
+see the variables that its launcher sets for it. So some servers start of themselves.
 
 Requests and answers are JSON lines on stdin and stdout.
 """

@@ -11,9 +11,6 @@ from pathlib import Path
 from tests.support.forks import launch
 from tests.support.server import variables
 
-MODULES = ("sglang.srt.entrypoints.http_server", "nvfp4_sgl.serving.registration", "nvfp4_sgl.serving.model")
-"""Imported before they are forked: 2.8 s of CPU time are left of 6.4 until one fails."""
-
 
 class StartUps:
     """Tries them, one after the other."""
@@ -37,7 +34,7 @@ class StartUps:
         self._count += 1
         log = self._folder / f"fork{self._count}.log"
         given = ["--model-path", str(model), *arguments]
-        process = launch(given, log, directory or self._folder, variables({}), late=environment, modules=MODULES)
+        process = launch(given, log, directory or self._folder, variables({}), late=environment)
         code: int | None = None
         try:
             code = process.wait(seconds)

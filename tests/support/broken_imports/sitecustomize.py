@@ -9,7 +9,7 @@ import sys
 
 class _Breaker:
     def find_spec(self, name, path=None, target=None):
-        if name == os.environ["BROKEN_IMPORT"] and _process() == os.environ["BROKEN_IN"]:
+        if name == os.environ.get("BROKEN_IMPORT") and _process() == os.environ["BROKEN_IN"]:
             raise ImportError(f"{name} is broken on purpose")
         return None
 
@@ -21,5 +21,4 @@ def _process():
     return "scheduler" if "sglang.srt.managers.scheduler" in sys.modules else "detokenizer"
 
 
-if "BROKEN_IMPORT" in os.environ:
-    sys.meta_path.insert(0, _Breaker())
+sys.meta_path.insert(0, _Breaker())
