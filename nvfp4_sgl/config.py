@@ -155,6 +155,10 @@ class ModelConfig:
         return _Parser(raw, source).parse()
 
 
+DRAFT_ARCHITECTURE = "DeepseekV4ForCausalLMNextN"
+"""What SGLang calls the MTP draft of a checkpoint of :data:`ARCHITECTURE`."""
+
+
 def names_architecture(value: object) -> bool:
     """Whether ``architectures`` of a config.json, whatever it is, names ours."""
     return isinstance(value, list) and ARCHITECTURE in value

@@ -20,8 +20,9 @@ Rings = Mapping[int, int]
 STATE_RING: Rings = {4: 8, 128: 128}
 """Rings of a run without drafts: they hold what open windows need."""
 DRAFTED_STATE_RING: Rings = {4: 16, 128: 256}
-"""Rings of a run with drafts. A pass of up to 10 tokens of a request overwrites nothing that the next pass needs, even
-if some of its tokens are rejected."""
+"""Rings of a run with drafts. A pass of up to :data:`DRAFTED_TOKENS` tokens of a request overwrites nothing that the
+next pass needs, even if some of its tokens are rejected."""
+DRAFTED_TOKENS = 10
 
 
 def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:

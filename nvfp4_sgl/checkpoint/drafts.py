@@ -6,20 +6,16 @@ A server leaves it out; ``inspect`` and the references of drafts read it.
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX, TensorSpec, dspark_specs, mtp_specs
+from nvfp4_sgl.checkpoint.names import DRAFT_COPIES, MTP_PREFIX, TensorSpec, dspark_specs, mtp_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError
-
-COPIES = re.compile(rf"{re.escape(MTP_PREFIX)}\d+\.(emb|head)\.")
-"""Copies of the decoder's embedding and head that some releases have beside an MTP block; not read."""
 
 
 class DraftKind(enum.Enum):
@@ -83,5 +79,5 @@ def verify_draft(inventory: Inventory, raw: Mapping[str, Any], config: ModelConf
     kind = draft_kind(inventory)
     if kind is None:
         return None
-    names = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and not COPIES.match(name)]
+    names = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and not DRAFT_COPIES.match(name)]
     return Draft(kind, inventory.verify_part(draft_specs(kind, raw, config).values(), names))

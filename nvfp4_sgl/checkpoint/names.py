@@ -7,6 +7,7 @@ format of that matrix alone, never on a flag for the whole checkpoint: :mod:`.st
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
 
 MTP_PREFIX = "mtp."
-"""Draft layers, those of DSpark too. Recognised by name and left out: no server drafts."""
+"""Draft layers, those of DSpark too; a decoder reads none of them."""
+DRAFT_COPIES = re.compile(rf"{re.escape(MTP_PREFIX)}\d+\.(emb|head)\.")
+"""Copies of the decoder's embedding and head that some releases have beside an MTP block; not read."""
 MARKOV = ("markov_w1", "markov_w2")
 """DSpark's low-rank bias of logits by the token before."""
 

@@ -20,7 +20,7 @@ from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.checkpoint.decoders import Decoder, Matrix, MatrixRange, Part
 from nvfp4_sgl.checkpoint.inventory import SHOWN, Inventory
 from nvfp4_sgl.checkpoint.late_checks import Checked, LateChecks
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX
+from nvfp4_sgl.checkpoint.names import DRAFT_COPIES, MTP_PREFIX
 from nvfp4_sgl.checkpoint.progress import ByteProgress
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called
 from nvfp4_sgl.checkpoint.staged_files import StagedFiles
@@ -37,10 +37,16 @@ CHECKED_BYTES = 64 << 20
 """Tables are checked in pieces of this size: intermediate results of a vocabulary's would take gigabytes."""
 
 
-def reader_for(inventory: Inventory, device: torch.device | str, say: Callable[[str], None] | None) -> CheckpointReader:
+def reader_for(
+    inventory: Inventory,
+    device: torch.device | str,
+    say: Callable[[str], None] | None = None,
+    *,
+    of_draft: bool = False,
+) -> CheckpointReader:
     """Make a reader onto ``device``, or onto the CPU if that is no GPU; ``say`` takes lines of progress."""
     device = torch.device(device)
-    return CheckpointReader(inventory, StagedFiles(device) if device.type == "cuda" else None, say)
+    return CheckpointReader(inventory, StagedFiles(device) if device.type == "cuda" else None, say, of_draft=of_draft)
 
 
 class CheckpointReader:
@@ -50,20 +56,26 @@ class CheckpointReader:
         inventory: verified (:meth:`Inventory.verify`).
         files: where the bytes come from; mapped, on the CPU, unless given.
         say: takes lines that say how far reading is, in bytes of the tensors of which this rank has taken its part.
+        of_draft: what :meth:`finish` demands is the draft that is bundled, not the decoder.
 
     Attributes:
         nbytes: handed out so far.
     """
 
     def __init__(
-        self, inventory: Inventory, files: StoredFiles | None = None, say: Callable[[str], None] | None = None
+        self,
+        inventory: Inventory,
+        files: StoredFiles | None = None,
+        say: Callable[[str], None] | None = None,
+        *,
+        of_draft: bool = False,
     ):
         if inventory.config is None:
             raise CheckpointError(f"{inventory.directory}: not verified; call Inventory.verify before reading")
         self._inventory, self._config = inventory, inventory.config
         self._files: StoredFiles = MappedFiles() if files is None else files
         self._late = LateChecks(self._explain)
-        self._say = say
+        self._say, self._of_draft = say, of_draft
         self._decoded: dict[str, Storage] = {}
         self.nbytes = 0
 
@@ -256,8 +268,8 @@ class CheckpointReader:
         self._late.look()
 
     def finish(self, elsewhere: Collection[str] = ()) -> None:
-        """Demand that every tensor of the decoder was read, in whole or in part, and holds what it may; release the
-        files; log conversions. Nothing must be served before this has returned.
+        """Demand that every tensor of the decoder, or of the draft, was read, in whole or in part, and holds what it
+        may; release the files; log conversions. Nothing must be served before this has returned.
 
         Optional parts (``input_scale``) need not be read: the dynamic recipe does without these constants.
 
@@ -287,8 +299,12 @@ class CheckpointReader:
         return {
             name: entry
             for name, entry in self._inventory.entries.items()
-            if not name.startswith(MTP_PREFIX) and not self._is_optional(name)
+            if self._is_wanted(name) and not self._is_optional(name)
         }
+
+    def _is_wanted(self, name: str) -> bool:
+        is_draft = name.startswith(MTP_PREFIX)
+        return is_draft and not DRAFT_COPIES.match(name) if self._of_draft else not is_draft
 
     @cached_property
     def _left(self) -> Counter[Path]:

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafts",
         choices=["keep", "nvfp4"],
         default="keep",
-        help="whether drafts (mtp.*) stay byte for byte or get these classes in NVFP4, too: nothing here drafts, and"
-        " an engine that does must read it (default: %(default)s)",
+        help="whether drafts (mtp.*) stay byte for byte or get these classes in NVFP4, too: an engine"
+        " that drafts must read it (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-size",

@@ -13,6 +13,7 @@ from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
     bytes_per_server,
     bytes_per_token,
+    draft_bytes_per_token,
     largest_chunk,
     least_tokens,
 )
@@ -159,8 +160,11 @@ def forecast(
     config = verified.config
     storage = verified.inventory.storage
     weights = weight_bytes(config, storage, target, setting.owner, setting.dtype_bytes, mode, stage)
-    server = bytes_per_server(config, setting.requests, setting.context, stage)
-    token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage)
+    server = bytes_per_server(config, setting.requests, setting.context, stage, setting.rings)
+    token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage, setting.rings)
+    if setting.drafted:
+        weights["draft"] = verified.summary.skipped_bytes
+        token["draft"] = draft_bytes_per_token(token, len(config.stage(stage)))
     tokens = None
     if free is not None:
         left = free * setting.fraction - sum(weights.values()) - sum(server.values())

@@ -7,8 +7,9 @@ page of window rows the states of the ratio-4 compressors. What belongs to reque
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
 
@@ -42,13 +43,17 @@ def least_tokens(swa_ratio: float) -> int:
 
 
 def bytes_per_token(
-    config: ModelConfig, row_bytes: int | None, swa_ratio: float, stage: range | None = None
+    config: ModelConfig,
+    row_bytes: int | None,
+    swa_ratio: float,
+    stage: range | None = None,
+    rings: Rings = STATE_RING,
 ) -> dict[str, float]:
     """Bytes by kind of cache that each token of capacity takes.
 
     Args:
         row_bytes: of an element of exact rows; ``None`` for packed entries.
-        swa_ratio: window rows a token. stage: layers, all unless given.
+        swa_ratio: window rows a token. stage: layers, all unless given. rings: rows of the compressors' state rings.
     """
     kinds = [layer.kind for layer in config.layers(stage)]
     csa, hca = (kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
@@ -56,20 +61,27 @@ def bytes_per_token(
     index = index_entry.LAYOUT.page_bytes(1) if row_bytes is None else config.index_head_dim * row_bytes
     return {
         "window rows": swa_ratio * len(kinds) * _row(config, row_bytes, PAGE_TOKENS),
-        "ratio-4 states": swa_ratio * csa * STATE_RING[4] / PAGE_TOKENS * state_width * STATE_BYTES,
+        "ratio-4 states": swa_ratio * csa * rings[4] / PAGE_TOKENS * state_width * STATE_BYTES,
         "ratio-4 entries": csa * _row(config, row_bytes, PAGE_TOKENS // 4) / 4,
         "index keys": csa * index / 4,
         "ratio-128 entries": hca * _row(config, row_bytes, PAGE_TOKENS // 128) / 128,
     }
 
 
-def bytes_per_server(config: ModelConfig, requests: int, context: int, stage: range | None = None) -> dict[str, int]:
+def draft_bytes_per_token(token: Mapping[str, float], layers: int) -> float:
+    """What SGLang takes beside ``token``, as of :func:`bytes_per_token` of ``layers``, for a draft: a layer's share."""
+    return sum(token.values()) / layers
+
+
+def bytes_per_server(
+    config: ModelConfig, requests: int, context: int, stage: range | None = None, rings: Rings = STATE_RING
+) -> dict[str, int]:
     """Bytes that do not depend on the number of tokens.
 
     Args:
-        requests: that run at once. context: tokens of the longest. stage: layers, all unless given.
+        requests: that run at once. context: tokens of the longest. stage, rings: as of :func:`bytes_per_token`.
     """
-    ring, hca = STATE_RING[128], sum(layer.kind is LayerKind.HCA for layer in config.layers(stage))
+    ring, hca = rings[128], sum(layer.kind is LayerKind.HCA for layer in config.layers(stage))
     rows = -(-((requests + 1) * ring + ring + 1) // 128) * 128
     return {
         "ratio-128 states": hca * rows * 2 * config.head_dim * STATE_BYTES,

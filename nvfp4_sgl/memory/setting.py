@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.weights.parallel import Ownership
 
 
@@ -21,6 +22,7 @@ class Setting:
         most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
         window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang sizes it by
             ``--max-running-requests`` if that is given, and finds room for chunks itself.
+        drafted: whether an MTP draft is served beside the model.
     """
 
     ranks: int
@@ -33,6 +35,12 @@ class Setting:
     fraction: float
     most_tokens: int | None = None
     window_by_ratio: bool = True
+    drafted: bool = False
+
+    @property
+    def rings(self) -> Rings:
+        """Rows of the compressors' state rings."""
+        return DRAFTED_STATE_RING if self.drafted else STATE_RING
 
     @property
     def owner(self) -> Ownership:

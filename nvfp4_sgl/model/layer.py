@@ -142,6 +142,11 @@ class Walk:
             else:
                 self.x, self.streams, self.mix = site.advance(self.output, self.streams, self.mix, step, gather=gather)
 
+    def all_streams(self) -> Tensor:
+        """:attr:`streams` of all tokens of the pass, whichever of them this rank keeps."""
+        gather = self._tokens.gather
+        return self.streams if gather is None else gather(self.streams)
+
     def finish(self) -> Walk:
         """Compute the whole pass; returns this walk."""
         for _ in self:

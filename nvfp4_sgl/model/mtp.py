@@ -50,4 +50,4 @@ class MtpDraft(nn.Module):
             step,
             tokens_of(self.context.parallel, len(token_ids)),
         ).finish()
-        return walk.x.require_values(), walk.streams
+        return walk.x.require_values(), walk.all_streams()

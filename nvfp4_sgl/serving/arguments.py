@@ -28,6 +28,7 @@ from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import refuse_hub_cache, require_finished
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import flags, start_log
+from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
@@ -103,11 +104,13 @@ def preflight(server_args: Any) -> None:
     overrides = parse_overrides(given["json_model_override_args"], given["load_format"])
     check_arguments(given)
     check_combinations(given)
+    checks.check_flags(given)
     check_keys(given)
     check_simulation()
     check_activation_mode(read_config_json(given["model_path"]), overrides)
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
+    checks.check_draft(given, verified, detect_target(), overrides)
     check_files_beside(given, verified.config.vocab_size)
     _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
@@ -121,7 +124,7 @@ def preflight(server_args: Any) -> None:
         # SGLang would take float16 where config.json has no torch_dtype, or float32.
         declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
-    settings.declare(server_args, BACKEND, enable_cache_report=True, **declared)
+    settings.declare(server_args, BACKEND, enable_cache_report=True, **declared, **checks.declared(given))
 
 
 def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:
@@ -221,6 +224,11 @@ def served(path: str | Path, load_format: str | None, overrides: Mapping[str, An
 
 _verified_at_start: list[Verified] = []
 """What :func:`preflight` has passed in this process; the last one is served."""
+
+
+def serves_ours() -> bool:
+    """Whether this process has passed arguments for our architecture."""
+    return bool(_verified_at_start)
 
 
 def verified_at_start() -> Verified:

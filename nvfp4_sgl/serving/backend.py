@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import ARCHITECTURE, LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
@@ -19,6 +19,7 @@ from nvfp4_sgl.model.contract import PassRequest, Slots
 from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
+from nvfp4_sgl.serving.rings import rings
 from nvfp4_sgl.serving.sglang import pools, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 
@@ -33,7 +34,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
 
     def __init__(self, runner: Any):
         super().__init__()
-        require_own_model(runner.model)
+        self.require_model(runner.model)
         if runner.page_size != PAGE_TOKENS:
             raise UnsupportedError(
                 f"--page-size {runner.page_size}: DeepSeek-V4's pools need {PAGE_TOKENS}; leave it out"
@@ -43,16 +44,29 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         self.req_to_token_pool = runner.req_to_token_pool
         self.page_size = runner.page_size
         model = runner.model
-        config: ModelConfig = model.model_config
-        self.caches = [layer_cache(self.token_to_kv_pool, config, layer) for layer in model.decoder.range]
+        self.caches = self.layer_caches(model)
         self.plan: Any = None
         slots = Slots(
             self.req_to_token_pool.req_to_token,
             pools.full_to_swa_mapping(self.token_to_kv_pool),
             requests=self.req_to_token_pool.size,
             longest=int(runner.model_config.context_len),
+            rings=rings(),
         )
-        self.planner = model.choice.boundaries.plan(model.decoder.context, slots, self.caches)
+        self.planner = model.choice.boundaries.plan(model.context, slots, self.caches)
+        self.warm_up(model)
+
+    def require_model(self, model: Any) -> None:
+        """:class:`UnsupportedError` unless ``model`` is the one that this backend plans for."""
+        require_own_model(model)
+
+    def layer_caches(self, model: Any) -> list[LayerCache]:
+        """Of each layer of ``model``."""
+        config: ModelConfig = model.model_config
+        return [layer_cache(self.token_to_kv_pool, config, layer) for layer in model.decoder.range]
+
+    def warm_up(self, model: Any) -> None:
+        """Compile and run what requests can ask for."""
         with stages.stage("warm-up"):
             self.planner.warm_up(model.decoder, model.embed.weight, settings.largest_prefill())
 
@@ -97,28 +111,42 @@ def require_own_backend(backend: Any) -> None:
 
 def pass_request(forward_batch: Any) -> PassRequest:
     """SGLang's forward batch as the planners take it."""
-    decode = forward_batch.forward_mode.is_decode()
+    mode, ends, each = forward_batch.forward_mode, forward_batch.seq_lens, 0
+    if mode.is_decode():
+        each = 1
+    elif mode.is_target_verify():  # lengths are those in front of the pass
+        each = forward_batch.spec_info.draft_token_num
+        ends = ends + each
+    elif mode.is_draft_extend_v2():
+        each = forward_batch.spec_info.num_tokens_per_req
+    if each:
+        return PassRequest(forward_batch.positions, forward_batch.req_pool_indices, ends, tokens_each=each)
     return PassRequest(
         forward_batch.positions,
         forward_batch.req_pool_indices,
-        forward_batch.seq_lens,
-        None if decode else forward_batch.extend_seq_lens,
-        longest=None if decode else int(forward_batch.seq_lens_cpu.max()),
+        ends,
+        forward_batch.extend_seq_lens,
+        longest=int(forward_batch.seq_lens_cpu.max()),
     )
 
 
 def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:
     """Row stores over one layer's buffers of SGLang's pool, exact or packed by the buffers' dtype."""
     ratio = config.kind(layer).value
-    swa = _rows(pools.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim)
+    swa = window_rows(pool, config, layer)
     if not ratio:
         return LayerCache(swa)
     compressed = _rows(pools.compressed_buffer(pool, layer), PAGE_TOKENS // ratio, config.head_dim)
-    state = pools.compress_state(pool, layer, ring=STATE_RING[ratio])
+    state = pools.compress_state(pool, layer, ring=rings()[ratio])
     if ratio == LayerKind.HCA.value:
         return LayerCache(swa, compressed, state=state)
     index = _rows(pools.index_buffer(pool, layer), PAGE_TOKENS // ratio, config.index_head_dim, index=True)
-    return LayerCache(swa, compressed, index, state, pools.index_compress_state(pool, layer, ring=STATE_RING[ratio]))
+    return LayerCache(swa, compressed, index, state, pools.index_compress_state(pool, layer, ring=rings()[ratio]))
+
+
+def window_rows(pool: Any, config: ModelConfig, layer: int) -> RowStore:
+    """A layer's rows of the sliding window in SGLang's pool."""
+    return _rows(pools.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim)
 
 
 def _rows(buffer: torch.Tensor, page_size: int, dim: int, *, index: bool = False) -> RowStore:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.memory.forecast import small_window
 from nvfp4_sgl.memory.pools import largest_chunk
@@ -57,7 +57,8 @@ def _configurator_row_dtype(configurator: Any) -> torch.dtype | None:
 
 
 def _is_ours(configurator: Any) -> bool:
-    return ARCHITECTURE in (configurator.model_config.hf_config.architectures or ())
+    found = configurator.model_config.hf_config.architectures or ()
+    return ARCHITECTURE in found or DRAFT_ARCHITECTURE in found
 
 
 def allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:
@@ -68,7 +69,7 @@ def allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem: 
 
 def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
     """Hook: build exact rows instead of packed pages where that mode is on; fit prefill chunks to the pool before."""
-    if _is_ours(configurator):
+    if _is_ours(configurator) and not configurator.is_draft_worker:
         fit_chunk(
             kwargs["full_max_total_num_tokens"],
             kwargs["swa_max_total_num_tokens"],

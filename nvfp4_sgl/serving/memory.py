@@ -37,6 +37,7 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
         fraction=float(settings.resolved("mem_fraction_static")),
         most_tokens=settings.resolved("max_total_tokens"),
         window_by_ratio=settings.sizes_window_by_ratio(),
+        drafted=settings.draft_algorithm() is not None,
     )
     found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.serving import runtime_info
+from nvfp4_sgl.serving.rings import rings
 from nvfp4_sgl.serving.sglang import hooking, request_state, scheduling
 
 ABOUT = ("version", "target", "activation_mode", "dtype", "kv_rows", "routing")
@@ -70,12 +71,12 @@ class Metrics:
 
     def set_pools(self) -> None:
         """Set the gauges of the pools."""
-        for kind, counts in occupancy(self._config, self._pools()).items():
+        for kind, counts in occupancy(self._config, self._pools(), rings()).items():
             for state in STATES:
                 self._rows[kind, state].set(counts[state])
 
     def count_decode(self, lengths: Sequence[int]) -> None:
-        """Count a decode pass over requests of ``lengths`` tokens, the query's included."""
+        """Count a decode pass over queries that see ``lengths`` tokens, themselves included."""
         self._queries.inc(len(lengths))
         for kind in compressed_kinds(self._config):
             available, chosen = entries(self._config, kind, lengths)
@@ -99,7 +100,9 @@ def entries(config: ModelConfig, kind: LayerKind, lengths: Sequence[int]) -> tup
     return sum(seen), sum(seen)
 
 
-def occupancy(config: ModelConfig, pools: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def occupancy(
+    config: ModelConfig, pools: Mapping[str, Mapping[str, int]], rings: Rings = STATE_RING
+) -> dict[str, dict[str, int]]:
     """Rows by kind and state of everything that SGLang's ``pools`` of tokens and request slots stand for.
 
     Entries are pages of the full pool, CSA's pending rows belong to pages of the window's pool, and HCA's to requests
@@ -115,10 +118,10 @@ def occupancy(config: ModelConfig, pools: Mapping[str, Mapping[str, int]]) -> di
     if LayerKind.CSA in kinds:
         scaled("csa_entries", "full", 1, LayerKind.CSA.value)
         scaled("csa_index_keys", "full", 1, LayerKind.CSA.value)
-        scaled("csa_states", "swa", STATE_RING[LayerKind.CSA.value], PAGE_TOKENS)
+        scaled("csa_states", "swa", rings[LayerKind.CSA.value], PAGE_TOKENS)
     if LayerKind.HCA in kinds:
         scaled("hca_entries", "full", 1, LayerKind.HCA.value)
-        scaled("hca_states", "requests", STATE_RING[LayerKind.HCA.value])
+        scaled("hca_states", "requests", rings[LayerKind.HCA.value])
     return rows
 
 
@@ -134,7 +137,7 @@ def watch(scheduler: Any) -> None:
     metrics = Metrics(config, info, labels, lambda: scheduling.pool_occupancy(scheduler))
 
     def decode_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-        metrics.count_decode(request_state.decoding_lengths(batch))
+        metrics.count_decode(request_state.decoding_lengths(batch, result))
         original(processor, batch, result)
 
     def publish_metrics(original: Callable[..., None], collector: Any, stats: Any) -> None:

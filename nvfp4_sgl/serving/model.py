@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.build import Serving
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
@@ -29,7 +29,7 @@ from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.serving.sglang import models, parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.trace import check_trace, recorder
-from nvfp4_sgl.targets.choose import choose, detect_target
+from nvfp4_sgl.targets.choose import Choice, choose, detect_target
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
@@ -63,15 +63,24 @@ class DeepseekV4ForCausalLM(nn.Module):
             start_compiling(self.verified, self.choice.target, setting)
         self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)
-        # DeepSeek's logits are an fp32 GEMM of the bf16 head (specification §7); SGLang's default rounds them to bf16.
-        config.enable_lm_head_fp32 = True
-        self.logits_processor = find("LogitsProcessor")(config)
+        self.logits_processor = make_logits_processor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
+        self.feeds_draft = settings.draft_algorithm() is not None
         self.decoder: Decoder | None = None
         self.recorder: Recorder | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
+
+    @property
+    def context(self) -> Context:
+        """What the decoder was built from."""
+        assert self.decoder is not None, "load_weights has not run"
+        return self.decoder.context
+
+    def get_embed_and_head(self) -> tuple[nn.Module, nn.Module]:
+        """What a draft shares: the modules themselves, which :class:`~.drafts.model.MtpForCausalLM` takes."""
+        return self.embed, self.head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the checkpoint strictly through our own reader.
@@ -115,21 +124,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         device = self.embed.weight.device
         reader = self.verified.reader(device, progress)
         self._read_vocabulary(reader)
-        context = Context(
-            reader,
-            self.model_config,
-            self.choice.boundaries,
-            device,
-            self.embed.weight.dtype,
-            self.activation_mode,
-            TensorParallel(
-                parallel.tp_rank(),
-                parallel.tp_size(),
-                all_reduce,
-                SequenceParallel(reduce_scatter, parallel.tp_all_gather),
-            ),
-            self.uniform_experts,
-        )
+        context = rank_context(reader, self.model_config, self.choice, self.embed.weight, self.uniform_experts)
         self.decoder = Decoder(context)
         self.recorder = recorder(self.decoder, self.choice.target, self.activation_mode.value)
         reader.finish(held_elsewhere(self.model_config, context.parallel))
@@ -149,15 +144,19 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> Any:
         """SGLang's entry: logits of the batch that the backend has planned."""
         assert self.decoder is not None, "load_weights has not run"
-        backend = find("get_attn_backend")()
+        backend = planned_backend()
         input_ids.clamp_(min=0)  # a request that has failed (finite_logits.FAILED) may be in its next pass already
+        streams = None
         if backend.plan is None:
             hidden = self.embed(input_ids)
         else:
-            streams = self._streams(input_ids, input_embeds)
+            embedded = self._streams(input_ids, input_embeds)
             with self._recorded(input_ids, positions):
-                hidden = self.decoder(streams, input_ids, backend.plan, backend.caches)
-        return self.logits_processor(input_ids, hidden, self.head, forward_batch)
+                walk = self.decoder.walk(embedded, input_ids, backend.plan, backend.caches).finish()
+            hidden = walk.x.require_values()
+            if self.feeds_draft:
+                streams = walk.all_streams().flatten(1)
+        return self.logits_processor(input_ids, hidden, self.head, forward_batch, hidden_states_before_norm=streams)
 
     def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.recording(token_ids, positions)
@@ -167,6 +166,29 @@ class DeepseekV4ForCausalLM(nn.Module):
         if input_embeds is None and parallel.tp_size() == 1:
             return self.decoder.embed(input_ids, self.embed.weight)
         return self.decoder.expand(self.embed(input_ids) if input_embeds is None else input_embeds)
+
+
+def make_logits_processor(config: Any) -> Any:
+    """SGLang's module from hidden states to logits, in fp32.
+
+    DeepSeek's are an fp32 GEMM of the bf16 head (specification §7); SGLang's default rounds them to bf16.
+    """
+    config.enable_lm_head_fp32 = True
+    return find("LogitsProcessor")(config)
+
+
+def planned_backend() -> Any:
+    """The attention backend that has planned the pass which SGLang runs."""
+    return find("get_attn_backend")()
+
+
+def rank_context(
+    reader: CheckpointReader, config: ModelConfig, choice: Choice, like: Tensor, uniform_experts: bool
+) -> Context:
+    """What this rank's modules are built from, on the device and in the dtype of ``like``."""
+    ranks = SequenceParallel(reduce_scatter, parallel.tp_all_gather)
+    share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks)
+    return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
 
 
 def require_own_model(model: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvfp4_sgl.serving import arguments
+from nvfp4_sgl.serving.drafts import chain
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
@@ -36,6 +37,13 @@ class CpuReferencePlatform(find("CpuDeviceMixin"), find("SRTPlatform")):  # type
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """For our architecture alone: drafts of others need kernels."""
+        return algorithm == "EAGLE" and arguments.serves_ours()
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        return chain.cache_locs
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Called by SGLang during argument resolution; ``server_args`` records what is assigned."""

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.process_exit import EXIT_CODE, describe
 from nvfp4_sgl.serving import (
@@ -94,8 +94,9 @@ def register_all() -> None:
 
 
 def is_ours(hf_config: Any) -> bool:
-    """Whether a parsed config names our architecture."""
-    return ARCHITECTURE in (getattr(hf_config, "architectures", None) or ())
+    """Whether a parsed config names our architecture, or its draft."""
+    found = getattr(hf_config, "architectures", None) or ()
+    return ARCHITECTURE in found or DRAFT_ARCHITECTURE in found
 
 
 def hide_quantization(original: Callable[..., Any], model_config: Any) -> Any:

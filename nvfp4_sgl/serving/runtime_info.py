@@ -12,7 +12,7 @@ from nvfp4_sgl import __version__
 from nvfp4_sgl.serving import arguments, kv_pool, stages
 from nvfp4_sgl.serving.backend import require_own_backend
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
-from nvfp4_sgl.serving.sglang import scheduling
+from nvfp4_sgl.serving.sglang import scheduling, settings
 
 
 def describe_runtime(runner: Any) -> dict[str, Any] | None:
@@ -34,6 +34,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
         "target": model.choice.target,
         "note": model.choice.note,
+        "draft": f"MTP, {settings.draft_steps()} steps" if model.feeds_draft else "none",
         "boundaries": model.choice.boundaries.names(),
     }
 
@@ -46,6 +47,8 @@ def log(scheduler: Any) -> None:
     require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
     words.append(f"routing {info['routing']}")
+    if info["draft"] != "none":
+        words.append(f"draft {info['draft']}")
     if info["note"]:
         words.append(f"NOTE: {info['note']}")
     stages.say("boundaries", *(f"{name} {where.rpartition('.')[2]}" for name, where in info["boundaries"].items()))

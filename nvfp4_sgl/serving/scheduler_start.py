@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.config import ARCHITECTURE
+from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import (
@@ -23,6 +23,9 @@ from nvfp4_sgl.serving import (
     update_weights,
 )
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+from nvfp4_sgl.serving.drafts import hooks as drafts
+from nvfp4_sgl.serving.drafts.backend import DraftBackend
+from nvfp4_sgl.serving.drafts.model import MtpForCausalLM
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM, require_own_model
 from nvfp4_sgl.serving.sglang import hooking, models, parallel, settings
@@ -33,6 +36,7 @@ def register_scheduler() -> None:
     """Register model class, attention backend, pools and reports."""
     registry = models.import_registry_lazily("nvfp4_sgl.serving.architectures")
     registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
+    registry.models[DRAFT_ARCHITECTURE] = MtpForCausalLM
     find("register_attention_backend")(BACKEND)(create_backend)
     hooking.install_hooks(
         {
@@ -57,6 +61,8 @@ def register_scheduler() -> None:
 
 def create_backend(runner: Any) -> Any:
     """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
+    if isinstance(runner.model, MtpForCausalLM):
+        return DraftBackend(runner)
     require_own_model(runner.model)
     return Nvfp4AttentionBackend(runner)
 
@@ -71,6 +77,8 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
                 grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(parallel.tp_rank())
             hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
+            if settings.draft_algorithm() is not None:
+                hooking.install_hooks(drafts.HOOKS)
             first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:

@@ -152,6 +152,8 @@ def check_checkpoint(directory: str | Path) -> Verified:
 
 def check_fits(served: Verified, found: Verified) -> None:
     """UnsupportedError unless ``found`` differs from ``served`` in values alone; names what else differs."""
+    if settings.draft_algorithm() is not None:
+        raise UnsupportedError("update of weights with --speculative-algorithm: not implemented; restart the server")
     if served.is_dummy:
         raise UnsupportedError("the server has random weights (--load-format dummy): restart it with a checkpoint")
     if other := differences(served, found, arguments.resolved_overrides()):

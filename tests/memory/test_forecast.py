@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from nvfp4_sgl import cli
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
@@ -152,8 +153,9 @@ def test_pools_of_flash() -> None:
     assert server["table of slots"] == 257 * (2**20 + 4) * 4
 
 
+@pytest.mark.parametrize("rings", [STATE_RING, DRAFTED_STATE_RING], ids=["plain", "drafted"])
 @pytest.mark.parametrize("row_bytes", [2, 4])
-def test_pools_as_sglang_sizes_exact_rows(row_bytes: int) -> None:
+def test_pools_as_sglang_sizes_exact_rows(row_bytes: int, rings: Rings) -> None:
     config = ModelConfig.from_dict(FLASH)
     configurator = kv_pool.exact_rows_configurator()
     sizing = configurator.__new__(configurator)
@@ -164,7 +166,7 @@ def test_pools_as_sglang_sizes_exact_rows(row_bytes: int) -> None:
         "attn_head_dim": 512,
         "indexer_head_dim": 128,
         "encoder_replay": False,
-        "ring_sizes": {4: 8, 128: 128},
+        "ring_sizes": rings,
         "page_size": 256,
         "num_layers_total": 43,
         "stage_owner_layers": owners,
@@ -175,8 +177,10 @@ def test_pools_as_sglang_sizes_exact_rows(row_bytes: int) -> None:
     }.items():
         setattr(sizing, name, value)
     sizing.bytes_per_swa_token = sizing._get_bytes_per_swa_token()
-    assert sum(bytes_per_token(config, row_bytes, 0.5).values()) == pytest.approx(sizing._get_bytes_per_full_token())
-    assert bytes_per_server(config, 16, 4096)["ratio-128 states"] == sizing._get_c128_state_fixed_bytes(16)
+    token = bytes_per_token(config, row_bytes, 0.5, rings=rings)
+    assert sum(token.values()) == pytest.approx(sizing._get_bytes_per_full_token())
+    server = bytes_per_server(config, 16, 4096, rings=rings)
+    assert server["ratio-128 states"] == sizing._get_c128_state_fixed_bytes(16)
 
 
 # --- what a decoder holds -----------------------------------------------------------------------------------------

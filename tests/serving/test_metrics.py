@@ -63,8 +63,12 @@ def test_entries_of_ragged_lengths(config: ModelConfig) -> None:
         assert entries(config, kind, []) == (0, 0)
 
 
-def test_a_pass_too_many_is_not_counted() -> None:
-    """Under the overlap schedule a request that has ended runs one pass more, and a retracted one may."""
+@pytest.mark.parametrize(("rows", "lengths"), [(None, [13, 43]), (3, [13, 14, 15, 43, 44, 45])])
+def test_a_pass_too_many_is_not_counted(rows: int | None, lengths: list[int]) -> None:
+    """Under the overlap schedule a request that has ended runs one pass more, and a retracted one may.
+
+    With drafts a pass has several rows of a request.
+    """
 
     def request(tokens: int, *, finished: bool = False, retracted: bool = False) -> SimpleNamespace:
         return SimpleNamespace(
@@ -72,7 +76,8 @@ def test_a_pass_too_many_is_not_counted() -> None:
         )
 
     requests = [request(10), request(20, finished=True), request(30, retracted=True), request(40)]
-    assert request_state.decoding_lengths(SimpleNamespace(reqs=requests)) == [13, 43]
+    result = SimpleNamespace(speculative_num_draft_tokens=rows)
+    assert request_state.decoding_lengths(SimpleNamespace(reqs=requests), result) == lengths
 
 
 def test_rows_that_pools_of_tokens_stand_for(config: ModelConfig) -> None:

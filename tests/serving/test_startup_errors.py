@@ -125,7 +125,14 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "other reasoning": (("--reasoning-parser", "deepseek-r1"), ("--reasoning-parser deepseek-r1", "deepseek-v4")),
     "other tool calls": (("--tool-call-parser", "deepseekv32"), ("--tool-call-parser deepseekv32", "deepseekv4")),
     "chat template": (("--chat-template", "chatml"), ("--chat-template chatml", "leave the flag out")),
-    "speculation": (("--speculative-algorithm", "EAGLE"), ("--speculative-algorithm EAGLE",)),
+    "drafts of another kind": (
+        ("--speculative-algorithm", "DSPARK"),
+        ("--speculative-algorithm DSPARK", "found a MTP draft", "use EAGLE or NEXTN"),
+    ),
+    "too many guesses": (
+        ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "10"),
+        ("--speculative-num-steps 10", "expected 1 to 9"),
+    ),
     "pipeline": (("--pp-size", "2"), ("--pp-size 2",)),
     "experts": (("--ep-size", "2", "--tp-size", "2"), ("--ep-size 2",)),
     "attention data parallelism": (("--attn-dp-size", "2", "--tp-size", "2"), ("--attn-dp-size 2",)),

@@ -99,7 +99,8 @@ def set_float(position: int, value: float) -> Callable[[str, list[int], bytes], 
     return change
 
 
-def _remove(directory: Path, name: str) -> None:
+def remove(directory: Path, name: str) -> None:
+    """Take tensor ``name`` out of its file and the index."""
     tensors = load_stored(file := file_of(directory, name))
     del tensors[name]
     store(file, tensors)
@@ -175,11 +176,11 @@ def _config(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, Damage] = {
-    "missing tensor": Damage(lambda d: _remove(d, f"{_Q}.weight_scale"), (f"{_Q}.weight_scale", "missing")),
+    "missing tensor": Damage(lambda d: remove(d, f"{_Q}.weight_scale"), (f"{_Q}.weight_scale", "missing")),
     "missing global scale": Damage(
-        lambda d: _remove(d, f"{_GATE}.weight_scale_2"), (f"{_GATE}.weight_scale_2", "missing")
+        lambda d: remove(d, f"{_GATE}.weight_scale_2"), (f"{_GATE}.weight_scale_2", "missing")
     ),
-    "missing norm": Damage(lambda d: _remove(d, "norm.weight"), ("norm.weight", "missing", "BF16 or F32 [256]")),
+    "missing norm": Damage(lambda d: remove(d, "norm.weight"), ("norm.weight", "missing", "BF16 or F32 [256]")),
     "extra tensor": Damage(
         lambda d: _add(d, "layers.0.attn.bias"), ("layers.0.attn.bias", "expected none", "BF16 [2]")
     ),

@@ -74,18 +74,31 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "cuda_graph_config": ('{"decode": {"max_bs": 8}}',),
     "cuda_graph_max_bs_decode": ("8",),
     "cuda_graph_bs_decode": ("1", "2", "4"),
+    "speculative_algorithm": ("EAGLE",),
+    "speculative_num_steps": ("2",),
+    "speculative_eagle_topk": ("1",),
+    "speculative_num_draft_tokens": ("4",),
 }
 
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     "export_metrics_to_file": ("--export-metrics-to-file-dir", "metrics"),
     "retraction_policy": ("--enable-priority-scheduling",),
     "radix_eviction_policy": ("--radix-eviction-policy-config", '{"threshold": 100}'),
+    "speculative_num_steps": ("--speculative-algorithm", "NEXTN"),
+    "speculative_eagle_topk": ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
+    "speculative_num_draft_tokens": ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
 }
 """What a flag, with one of its values, needs beside it."""
 
-ALONE = ("--enable-tokenizer-batch-encode", "--skip-tokenizer-init", "--disable-radix-cache", "--tp-size")
+ALONE = (
+    *("--enable-tokenizer-batch-encode", "--skip-tokenizer-init", "--disable-radix-cache", "--tp-size"),
+    *("--speculative-algorithm", "--speculative-num-steps", "--speculative-eagle-topk"),
+    "--speculative-num-draft-tokens",
+)
 """Flags that exclude others."""
-NEEDS_FILES = ("model_path", "tokenizer_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+NEEDS_FILES = (
+    *("model_path", "tokenizer_path", "speculative_draft_model_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
+)
 """Flags that name files, and are tried with such by tests of their own."""
 NEEDS_MORE = ("enable_ssl_refresh", "ssl_keyfile_password", "enable_trace")
 """Flags that need files or packages that tests lack."""

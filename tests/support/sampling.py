@@ -100,21 +100,31 @@ def scored(server: Server, prompt: Sequence[int], said: Sequence[int], vocabular
     return [{token: value for value, token, _ in top} for top in tops]
 
 
-def penalised_at(prompt: Sequence[int], answer: Sequence[int], step: int) -> list[int]:
+def penalised_at(prompt: Sequence[int], answer: Sequence[int], step: int, *, overlapped: bool) -> list[int]:
     """Tokens whose repetition is penalised at ``step``, of a request that runs alone.
 
-    SGLang's overlap schedule prepares a pass before the token of the last one is known: penalties come one token late,
-    and that of the first decode pass counts the prompt's last token (``ScheduleBatch.cumulate_penalty_output_tokens``).
+    Without the overlap schedule those of the answer so far. With it SGLang prepares a pass before the token of the last
+    one is known: penalties come one token late, and that of the first decode pass counts the prompt's last token
+    (``ScheduleBatch.cumulate_penalty_output_tokens``).
     """
+    if not overlapped:
+        return [*answer[:step]]
     return [prompt[-1], *answer[: step - 1]] if step else []
 
 
 def require_penalties(
-    server: Server, prompt: Sequence[int], vocabulary: int, *, near: float = 0.05, count: int = 24
+    server: Server,
+    prompt: Sequence[int],
+    vocabulary: int,
+    *,
+    near: float = 0.05,
+    count: int = 24,
+    overlapped: bool = True,
 ) -> None:
     """Greedy answers under penalties are those that log-probabilities without penalties lead to.
 
     near: how far a log-probability may be off between a decode step and a prompt.
+    overlapped: whether the server has the overlap schedule, which drafts are served without.
 
     Those of frequency and presence are subtracted from them; a bias has one token said until they outweigh it. A
     repetition penalty lowers what was said and nothing else: what is said is at least as likely as all that was not.
@@ -127,14 +137,14 @@ def require_penalties(
     plain, once, free, bound = (tokens(ask(server, [prompt], [way])[0]) for way in ways)
     assert plain == [token] * count != once, (plain, once)
     for step, logprobs in enumerate(scored(server, prompt, once, vocabulary)):
-        said = penalised_at(prompt, once, step)
+        said = penalised_at(prompt, once, step, overlapped=overlapped)
         scores = {
             one: value - frequency * said.count(one) - presence * (one in said) + bias * (one == token)
             for one, value in logprobs.items()
         }
         assert scores[once[step]] >= max(scores.values()) - near, once[: step + 1]
     for step, logprobs in enumerate(scored(server, prompt, bound, vocabulary)):
-        said = penalised_at(prompt, bound, step)
+        said = penalised_at(prompt, bound, step, overlapped=overlapped)
         best = max(value for one, value in logprobs.items() if one not in said)
         assert logprobs[bound[step]] >= best - near, bound[: step + 1]
     assert len(set(bound)) > len(set(free)) or len(set(free)) == count, (bound, free)

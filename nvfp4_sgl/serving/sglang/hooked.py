@@ -366,4 +366,59 @@ HOOKS = {
         "when gauges are set",
         "self, stats",
     ),
+    "draft_decode_backend": Private(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+        "knows backends by names of its own",
+        "self",
+    ),
+    "draft_extend_backend": Private(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", "same", "self"
+    ),
+    "build_tree": Private(
+        "sglang.kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func",
+        "a kernel, as the next ones are",
+        "parent_list, top_scores_index, seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, "
+        "retrieve_next_sibling, topk, spec_steps, num_verify_tokens, tree_mask_mode",
+    ),
+    "draft_slots": Private(
+        "sglang.kernels.ops.speculative.cache_locs.assign_draft_cache_locs_contiguous_func",
+        "slots that steps of a draft write",
+        "req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, positions, mrope",
+    ),
+    "bonus_tokens": Private(
+        "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
+        "the last token of a round",
+        "accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size",
+    ),
+    "write_slots": Private(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        "the table of slots, for tokens to be drafted",
+        "req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size",
+    ),
+    "last_slots": Private(
+        "sglang.srt.mem_cache.allocation.get_last_loc",
+        "takes a kernel unless it knows the backend by its name",
+        "req_to_token, req_pool_indices_tensor, prefix_lens_tensor",
+    ),
+    "select_guess": Private(
+        "sglang.srt.speculative.spec_utils.select_top_k_tokens",
+        "is compiled from the second step on",
+        "i, topk_p, topk_index, hidden_states, scores, topk",
+    ),
+    "clear_rejected": Private(
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.clear_unaccepted_c128_draft_states",
+        "a kernel, for compressors that read rows of rejected tokens",
+        "self, req_pool_indices, seq_lens, accept_lens, num_draft_tokens",
+    ),
+    "sample_round": Private(
+        "sglang.srt.speculative.eagle_utils.eagle_sample",
+        "takes the same penalties for all tokens of a round, forgets min_p, and needs kernels above temperature 0",
+        "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, *, watermark_state, "
+        "watermark_full_mask",
+    ),
+    "round_logprobs": Private(
+        "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
+        "looks up the log-probability of a token that is none",
+        "batch, logits_output, predict, *, accept_index, chain_stride",
+    ),
 }

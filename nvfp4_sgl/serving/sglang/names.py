@@ -44,6 +44,7 @@ NAMES = {
     "LogitsProcessorOutput": Private(
         "sglang.srt.layers.logits_processor:LogitsProcessorOutput", "logits of a sampled batch, for the warm-up"
     ),
+    "Sampler": Private("sglang.srt.layers.sampler:Sampler", "samples the rows of a verify pass"),
     "clamp_position": Private(
         "sglang.kernels.ops.attention.clamp_position:clamp_position",
         "positions of a decode pass, for the warm-up",

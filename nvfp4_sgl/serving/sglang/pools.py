@@ -60,6 +60,6 @@ def _state_rows(states: Any, ring: int) -> Tensor:
     if states.ring_size != ring or states.online:
         raise UnsupportedError(
             f"SGLang keeps {states.ring_size} compressor state rows (online={states.online}), expected {ring};"
-            " unset SGLANG_OPT_USE_ONLINE_COMPRESS and leave speculative decoding off"
+            " unset SGLANG_OPT_USE_ONLINE_COMPRESS"
         )
     return states.kv_score_buffer.kv_score

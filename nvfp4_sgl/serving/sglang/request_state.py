@@ -62,9 +62,13 @@ def sequence_length(request: Any) -> int:
     return len(request.origin_input_ids) + len(request.output_ids)
 
 
-def decoding_lengths(batch: Any) -> list[int]:
-    """Tokens of each request for which the decode pass of ``batch``, not yet processed, has brought a token.
+def decoding_lengths(batch: Any, result: Any) -> list[int]:
+    """Tokens up to each query of a decode pass over ``batch`` whose ``result`` is not yet processed.
+
+    A request has one query, and with drafts as many as a round has rows.
 
     Under the overlap schedule a request that has ended runs one pass more.
     """
-    return [sequence_length(one) for one in batch.reqs if not (one.finished() or one.is_retracted)]
+    rows = result.speculative_num_draft_tokens or 1
+    running = [one for one in batch.reqs if not (one.finished() or one.is_retracted)]
+    return [sequence_length(one) + row for one in running for row in range(rows)]

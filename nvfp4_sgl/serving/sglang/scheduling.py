@@ -61,6 +61,20 @@ def sampling_info(**fields: Any) -> Any:
     return find("SamplingBatchInfo")(**fields)
 
 
+def logits_output(logits: Tensor) -> Any:
+    """What a forward pass gives a sampler: fp32 ``logits`` [B, vocabulary]."""
+    return find("LogitsProcessorOutput")(next_token_logits=logits)
+
+
+def ending_tokens(request: Any) -> list[int]:
+    """Ids that SGLang's ``min_new_tokens`` holds back: those that end an answer."""
+    params, tokenizer = request.sampling_params, request.tokenizer
+    found = set(params.stop_token_ids or ()) | set(request.eos_token_ids or ())
+    if tokenizer is not None:
+        found |= {*(tokenizer.additional_stop_token_ids or ()), tokenizer.eos_token_id} - {None}
+    return sorted(found)
+
+
 def positions(lengths: Tensor) -> Tensor:
     """Positions of a decode pass, int64 [B], by lengths, int64 [B]; a kernel."""
     return find("clamp_position")(lengths)
@@ -75,7 +89,7 @@ def sample(scheduler: Any, logits: Tensor, info: Any) -> Tensor:
     """Token ids, int [B], that ``scheduler`` samples from fp32 [B, vocabulary], with all kinds of log-probabilities."""
     rows = len(logits)
     return scheduler.tp_worker.model_runner.sampler(
-        find("LogitsProcessorOutput")(next_token_logits=logits),
+        logits_output(logits),
         info,
         True,
         [2] * rows,

@@ -73,6 +73,17 @@ def has_no_graphs() -> bool:
     return bool(find("cuda_graph_fully_disabled")())
 
 
+def draft_algorithm() -> str | None:
+    """``--speculative-algorithm`` as resolved; ``None`` if nothing is drafted."""
+    found = resolved("speculative_algorithm")
+    return None if found is None else str(found)
+
+
+def draft_steps() -> int:
+    """``--speculative-num-steps`` as resolved; 0 if nothing is drafted."""
+    return 0 if draft_algorithm() is None else int(resolved("speculative_num_steps"))
+
+
 def environment_flag(name: str) -> bool:
     """Whether SGLang takes the environment variable ``name`` as set to true."""
     return bool(getattr(find("envs"), name).get())

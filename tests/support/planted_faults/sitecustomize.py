@@ -1,6 +1,7 @@
 """Put on PYTHONPATH, with PLANTED_FAULT naming one of FAULTS, or several, to have every process make it."""
 
 import importlib.util
+import json
 import os
 import time
 from pathlib import Path
@@ -93,6 +94,39 @@ def _lost_share(model):
     model.all_reduce, model.reduce_scatter = map(all_but_one, (model.all_reduce, model.reduce_scatter))
 
 
+def _guesses(model):
+    """While the file that PLANTED_GUESSES names is there, a draft guesses by it, whatever it has computed.
+
+    The file holds ``sequences`` of token ids, and the ``wrong`` ones of the positions that are guessed, modulo 256.
+    """
+    file = Path(os.environ["PLANTED_GUESSES"])
+    original = model.MtpForCausalLM.forward
+
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None):
+        output = original(self, input_ids, positions, forward_batch, input_embeds)
+        if file.exists():
+            said = json.loads(file.read_text())
+            rows = zip(positions.tolist(), input_ids.tolist(), strict=True)
+            guesses = [_guess(said["sequences"], said["wrong"], *row) for row in rows]
+            if len(guesses) > len(output.next_token_logits):
+                guesses = [guesses[last - 1] for last in forward_batch.extend_seq_lens.cumsum(0).tolist()]
+            output.next_token_logits.fill_(0)
+            for row, guess in zip(output.next_token_logits, guesses, strict=True):
+                row[guess] = 100
+        return output
+
+    model.MtpForCausalLM.forward = forward
+
+
+def _guess(sequences, wrong, position, token):
+    """What follows ``token``, which follows the one at ``position``."""
+    for ids in sequences:
+        if position + 2 < len(ids) and ids[position + 1] == token:
+            right = ids[position + 2]
+            return right + 1 if (position + 2) % 256 in wrong else right
+    return 0
+
+
 def _slow(original):
     """``original``, which takes SLOW_SECONDS longer where its text says so. It prints that, and holds no lock."""
 
@@ -116,6 +150,7 @@ def _slow_chats(module):
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.w4a4.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
+    "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "share": {"nvfp4_sgl.serving.model": _lost_share},
     "slow": {

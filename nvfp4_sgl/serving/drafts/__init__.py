@@ -1,0 +1,1 @@
+"""Speculative decoding: SGLang's EAGLE worker with our draft model, backend and rule of acceptance, on the CPU."""

@@ -1,0 +1,77 @@
+"""The draft model that SGLang's EAGLE worker runs beside the target, under the name ``DeepseekV4ForCausalLMNextN``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_sgl.checkpoint.reader import reader_for
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.serving import arguments, stages
+from nvfp4_sgl.serving.model import OTHER_UPDATES, make_logits_processor, planned_backend, rank_context
+from nvfp4_sgl.serving.sglang import models
+from nvfp4_sgl.targets.choose import choose, detect_target
+
+
+class MtpForCausalLM(nn.Module):
+    """A checkpoint's MTP block with the target's embedding and LM head.
+
+    Between passes SGLang carries ``hidden_states`` [T, n * d]: the streams of the target behind its last layer, or the
+    block's own.
+    """
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
+        super().__init__()
+        self.config = config
+        self.verified = arguments.served_here()
+        self.model_config = self.verified.config
+        mode = models.activation_mode(config)
+        self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
+        self.logits_processor = make_logits_processor(config)
+        self.start_layer, self.end_layer = 0, 1
+        self.draft: MtpDraft | None = None
+        self.vocabulary: tuple[nn.Module, nn.Module] | None = None
+
+    @property
+    def context(self) -> Context:
+        """What the block was built from."""
+        assert self.draft is not None, "load_weights has not run"
+        return self.draft.context
+
+    def set_embed_and_head(self, embed: nn.Module, head: nn.Module) -> None:
+        """Take what :meth:`~nvfp4_sgl.serving.model.DeepseekV4ForCausalLM.get_embed_and_head` gives."""
+        self.vocabulary = (embed, head)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the draft strictly through our own reader; SGLang's iterator is left alone."""
+        if self.draft is not None:
+            raise UnsupportedError(f"load_weights: the draft has its weights; {OTHER_UPDATES}")
+        with stages.stage("draft") as words:
+            like = torch.empty(0)  # SGLang loads under the device and dtype that it serves with
+            reader = reader_for(self.verified.inventory, like.device, of_draft=True)
+            self.draft = MtpDraft(rank_context(reader, self.model_config, self.choice, like, uniform_experts=False))
+            reader.finish()
+            words.append(f"MTP block, {reader.nbytes / 1e9:.2f} GB stored")
+        return {name for name, _ in self.named_parameters()}
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Tensor | None = None
+    ) -> Any:
+        """SGLang's entry: logits of the tokens after the next, and the block's streams to guess further with."""
+        assert self.draft is not None and self.vocabulary is not None, "nothing is loaded"
+        embed, head = self.vocabulary
+        backend, streams = planned_backend(), forward_batch.spec_info.hidden_states
+        ids = input_ids.clamp(min=0)  # a request may have failed (finite_logits.FAILED)
+        hidden = embed(ids)
+        if backend.plan is not None:
+            seen = streams.view(len(ids), self.model_config.hc_mult, -1)
+            hidden, own = self.draft(hidden, seen, ids, backend.plan, backend.caches[0])
+            streams = own.flatten(1)
+        return self.logits_processor(ids, hidden, head, forward_batch, hidden_states_before_norm=streams)

@@ -1,0 +1,188 @@
+"""What a round accepts is distributed as what the target alone would answer; SGLang's kernels, in torch, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.serving.drafts import accept, chain
+from nvfp4_sgl.serving.sglang import scheduling
+
+VOCABULARY, ROWS, SEQUENCES = 5, 3, 20_000
+TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+"""Logits of the token behind each."""
+GUESS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2)).argmax(-1)
+"""The draft's token behind each."""
+TEMPERATURE = 0.7
+BOUND = 51.2
+"""Of chi-square with 24 degrees of freedom, which a right distribution exceeds once in 1000."""
+
+Accept = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's sampler without a server."""
+    from sglang.srt.layers.sampler import Sampler
+
+    made = Sampler.__new__(Sampler)
+    torch.nn.Module.__init__(made)
+    for name in ("rl_on_policy_target", "tp_sync_group", "cp_sync_group"):
+        setattr(made, name, None)
+    for name in ("enable_deterministic", "use_log_softmax_logprob", "use_ascend_backend"):
+        setattr(made, name, False)
+    monkeypatch.setattr(accept, "_sampler", lambda: made)
+
+
+def sampling_info(requests: int) -> Any:
+    return scheduling.sampling_info(
+        temperatures=torch.full((requests, 1), TEMPERATURE),
+        top_ps=torch.ones(requests),
+        top_ks=torch.full((requests,), 1 << 30),
+        min_ps=torch.zeros(requests),
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=VOCABULARY,
+        device="cpu",
+    )
+
+
+def answers(accept_chain: Accept, tokens: int = 3) -> Tensor:
+    """The first ``tokens`` of so many answers behind token 0, int [SEQUENCES, tokens], round after round."""
+    said, lengths = torch.zeros(SEQUENCES, tokens + ROWS + 1, dtype=torch.int64), torch.ones(SEQUENCES).long()
+    info = sampling_info(SEQUENCES)
+    while (lengths <= tokens).any():
+        last = said.gather(1, (lengths - 1)[:, None])[:, 0]
+        guesses = torch.stack([last, GUESS[last], GUESS[GUESS[last]]], 1)
+        logits = TARGET[guesses].flatten(0, 1)
+        sampled = accept.sample_rows(logits, info, ROWS, torch.zeros(len(logits))).view_as(guesses).long()
+        accepted, _ = accept_chain(guesses, sampled)
+        for row in range(ROWS):
+            here = (row < accepted) & (lengths <= tokens)
+            said[here, lengths[here]] = sampled[here, row]
+            lengths += here
+    return said[:, 1 : tokens + 1]
+
+
+def chi_square(found: Tensor) -> float:
+    """Of the last two of three tokens, whose first is drawn, too."""
+    p = (TARGET / TEMPERATURE).softmax(-1).double()
+    expected = SEQUENCES * ((p[0] @ p)[:, None] * p)
+    counts = torch.bincount(found[:, 1] * VOCABULARY + found[:, 2], minlength=VOCABULARY**2).view_as(expected)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_answers_are_distributed_as_without_drafts(sampler: None) -> None:
+    torch.manual_seed(0)
+    assert chi_square(answers(accept.accept_chain)) < BOUND
+
+
+def lenient(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """One in thirty wrong guesses is taken for right."""
+    spared = (guesses[:, 1:] != sampled[:, :-1]) & (torch.rand(len(guesses), ROWS - 1) < 1 / 30)
+    sampled[:, :-1] = sampled[:, :-1].where(~spared, guesses[:, 1:])
+    return accept.accept_chain(guesses, sampled)
+
+
+def drawn_again(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """The token behind a wrong guess is drawn anew, so that it may be the guess."""
+    wrong = guesses[:, 1:] != sampled[:, :-1]
+    again = (TARGET[guesses[:, :-1]] / TEMPERATURE).softmax(-1).flatten(0, 1).multinomial(1).view_as(wrong)
+    lengths, places = accept.accept_chain(guesses, sampled)
+    sampled[:, :-1] = sampled[:, :-1].where(~wrong, again)
+    return lengths, places
+
+
+@pytest.mark.parametrize("mistake", [lenient, drawn_again])
+def test_a_bias_is_seen(sampler: None, mistake: Accept) -> None:
+    torch.manual_seed(0)
+    assert chi_square(answers(mistake)) > BOUND
+
+
+def test_the_first_wrong_guess_ends_a_round() -> None:
+    generator = torch.Generator().manual_seed(3)
+    guesses, sampled = (torch.randint(0, 3, (200, 4), generator=generator) for _ in range(2))
+    lengths, places = accept.accept_chain(guesses, sampled)
+    for request, (theirs, ours) in enumerate(zip(guesses.tolist(), sampled.tolist(), strict=True)):
+        count = 1
+        while count < 4 and theirs[count] == ours[count - 1]:
+            count += 1
+        expected = [4 * request + row if row < count else -1 for row in range(4)]
+        assert lengths[request] == count and places[request].tolist() == expected
+
+
+def test_a_row_that_failed_ends_a_round() -> None:
+    """Its id, -1, is no guess."""
+    lengths, _ = accept.accept_chain(torch.tensor([[5, 0, 0, 0]]), torch.tensor([[0, -1, 0, 0]]))
+    assert lengths.tolist() == [2]
+
+
+def test_penalties_of_each_row() -> None:
+    """By the answer so far and the guesses up to the row; other requests have none."""
+    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(4))
+    given = logits.clone()
+    ends = SimpleNamespace(additional_stop_token_ids={6}, eos_token_id=7)
+
+    def request(answer: list[int], **asked: float) -> Any:
+        neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+        params = SimpleNamespace(**neutral | asked, stop_token_ids=[5])
+        return SimpleNamespace(sampling_params=params, output_ids=answer, tokenizer=ends, eos_token_ids=None)
+
+    one = request([1, 1, 2], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0, min_new_tokens=5)
+    guesses = torch.tensor([[2, 3, 1], [4, 4, 4]])
+    accept.penalise(logits, guesses, [one, request([4])])
+    assert torch.equal(logits[1], given[1])
+    answer = [1, 1, 2]
+    for row in range(3):
+        said = answer + guesses[0, 1 : row + 1].tolist()
+        for token in range(8):
+            expected = float(given[0, row, token])
+            if token in said:
+                expected -= 0.5 * said.count(token) + 0.25
+                expected = expected * 2 if expected < 0 else expected / 2
+            if token >= 5 and len(said) < 5:
+                expected = -torch.inf
+            assert float(logits[0, row, token]) == pytest.approx(expected, abs=1e-6), (row, token)
+
+
+def test_slots_around_a_round() -> None:
+    """Tables of slots are read and written request after request."""
+    table = torch.arange(4 * 10, dtype=torch.int32).view(4, 10)
+    requests, lengths = torch.tensor([3, 1]), torch.tensor([2, 5])
+    out = torch.empty(6, dtype=torch.int64)
+    chain.draft_slots(print, requests, table, lengths, out, 1, 3)
+    assert out.tolist() == [32, 33, 34, 15, 16, 17]
+    found = chain.cache_locs(
+        req_pool_indices=requests,
+        req_to_token=table,
+        start_offset=lengths,
+        end_offset=lengths + 3,
+        batch_size=2,
+        draft_token_num=3,
+        device="cpu",
+    )
+    assert torch.equal(found, out)
+    assert chain.last_slots(torch.add, table, requests, torch.tensor([0, 5])).tolist() == [-1, 14]
+    chain.write_slots(print, requests, table, lengths, torch.tensor([4, 5]), torch.tensor([90, 91]), 2)
+    assert table[3].tolist() == [30, 31, 90, 91, *range(34, 40)] and table[1].tolist() == [*range(10, 20)]
+    bonus = torch.empty(2, dtype=torch.int32)
+    chain.bonus_tokens(print, torch.tensor([[7, 8, 9], [4, 5, 6]]), torch.tensor([3, 1]), bonus, 3, 2)
+    assert bonus.tolist() == [9, 4]
+
+
+def test_a_tree_that_is_a_chain() -> None:
+    positions, index = torch.empty(6).long(), torch.empty(2, 3).long()
+    next_token, next_sibling, none = torch.empty(2, 3).long(), torch.empty(2, 3).long(), torch.empty(0)
+    chain.build_tree(
+        print, none, none, torch.tensor([5, 9]), none, positions, index, next_token, next_sibling, 1, 2, 3, None
+    )
+    assert positions.tolist() == [5, 6, 7, 9, 10, 11] and index.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert next_token.tolist() == [[1, 2, -1]] * 2 and next_sibling.eq(-1).all()

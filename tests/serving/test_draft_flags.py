@@ -1,0 +1,133 @@
+"""Flags of drafts that fit neither each other nor the checkpoint are refused before anything is loaded, by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
+from nvfp4_sgl.serving.drafts import checks
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from tests.support.damage import remove
+
+NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
+EAGLE = {"speculative_algorithm": "EAGLE"}
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "steps without an algorithm": (
+        {"speculative_num_steps": 3},
+        "--speculative-num-steps 3: expected --speculative-algorithm",
+    ),
+    "a path without one": (
+        {"speculative_draft_model_path": "here"},
+        "--speculative-draft-model-path here: expected --speculative-algorithm",
+    ),
+    "another algorithm": (
+        {"speculative_algorithm": "NGRAM"},
+        "--speculative-algorithm NGRAM: not implemented; expected EAGLE or NEXTN",
+    ),
+    "a tree": (
+        EAGLE | {"speculative_num_steps": 3, "speculative_eagle_topk": 4},
+        "--speculative-eagle-topk 4: expected 1",
+    ),
+    "no steps": (EAGLE | {"speculative_num_draft_tokens": 4}, "--speculative-num-steps: found none"),
+    "too many steps": (EAGLE | {"speculative_num_steps": 10}, "--speculative-num-steps 10: expected 1 to 9"),
+    "steps of nothing": (EAGLE | {"speculative_num_steps": 0}, "--speculative-num-steps 0: expected 1 to 9"),
+    "tokens of other steps": (
+        EAGLE | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4},
+        "--speculative-num-draft-tokens 4: expected 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_flags_that_contradict_each_other(name: str) -> None:
+    given, message = WRONG[name]
+    with pytest.raises((ConfigError, UnsupportedError), match=f"^{re.escape(message)}"):
+        checks.check_flags(NOTHING | given)
+
+
+@pytest.mark.parametrize("steps", [None, 1, 9])
+def test_flags_that_fit(steps: int | None) -> None:
+    given = NOTHING | {"speculative_algorithm": "nextn", "speculative_num_steps": steps}
+    checks.check_flags(given)
+    declared = checks.declared(given)
+    number = steps or 3
+    chain = {"speculative_num_steps": number, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": number + 1}
+    assert declared == EAGLE | chain and checks.declared(NOTHING) == {}
+    checks.check_flags(given | declared)
+
+
+def test_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(checks.SIMULATED, "2.5")
+    with pytest.raises(UnsupportedError, match=f"^{checks.SIMULATED}: not implemented"):
+        checks.check_flags(NOTHING | EAGLE)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
+    folder = tmp_path_factory.mktemp("drafts")
+    for draft in ("none", "mtp", "dspark"):
+        write_tiny(folder / draft, "bf16", seed=1, draft=draft)
+    return {draft: verify(folder / draft) for draft in ("none", "mtp", "dspark")}
+
+
+MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "EAGLE without a draft": ("none", "cpu", EAGLE, "EAGLE", "with a MTP draft, found none; leave the flag out"),
+    "EAGLE on DSpark": (
+        "dspark",
+        "cpu",
+        EAGLE,
+        "EAGLE",
+        "with a MTP draft, found a DSpark draft ('mtp.0.main_proj'); use DSPARK",
+    ),
+    "DSPARK on MTP": (
+        "mtp",
+        "cpu",
+        {"speculative_algorithm": "DSPARK"},
+        "DSPARK",
+        "with a DSpark draft, found a MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
+    ),
+    "DSPARK": ("dspark", "cpu", {"speculative_algorithm": "DSPARK"}, "DSPARK", "not implemented"),
+    "a GPU": ("mtp", "sm_90a", EAGLE, "EAGLE", "not implemented on target sm_90a, only on cpu"),
+    "two ranks": ("mtp", "cpu", EAGLE | {"tp_size": 2}, "EAGLE", "with --tp-size 2: not implemented"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_drafts_that_a_server_has_not(name: str, checkpoints: dict[str, Verified]) -> None:
+    draft, target, given, algorithm, message = MISFITS[name]
+    verified = checkpoints[draft]
+    with pytest.raises(Nvfp4SglError) as error:
+        checks.check_draft(NOTHING | given | {"model_path": verified.inventory.directory}, verified, target, {})
+    assert str(error.value).startswith(f"--speculative-algorithm {algorithm}") and message in str(error.value)
+
+
+def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:
+    verified = checkpoints["mtp"]
+    own, other = (str(checkpoints[draft].inventory.directory) for draft in ("mtp", "none"))
+    given = NOTHING | EAGLE | {"model_path": own}
+    checks.check_draft(given | {"speculative_draft_model_path": own + "/."}, verified, "cpu", {})
+    with pytest.raises(ConfigError, match=f"^--speculative-draft-model-path {other}: expected --model-path, {own}"):
+        checks.check_draft(given | {"speculative_draft_model_path": other}, verified, "cpu", {})
+
+
+def test_weights_that_are_made_at_load(checkpoints: dict[str, Verified]) -> None:
+    directory = checkpoints["mtp"].inventory.directory
+    given = NOTHING | EAGLE | {"model_path": str(directory)}
+    with pytest.raises(UnsupportedError, match="EAGLE with --load-format dummy: not implemented"):
+        checks.check_draft(given, verify_dummy(directory), "cpu", {})
+    with pytest.raises(UnsupportedError, match="EAGLE with convert_at_load: not implemented"):
+        checks.check_draft(given, checkpoints["mtp"], "cpu", {"convert_at_load": ["experts"]})
+
+
+def test_a_draft_that_is_incomplete(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "bf16", seed=1, draft="mtp")
+    remove(tmp_path, "mtp.0.hnorm.weight")
+    with pytest.raises(CheckpointError, match=r"'mtp\.0\.hnorm\.weight' is missing"):
+        checks.check_draft(NOTHING | EAGLE | {"model_path": str(tmp_path)}, verify(tmp_path), "cpu", {})

@@ -1,0 +1,285 @@
+"""Answers of a server that drafts: the target's own, whatever is guessed, and everything that goes with them.
+
+What the draft guesses is planted (``tests/support/planted_faults``), so that guesses are accepted and rejected at every
+position; the draft's passes run all the same. Answers are held against the decoder without a server.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import urllib.error
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl.config import read_config_json
+from nvfp4_sgl.standalone import Standalone
+from tests.packaging.checkout import ROOT
+from tests.serving.conftest import FAULTS
+from tests.support.given_up import Plan, check_nothing_is_left, wait_until_idle
+from tests.support.golden import TOLERANCE, Golden
+from tests.support.prompts import draw_ids
+from tests.support.sampling import allowed, ask, require_bias, require_penalties
+from tests.support.server import Server
+
+sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
+
+from small_model import measure
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+STEPS, TOKENS = 3, 60
+PROMPT = draw_ids(100, 11, 512)
+"""Its answer crosses position 128, where entries of both kinds of compressor close."""
+MARGIN = 1e-3
+"""By which a token may be less likely than another one: sums take another order in a pass of several tokens."""
+
+Guess = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoints: Callable[[str], Path]) -> Path:
+    return tiny_checkpoints("nvfp4-full")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planted")
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], checkpoint: Path, planted: Path) -> Server:
+    environment = {
+        "PYTHONPATH": str(FAULTS),
+        "PLANTED_FAULT": "guesses, nan",
+        "PLANTED_GUESSES": str(planted / "guesses"),
+        "PLANTED_NAN": str(planted / "token"),
+    }
+    flags = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(STEPS), "--enable-metrics")
+    return serve(checkpoint, *flags, environment=environment)
+
+
+@pytest.fixture
+def guess(planted: Path) -> Iterator[Guess]:
+    """``guess(sequences, wrong)``: what is guessed from now on, and at which positions modulo 256 wrongly."""
+    file = planted / "guesses"
+
+    def write(sequences: Sequence[Sequence[int]], wrong: Sequence[int] = ()) -> None:
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"sequences": sequences, "wrong": list(wrong)}))
+        new.rename(file)
+
+    yield write
+    file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> Standalone:
+    return Standalone(checkpoint, requests=1, capacity=1024)
+
+
+def check(decoder: Standalone, prompt: Sequence[int], answer: dict[str, Any]) -> list[int]:
+    """The answer's ids, each the likeliest of the decoder, with the decoder's log-probability."""
+    ids: list[int] = answer["output_ids"]
+    decoder.reset()
+    said = decoder.extend({0: [*prompt, *ids]})[0][len(prompt) - 1 : -1].log_softmax(-1)
+    chosen = said[torch.arange(len(ids)), torch.tensor(ids)]
+    assert (said.amax(-1) - chosen).max() < MARGIN
+    values = torch.tensor([value for value, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    assert (values - chosen).abs().max() < TOLERANCE
+    return ids
+
+
+@pytest.fixture(scope="module")
+def answer(server: Server, decoder: Standalone) -> list[int]:
+    """The answer to :data:`PROMPT`."""
+    return check(decoder, PROMPT, server.generate(PROMPT, TOKENS))
+
+
+def test_a_random_draft_changes_nothing(server: Server, decoder: Standalone) -> None:
+    """Hardly any guess is right, and each round gives its own token."""
+    found = server.generate(PROMPT, TOKENS)
+    check(decoder, PROMPT, found)
+    assert found["meta_info"]["spec_accept_length"] < 1.5
+
+
+def test_right_guesses(server: Server, decoder: Standalone, guess: Guess, answer: list[int]) -> None:
+    guess([[*PROMPT, *answer]])
+    found = server.generate(PROMPT, TOKENS)
+    assert check(decoder, PROMPT, found) == answer
+    meta = found["meta_info"]
+    assert meta["spec_verify_ct"] == -(-(TOKENS - 1) // (STEPS + 1))
+    assert meta["spec_accept_rate"] > 0.95
+    assert server.info()["draft"] == f"MTP, {STEPS} steps"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_right_and_wrong(
+    server: Server, decoder: Standalone, guess: Guess, answer: list[int], seed: int
+) -> None:
+    """Rejections everywhere: at each place of a window of 4, and around the end of one of 128."""
+    wrong = random.Random(seed).sample(range(256), 100)
+    guess([[*PROMPT, *answer]], wrong)
+    found = server.generate(PROMPT, TOKENS)
+    assert check(decoder, PROMPT, found) == answer
+    assert 1.2 < found["meta_info"]["spec_accept_length"] < 3.5
+
+
+def test_wrong_guesses(server: Server, decoder: Standalone, guess: Guess, answer: list[int]) -> None:
+    guess([[*PROMPT, *answer]], range(256))
+    found = server.generate(PROMPT, TOKENS)
+    assert check(decoder, PROMPT, found) == answer and found["meta_info"]["spec_num_correct_drafts"] == 0
+
+
+def test_sixteen_requests_at_once(server: Server, decoder: Standalone, guess: Guess) -> None:
+    """Prompts of every length, some with a page in common, right and wrong guesses in a batch."""
+    prompts = [[*draw_ids(256, 5, 512), *draw_ids(7 * n, n, 512)] for n in range(1, 4)]
+    prompts += [draw_ids(n * n + 1, 100 + n, 512) for n in range(13)]
+
+    def answers() -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            found = threads.map(lambda ids: server.generate(ids, 12), prompts)
+            return [check(decoder, ids, one) for ids, one in zip(prompts, found, strict=True)]
+
+    first = answers()
+    guess([[*ids, *found] for ids, found in zip(prompts, first, strict=True)], range(0, 256, 5))
+    assert answers() == first
+
+
+def test_chunks_and_cached_pages(server: Server) -> None:
+    server.command("/flush_cache?timeout=30", {})
+    Golden.ask(server)
+
+
+def test_stops(server: Server, guess: Guess, answer: list[int]) -> None:
+    """Within a round: what was accepted behind the end of an answer is not sent."""
+    guess([[*PROMPT, *answer]])
+    end = next(n for n in range(9, TOKENS) if answer[n] not in answer[:n] and n % 4 != 3)
+    stopped = server.generate(PROMPT, TOKENS, stop_token_ids=[answer[end]], ignore_eos=False)
+    assert stopped["output_ids"] == answer[: end + 1]
+    assert len(stopped["meta_info"]["output_token_logprobs"]) == end + 1
+    text = server.generate(PROMPT, TOKENS)["text"]
+    stop = text[len(text) // 2 :][:3]
+    assert server.generate(PROMPT, TOKENS, stop=[stop])["text"] == text[: text.find(stop)]
+
+
+def test_log_probabilities_of_the_likeliest(
+    server: Server, decoder: Standalone, guess: Guess, answer: list[int]
+) -> None:
+    guess([[*PROMPT, *answer]], range(0, 256, 3))
+    body = {
+        "input_ids": PROMPT,
+        "return_logprob": True,
+        "top_logprobs_num": 3,
+        "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
+    }
+    meta = server.post("/generate", body)["meta_info"]
+    decoder.reset()
+    said = decoder.extend({0: [*PROMPT, *answer]})[0][len(PROMPT) - 1 : -1].log_softmax(-1).topk(3)
+    found = torch.tensor([[value for value, _, _ in row] for row in meta["output_top_logprobs"]])
+    assert (found - said.values).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["drafted", "guessed"])
+def test_a_grammar(server: Server, guess: Guess, right: bool) -> None:
+    """The answer of a drafted server is that of guesses that are right, and follows the grammar."""
+    regex = "[a-f]{5}(-[0-9]{2}){4}"
+    first = server.generate(PROMPT, TOKENS, regex=regex, ignore_eos=False)
+    if right:
+        guess([[*PROMPT, *first["output_ids"]]], range(0, 256, 7))
+    found = server.generate(PROMPT, TOKENS, regex=regex, ignore_eos=False)
+    assert found["output_ids"] == first["output_ids"] and re.fullmatch(regex, found["text"])
+
+
+def test_several_answers(server: Server, guess: Guess, answer: list[int]) -> None:
+    guess([[*PROMPT, *answer]], range(0, 256, 3))
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 3}
+    found = server.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
+    assert [one["output_ids"] for one in found] == [answer] * 3
+
+
+def test_sampling(server: Server, checkpoint: Path, guess: Guess, answer: list[int]) -> None:
+    """Every row of a round draws of what its request's top-p, top-k and min-p leave, in a batch of all kinds."""
+    guess([[*PROMPT, *answer]])
+    vocabulary, warm = read_config_json(checkpoint)["vocab_size"], {"temperature": 1.0}
+    kinds = [
+        {"top_p": 0.6},
+        {"top_k": 3},
+        {"min_p": 0.3},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.1},
+        {"temperature": 0},
+    ]
+    ways = [warm | {"max_new_tokens": 10, "ignore_eos": True} | kind for kind in kinds] * 3
+    answers = ask(server, [PROMPT] * len(ways), ways, top_logprobs_num=vocabulary)
+    for found, way in zip(answers, ways, strict=True):
+        tops = found["meta_info"]["output_top_logprobs"]
+        for token, top in zip(found["output_ids"], tops, strict=True):
+            logprobs = {one: value for value, one, _ in sorted(top, reverse=True)}
+            assert token in allowed(logprobs, way if way["temperature"] else {"top_k": 1}), way
+    assert len({tuple(found["output_ids"]) for found in answers}) > len(kinds)
+    require_bias(server, PROMPT)
+
+
+def test_penalties(server: Server, checkpoint: Path, guess: Guess) -> None:
+    """Those of every row of a round, whichever guesses are right."""
+    ids, vocabulary = draw_ids(40, 8, 512), read_config_json(checkpoint)["vocab_size"]
+    require_penalties(server, ids, vocabulary, count=12, overlapped=False)
+    sampling = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.3, "min_new_tokens": 20}
+    first = server.generate(ids, 30, **sampling)["output_ids"]
+    for wrong in (range(0), range(0, 256, 3)):
+        guess([[*ids, *first]], wrong)
+        found = server.generate(ids, 30, **sampling)
+        assert found["output_ids"] == first
+    assert found["meta_info"]["spec_accept_length"] > 1.5
+
+
+def test_logits_that_are_not_finite(server: Server, planted: Path, guess: Guess, answer: list[int]) -> None:
+    """In the middle of a round: the request fails, its neighbour does not, and nothing of it is cached."""
+    guess([[*PROMPT, *answer]])
+    before = Golden.ask(server)
+    place = next(n for n in range(9, TOKENS) if answer[n] not in (*PROMPT, *answer[:n]))
+    (planted / "token").write_text(str(answer[place]))
+    try:
+        other = [token for token in draw_ids(50, 3, 512) if token != answer[place]]
+        with ThreadPoolExecutor(2) as threads:
+            beside = threads.submit(server.generate, other, 8, logit_bias={str(answer[place]): -100})
+            with pytest.raises(urllib.error.HTTPError) as error:
+                server.generate(PROMPT, TOKENS)
+            assert error.value.code == 500
+            assert f"token {place + 2} of the answer) are NaN" in error.value.read().decode()
+            assert len(beside.result()["output_ids"]) == 8
+    finally:
+        (planted / "token").unlink()
+    server.command("/flush_cache?timeout=30", {})
+    before.assert_same(Golden.ask(server))
+
+
+def test_requests_that_are_given_up(server: Server) -> None:
+    rng = random.Random(7)
+    plans = [Plan.draw(number, rng) for number in range(32)]
+    with ThreadPoolExecutor(16) as threads:
+        outcomes = list(threads.map(lambda plan: plan.run(server), plans))
+    assert outcomes.count("given up") >= 8 and outcomes.count("complete") >= 8
+    wait_until_idle(server)
+    check_nothing_is_left(server)
+
+
+def test_a_trained_draft(serve: Callable[..., Server]) -> None:
+    """The small model's own: many guesses are right, and answers are the decoder's."""
+    model = ROOT / "examples" / "small_model"
+    server = serve(model, "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1")
+    decoder = Standalone(model, requests=1, capacity=1024)
+    rounds = 0
+    for document in measure.far_documents(3):
+        prompt = document.ids[:512]
+        found = server.generate(prompt, 32)
+        check(decoder, prompt, found)
+        rounds += found["meta_info"]["spec_verify_ct"]
+    assert rounds < 3 * 31 / 1.2
