@@ -7,6 +7,7 @@ prompts for which the oracle's own margins are larger than that noise.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -32,18 +33,19 @@ def clear_ids(
     """The first draw from ``seed`` on whose selection margin, alone and from position 0, is at least ``margin``."""
     for attempt in range(attempts):
         ids = draw_ids(length, 1000 * seed + attempt, model.config.vocab_size)
-        if selection_margin(model, ids) >= margin:
+        if selection_margin(model, ids, enough=margin) >= margin:
             return ids
     raise AssertionError(f"no prompt of {length} tokens from seed {seed} has a margin of {margin}")
 
 
 @torch.no_grad()
-def selection_margin(model: DeepseekV4ForCausalLM, ids: list[int]) -> float:
+def selection_margin(model: DeepseekV4ForCausalLM, ids: list[int], enough: float = 0.0) -> float:
     """Smallest gap between the last chosen and the first refused candidate, over every top-k in the forward pass.
 
-    Relative to the largest score of the row (index) or to 1 (router scores, which are of that order).
+    Relative to the largest score of the row (index) or to 1 (router scores, which are of that order). The pass ends at
+    the first top-k with a gap below ``enough``, and that gap is returned.
     """
-    gaps: list[Tensor] = []
+    gaps = Gaps(enough)
     handles = []
     for module in model.modules():
         kind = type(module).__name__
@@ -52,14 +54,32 @@ def selection_margin(model: DeepseekV4ForCausalLM, ids: list[int]) -> float:
         elif kind == "DeepseekV4TopKRouter":
             handles.append(module.register_forward_hook(_router_hook(gaps)))
     try:
-        model(torch.tensor(ids)[None], use_cache=False, logits_to_keep=1)
+        with contextlib.suppress(TooSmall):
+            model(torch.tensor(ids)[None], use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
-    return min((float(gap.min()) for gap in gaps if gap.numel()), default=float("inf"))
+    return gaps.smallest
 
 
-def _index_hook(gaps: list[Tensor], topk: int) -> Callable[[nn.Module, tuple, Tensor], None]:
+class TooSmall(Exception):
+    """Ends a pass that need not go on."""
+
+
+class Gaps:
+    """The smallest gap so far; :class:`TooSmall` once it is below ``enough``."""
+
+    def __init__(self, enough: float):
+        self._enough, self.smallest = enough, float("inf")
+
+    def add(self, gaps: Tensor) -> None:
+        if gaps.numel():
+            self.smallest = min(self.smallest, float(gaps.min()))
+        if self.smallest < self._enough:
+            raise TooSmall
+
+
+def _index_hook(gaps: Gaps, topk: int) -> Callable[[nn.Module, tuple, Tensor], None]:
     def hook(module: nn.Module, inputs: tuple, scores: Tensor) -> None:
         entries = torch.arange(scores.shape[-1])
         visible = (torch.arange(scores.shape[1]) + 1) // 4
@@ -68,15 +88,15 @@ def _index_hook(gaps: list[Tensor], topk: int) -> Callable[[nn.Module, tuple, Te
             return
         masked = scores[0].masked_fill(entries >= visible[:, None], float("-inf"))[rows]
         best = masked.topk(topk + 1, dim=-1).values
-        gaps.append((best[:, topk - 1] - best[:, topk]) / best.abs().amax(dim=-1))
+        gaps.add((best[:, topk - 1] - best[:, topk]) / best.abs().amax(dim=-1))
 
     return hook
 
 
-def _router_hook(gaps: list[Tensor]) -> Callable[[nn.Module, tuple, tuple], None]:
+def _router_hook(gaps: Gaps) -> Callable[[nn.Module, tuple, tuple], None]:
     def hook(module: nn.Module, inputs: tuple, outputs: tuple) -> None:
         scores = module.score_fn(outputs[0]) + module.e_score_correction_bias
         best = scores.topk(module.top_k + 1, dim=-1).values
-        gaps.append(best[:, -2] - best[:, -1])
+        gaps.add(best[:, -2] - best[:, -1])
 
     return hook
