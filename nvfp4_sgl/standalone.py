@@ -17,8 +17,9 @@ from torch import Tensor
 from nvfp4_sgl.cache.layout import STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified, verify
-from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.policy import Policy
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply
@@ -53,6 +54,7 @@ class Standalone:
         layers: those that are loaded, all unless given. With fewer there are no embedding and LM head: call ``decoder``
             with the streams before them.
         rings: rows of the compressors' state rings.
+        policy: what may depend on the number of tokens.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Standalone:
         uniform_experts: bool = False,
         layers: range | None = None,
         rings: Rings = STATE_RING,
+        policy: Policy | None = None,
     ):
         choice = choose(target, mode)
         if descriptor(target).on_gpu:
@@ -88,6 +91,7 @@ class Standalone:
             choice.mode,
             parallel or TensorParallel(),
             uniform_experts,
+            policy or Policy(),
         )
         self.decoder = Decoder(context, layers)
         if layers is None:
@@ -137,11 +141,13 @@ class Standalone:
         # int32 as in SGLang's batches: Triton compiles apart for another type.
         added = torch.tensor(list(counts.values()), dtype=torch.int32).to(self.device)
         requests = torch.tensor(list(counts))
+        kind = PassKind.DECODE if set(counts.values()) == {1} else PassKind.EXTEND
         return PassRequest(
             positions.to(self.device),
             requests.to(self.device),
             torch.tensor(ends).to(self.device),
-            None if set(counts.values()) == {1} else added,
+            kind,
+            added if kind is PassKind.EXTEND else None,
             longest=max(ends),
         )
 

@@ -36,7 +36,8 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import STATE_RING, Rings
 from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.model.tokens import Gather
+from nvfp4_sgl.model.policy import Choice, Policy
+from nvfp4_sgl.model.tokens import Gather, Tokens, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -75,6 +76,24 @@ class Operand:
         return self.rows
 
 
+class PassKind(enum.Enum):
+    """How many tokens the requests of a pass add, and what these see."""
+
+    EXTEND = enum.auto()
+    """Any number each, which the scheduler tells."""
+    DECODE = enum.auto()
+    """One each."""
+    VERIFY = enum.auto()
+    """``tokens_each`` each: a token and the draft behind it."""
+    BLOCK = enum.auto()
+    """Any number each, a draft's block: each token sees the window in front of the block, and every token of it."""
+
+    @property
+    def is_by_size(self) -> bool:
+        """Whether all sizes follow from the numbers of tokens and requests, so that a graph can be captured."""
+        return self in (PassKind.DECODE, PassKind.VERIFY)
+
+
 @dataclass(frozen=True)
 class PassRequest:
     """A pass as the scheduler describes it.
@@ -83,24 +102,23 @@ class PassRequest:
 
     Attributes:
         positions: int64 [T]. requests: int64 [B], request slots. ends: int64 [B], lengths after the pass.
-        added: int32 [B], new tokens of each request; ``None`` in decode, where each adds ``tokens_each``.
-        tokens_each: tokens that each request adds in decode; sizes of a captured graph follow from it and B.
+        kind: of the pass.
+        added: int32 [B], new tokens of each request; ``None`` where each adds ``tokens_each``.
+        tokens_each: tokens that each request adds in a pass that :attr:`PassKind.is_by_size`.
         longest: length of the longest sequence of this pass as the host knows it; ``None`` leaves it open.
-        is_block: the tokens that a request adds are a draft's block: each sees the window in front of the block, and
-            every token of it.
     """
 
     positions: Tensor
     requests: Tensor
     ends: Tensor
+    kind: PassKind = PassKind.DECODE
     added: Tensor | None = None
     tokens_each: int = 1
     longest: int | None = None
-    is_block: bool = False
 
-    @property
-    def is_decode(self) -> bool:
-        return self.added is None
+    def __post_init__(self) -> None:
+        assert self.kind.is_by_size is (self.added is None), f"{self.kind}: added is {self.added}"
+        assert self.tokens_each == 1 or self.kind is PassKind.VERIFY
 
 
 @dataclass(frozen=True)
@@ -363,6 +381,7 @@ class Context:
         dtype: the model dtype, which activations between boundaries have.
         mode: what enters GEMMs with quantised weights.
         parallel: this rank's share; the whole model unless given.
+        policy: what may depend on the number of tokens.
         uniform_experts: routing by scores is simulated (:mod:`.uniform_experts`).
     """
 
@@ -374,6 +393,11 @@ class Context:
     mode: ActivationMode = ActivationMode.W4A16
     parallel: TensorParallel = field(default_factory=TensorParallel)
     uniform_experts: bool = False
+    policy: Policy = field(default_factory=Policy)
+
+    def tokens(self, count: int) -> Tokens:
+        """How this rank keeps the tokens of a pass of ``count``."""
+        return tokens_of(self.parallel, count, self.policy.tokens(Choice.DIVISION, count))
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Tensor ``name`` on the device, in the checkpoint's dtype; a copy, so that the file may be changed."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.model.contract import Context, Form, Site, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
-from nvfp4_sgl.model.tokens import tokens_of
 
 
 def final_collapse(context: Context) -> Site:
@@ -88,4 +87,4 @@ class Decoder(nn.Module):
         blocks: list[Any] = [self.layers[place] for place in places]
         given = zip(blocks, places, strict=True)
         sublayers = [*chain(*(block.sublayers(token_ids, step, caches[place]) for block, place in given))]
-        return Walk(sublayers, self.hc_head, streams, step, tokens_of(self.context.parallel, len(token_ids)))
+        return Walk(sublayers, self.hc_head, streams, step, self.context.tokens(len(token_ids)))

@@ -12,7 +12,6 @@ from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
-from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.ops.drafts import draft_greedily
 from nvfp4_sgl.weights.source import frozen
 
@@ -68,7 +67,7 @@ class DsparkDraft(nn.Module):
             if isinstance(stage, Block)
             for sublayer in stage.sublayers(token_ids, step, cache)
         ]
-        tokens = tokens_of(self.context.parallel, len(token_ids))
+        tokens = self.context.tokens(len(token_ids))
         return Walk(sublayers, self.hc_head, streams, step, tokens).finish().x.require_values()
 
     def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:

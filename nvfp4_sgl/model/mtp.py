@@ -10,7 +10,6 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
-from nvfp4_sgl.model.tokens import tokens_of
 
 
 class MtpDraft(nn.Module):
@@ -48,6 +47,6 @@ class MtpDraft(nn.Module):
             self.hc_head,
             self.input(embedded, streams),
             step,
-            tokens_of(self.context.parallel, len(token_ids)),
+            self.context.tokens(len(token_ids)),
         ).finish()
         return walk.x.require_values(), walk.all_streams()

@@ -109,13 +109,14 @@ def _with_room(rows: Tensor, count: int) -> Tensor:
     return room
 
 
-def tokens_of(parallel: TensorParallel, count: int) -> Tokens:
+def tokens_of(parallel: TensorParallel, count: int, planned: int | None = None) -> Tokens:
     """How a rank keeps the tokens of a pass of ``count``: alike on every rank.
 
-    Tokens are divided if there are :attr:`SequenceParallel.least_tokens` and all ranks get some.
+    Tokens are divided if there are :attr:`SequenceParallel.least_tokens`, which ``planned`` says unless ``None``, and
+    all ranks get some.
     """
     sequence = parallel.sequence
-    if parallel.size == 1 or sequence is None or count < sequence.least_tokens:
+    if parallel.size == 1 or sequence is None or (count if planned is None else planned) < sequence.least_tokens:
         return EveryToken(parallel, count)
     divided = DividedTokens(parallel.rank, parallel.size, sequence, count)
     return divided if (parallel.size - 1) * divided.each < count else EveryToken(parallel, count)

@@ -15,7 +15,7 @@ from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import ARCHITECTURE, LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import PassRequest, Slots
+from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
@@ -109,25 +109,37 @@ def require_own_backend(backend: Any) -> None:
         )
 
 
+KINDS = {
+    "EXTEND": PassKind.EXTEND,
+    "DECODE": PassKind.DECODE,
+    "TARGET_VERIFY": PassKind.VERIFY,
+    "DRAFT_EXTEND_V2": PassKind.VERIFY,
+}
+"""Kinds of passes by SGLang's forward mode; of an idle one nothing is asked. Others come with flags that are refused:
+mixed chunks, disaggregation and diffusion."""
+
+
 def pass_request(forward_batch: Any) -> PassRequest:
-    """SGLang's forward batch as the planners take it."""
-    mode, ends, each = forward_batch.forward_mode, forward_batch.seq_lens, 0
-    if mode.is_decode():
-        each = 1
-    elif mode.is_target_verify():  # lengths are those in front of the pass
+    """SGLang's forward batch as the planners take it.
+
+    Raises:
+        UnsupportedError: its forward mode is none of :data:`KINDS`.
+    """
+    mode, ends, each = forward_batch.forward_mode.name, forward_batch.seq_lens, 1
+    kind = KINDS.get(mode)
+    if kind is None:
+        raise UnsupportedError(
+            f"forward mode {mode}: expected one of {', '.join(KINDS)}; leave out the flag that asks for such passes"
+        )
+    if kind is PassKind.EXTEND:
+        added, longest = forward_batch.extend_seq_lens, int(forward_batch.seq_lens_cpu.max())
+        return PassRequest(forward_batch.positions, forward_batch.req_pool_indices, ends, kind, added, longest=longest)
+    if mode == "TARGET_VERIFY":  # lengths are those in front of the pass
         each = forward_batch.spec_info.draft_token_num
         ends = ends + each
-    elif mode.is_draft_extend_v2():
+    elif mode == "DRAFT_EXTEND_V2":
         each = forward_batch.spec_info.num_tokens_per_req
-    if each:
-        return PassRequest(forward_batch.positions, forward_batch.req_pool_indices, ends, tokens_each=each)
-    return PassRequest(
-        forward_batch.positions,
-        forward_batch.req_pool_indices,
-        ends,
-        forward_batch.extend_seq_lens,
-        longest=int(forward_batch.seq_lens_cpu.max()),
-    )
+    return PassRequest(forward_batch.positions, forward_batch.req_pool_indices, ends, kind, tokens_each=each)
 
 
 def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.model.contract import PassKind
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.target import modes
 from tests.support import native
@@ -73,7 +74,7 @@ def test_several_tokens_of_a_request_in_a_decode_step(case: Case) -> None:
     ids = torch.tensor([token for tokens in STEP.values() for token in tokens]).to(model.device)
     assert chunk.added is not None
     results = []
-    for request in (chunk, replace(chunk, added=None, tokens_each=2, longest=None)):
+    for request in (chunk, replace(chunk, kind=PassKind.VERIFY, added=None, tokens_each=2, longest=None)):
         for cache, bytes_ in zip(model.caches.layers, before, strict=True):
             overwrite(cache, bytes_)
         streams = model.decoder.embed(ids, model.table)

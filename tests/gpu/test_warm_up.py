@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.model.contract import Slots
+from nvfp4_sgl.model.contract import PassKind, Slots
 from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
@@ -56,7 +56,7 @@ def test_decode_of_more_requests_than_a_chunk_has_tokens(tokens: int, requests: 
     """Ranks divide such passes, too: the warm-up has each of their sizes."""
     slots = Slots(torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), requests, longest=1024)
     passes = list(warm_up_passes(slots, tokens, lone_rank(2)))
-    found = {len(one.positions) for one in passes if one.is_decode}
+    found = {len(one.positions) for one in passes if one.kind is PassKind.DECODE}
     assert max(found) == requests
     assert {size for size in divided_sizes(requests, lone_rank(2)) if size > tokens} <= found
 

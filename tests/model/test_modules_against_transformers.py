@@ -17,7 +17,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, Operand, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.ops import hyper_connection, rope
 from nvfp4_sgl.targets import reference
@@ -102,7 +102,11 @@ def attend(context: Context, layer: Attention, parts: list[torch.Tensor]) -> tor
     for part in parts:
         (start,), (end,) = caches.advance({0: len(part)})
         request = PassRequest(
-            torch.arange(start, end), torch.zeros(1).long(), torch.tensor([end]), torch.tensor([len(part)])
+            torch.arange(start, end),
+            torch.zeros(1).long(),
+            torch.tensor([end]),
+            PassKind.EXTEND,
+            torch.tensor([len(part)]),
         )
         results.append(layer(Operand(part), planner.plan(request), caches.layers[0]))
     return torch.cat(results)

@@ -20,7 +20,7 @@ from nvfp4_sgl.build import META, Serving
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
@@ -93,7 +93,8 @@ class DryServer:
                 torch.empty(n, dtype=torch.int64, device=META) for n in (sum(added), requests, requests)
             )
             new_tokens = None if decode else torch.empty(requests, dtype=torch.int32, device=META)
-            step = self.planner.plan(PassRequest(positions, rows, ends, new_tokens, longest=longest))
+            kind = PassKind.DECODE if decode else PassKind.EXTEND
+            step = self.planner.plan(PassRequest(positions, rows, ends, kind, new_tokens, longest=longest))
             ids, layers = torch.zeros_like(positions), self.decoder.distinct_layers()
             self.decoder(self.decoder.embed(ids, self.embedding), ids, step, self.planner.caches, only=layers)
         return set(found) - self.warm

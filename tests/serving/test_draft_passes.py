@@ -34,7 +34,7 @@ def test_rows_of_a_pass(mode: str) -> None:
     """A verify pass comes with the lengths in front of it, the draft's pass over the same tokens with those behind."""
     fields, ends, each = PASSES[mode]
     request = pass_request(batch(mode, **{"positions": torch.empty(0)} | fields))
-    assert request.ends.tolist() == ends and request.tokens_each == each and request.is_decode
+    assert request.ends.tolist() == ends and request.tokens_each == each and request.kind.is_by_size
     assert request.requests is SLOTS
 
 

@@ -17,7 +17,7 @@ from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.names import dspark_specs, mtp_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
-from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.drafts import draft_greedily
@@ -60,7 +60,8 @@ class Rig:
     def step(self, start: int, end: int, *, is_block: bool = False) -> Any:
         added = torch.tensor([end - start])
         positions = torch.arange(start, end)
-        request = PassRequest(positions, torch.tensor([0]), torch.tensor([end]), added, is_block=is_block)
+        kind = PassKind.BLOCK if is_block else PassKind.EXTEND
+        request = PassRequest(positions, torch.tensor([0]), torch.tensor([end]), kind, added)
         return self.planner.plan(request)
 
 

@@ -36,7 +36,7 @@ def device_plan(batch: Batch, device: str, *, longest: int, decode: bool) -> Pla
     slots[batch.requests, : batch.full_slots.shape[1]] = batch.full_slots.int()
     plan = Plan.allocate(
         positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
-        window=WINDOW, longest=longest,
+        window=WINDOW, longest=longest, is_decode=decode,
     )  # fmt: skip
     for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
         tensor.fill_(-77)
@@ -114,7 +114,9 @@ def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
     """Request slot 0, length 1: everything points into page 0."""
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
-    plan = Plan.allocate(zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, longest=512)
+    plan = Plan.allocate(
+        zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, longest=512, is_decode=True
+    )
     resolve(plan, zeros + 1)
     assert plan.window_write.tolist() == [0, 0, 0] and plan.entry_lengths.tolist() == [0, 0, 0]
     assert plan.window_slots[:, 0].tolist() == [0, 0, 0] and bool((plan.window_slots[:, 1:] == -1).all())
@@ -123,19 +125,21 @@ def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
 def test_refusals(device: str):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
-    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, longest=512)
+    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, longest=512, is_decode=False)
     with pytest.raises(OperandError, match="positions: expected shape"):
         resolve(plan, zeros[:2])
     with pytest.raises(OperandError, match="seq_lens: expected shape"):
         resolve(plan, zeros, zeros[:2])
     with pytest.raises(OperandError, match="slots: expected dtype"):
-        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512)
+        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512, is_decode=False)
         resolve(wrong, zeros[:2], zeros[:2])
 
 
 def launches() -> None:
     zeros = torch.zeros(16, dtype=torch.int64)
-    plan = Plan.allocate(zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, longest=1024)
+    plan = Plan.allocate(
+        zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, longest=1024, is_decode=True
+    )
     resolve(plan, zeros)
     resolve(plan, zeros, zeros)
 

@@ -138,6 +138,7 @@ def sparse_attention(
     tiling: Tiling | None = None,
     owners: Tensor | None = None,
     expected_extra: int | None = None,
+    planned_queries: int | None = None,
 ) -> None:
     """Attend to two sets of cached entries and a sink in one softmax; keys are the values too (specification §3.3).
 
@@ -176,6 +177,7 @@ def sparse_attention(
             where lists may differ otherwise.
         expected_extra: columns of ``extra_slots`` that mostly count, where its width is that of the longest list that
             may come: the tiling is then chosen for so many. By default all.
+        planned_queries: T or more: tiling and splits are chosen for so many. By default T.
 
     Raises:
         OperandTypeError: a dtype is not one of the above, neither ``out`` nor ``out_rows`` is given, or ``query_eps``
@@ -193,13 +195,13 @@ def sparse_attention(
     tokens, heads = q.shape[:2]
     packed = window.pages.dtype == torch.uint8
     columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
-    processors = chip.processors(q.device)
+    processors, planned = chip.processors(q.device), planned_queries or tokens
     if tiling is None:
         shares = owners is not None and out is not None and out_rows is None and splits in (None, 1)
-        sizes = tokens, heads, columns, processors
+        sizes = planned, heads, columns, processors
         tiling = choose_tiling(*sizes, packed=packed, together=shares, expected=expected_extra)
     if splits is None:
-        splits = 1 if tiling.queries > 1 else choose_splits(tokens, heads, columns, processors, tiling)
+        splits = 1 if tiling.queries > 1 else choose_splits(planned, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
     if partials is None:

@@ -109,6 +109,7 @@ def prepare_attention(
     *,
     workspace: Workspace | None = None,
     index_weights: IndexWeights | None = None,
+    planned_tokens: int | None = None,
 ) -> None:
     """Store the latents of a pass, compress its complete windows into entries, and update the states.
 
@@ -125,6 +126,7 @@ def prepare_attention(
         workspace: from :func:`.compressor.new_workspace`; required at ratio 128.
         index_weights: of CSA layers, the head weights of up to ``index_weights.MAX_TOKENS`` tokens, computed in the
             same launch.
+        planned_tokens: launches and warps are chosen for so many; for the pass's unless given.
 
     Rounding: q_lora as in ``hyper_connection.streams.rms_norm``, and quantised from bf16; keys as in
     ``entries.kv_entry.norm_rope_store_kv``. The state equals that of ``ops.compress_windows`` bit for bit. Entries are
@@ -147,11 +149,12 @@ def prepare_attention(
     _check(latents, tuple(calls), batch, frequencies, workspace, index_weights)
     if not batch.tokens:
         return
-    if latents is not None and calls and batch.tokens >= TWO_LAUNCH_MIN_TOKENS and not batch.is_decode:
-        _launch(None, calls, batch, frequencies, workspace, None)
-        _launch(latents, (), batch, frequencies, workspace, None)
+    large = not batch.is_decode and (planned_tokens or batch.tokens) >= TWO_LAUNCH_MIN_TOKENS
+    if latents is not None and calls and large:
+        _launch(None, calls, batch, frequencies, workspace, None, large)
+        _launch(latents, (), batch, frequencies, workspace, None, large)
     else:
-        _launch(latents, calls, batch, frequencies, workspace, index_weights)
+        _launch(latents, calls, batch, frequencies, workspace, index_weights, large)
 
 
 def _launch(
@@ -161,6 +164,7 @@ def _launch(
     frequencies: Tensor,
     workspace: Workspace | None,
     index_weights: IndexWeights | None,
+    large: bool,
 ) -> None:
     tokens, requests = batch.tokens, batch.requests.shape[0]
     ratio = calls[0].compressor.ratio if calls else 0
@@ -176,8 +180,7 @@ def _launch(
     programs = groups * (CHANNEL_BLOCKS.value if ratio == 128 else len(calls))
     # Threads of four warps would hold eight columns of a bf16 row each, those of eight warps four.
     is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)
-    large = tokens >= TWO_LAUNCH_MIN_TOKENS and not batch.is_decode and is_fp32
-    warps, registers = (TWO_LAUNCH_WARPS, TWO_LAUNCH_MAX_REGISTERS) if large else (WARPS, MAX_REGISTERS)
+    warps, registers = (TWO_LAUNCH_WARPS, TWO_LAUNCH_MAX_REGISTERS) if large and is_fp32 else (WARPS, MAX_REGISTERS)
     programs += index_weights.programs if index_weights else 0
     _attention_inputs[(programs + (2 * tokens if latents else 0),)](
         PassArguments.of(batch, frequencies) if calls else (),

@@ -165,7 +165,7 @@ def semaphores_size(experts: int) -> int:
     return cdiv(MAX_TOKENS, BLOCK_TOKENS) * cdiv(experts, SPLIT_BLOCK_ROWS)
 
 
-def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor, *, planned_tokens: int | None = None) -> Tensor:
     """Compute ``x @ weight^T`` in fp32.
 
     Args:
@@ -173,6 +173,7 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
         weight: bf16 [E, d], contiguous; nothing before this launch in its stream may still be writing it.
         semaphores: int32 [:func:`semaphores_size` of E, or more], contiguous; each counts the programs of a block of
             experts and tokens that have stored their sums. Zero between launches, which leave them so.
+        planned_tokens: the kernel is chosen for so many; for T unless given.
 
     Returns:
         fp32 [T, E].
@@ -203,7 +204,7 @@ def router_logits(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
     checks.require_range(f"{op}: number of semaphores", semaphores.numel(), semaphores_size(rows), math.inf)
     checks.require_same_device("x", x, weight=weight, semaphores=semaphores)
     out = x.new_empty(tokens, rows, dtype=torch.float32)
-    if tokens > WHOLE_ROWS_MAX_TOKENS:
+    if (planned_tokens or tokens) > WHOLE_ROWS_MAX_TOKENS:
         _split(x, weight, semaphores, out)
         return out
     _router_logits[(cdiv(rows, BLOCK_ROWS),)](

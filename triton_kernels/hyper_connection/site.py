@@ -131,6 +131,7 @@ class SiteState:
             between launches, which leave them so.
         quantized: [T, d] in NVFP4, where ``x`` is stored, too, if given; bit-equal to :func:`quantize.quantize` of
             ``x``. d must be a multiple of 64.
+        planned_tokens: T or more: tilings are chosen for so many; for T unless given.
     """
 
     x: Tensor
@@ -139,15 +140,23 @@ class SiteState:
     workspace: Tensor
     semaphores: Tensor
     quantized: Rows | None = None
+    planned_tokens: int | None = None
 
     @classmethod
     def allocate(
-        cls, tokens: int, d: int, device: torch.device | str, *, semaphores: Tensor | None = None
+        cls,
+        tokens: int,
+        d: int,
+        device: torch.device | str,
+        *,
+        semaphores: Tensor | None = None,
+        planned_tokens: int | None = None,
     ) -> SiteState:
         """Room for up to ``tokens`` tokens of ``d`` columns, contents undefined.
 
         Args:
             semaphores: int32, zero, that the caller keeps, :func:`semaphores_size` or more; allocated unless given.
+            planned_tokens: ``tokens`` or more; these unless given.
         """
         return cls(
             torch.empty(tokens, d, dtype=torch.bfloat16, device=device),
@@ -155,6 +164,7 @@ class SiteState:
             torch.empty(tokens, STREAMS, STREAMS, dtype=torch.float32, device=device),
             torch.empty(workspace_size(tokens, d), dtype=torch.float32, device=device),
             new_site_semaphores(tokens, device) if semaphores is None else semaphores,
+            planned_tokens=planned_tokens,
         )
 
     def first(self, tokens: int) -> SiteState:
@@ -172,8 +182,9 @@ def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: 
     tokens, _, d = streams.shape
     if tokens == 0:
         return
-    tiling, head = choose_tiling(tokens), site.is_head
-    splits, d_per_split = tiling.splits(tokens, d)
+    planned, head = state.planned_tokens or tokens, site.is_head
+    tiling = choose_tiling(planned)
+    splits, d_per_split = tiling.splits(planned, d)
     parts = state.workspace
     output, next_streams = after or (None, streams)
     site_kernel[(tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),)](

@@ -46,6 +46,7 @@ class Batch:
             begins included; columns beyond them, and rows of requests that add no token, are undefined.
         window_slots: int32 [T, window], contiguous: the slots of each token's window, its own first, -1 before position
             0. Compression at ratio 4 needs windows of 8 or more.
+        is_decode: whether the pass decodes: each request adds one token, so T is B.
     """
 
     positions: Tensor
@@ -55,16 +56,12 @@ class Batch:
     requests: Tensor
     pages: Tensor
     window_slots: Tensor
+    is_decode: bool
 
     @property
     def tokens(self) -> int:
         """T."""
         return self.positions.shape[0]
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every request adds exactly one token, as far as sizes tell; always so in a captured graph."""
-        return self.positions.shape[0] == self.requests.shape[0]
 
     @once
     def check(self, op: str) -> None:
@@ -77,6 +74,8 @@ class Batch:
         require_dimensions(f"{op}: positions", self.positions, 1, "[tokens]")
         require_dimensions(f"{op}: requests", self.requests, 1, "[requests]")
         tokens, requests = self.tokens, self.requests.shape[0]
+        if self.is_decode:
+            require_shape(f"{op}: positions", self.positions, (requests,), "[requests], as the pass decodes")
         require_shape(f"{op}: owners", self.owners, (tokens,), "[tokens]")
         require_shape(f"{op}: starts", self.starts, (requests,), "[requests]")
         require_shape(f"{op}: bounds", self.bounds, (requests + 1,), "[requests + 1]")

@@ -153,7 +153,15 @@ class Plan:
 
     @classmethod
     def allocate(
-        cls, positions: Tensor, requests: Tensor, slots: Tensor, full_to_swa: Tensor, *, window: int, longest: int
+        cls,
+        positions: Tensor,
+        requests: Tensor,
+        slots: Tensor,
+        full_to_swa: Tensor,
+        *,
+        window: int,
+        longest: int,
+        is_decode: bool,
     ) -> Plan:
         """Room for the plan of a pass, which refers to the given tensors; contents undefined.
 
@@ -163,6 +171,7 @@ class Plan:
             slots, full_to_swa: the scheduler's tables, as above.
             window: tokens of a window, a power of two.
             longest: tokens of the longest sequence that may come.
+            is_decode: whether each request adds one token.
         """
         tokens, count = positions.shape[0], requests.shape[0]
 
@@ -172,7 +181,14 @@ class Plan:
         # Multiples of 16, because Triton compiles another variant for other strides.
         pages, entries = cdiv(cdiv(longest, PAGE_TOKENS), 16) * 16, cdiv(max(longest // 128, 1), 16) * 16
         batch = Batch(
-            positions, new(tokens), new(count), new(count + 1), requests, new(count, pages), new(tokens, window)
+            positions,
+            new(tokens),
+            new(count),
+            new(count + 1),
+            requests,
+            new(count, pages),
+            new(tokens, window),
+            is_decode,
         )
         return cls(batch, slots, full_to_swa, new(tokens), new(tokens), new(tokens, entries), new(tokens))
 

@@ -10,8 +10,8 @@ from nvfp4_sgl.cache.rows import PackedIndexRows, PackedKvRows, RowStore
 from nvfp4_sgl.config import LayerKind, LayerSpec
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
+from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.model.rope_tables import frequencies
-from nvfp4_sgl.model.tokens import tokens_of
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
@@ -105,13 +105,21 @@ class FusedAttentionInputs(nn.Module):
         deferred_weights = None
         if isinstance(weights, Unmultiplied):
             values, matrix = x.require_values(), weights.weight
-            if tokens <= MAX_TOKENS:
+            if step.planned[Choice.INPUTS] <= MAX_TOKENS:
                 weights = torch.empty(tokens, len(matrix), dtype=torch.float32, device=device)
                 deferred_weights = IndexWeights(values, matrix, weights)
             else:
-                weights = multiply_small(values, matrix, step.small_product_semaphores)
+                weights = multiply_small(values, matrix, step)
         batch, workspace = step.plan.batch, step.workspace
-        prepare_attention(latents, calls, batch, self._frequencies, workspace=workspace, index_weights=deferred_weights)
+        prepare_attention(
+            latents,
+            calls,
+            batch,
+            self._frequencies,
+            workspace=workspace,
+            index_weights=deferred_weights,
+            planned_tokens=step.planned[Choice.INPUTS],
+        )
         return Prepared(q_lora, weights)
 
 
@@ -125,7 +133,7 @@ class FusedSelection(nn.Module):
 
     def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
-        self._config, self._table, self._parallel = context.config, layer.rope, context.parallel
+        self._config, self._table, self._context = context.config, layer.rope, context
 
     def forward(self, index_q: Tensor, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
         config, batch, keys = self._config, step.plan.batch, packed(cache.index)
@@ -133,7 +141,7 @@ class FusedSelection(nn.Module):
         tokens, factor = index_q.shape[0], dim**-0.5 * heads**-0.5
         q, cos_sin = index_q.view(tokens, heads, dim), step.cos_sin[self._table]
         rows, columns = step.scores.shape
-        chooses, ours = columns > topk, tokens_of(self._parallel, tokens)
+        chooses, ours = columns > topk, self._context.tokens(tokens)
         own = ours.kept if chooses else slice(0, tokens)
         slots = weights.new_empty(own.stop - own.start, topk, dtype=batch.owners.dtype)
         lengths = weights.new_empty(len(slots), dtype=batch.owners.dtype)
@@ -196,6 +204,7 @@ class FusedAttentionCore(nn.Module):
             cos_sin=step.cos_sin[self._table],
             query_eps=config.rms_norm_eps,
             semaphores=step.attention_semaphores,
+            planned_queries=step.planned[Choice.ATTENTION],
             out=out,
             out_rows=rows,
             owners=None if plan.batch.is_decode or chooses else plan.batch.owners,

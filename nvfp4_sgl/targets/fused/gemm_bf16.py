@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.targets.fused.gated import SwiGluGemm
+from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.router_logits import max_tokens, router_logits
@@ -52,16 +54,16 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def multiply_small(x: Tensor, weight: Tensor, semaphores: Tensor) -> Tensor:
+def multiply_small(x: Tensor, weight: Tensor, step: Step) -> Tensor:
     """``x @ weight^T`` in fp32 for a small matrix: by the kernel for few tokens where that is faster than the library.
 
     Args:
         x: bf16 [T, K].
         weight: bf16 [N, K].
-        semaphores: int32, the step's ``small_product_semaphores``.
     """
-    if len(x) <= max_tokens(*weight.shape):
-        return router_logits(x, weight, semaphores)
+    planned = step.planned[Choice.SMALL_GEMM]
+    if planned <= max_tokens(*weight.shape):
+        return router_logits(x, weight, step.small_product_semaphores, planned_tokens=planned)
     return multiply(x, weight, torch.float32)
 
 

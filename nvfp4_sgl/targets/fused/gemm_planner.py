@@ -66,6 +66,7 @@ class GemmPlanner(FusedPlanner):
 
     def __init__(self, backends: Backends, context: Context, slots: Slots, caches: Sequence[LayerCache]):
         super().__init__(context, slots, caches)
+        launcher.current().pin = context.policy.pin
         self.backends = backends
 
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:

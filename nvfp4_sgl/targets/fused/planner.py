@@ -10,7 +10,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.targets.fused.attention import packed
 from nvfp4_sgl.targets.fused.step import Scratch, Step, device_frequencies
@@ -38,10 +38,10 @@ class FusedPlanner:
 
     def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
         """Room for a pass, not filled; ``scores`` as in :meth:`Step.allocate`."""
-        if request.is_block:
+        if request.kind is PassKind.BLOCK:
             raise UnsupportedError("a pass of a draft's block: expected none on a GPU, whose kernels mask causally")
         longest = self.slots.longest
-        if not request.is_decode and request.longest is not None:
+        if not request.kind.is_by_size and request.longest is not None:
             longest = request.longest
         return Step.allocate(
             self.context.config,
@@ -51,7 +51,8 @@ class FusedPlanner:
             self.slots.table,
             self.slots.full_to_swa,
             longest=longest,
-            decode=request.is_decode,
+            kind=request.kind,
+            policy=self.context.policy,
             scores=scores,
         )
 

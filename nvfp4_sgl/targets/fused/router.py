@@ -50,7 +50,7 @@ class FusedRouter(nn.Module):
             self.bias = frozen(context.read(f"{stem}.bias").float())
 
     def forward(self, x: Tensor, token_ids: Tensor, step: Step) -> Routes:
-        logits = multiply_small(x, self.weight, step.small_product_semaphores)
+        logits = multiply_small(x, self.weight, step)
         (experts,) = self._experts
         routes = experts.new_routes(len(x))
         arguments = (self._config.routed_scaling_factor, routes, step.route_semaphore)

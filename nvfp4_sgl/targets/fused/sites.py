@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
+from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
@@ -53,7 +54,7 @@ class FusedSite(nn.Module):
 
     def __init__(self, context: Context, names: SiteNames, form: Form):
         super().__init__()
-        config, self._form = context.config, form
+        config, self._form, self._policy = context.config, form, context.policy
         self.fn = frozen(split_fn(context.read(f"{names.stem}_fn").float()))
         self.base, self.scale, self.norm = (
             frozen(context.read(name).float()) for name in (f"{names.stem}_base", f"{names.stem}_scale", names.norm)
@@ -70,7 +71,8 @@ class FusedSite(nn.Module):
 
     def enter(self, streams: Tensor, step: Step, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
         tokens, _, d = streams.shape
-        state = SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores)
+        planned = self._policy.tokens(Choice.SITE, tokens)
+        state = SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores, planned_tokens=planned)
         mix = self._ready(Mix(state), gather)
         hyper_connection_pre(self.site, streams, mix.state)
         return self._input(mix, gather), mix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind, ModelConfig, RopeTable
 from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS
+from nvfp4_sgl.model.contract import PassKind
+from nvfp4_sgl.model.policy import Choice, Policy
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import new_semaphores
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Workspace, new_workspace
@@ -106,6 +109,7 @@ class Step:
         attention_semaphores, site_semaphores, small_product_semaphores, route_semaphore: int32, zero between launches:
             the semaphores of sparse attention, hyper-connections, router's logits and index weights, and routing.
         candidates: workspace of the selection of ratio-4 entries.
+        planned: the number of tokens that a choice goes by.
     """
 
     plan: Plan
@@ -117,6 +121,7 @@ class Step:
     small_product_semaphores: Tensor
     route_semaphore: Tensor
     candidates: Candidates
+    planned: Mapping[Choice, int]
 
     @classmethod
     def allocate(
@@ -129,7 +134,8 @@ class Step:
         full_to_swa: Tensor,
         *,
         longest: int,
-        decode: bool,
+        kind: PassKind,
+        policy: Policy,
         scores: Tensor | None = None,
     ) -> Step:
         """Room for a pass over these tokens, contents undefined.
@@ -142,12 +148,21 @@ class Step:
             slots: int32 [request slots, columns].
             full_to_swa: int64 [full slots].
             longest: tokens of the longest sequence that may come, as the host knows it.
-            decode: whether shapes must follow from the numbers of tokens and requests alone.
+            kind: of the pass.
+            policy: what may depend on the number of tokens.
             scores: from :meth:`new_scores` for as many tokens or more; allocated unless given.
         """
         tokens, device = positions.shape[0], positions.device
-        plan = Plan.allocate(positions, requests, slots, full_to_swa, window=config.sliding_window, longest=longest)
-        rows = tokens if decode else min(tokens, _scores_at_once(longest))
+        plan = Plan.allocate(
+            positions,
+            requests,
+            slots,
+            full_to_swa,
+            window=config.sliding_window,
+            longest=longest,
+            is_decode=kind is PassKind.DECODE,
+        )
+        rows = tokens if kind.is_by_size else min(tokens, _scores_at_once(longest))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)
@@ -163,6 +178,7 @@ class Step:
             scratch.small_product_semaphores,
             scratch.route_semaphore,
             candidates,
+            {choice: policy.tokens(choice, tokens) for choice in (Choice.ATTENTION, Choice.SMALL_GEMM, Choice.INPUTS)},
         )
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-from nvfp4_sgl.model.contract import PassRequest, Slots
+from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.tokens import aligned
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -70,7 +70,10 @@ def warm_up_passes(
         positions = torch.cat([torch.arange(end - count, end, device=device) for count in added])
         new_tokens = torch.tensor(added, dtype=torch.int32, device=device)
         lengths = torch.full_like(new_tokens, end, dtype=torch.int64)
-        return PassRequest(positions, torch.zeros_like(lengths), lengths, None if decode else new_tokens, longest=end)
+        kind = PassKind.DECODE if decode else PassKind.EXTEND
+        return PassRequest(
+            positions, torch.zeros_like(lengths), lengths, kind, None if decode else new_tokens, longest=end
+        )
 
     def shared(size: int, total: int) -> list[int]:
         """New tokens of ``size`` requests, ``total`` in all: of the first as many as one can have, and so on."""

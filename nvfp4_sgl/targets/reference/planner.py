@@ -10,7 +10,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import Batch, BatchPlan, plan_batch
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 
 
 class ReferencePlanner:
@@ -26,7 +26,11 @@ class ReferencePlanner:
         full_slots = self._slots.table[requests, : int(ends.max())].long()
         batch = Batch(ends - added, ends, requests, full_slots, self._slots.full_to_swa)
         return plan_batch(
-            batch, window=self._window, ratios=self._ratios, is_block=request.is_block, rings=self._slots.rings
+            batch,
+            window=self._window,
+            ratios=self._ratios,
+            is_block=request.kind is PassKind.BLOCK,
+            rings=self._slots.rings,
         )
 
     def reserve(self, requests: int) -> None:

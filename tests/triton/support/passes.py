@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +31,15 @@ def resolved(
         requests=requests,
         pages=slots[requests, ::PAGE_TOKENS].contiguous(),
         window_slots=window_slots.int(),
+        is_decode=len(positions) == len(requests),
     )
 
 
 def moved(batch: Batch, device: str) -> Batch:
-    return Batch(**{name: tensor.to(device) for name, tensor in vars(batch).items()})
+    tensors: dict[str, Any] = {
+        name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    return replace(batch, **tensors)
 
 
 @dataclass(frozen=True)
