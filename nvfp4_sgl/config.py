@@ -16,6 +16,7 @@ from typing import Any
 from nvfp4_sgl.config_fields import DSPARK, FIXED, READ, REPEATS, Number, same
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_CONFIG_BYTES, read_json, require_directory, require_file, require_finished, shown
+from nvfp4_sgl.formats.blocks import NVFP4
 from nvfp4_sgl.rope_fields import RopeSaid, YarnConfig, check_parameters, read_yarn
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -34,6 +35,16 @@ class LayerKind(enum.Enum):
     """Window plus entries that compress 4 tokens, selected by the lightning indexer."""
     HCA = 128
     """Window plus every entry that compresses 128 tokens."""
+
+    @property
+    def overlap(self) -> int:
+        """Tokens in front of a window of the compressor that its entry is made of, too."""
+        return self.value if self is LayerKind.CSA else 0
+
+    @property
+    def keeps_state_by_page(self) -> bool:
+        """Whether the compressor's raw rows belong to a page of window rows rather than to a request."""
+        return self is LayerKind.CSA
 
 
 class RopeTable(enum.Enum):
@@ -279,10 +290,10 @@ class _Parser:
     def check_relations(self, config: ModelConfig) -> None:
         for field, divisor, why in (
             ("num_attention_heads", config.o_groups, "o_groups"),
-            ("hidden_size", 16, "the NVFP4 block"),
-            ("moe_intermediate_size", 16, "the NVFP4 block"),
-            ("q_lora_rank", 16, "the NVFP4 block"),
-            ("o_lora_rank", 16, "the NVFP4 block"),
+            ("hidden_size", NVFP4.columns, "the NVFP4 block"),
+            ("moe_intermediate_size", NVFP4.columns, "the NVFP4 block"),
+            ("q_lora_rank", NVFP4.columns, "the NVFP4 block"),
+            ("o_lora_rank", NVFP4.columns, "the NVFP4 block"),
             ("qk_rope_head_dim", 2, "a RoPE pair"),
         ):
             if getattr(config, field) % divisor:

@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from nvfp4_sgl.formats.blocks import NVFP4
 from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
 
-BLOCK = 16
+BLOCK = NVFP4.columns
 """Elements of NVFP4 that share a block scale."""
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
 """N of the MMA."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.families import relative_error
 from benchmarks.kernels import microseconds
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.triton_kernels.attention import tiling as tilings
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import Tiling
@@ -57,7 +58,7 @@ class Prompts:
         """Slots of all entries that a query sees, and their numbers."""
         position, request = self._queries(device)
         count = self.tokens // self.ratio
-        columns = TOPK if self.ratio == 4 else -(-count // 16) * 16
+        columns = TOPK if self.ratio == LayerKind.CSA.value else -(-count // 16) * 16
         column = torch.arange(columns, device=device).clamp(max=count - 1)
         return (request[:, None] * count + column).int(), ((position + 1) // self.ratio).clamp(max=columns).int()
 

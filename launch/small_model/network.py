@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from small_model.task import VOCABULARY
 
@@ -142,7 +143,7 @@ class SmallModel(nn.Module):
             layer.mlp.gate.register_forward_hook(_keep_choice)
 
     def csa_layers(self) -> list[Any]:
-        return [layer for layer in self.decoder.model.layers if layer.self_attn.ratio == 4]
+        return [layer for layer in self.decoder.model.layers if layer.self_attn.ratio == LayerKind.CSA.value]
 
     def routed_layers(self) -> list[Any]:
         """Layers whose experts are chosen by scores, the MTP block's too."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from nvfp4_sgl.config import LayerKind
+
 PAGE_TOKENS = 256
 """Tokens of one logical page; prefix-cache hits are multiples of it."""
 
@@ -39,7 +41,7 @@ def state_row(
     tokens along. Ratio 128: a ring belongs to each request; nothing is pending at a page boundary.
     """
     ring = rings[ratio]
-    if ratio == 4:
+    if LayerKind(ratio).keeps_state_by_page:
         assert swa_slot is not None
         return swa_slot // PAGE_TOKENS * ring + swa_slot % ring
     return request * ring + position % ring

@@ -8,9 +8,10 @@ import torch
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
-from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.cache.rows import RowStore, row_store
+from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
+from nvfp4_sgl.formats.pages import RowFormat
 
 
 class LocalCaches:
@@ -55,30 +56,30 @@ class LocalCaches:
         self._full_slots = torch.cat([deal().view(requests, self.capacity), padding])
         self._full_to_swa = torch.cat([torch.arange(PAGE_TOKENS), deal()])
         self.lengths = [0] * requests
-        self.layers = [self._layer(layer, 1 + pages) for layer in range(config.num_hidden_layers)]
+        self.layers = [self._layer(layer, 1 + pages) for layer in config.layers()]
 
-    def _rows(self, pages: int, page_size: int, dim: int, *, index: bool = False) -> RowStore:
-        if not self._packed:
-            shape = (pages, page_size * dim)
-            return ExactRows(torch.full(shape, float("nan"), dtype=self._dtype, device=self._device), dim)
-        entry = index_entry if index else kv_entry
-        buffer = torch.full((pages, entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8, device=self._device)
-        return PackedIndexRows(buffer, page_size) if index else PackedKvRows(buffer, page_size)
+    def _rows(self, pages: int, page_size: int, dim: int, format: RowFormat = kv_entry.FORMAT) -> RowStore:
+        columns, poison = page_size * dim, float("nan")
+        if self._packed:
+            columns, poison = format.page_bytes(page_size), 0xFF
+        dtype = torch.uint8 if self._packed else self._dtype
+        buffer = torch.full((pages, columns), poison, dtype=dtype, device=self._device)
+        return row_store(buffer, page_size, dim, format)
 
-    def _layer(self, layer: int, pages: int) -> LayerCache:
-        config, ratio = self._config, self._config.kind(layer).value
+    def _layer(self, layer: LayerSpec, pages: int) -> LayerCache:
+        config, ratio = self._config, layer.ratio
         swa = self._rows(pages, PAGE_TOKENS, config.head_dim)
-        if not ratio:
+        if not layer.compresses:
             return LayerCache(swa)
-        rows = (pages if ratio == 4 else self._requests + 1) * self.rings[ratio]
+        rows = (pages if layer.kind.keeps_state_by_page else self._requests + 1) * self.rings[ratio]
         compressed = self._rows(pages, PAGE_TOKENS // ratio, config.head_dim)
 
         def state(width: int) -> torch.Tensor:
             return torch.full((rows, width), float("nan"), device=self._device)
 
-        if ratio == 128:
+        if not layer.selects:
             return LayerCache(swa, compressed, state=state(2 * config.head_dim))
-        index = self._rows(pages, PAGE_TOKENS // ratio, config.index_head_dim, index=True)
+        index = self._rows(pages, PAGE_TOKENS // ratio, config.index_head_dim, index_entry.FORMAT)
         return LayerCache(swa, compressed, index, state(4 * config.head_dim), state(4 * config.index_head_dim))
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings, entry_slot, state_row
+from nvfp4_sgl.config import LayerKind
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def plan_batch(
         swa_write_slots=batch.full_to_swa[batch.full_slots[owner, positions]],
         swa_slots=_masked(swa_slots, back >= 0),
         hca_slots=_masked(entry_slot(batch.full_slots[owner[:, None], first128], 128), hca_visible)
-        if 128 in ratios
+        if LayerKind.HCA.value in ratios
         else no_entries,
         csa_entry_slots=_masked(entry_slot(batch.full_slots[:, first4], 4), csa_exists),
         csa_visible=(positions + 1) // 4,
@@ -142,11 +143,12 @@ def _plan_compress(
     batch: Batch, ratio: int, owner: Tensor, positions: Tensor, bounds: list[int], rings: Rings
 ) -> CompressPlan:
     starts, ends = batch.starts, batch.ends
-    overlap = ratio if ratio == 4 else 0
+    kind = LayerKind(ratio)
+    overlap = kind.overlap
     tokens = positions.numel()
 
     def rows_of(request: Tensor, position: Tensor) -> Tensor:
-        swa = batch.full_to_swa[batch.full_slots[request, position]] if ratio == 4 else None
+        swa = batch.full_to_swa[batch.full_slots[request, position]] if kind.keeps_state_by_page else None
         return state_row(ratio, request=batch.requests[request], position=position, swa_slot=swa, rings=rings)
 
     windows = ends // ratio - starts // ratio
@@ -168,7 +170,7 @@ def _plan_compress(
 
     # A ring keeps its last rows only: per page for ratio 4, per request for ratio 128.
     horizon = ends[owner]
-    if ratio == 4:
+    if kind.keeps_state_by_page:
         horizon = torch.minimum((positions // PAGE_TOKENS + 1) * PAGE_TOKENS, horizon)
     kept = (positions >= horizon - rings[ratio]).nonzero().squeeze(1)
     return CompressPlan(

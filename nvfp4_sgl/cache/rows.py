@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.formats import index_entry, kv_entry
+from nvfp4_sgl.formats.pages import RowFormat
 
 
 class RowStore(Protocol):
@@ -45,36 +45,27 @@ class ExactRows:
         return self._rows.index_select(0, slots.reshape(-1)).float().view(*slots.shape, -1)
 
 
-class PackedKvRows:
-    """512-wide key/value rows in SGLang's 584-byte entries (specification §4.4): uint8 [pages, page_bytes].
+class PackedRows:
+    """Rows in SGLang's 8-bit entries (specification §4.4, §4.5): uint8 [pages, page_bytes].
 
     Rows are quantised from the fp32 values that are written.
     """
 
     is_quantized = True
 
-    def __init__(self, pages: Tensor, page_size: int):
-        self.pages, self.page_size = pages.view(torch.uint8), page_size
+    def __init__(self, format: RowFormat, pages: Tensor, page_size: int):
+        self.format, self.pages, self.page_size = format, pages.view(torch.uint8), page_size
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        kv_entry.write_rows(self.pages, self.page_size, slots, rows)
+        self.format.write_rows(self.pages, self.page_size, slots, rows)
 
     def read(self, slots: Tensor) -> Tensor:
-        rows = kv_entry.read_rows(self.pages, self.page_size, slots.reshape(-1))
+        rows = self.format.read_rows(self.pages, self.page_size, slots.reshape(-1))
         return rows.view(*slots.shape, -1)
 
 
-class PackedIndexRows:
-    """128-wide indexer keys in SGLang's 132-byte entries (specification §4.5): uint8 [pages, page_bytes]."""
-
-    is_quantized = True
-
-    def __init__(self, pages: Tensor, page_size: int):
-        self.pages, self.page_size = pages.view(torch.uint8), page_size
-
-    def write(self, slots: Tensor, rows: Tensor) -> None:
-        index_entry.write_rows(self.pages, self.page_size, slots, rows)
-
-    def read(self, slots: Tensor) -> Tensor:
-        rows = index_entry.read_rows(self.pages, self.page_size, slots.reshape(-1))
-        return rows.view(*slots.shape, -1)
+def row_store(buffer: Tensor, page_size: int, dim: int, format: RowFormat) -> RowStore:
+    """The rows in ``buffer``: exact ones of ``dim`` values in a model dtype, or bytes in ``format``."""
+    if buffer.dtype in (torch.float32, torch.bfloat16):
+        return ExactRows(buffer, dim)
+    return PackedRows(format, buffer, page_size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from nvfp4_sgl.checkpoint import values
-from nvfp4_sgl.formats.blocks import FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK
+from nvfp4_sgl.formats import blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,11 +139,11 @@ class ModelOptNvFp4(Decoder):
     writers = frozenset({Writer.MODELOPT})
     parts = (
         Part(("weight",), ("U8",), (1, 2), values.anything),
-        Part(("weight_scale",), ("F8_E4M3",), (1, NVFP4_BLOCK), values.e4m3_scales),
+        Part(("weight_scale",), ("F8_E4M3",), blocks.NVFP4, values.e4m3_scales),
         Part(("weight_scale_2",), ("F32",), None, values.global_scale),
         Part(("input_scale",), ("F32",), None, values.global_scale, optional=True),
     )
-    block = (1, NVFP4_BLOCK)
+    block = blocks.NVFP4
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -166,11 +166,11 @@ class CompressedNvFp4(Decoder):
     writers = frozenset({Writer.COMPRESSED_TENSORS})
     parts = (
         Part(("weight_packed",), ("U8",), (1, 2), values.anything),
-        Part(("weight_scale",), ("F8_E4M3",), (1, NVFP4_BLOCK), values.e4m3_scales),
+        Part(("weight_scale",), ("F8_E4M3",), blocks.NVFP4, values.e4m3_scales),
         Part(("weight_global_scale",), ("F32",), None, values.inverse_global_scale),
         Part(("input_global_scale",), ("F32",), None, values.inverse_global_scale, optional=True),
     )
-    block = (1, NVFP4_BLOCK)
+    block = blocks.NVFP4
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -194,9 +194,9 @@ class MxFp4AsNvFp4(Decoder):
     writers = frozenset({Writer.MODELOPT})
     parts = (
         Part(("weight",), ("I8", "U8"), (1, 2), values.anything),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (1, MXFP4_BLOCK), values.mxfp4_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), blocks.MXFP4, values.mxfp4_scales),
     )
-    block = (1, MXFP4_BLOCK)
+    block = blocks.MXFP4
     is_packed = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -245,9 +245,9 @@ class Fp8PowerScales(Decoder):
     writers = frozenset(Writer)
     parts = (
         Part(("weight",), ("F8_E4M3",), (1, 1), values.e4m3_values),
-        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), (FP8_BLOCK, FP8_BLOCK), values.fp8_power_scales),
+        Part(("scale", "weight_scale_inv"), ("F8_E8M0",), blocks.FP8, values.fp8_power_scales),
     )
-    block = (FP8_BLOCK, FP8_BLOCK)
+    block = blocks.FP8
     has_mxfp8 = True
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
@@ -280,11 +280,11 @@ class Fp8FloatScales(Decoder):
         Part(
             ("scale", "weight_scale_inv", "weight_scale"),
             ("F32", "BF16"),
-            (FP8_BLOCK, FP8_BLOCK),
+            blocks.FP8,
             values.fp32_scales,
         ),
     )
-    block = (FP8_BLOCK, FP8_BLOCK)
+    block = blocks.FP8
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         scales = [stored[suffix] for suffix in self.parts[1].suffixes if suffix in stored]

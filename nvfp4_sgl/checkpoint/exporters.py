@@ -19,7 +19,7 @@ from nvfp4_sgl.checkpoint.patterns import Targets, Wildcards, modules_around
 from nvfp4_sgl.checkpoint.transformers_names import PREFIX
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_NAME, shown
-from nvfp4_sgl.formats.blocks import FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK
+from nvfp4_sgl.formats import blocks
 
 NVFP4, MXFP4, FP8, PLAIN = "NVFP4", "MXFP4", "FP8", ""
 """Schemes, as :attr:`.decoders.Decoder.scheme`; :data:`PLAIN` is no quantisation."""
@@ -30,7 +30,7 @@ QUANT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "fp8")
 QUANT_ALGOS = (NVFP4, "MIXED_PRECISION", FP8)
 EXPERT_DTYPES = {"fp4": frozenset({MXFP4}), "fp8": frozenset({FP8}), "bf16": frozenset({PLAIN})}
 FORMATS = ("nvfp4-pack-quantized", "float-quantized", "mixed-precision")
-BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
+BLOCK_SIZE = [*blocks.FP8]
 
 IGNORE_FIELDS = ("ignore", "exclude_modules", "modules_to_not_convert")
 """Names of one field in different exports."""
@@ -139,8 +139,8 @@ def _modelopt(claims: Claims, expert_dtype: object) -> Claims:
     _known(claims, "activation_scheme", ("dynamic",))
     inner_dtype = _known(claims, "expert_dtype", tuple(EXPERT_DTYPES))
     _check_cache(claims)
-    if raw.get("group_size") not in (None, NVFP4_BLOCK):
-        raise claims.error("group_size", f"{NVFP4_BLOCK}, of NVFP4", raw["group_size"])
+    if raw.get("group_size") not in (None, blocks.NVFP4.columns):
+        raise claims.error("group_size", f"{blocks.NVFP4.columns}, of NVFP4", raw["group_size"])
     if raw.get("weight_block_size") not in (None, BLOCK_SIZE):
         raise claims.error("weight_block_size", str(BLOCK_SIZE), raw["weight_block_size"])
     ignored = _ignored(claims)
@@ -274,9 +274,9 @@ def _scheme(claims: Claims, field: str, weights: object) -> str:
         if arguments.get(name) not in allowed:
             raise claims.error(f"{field}.{name}", " or ".join(map(str, allowed)), arguments.get(name))
     known: dict[tuple[object, ...], str] = {
-        (4, "tensor_group", NVFP4_BLOCK): NVFP4,
-        (4, None, NVFP4_BLOCK): NVFP4,
-        (4, "group", MXFP4_BLOCK): MXFP4,
+        (4, "tensor_group", blocks.NVFP4.columns): NVFP4,
+        (4, None, blocks.NVFP4.columns): NVFP4,
+        (4, "group", blocks.MXFP4.columns): MXFP4,
         (8, "block", None): FP8,
     }
     what = (arguments.get("num_bits"), arguments.get("strategy"), arguments.get("group_size"))
@@ -284,7 +284,7 @@ def _scheme(claims: Claims, field: str, weights: object) -> str:
     if scheme is None or (scheme == FP8 and arguments.get("block_structure") != BLOCK_SIZE):
         raise claims.error(
             field,
-            f"NVFP4 (num_bits 4, group_size {NVFP4_BLOCK}) or FP8 (num_bits 8, strategy block, block_structure"
+            f"NVFP4 (num_bits 4, group_size {blocks.NVFP4.columns}) or FP8 (num_bits 8, strategy block, block_structure"
             f" {BLOCK_SIZE})",
             weights,
         )
@@ -306,8 +306,8 @@ def _quantized_layers(claims: Claims) -> dict[str, str]:
             raise claims.error(field, "an object with quant_algo NVFP4, MXFP4 or FP8", said)
         _require_fields(claims, f"{field}.", said, LAYER_FIELDS)
         sizes = {said.get("group_size"), said.get("awq_block_size")} - {None}
-        if algo == NVFP4 and sizes - {NVFP4_BLOCK}:
-            raise claims.error(field, f"group_size {NVFP4_BLOCK}", said)
+        if algo == NVFP4 and sizes - {blocks.NVFP4.columns}:
+            raise claims.error(field, f"group_size {blocks.NVFP4.columns}", said)
         found[name] = algo
     return found
 

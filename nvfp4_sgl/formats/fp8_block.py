@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from nvfp4_sgl.formats import ue8m0
-from nvfp4_sgl.formats.blocks import FP8_BLOCK
+from nvfp4_sgl.formats.blocks import FP8
 from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_multiple, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
 from nvfp4_sgl.formats.values import POWER_SCALE_MAX, as_finite_fp32, divide, require_finite
 
-BLOCK = FP8_BLOCK
+BLOCK = FP8.columns
 AMAX_FLOOR = 1e-4
 """Block maxima are floored here (on the amax, not on the scale), as DeepSeek's, SGLang's and vLLM's code does."""
 

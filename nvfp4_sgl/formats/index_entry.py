@@ -12,14 +12,13 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
-from nvfp4_sgl.formats.pages import PageLayout
+from nvfp4_sgl.formats.pages import RowFormat
 from nvfp4_sgl.formats.values import as_finite_fp32, divide
 from nvfp4_sgl.limits import INDEX_HEAD_DIM
 
 DIM = INDEX_HEAD_DIM
 SCALE_BYTES = 4
 AMAX_FLOOR = 1e-4
-LAYOUT = PageLayout(data_bytes=DIM, scale_bytes=SCALE_BYTES)
 
 
 def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,26 +45,12 @@ def unpack(data: Tensor, scale: Tensor) -> Tensor:
     return data.contiguous().view(torch.float8_e4m3fn).float() * scale[:, None]
 
 
-def page_bytes(page_size: int) -> int:
-    """Bytes of a page of ``page_size`` entries: 132·P."""
-    return LAYOUT.page_bytes(page_size)
+def _unpack_bytes(data: Tensor, scales: Tensor) -> Tensor:
+    return unpack(data, scales.contiguous().view(torch.float32).flatten())
 
 
-def write_rows(pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
-    """Pack ``rows`` (fp32 or bf16 [n, 128]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
-
-    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`OperandValueError`. Slots should be
-    distinct: which row wins at a repeated slot is undefined.
-    """
-    require_shape("slots", slots, (rows.shape[0],))
-    data, scale = pack(rows)
-    LAYOUT.write(pages, page_size, slots, data, scale[:, None].view(torch.uint8))
-
-
-def read_rows(pages: Tensor, page_size: int, slots: Tensor) -> Tensor:
-    """fp32 [n, 128]: the entries at ``slots`` (int32 or int64 [n], may repeat) of ``pages``, dequantised."""
-    data, scale = LAYOUT.read(pages, page_size, slots)
-    return unpack(data, scale.contiguous().view(torch.float32).flatten())
+FORMAT = RowFormat(DIM, DIM, SCALE_BYTES, pack, _unpack_bytes)
+page_bytes, write_rows, read_rows = FORMAT.page_bytes, FORMAT.write_rows, FORMAT.read_rows
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import fp8_block, ue8m0
 from nvfp4_sgl.formats.checks import require_dtype, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import round_to_e4m3
-from nvfp4_sgl.formats.pages import PageLayout
+from nvfp4_sgl.formats.pages import RowFormat
 from nvfp4_sgl.formats.values import as_finite_fp32
 from nvfp4_sgl.limits import HEAD_DIM, ROPE_DIM
 
@@ -28,7 +28,6 @@ NOPE_DIM = DIM - ROPE_DIM
 BLOCK = 64
 DATA_BYTES = NOPE_DIM + 2 * ROPE_DIM
 SCALE_BYTES = 8
-LAYOUT = PageLayout(data_bytes=DATA_BYTES, scale_bytes=SCALE_BYTES, align=DATA_BYTES)
 
 
 def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,21 +62,5 @@ def unpack(data: Tensor, scales: Tensor) -> Tensor:
     return torch.cat((nope, tail), dim=-1)
 
 
-def page_bytes(page_size: int) -> int:
-    """Bytes of a page of ``page_size`` entries: ceil(584·P / 576)·576."""
-    return LAYOUT.page_bytes(page_size)
-
-
-def write_rows(pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
-    """Pack ``rows`` (fp32 or bf16 [n, 512]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
-
-    slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`OperandValueError`. Slots should be
-    distinct: which row wins at a repeated slot is undefined. Padding and other slots are left alone.
-    """
-    require_shape("slots", slots, (rows.shape[0],))
-    LAYOUT.write(pages, page_size, slots, *pack(rows))
-
-
-def read_rows(pages: Tensor, page_size: int, slots: Tensor) -> Tensor:
-    """fp32 [n, 512]: the entries at ``slots`` (int32 or int64 [n], may repeat) of ``pages``."""
-    return unpack(*LAYOUT.read(pages, page_size, slots))
+FORMAT = RowFormat(DIM, DATA_BYTES, SCALE_BYTES, pack, unpack, align=DATA_BYTES)
+page_bytes, write_rows, read_rows = FORMAT.page_bytes, FORMAT.write_rows, FORMAT.read_rows

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import e2m1, ue8m0
-from nvfp4_sgl.formats.blocks import MXFP4_BLOCK
+from nvfp4_sgl.formats.blocks import MXFP4
 from nvfp4_sgl.formats.checks import holds_any, require_dtype, require_matrix, require_shape
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.formats.values import POWER_SCALE_MAX, divide, require_finite
 
-BLOCK = MXFP4_BLOCK
+BLOCK = MXFP4.columns
 AMAX_FLOOR = 6.0 * 2.0**-126
 
 TOP = 8

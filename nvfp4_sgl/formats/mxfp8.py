@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from nvfp4_sgl.formats import fp8_block, ue8m0
+from nvfp4_sgl.formats.blocks import MXFP8
 from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_shape, require_table
 from nvfp4_sgl.formats.e4m3 import round_to_e4m3
 from nvfp4_sgl.formats.fp8_block import VALUE_MAX, Fp8BlockTensor
 from nvfp4_sgl.formats.values import as_finite_fp32
 
-BLOCK = 32
+BLOCK = MXFP8.columns
 TOP_EXPONENT = 8
 """448, E4M3's largest, is 1.75 · 2^this."""
 BEYOND_TOP = 0x800000 - 0x600001

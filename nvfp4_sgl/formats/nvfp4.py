@@ -20,14 +20,14 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import e2m1
-from nvfp4_sgl.formats.blocks import NVFP4_BLOCK
+from nvfp4_sgl.formats.blocks import NVFP4
 from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_multiple, require_shape, require_table
 from nvfp4_sgl.formats.e2m1 import E2M1_MAX
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, E4M3_MIN, round_to_e4m3
 from nvfp4_sgl.formats.values import as_finite_fp32, divide, require_finite
 from nvfp4_sgl.limits import MAX_SWIGLU_LIMIT, MIN_QUANTIZED_SWIGLU_LIMIT
 
-BLOCK = NVFP4_BLOCK
+BLOCK = NVFP4.columns
 FULL_SCALE = E2M1_MAX * E4M3_MAX
 """2688: the largest |e2m1 · e4m3|, so a global scale of amax/2688 just fits."""
 

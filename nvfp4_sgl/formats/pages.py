@@ -1,30 +1,46 @@
-"""Paged row storage shared by the key-cache formats: a page is P data rows, then P scale rows, then padding."""
+"""Rows of the key caches in 8-bit formats, and pages of them: P rows of data, then P of scales, then padding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
-from nvfp4_sgl.formats.checks import require_dtype
+from nvfp4_sgl.formats.checks import require_dtype, require_shape
 
 
 @dataclass(frozen=True)
-class PageLayout:
-    """A page: ``page_size`` rows of ``data_bytes``, then as many of ``scale_bytes``, rounded up to ``align`` bytes."""
+class RowFormat:
+    """A row of a cache: the one record of its bytes, for caches, kernels and forecasts.
 
+    Attributes:
+        dim: values of a row.
+        data_bytes, scale_bytes: of a row.
+        pack: fp32 or bf16 [n, dim] to data uint8 [n, data_bytes] and scales, of ``scale_bytes`` a row.
+        unpack: the inverse, to fp32 [n, dim]; takes data, and scales as uint8 [n, scale_bytes].
+        align: pages are multiples of so many bytes.
+    """
+
+    dim: int
     data_bytes: int
     scale_bytes: int
+    pack: Callable[[Tensor], tuple[Tensor, Tensor]]
+    unpack: Callable[[Tensor, Tensor], Tensor]
     align: int = 1
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.data_bytes + self.scale_bytes
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of ``page_size`` rows."""
         if page_size <= 0:
             raise OperandValueError(f"page_size: expected a positive number of rows, found {page_size}")
-        raw = page_size * (self.data_bytes + self.scale_bytes)
-        return -(-raw // self.align) * self.align
+        return -(-page_size * self.entry_bytes // self.align) * self.align
 
     def regions(self, pages: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
         """Views into ``pages`` (uint8 [n_pages, page_bytes]).
@@ -42,15 +58,22 @@ class PageLayout:
         scales = pages[:, split : split + page_size * self.scale_bytes].unflatten(1, (page_size, self.scale_bytes))
         return data, scales
 
-    def write(self, pages: Tensor, page_size: int, slots: Tensor, data: Tensor, scales: Tensor) -> None:
-        """Store entry i (``data[i]``, ``scales[i]``, uint8) at ``slots[i]``; other bytes are left alone.
+    def write_rows(self, pages: Tensor, page_size: int, slots: Tensor, rows: Tensor) -> None:
+        """Pack ``rows`` (fp32 or bf16 [n, dim]) into ``pages`` (uint8 [n_pages, page_bytes], in place).
 
-        Which entry wins at a slot that is named twice is undefined.
+        slots: int32 or int64 [n], slot = page · P + row; outside the pages: :class:`OperandValueError`. Slots should be
+        distinct: which row wins at a repeated slot is undefined. Padding and other slots are left alone.
         """
+        require_shape("slots", slots, (rows.shape[0],))
+        data, scales = self.pack(rows)
         data_region, scale_region = self.regions(pages, page_size)
         page, offset = self._locate(pages, page_size, slots)
         data_region[page, offset] = data
-        scale_region[page, offset] = scales
+        scale_region[page, offset] = scales.view(torch.uint8).view(len(data), self.scale_bytes)
+
+    def read_rows(self, pages: Tensor, page_size: int, slots: Tensor) -> Tensor:
+        """fp32 [n, dim]: the entries at ``slots`` (int32 or int64 [n], may repeat) of ``pages``, dequantised."""
+        return self.unpack(*self.read(pages, page_size, slots))
 
     def read(self, pages: Tensor, page_size: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies (data uint8 [n, data_bytes], scales uint8 [n, scale_bytes]) of the entries at ``slots``."""

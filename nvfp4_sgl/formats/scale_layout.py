@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from nvfp4_sgl.errors import OperandValueError
+from nvfp4_sgl.formats.blocks import NVFP4
 from nvfp4_sgl.formats.checks import require_dtype, require_shape
 
-BLOCK = 16
+BLOCK = NVFP4.columns
 """Elements that share a scale in NVFP4, which functions here assume unless told."""
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
 ATOM_BYTES = ATOM_ROWS * ATOM_BLOCKS

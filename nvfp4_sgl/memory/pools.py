@@ -58,7 +58,7 @@ def bytes_per_token(
     kinds = [layer.kind for layer in config.layers(stage)]
     csa, hca = (kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
     state_width = 4 * (config.head_dim + config.index_head_dim)
-    index = index_entry.LAYOUT.page_bytes(1) if row_bytes is None else config.index_head_dim * row_bytes
+    index = index_entry.FORMAT.page_bytes(1) if row_bytes is None else config.index_head_dim * row_bytes
     return {
         "window rows": swa_ratio * len(kinds) * _row(config, row_bytes, PAGE_TOKENS),
         "ratio-4 states": swa_ratio * csa * rings[4] / PAGE_TOKENS * state_width * STATE_BYTES,
@@ -90,4 +90,4 @@ def bytes_per_server(
 
 
 def _row(config: ModelConfig, row_bytes: int | None, page: int) -> float:
-    return kv_entry.LAYOUT.page_bytes(page) / page if row_bytes is None else config.head_dim * row_bytes
+    return kv_entry.FORMAT.page_bytes(page) / page if row_bytes is None else config.head_dim * row_bytes

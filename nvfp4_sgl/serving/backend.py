@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
-from nvfp4_sgl.config import ARCHITECTURE, LayerKind, ModelConfig
+from nvfp4_sgl.cache.rows import RowStore, row_store
+from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.formats import index_entry, kv_entry
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
@@ -142,26 +141,20 @@ def pass_request(forward_batch: Any) -> PassRequest:
     return PassRequest(forward_batch.positions, forward_batch.req_pool_indices, ends, kind, tokens_each=each)
 
 
-def layer_cache(pool: Any, config: ModelConfig, layer: int) -> LayerCache:
+def layer_cache(pool: Any, config: ModelConfig, index: int) -> LayerCache:
     """Row stores over one layer's buffers of SGLang's pool, exact or packed by the buffers' dtype."""
-    ratio = config.kind(layer).value
-    swa = window_rows(pool, config, layer)
-    if not ratio:
+    layer, swa = config.layer(index), window_rows(pool, config, index)
+    if not layer.compresses:
         return LayerCache(swa)
-    compressed = _rows(pools.compressed_buffer(pool, layer), PAGE_TOKENS // ratio, config.head_dim)
-    state = pools.compress_state(pool, layer, ring=rings()[ratio])
-    if ratio == LayerKind.HCA.value:
+    page, ring = PAGE_TOKENS // layer.ratio, rings()[layer.ratio]
+    compressed = row_store(pools.compressed_buffer(pool, index), page, config.head_dim, kv_entry.FORMAT)
+    state = pools.compress_state(pool, index, ring=ring)
+    if not layer.selects:
         return LayerCache(swa, compressed, state=state)
-    index = _rows(pools.index_buffer(pool, layer), PAGE_TOKENS // ratio, config.index_head_dim, index=True)
-    return LayerCache(swa, compressed, index, state, pools.index_compress_state(pool, layer, ring=rings()[ratio]))
+    keys = row_store(pools.index_buffer(pool, index), page, config.index_head_dim, index_entry.FORMAT)
+    return LayerCache(swa, compressed, keys, state, pools.index_compress_state(pool, index, ring=ring))
 
 
 def window_rows(pool: Any, config: ModelConfig, layer: int) -> RowStore:
     """A layer's rows of the sliding window in SGLang's pool."""
-    return _rows(pools.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim)
-
-
-def _rows(buffer: torch.Tensor, page_size: int, dim: int, *, index: bool = False) -> RowStore:
-    if buffer.dtype in (torch.float32, torch.bfloat16):
-        return ExactRows(buffer, dim)
-    return PackedIndexRows(buffer, page_size) if index else PackedKvRows(buffer, page_size)
+    return row_store(pools.swa_buffer(pool, layer), PAGE_TOKENS, config.head_dim, kv_entry.FORMAT)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
+from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE, LayerKind
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.memory.forecast import small_window
 from nvfp4_sgl.memory.pools import largest_chunk
@@ -234,7 +234,7 @@ def exact_rows_configurator() -> Any:
             return self.attn_head_dim * self.row_bytes
 
         def _compressed_bytes_per_full_token(self, ratio: int) -> float:
-            index = self.indexer_head_dim * self.row_bytes if ratio == 4 else 0
+            index = self.indexer_head_dim * self.row_bytes if ratio == LayerKind.CSA.value else 0
             return (self._get_paged_kv_bytes_per_token(ratio) + index) / ratio
 
     return ExactRowsConfigurator

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.formats.blocks import NVFP4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +94,7 @@ class Ownership:
 
     def check(self, config: ModelConfig) -> None:
         """:class:`ConfigError` if the model cannot be split over ``size`` ranks."""
-        for field, multiple in (("o_groups", 1), ("num_attention_heads", 1), ("moe_intermediate_size", 16)):
+        for field, multiple in (("o_groups", 1), ("num_attention_heads", 1), ("moe_intermediate_size", NVFP4.columns)):
             value = getattr(config, field)
             if value % (self.size * multiple):
                 raise ConfigError(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cache.rows import PackedIndexRows
+from nvfp4_sgl.cache.rows import PackedRows
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats import index_entry
 from nvfp4_sgl.ops.indexer import index_scores as reference_scores
@@ -105,7 +105,7 @@ class Layer:
         slots = made.plan.csa_entry_slots.flatten()
         slots = slots[slots >= 0]  # all else reads as NaN
         index_entry.write_rows(self.pages, PAGE, slots, keys[slots])
-        store = PackedIndexRows(self.pages, PAGE)
+        store = PackedRows(index_entry.FORMAT, self.pages, PAGE)
         self.keys = store.read(torch.arange(made.pages * PAGE))
         self.q = indexer_query(rotated, store)
 

@@ -16,25 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
-from nvfp4_sgl.limits import INDEX_HEAD_DIM
+from nvfp4_sgl.formats.index_entry import FORMAT
 
 from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import BF16_MAX, INTERPRETED, UNFUSED, encode_e4m3_bytes, signed_sum
 from .pool import last_slot
 
-DIM = INDEX_HEAD_DIM
-ENTRY_BYTES = 132
+DIM, ENTRY_BYTES, page_bytes = FORMAT.dim, FORMAT.entry_bytes, FORMAT.page_bytes
 
 AMAX_FLOOR = tl.constexpr(1e-4)
 HADAMARD_SCALE = tl.constexpr(128**-0.5)
 PARTNER_SUM_DTYPE = tl.constexpr(tl.int64 if INTERPRETED.value else tl.int32)
 """Dtype of the sum of two partners' bits; the interpreter's sum of int32 is int64, whatever dtype is asked for."""
-
-
-def page_bytes(page_size: int) -> int:
-    """Number of bytes of a page of ``page_size`` keys."""
-    return page_size * ENTRY_BYTES
 
 
 @triton.jit

@@ -21,27 +21,21 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.formats import checks
-from nvfp4_sgl.limits import HEAD_DIM, ROPE_DIM
+from nvfp4_sgl.formats.kv_entry import FORMAT
+from nvfp4_sgl.limits import ROPE_DIM
 
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rope import load_cos_sin, mean_square_scale, require_cos_sin, require_norm_weight, rotate
 from ..common.rounding import UNFUSED, encode_e4m3_bytes, encode_ue8m0_ceil, finite, reciprocal_ue8m0, round_to_bf16
 from .pool import last_slot
 
-DIM = HEAD_DIM
-DATA_BYTES = 576
-ENTRY_BYTES = 584
+DIM, ENTRY_BYTES, page_bytes = FORMAT.dim, FORMAT.entry_bytes, FORMAT.page_bytes
 
 VALUE_MAX = tl.constexpr(1.875 * 2.0**127)
 """Values are clamped to this: the largest multiple of a scale that is finite in fp32 when read back."""
 AMAX_FLOOR = tl.constexpr(1e-4)
 INVERSE_E4M3_MAX = tl.constexpr(1.0 / 448.0)
 """A product with this factor, rounded to fp32, has the exponent of the exact quotient for every fp32 maximum."""
-
-
-def page_bytes(page_size: int) -> int:
-    """Number of bytes of a page of ``page_size`` entries."""
-    return -(-page_size * ENTRY_BYTES // DATA_BYTES) * DATA_BYTES
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.peers import compared, foreign, installed
 from benchmarks.peers.compressor import compress_peers
 from nvfp4_sgl.cache.layout import STATE_RING
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.attention_inputs.compressor import Compression, Compressor, new_workspace
 from nvfp4_sgl.triton_kernels.attention_inputs.latent import Latents
@@ -143,7 +144,7 @@ def _plan(starts: Tensor, counts: Tensor) -> Plan:
 
 
 def _compression(plan: Plan, ratio: int, n: int) -> Compression:
-    width = 2 * n if ratio == 4 else n
+    width = 2 * n if ratio == LayerKind.CSA.value else n
     compressor = Compressor(
         ratio,
         torch.randn(ratio, width, device="cuda"),
@@ -152,7 +153,7 @@ def _compression(plan: Plan, ratio: int, n: int) -> Compression:
     )
     product = torch.randn(plan.batch.tokens, 2 * width + 2048, device="cuda")
     pages = plan.full_to_swa.shape[0] // PAGE_TOKENS
-    owners = pages if ratio == 4 else plan.batch.requests.shape[0]
+    owners = pages if ratio == LayerKind.CSA.value else plan.batch.requests.shape[0]
     page_size = PAGE_TOKENS // ratio
     entry = kv_entry if n == kv_entry.DIM else index_entry
     return Compression(
@@ -171,7 +172,7 @@ def _bytes(batch: Batch, call: Compression) -> int:
     starts, bounds = batch.starts.cpu().long(), batch.bounds.cpu().long()
     ends = starts + bounds.diff()
     row = 2 * compressor.width * 4
-    if ratio == 4:
+    if ratio == LayerKind.CSA.value:
         # Of a page its last 8, or the pass's; of history half of each row, up to the beginning of the window before.
         whole = ends // PAGE_TOKENS - starts // PAGE_TOKENS
         kept = torch.minimum(8 * (whole + 1), ends - starts)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.cache.rows import PackedIndexRows, PackedKvRows, RowStore
+from nvfp4_sgl.cache.rows import PackedRows, RowStore
 from nvfp4_sgl.config import LayerKind, LayerSpec
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
@@ -37,7 +37,7 @@ def packed(rows: RowStore | None) -> Entries:
     Raises:
         UnsupportedError: they are not SGLang's packed pages.
     """
-    if not isinstance(rows, PackedKvRows | PackedIndexRows):
+    if not isinstance(rows, PackedRows):
         raise UnsupportedError(
             f"cache rows: the GPU kernels read SGLang's packed pages, found {type(rows).__name__};"
             " leave --kv-cache-dtype out, or set it to fp8_e4m3"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cache.rows import ExactRows, PackedKvRows, RowStore
+from nvfp4_sgl.cache.rows import ExactRows, PackedRows, RowStore
 from nvfp4_sgl.formats import kv_entry
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import Tiling
@@ -31,7 +31,7 @@ def pool(rows: Tensor, slots: Tensor, count: int, page_size: int, *, packed: boo
     store: RowStore
     if packed:
         buffer = torch.full((pages, kv_entry.page_bytes(page_size)), 0xFF, dtype=torch.uint8)
-        store = PackedKvRows(buffer, page_size)
+        store = PackedRows(kv_entry.FORMAT, buffer, page_size)
     else:
         buffer = torch.full((pages, page_size * 512), float("nan"), dtype=torch.bfloat16)
         store = ExactRows(buffer, 512)

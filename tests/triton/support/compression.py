@@ -11,7 +11,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
 from nvfp4_sgl.cache.plan import Batch as ReferenceBatch
 from nvfp4_sgl.cache.plan import plan_batch
-from nvfp4_sgl.cache.rows import ExactRows, PackedIndexRows, PackedKvRows, RowStore
+from nvfp4_sgl.cache.rows import ExactRows, PackedRows, RowStore
 from nvfp4_sgl.formats import index_entry, kv_entry
 from nvfp4_sgl.ops.compressor import compress_windows
 from nvfp4_sgl.ops.indexer import write_index_keys
@@ -63,8 +63,8 @@ class Side:
     def store(self) -> RowStore:
         if not self.packed:
             return ExactRows(self.expected_pages, self.n)
-        rows = PackedKvRows if self.n == 512 else PackedIndexRows
-        return rows(self.expected_pages, self.page_size)
+        entry = kv_entry if self.n == 512 else index_entry
+        return PackedRows(entry.FORMAT, self.expected_pages, self.page_size)
 
     def call(self, kv: Tensor, score: Tensor, device: str) -> Compression:
         self.state, self.pages = self.state.to(device), self.pages.to(device)
@@ -199,7 +199,7 @@ def check_entries(found: Tensor, expected: Tensor, side: Side) -> None:
     if not side.packed:
         check_bf16(found, expected)
         return
-    layout = (kv_entry if side.n == 512 else index_entry).LAYOUT
+    layout = (kv_entry if side.n == 512 else index_entry).FORMAT
     data, scales = (part.flatten(0, 1) for part in layout.regions(found, side.page_size))
     expected_data, expected_scales = (part.flatten(0, 1) for part in layout.regions(expected, side.page_size))
     written = (expected_data != POISON).any(dim=1)
