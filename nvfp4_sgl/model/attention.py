@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -32,7 +30,7 @@ class Attention(nn.Module):
         """What the layer reads of its input."""
         return self.project_x.takes
 
-    def forward(self, x: Operand, step: Any, cache: LayerCache) -> Tensor:
+    def forward(self, x: Operand, step: object, cache: LayerCache) -> Tensor:
         """[T, d], this rank's part of the output, from the normalised input.
 
         All of this pass's cache writes come before any read, so that a query sees the window that it completes.

@@ -18,7 +18,8 @@ experts             the experts' GEMMs, SwiGLU and their weighted sum (:class:`E
 ==================  ===================================================================================================
 
 A producer of an activation is told what its consumer reads (:class:`Form`), so that it quantises on the way out.
-What passes from ``route`` to ``experts``, from ``select`` to ``attend`` and between sites is the target's own.
+The step of a pass, and what passes from ``route`` to ``experts``, from ``select`` to ``attend`` and between sites, are
+the target's own: type parameters, one each for all boundaries of a target. To the model they are objects.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,21 @@ from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
 CPU = torch.device("cpu")
+
+StepT = TypeVar("StepT")
+"""What all layers of a pass share, from ``plan``."""
+MixT = TypeVar("MixT")
+"""What a site leaves for the next one."""
+EntriesT = TypeVar("EntriesT")
+"""What ``select`` chooses for ``attend``."""
+RoutesT = TypeVar("RoutesT")
+"""What ``route`` chooses for ``experts``."""
+ExpertsT = TypeVar("ExpertsT", bound="Experts[Any, Any]")
+StepIn = TypeVar("StepIn", contravariant=True)
+EntriesIn = TypeVar("EntriesIn", contravariant=True)
+EntriesOut = TypeVar("EntriesOut", covariant=True)
+RoutesIn = TypeVar("RoutesIn", contravariant=True)
+RoutesOut = TypeVar("RoutesOut", covariant=True)
 
 
 class Form(enum.Flag):
@@ -139,19 +155,19 @@ class Slots:
     rings: Rings = field(default_factory=lambda: STATE_RING)
 
 
-class Planner(Protocol):
+class Planner(Protocol[StepT]):
     """Plans passes over SGLang's slots; one a decoder."""
 
-    def plan(self, request: PassRequest) -> Any:
+    def plan(self, request: PassRequest) -> StepT:
         """Plan an eager pass; returns its step."""
 
     def reserve(self, requests: int) -> None:
         """Allocate what the captured graphs of up to ``requests`` requests share."""
 
-    def capture(self, request: PassRequest) -> Any:
+    def capture(self, request: PassRequest) -> StepT:
         """Allocate the step of a graph that is about to be captured; its memory lives as long as the planner."""
 
-    def fill(self, step: Any, request: PassRequest) -> None:
+    def fill(self, step: StepT, request: PassRequest) -> None:
         """Fill ``step`` from the request's tensors inside the capture; launches kernels only."""
 
     def warm_up(self, decoder: Any, table: Tensor, tokens: int) -> None:
@@ -174,7 +190,7 @@ class Embedding(Protocol):
         """Streams [T, n, d] of embeddings [T, d]."""
 
 
-class Site(Protocol):
+class Site(Protocol[StepIn, MixT]):
     """One mHC site with the RMSNorm behind it, or the final collapse (specification §2).
 
     Streams [own, n, d], outputs [own, d] and mixes are those of the tokens that the rank keeps (:mod:`.tokens`). Where
@@ -182,15 +198,15 @@ class Site(Protocol):
     [T, n, d] that are left.
     """
 
-    def enter(self, streams: Tensor, step: Any, *, gather: Gather | None = None) -> tuple[Operand, Any]:
+    def enter(self, streams: Tensor, step: StepIn, *, gather: Gather | None = None) -> tuple[Operand, MixT]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Any, step: Any, *, gather: Gather | None = None
-    ) -> tuple[Operand, Tensor, Any]:
+        self, output: Tensor, streams: Tensor, mix: MixT, step: StepIn, *, gather: Gather | None = None
+    ) -> tuple[Operand, Tensor, MixT]:
         """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
 
-    def leave(self, output: Tensor, streams: Tensor, mix: Any, *, gather: Gather | None = None) -> Tensor:
+    def leave(self, output: Tensor, streams: Tensor, mix: MixT, *, gather: Gather | None = None) -> Tensor:
         """The streams after the last sublayer of a range of layers that does not end with the final collapse."""
 
 
@@ -259,27 +275,27 @@ class Prepared:
     index_weights: Tensor | None
 
 
-class AttentionInputs(Protocol):
+class AttentionInputs(Protocol[StepIn]):
     """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
 
-    def __call__(self, columns: Columns, x: Operand, step: Any, cache: LayerCache, form: Form) -> Prepared:
+    def __call__(self, columns: Columns, x: Operand, step: StepIn, cache: LayerCache, form: Form) -> Prepared:
         """Write the caches and normalise q_lora to ``form``; compute from ``x`` the columns that are still missing.
 
         All cache writes of the pass come before any read of ``attend``.
         """
 
 
-class Selection(Protocol):
+class Selection(Protocol[StepIn, EntriesOut]):
     """The lightning indexer: which ratio-4 entries each query attends to (specification §5)."""
 
-    def __call__(self, index_q: Tensor, weights: Tensor, step: Any, cache: LayerCache) -> Any:
+    def __call__(self, index_q: Tensor, weights: Tensor, step: StepIn, cache: LayerCache) -> EntriesOut:
         """The chosen entries, for ``attend``; index_q [T, heads * dim] and weights [T, heads] as projected."""
 
 
-class AttentionCore(Protocol):
+class AttentionCore(Protocol[StepIn, EntriesIn]):
     """Query norm and RoPE, sparse attention with a sink, inverse RoPE (specification §3.1 to 3.3)."""
 
-    def __call__(self, q: Tensor, step: Any, cache: LayerCache, entries: Any, form: Form) -> Operand:
+    def __call__(self, q: Tensor, step: StepIn, cache: LayerCache, entries: EntriesIn | None, form: Form) -> Operand:
         """[T, G, heads of a group * head_dim] in ``form``.
 
         Args:
@@ -302,42 +318,42 @@ class DsparkInput(Protocol):
         """[T, d], normalised, in the form ``takes``; from the target's streams [T, n, d] behind its captured layers."""
 
 
-class Router(Protocol):
+class Router(Protocol[StepIn, RoutesOut]):
     """Which experts each token visits, and with what weights (specification §6.1)."""
 
-    def __call__(self, x: Tensor, token_ids: Tensor, step: Any) -> Any:
+    def __call__(self, x: Tensor, token_ids: Tensor, step: StepIn) -> RoutesOut:
         """x [T, d] in the model dtype; ids int [T], by which the first layers route."""
 
 
-class Experts(Protocol):
+class Experts(Protocol[StepIn, RoutesIn]):
     """Routed experts and the shared one."""
 
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Operand, routes: Any, step: Any) -> Tensor:
+    def __call__(self, x: Operand, routes: RoutesIn, step: StepIn) -> Tensor:
         """[T, d], this rank's part of the weighted sum."""
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class Boundaries(Generic[StepT, MixT, EntriesT, RoutesT, ExpertsT]):
     """The implementation of every boundary on one target: called once a layer while weights are loaded.
 
     Each takes the :class:`Context` first; what it returns is what runs.
     """
 
-    plan: Callable[[Context, Slots, Sequence[LayerCache]], Planner]
+    plan: Callable[[Context, Slots, Sequence[LayerCache]], Planner[StepT]]
     embed: Callable[[Context], Embedding]
-    site: Callable[[Context, SiteNames, Form], Site]
+    site: Callable[[Context, SiteNames, Form], Site[StepT, MixT]]
     project_input: Callable[[Context, Sequence[Shard], Shard | None], InputProjection]
     project: Callable[[Context, Sequence[Shard]], Projection]
     project_groups: Callable[[Context, Shard, int], GroupedProjection]
-    prepare_attention: Callable[[Context, LayerSpec], AttentionInputs]
-    select: Callable[[Context, LayerSpec], Selection]
-    attend: Callable[[Context, LayerSpec], AttentionCore]
-    route: Callable[[Context, LayerSpec, Any], Router]
+    prepare_attention: Callable[[Context, LayerSpec], AttentionInputs[StepT]]
+    select: Callable[[Context, LayerSpec], Selection[StepT, EntriesT]]
+    attend: Callable[[Context, LayerSpec], AttentionCore[StepT, EntriesT]]
+    route: Callable[[Context, LayerSpec, ExpertsT], Router[StepT, RoutesT]]
     """Also told the experts, whose GEMMs say how rows are grouped."""
-    experts: Callable[[Context, Sequence[ExpertMatrices]], Experts]
+    experts: Callable[[Context, Sequence[ExpertMatrices]], ExpertsT]
     mtp_input: Callable[[Context, str], MtpInput] | None = None
     dspark_input: Callable[[Context, str], DsparkInput] | None = None
     """Told what the names of the draft's tensors begin with; ``None`` where the target does not draft so."""
@@ -355,6 +371,10 @@ def _where(item: Any) -> str:
     if isinstance(item, functools.partial):
         return f"{_where(item.func)} ({', '.join(map(str, item.args))})"
     return f"{item.__module__}:{item.__qualname__}"
+
+
+AnyBoundaries = Boundaries[Any, Any, Any, Any, Any]
+"""A target's, whichever it is."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +407,7 @@ class Context:
 
     source: WeightSource
     config: ModelConfig
-    boundaries: Boundaries
+    boundaries: AnyBoundaries
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     mode: ActivationMode = ActivationMode.W4A16

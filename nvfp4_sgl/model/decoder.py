@@ -13,7 +13,7 @@ from nvfp4_sgl.model.contract import Context, Form, Site, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
 
 
-def final_collapse(context: Context) -> Site:
+def final_collapse(context: Context) -> Site[Any, Any]:
     """The site behind the last layer, which collapses the streams for the LM head."""
     return context.boundaries.site(context, SiteNames("hc_head", "norm.weight", 0), Form.VALUES)
 
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         self,
         streams: Tensor,
         token_ids: Tensor,
-        step: Any,
+        step: object,
         caches: Sequence[LayerCache],
         only: Sequence[int] | None = None,
     ) -> Tensor:
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self,
         streams: Tensor,
         token_ids: Tensor,
-        step: Any,
+        step: object,
         caches: Sequence[LayerCache],
         only: Sequence[int] | None = None,
     ) -> Walk:

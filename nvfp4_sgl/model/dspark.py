@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ class DsparkDraft(nn.Module):
             frozen(context.read(f"{last}.markov_head.{name}.weight")) for name in ("markov_w1", "markov_w2")
         )
 
-    def inject(self, captured: Sequence[Tensor], step: Any, caches: Sequence[LayerCache]) -> None:
+    def inject(self, captured: Sequence[Tensor], step: object, caches: Sequence[LayerCache]) -> None:
         """Write what every stage keeps of tokens that the target has processed.
 
         Args:
@@ -54,7 +53,7 @@ class DsparkDraft(nn.Module):
             x = self.input(captured, attention.takes)
             attention.prepare(attention.project_x(x), x, step, cache, attention.project_q.takes)
 
-    def forward(self, streams: Tensor, token_ids: Tensor, step: Any, caches: Sequence[LayerCache]) -> Tensor:
+    def forward(self, streams: Tensor, token_ids: Tensor, step: object, caches: Sequence[LayerCache]) -> Tensor:
         """Hidden states [T, d] of a block for the LM head.
 
         Args:

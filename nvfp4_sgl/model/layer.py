@@ -33,7 +33,7 @@ class Sublayer:
     """
 
     name: str
-    site: Site
+    site: Site[Any, Any]
     takes: Form
     run: Callable[[Operand], Tensor]
     collective: Collective
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.hc_attn = site(context, attention, self.attn.takes)
         self.hc_ffn = site(context, experts, self.ffn.takes)
 
-    def sublayers(self, token_ids: Tensor, step: Any, cache: LayerCache) -> tuple[Sublayer, Sublayer]:
+    def sublayers(self, token_ids: Tensor, step: object, cache: LayerCache) -> tuple[Sublayer, Sublayer]:
         """Attention, then experts; arguments as of :meth:`.decoder.Decoder.forward`."""
         return (
             Sublayer(
@@ -106,15 +106,16 @@ class Walk:
 
     sublayer: Sublayer
     output: Tensor
+    mix: object
 
     def __init__(
         self,
         sublayers: Sequence[Sublayer],
-        after: Site | None,
+        after: Site[Any, Any] | None,
         streams: Tensor,
-        step: Any,
+        step: object,
         tokens: Tokens | None = None,
-        entered: tuple[Operand, Any] | None = None,
+        entered: tuple[Operand, object] | None = None,
     ):
         """Arguments:
         after: the site behind the last sublayer; ``None`` for streams alone.

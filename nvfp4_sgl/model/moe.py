@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nvfp4_sgl.config import LayerSpec
@@ -28,6 +26,6 @@ class MoE(nn.Module):
         """What the sublayer reads of its input; the router reads values."""
         return self.experts.takes | Form.VALUES
 
-    def forward(self, x: Operand, token_ids: Tensor, step: Any) -> Tensor:
+    def forward(self, x: Operand, token_ids: Tensor, step: object) -> Tensor:
         """[T, d], this rank's part, from the normalised input and the ids of these positions, int [T]."""
         return self.experts(x, self.route(x.require_values(), token_ids, step), step)

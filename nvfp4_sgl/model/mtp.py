@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -30,7 +28,7 @@ class MtpDraft(nn.Module):
         self.hc_head = context.boundaries.site(context, names, Form.VALUES)
 
     def forward(
-        self, embedded: Tensor, streams: Tensor, token_ids: Tensor, step: Any, cache: LayerCache
+        self, embedded: Tensor, streams: Tensor, token_ids: Tensor, step: object, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """(hidden states [T, d] for the LM head, the block's own streams [T, n, d]).
 

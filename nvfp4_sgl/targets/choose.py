@@ -14,7 +14,7 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import CPU, descriptor, modes, targets
 
 if TYPE_CHECKING:
-    from nvfp4_sgl.model.contract import Boundaries
+    from nvfp4_sgl.model.contract import AnyBoundaries
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Choice:
 
     target: str
     mode: ActivationMode
-    boundaries: Boundaries
+    boundaries: AnyBoundaries
     modes: tuple[ActivationMode, ...]
     dtypes: tuple[str, ...]
     kv_cache_dtypes: tuple[str, ...]

@@ -24,7 +24,7 @@ from nvfp4_sgl.weights.gemms import BY_KIND, TOGETHER, GemmSpec, MergeRule, Oper
 from nvfp4_sgl.weights.parallel import Ownership
 
 if TYPE_CHECKING:
-    from nvfp4_sgl.model.contract import Boundaries
+    from nvfp4_sgl.model.contract import AnyBoundaries
     from nvfp4_sgl.targets.gpus import Gpu
 
 GROUP = "nvfp4_sgl.targets"
@@ -77,9 +77,9 @@ class Descriptor:
     gpu_in: str = ""
     note: str = ""
 
-    def boundaries(self) -> Boundaries:
+    def boundaries(self) -> AnyBoundaries:
         """The implementation of each boundary; imports it."""
-        found: Boundaries = _imported(self.boundaries_in)()
+        found: AnyBoundaries = _imported(self.boundaries_in)()
         return found
 
     def gpu(self) -> Gpu:

@@ -8,6 +8,8 @@ from the batch size alone, so that a CUDA graph can hold it.
 
 from functools import partial
 
+from torch import Tensor
+
 from nvfp4_sgl.model.contract import Boundaries
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
 from nvfp4_sgl.targets.fused.backends import HOPPER, HOPPER_W4A4, SM100
@@ -16,10 +18,14 @@ from nvfp4_sgl.targets.fused.gemm_backend import Backends
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.fused.projections import GroupedProjection, InputProjection, Projection
 from nvfp4_sgl.targets.fused.router import FusedRouter
-from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite
+from nvfp4_sgl.targets.fused.sites import FusedEmbedding, FusedSite, Mix
+from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.triton_kernels.experts.permutation import Routes
+
+FusedBoundaries = Boundaries[Step, Mix, tuple[Tensor, Tensor], Routes, Experts]
 
 
-def boundaries(backends: Backends) -> Boundaries:
+def boundaries(backends: Backends) -> FusedBoundaries:
     """The boundaries of a target that multiplies with ``backends``."""
     return Boundaries(
         plan=partial(GemmPlanner, backends),
@@ -36,16 +42,16 @@ def boundaries(backends: Backends) -> Boundaries:
     )
 
 
-def w4a16_boundaries() -> Boundaries:
+def w4a16_boundaries() -> FusedBoundaries:
     """Hopper's: NVFP4 or FP8 weights, bf16 activations."""
     return boundaries(HOPPER)
 
 
-def w4a4_on_hopper_boundaries() -> Boundaries:
+def w4a4_on_hopper_boundaries() -> FusedBoundaries:
     """Hopper's with SM100's activations: rounded in launches before the GEMMs, in bf16."""
     return boundaries(HOPPER_W4A4)
 
 
-def sm100_boundaries() -> Boundaries:
+def sm100_boundaries() -> FusedBoundaries:
     """SM100's: quantised activations in the GEMMs."""
     return boundaries(SM100)

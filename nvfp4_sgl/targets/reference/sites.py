@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,7 +52,7 @@ class ReferenceSite(nn.Module):
         )
         self.norm = frozen(context.read(names.norm))
 
-    def enter(self, streams: Tensor, step: Any, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: object, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
         config, mix = self._config, Mix()
         eps = {"hc_eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
         if self._iterations:
@@ -67,7 +66,7 @@ class ReferenceSite(nn.Module):
         return Operand(x if gather is None else gather(x)), mix
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Mix, step: Any, *, gather: Gather | None = None
+        self, output: Tensor, streams: Tensor, mix: Mix, step: object, *, gather: Gather | None = None
     ) -> tuple[Operand, Tensor, Mix]:
         streams = self.leave(output, streams, mix)
         x, mix = self.enter(streams, step, gather=gather)
