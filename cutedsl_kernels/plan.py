@@ -19,7 +19,7 @@ from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm90 import choose as hopper
-from .sm90.shape import GATHER_MAX_TILE, PRODUCT_TOKEN_TILES, max_split
+from .sm90.shape import GATHER_MAX_TILE, GEMM_TOKEN_TILES, max_split
 from .sm90.shape import KernelShape as HopperShape
 from .sm90.shape import Weights as HopperWeights
 from .sm100.choose import (
@@ -27,12 +27,12 @@ from .sm100.choose import (
     MIN_STAGES,
     choose_experts,
     choose_gated,
-    choose_product,
+    choose_gemm,
     expert_shapes,
     expert_tile,
+    gemm_shapes,
+    gemm_tiles,
     longest_split,
-    product_shapes,
-    product_tiles,
 )
 from .sm100.shape import KernelShape, Operands
 
@@ -81,7 +81,7 @@ class Pin:
         return replace(shape, split_k=longest_split(k, self.split_k, shape))
 
 
-def plan_product(
+def plan_gemm(
     features: int,
     k: int,
     rows: int,
@@ -106,7 +106,7 @@ def plan_product(
     """
     if pin is not None:
         return pin.shape(k, token_tile, output, gated=False, grouped=False, operands=operands)
-    return choose_product(features, k, rows, groups, output, clusters, token_tile, operands)
+    return choose_gemm(features, k, rows, groups, output, clusters, token_tile, operands)
 
 
 def plan_experts(
@@ -173,7 +173,7 @@ def plan_w4a16(
     """
     if pin is not None:
         return _pinned_hopper(pin, k, output, gated=False, grouped=False, weights=weights)
-    return hopper.choose_product(features, k, rows, groups, output, clusters, weights)
+    return hopper.choose_gemm(features, k, rows, groups, output, clusters, weights)
 
 
 def plan_w4a16_experts(
@@ -239,7 +239,7 @@ def pairs_in(rows: int, experts: int, token_tile: int) -> int:
 
 def token_tile_for(tokens: int, pin: Pin | None = None) -> int:
     """The token tile to quantise this many rows for, before any dense or block-diagonal GEMM of them."""
-    return pin.token_tile if pin is not None else layout_tile(product_tiles(max(tokens, 1))[0])
+    return pin.token_tile if pin is not None else layout_tile(gemm_tiles(max(tokens, 1))[0])
 
 
 def expert_token_tile_for(pairs: int, experts: int, pin: Pin | None = None) -> int:
@@ -260,9 +260,9 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
     k = 1 << 20  # long enough for every split of K
     keys = [
         KernelKey("sm_90a", shape)
-        for weights in PRODUCT_TOKEN_TILES
+        for weights in GEMM_TOKEN_TILES
         for output in outputs
-        for shape in hopper.product_shapes(k, k, output, weights)
+        for shape in hopper.gemm_shapes(k, k, output, weights)
     ]
     for tile in TOKEN_TILES:
         gated = list(hopper.expert_shapes(k, tile, True, "bf16"))
@@ -286,14 +286,14 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
     expert_tiles = [tile for tile in TOKEN_TILES if tile <= MAX_EXPERT_TILE]
     k = 1 << 20  # long enough for every split of K
     for output in outputs:
-        keys += [KernelKey(architecture, shape) for shape in product_shapes(k, TOKEN_TILES, output)]
+        keys += [KernelKey(architecture, shape) for shape in gemm_shapes(k, TOKEN_TILES, output)]
         down = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, False, True, output)]
         keys += [KernelKey(architecture, shape, weighted=weighted) for shape in down for weighted in (False, True)]
     for grouped in (True, False):
         gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, grouped, "nvfp4")]
         keys += [KernelKey(architecture, shape, limit) for shape in gated]
     for output in outputs:
-        keys += [KernelKey(architecture, shape) for shape in product_shapes(k, TOKEN_TILES, output, "mxfp8")]
+        keys += [KernelKey(architecture, shape) for shape in gemm_shapes(k, TOKEN_TILES, output, "mxfp8")]
     gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, False, "bf16", "mxfp8")]
     keys += [KernelKey(architecture, shape, limit) for shape in gated]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= MIN_STAGES))

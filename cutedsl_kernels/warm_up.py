@@ -23,7 +23,7 @@ from .plan import (
     expert_token_tile_for,
     plan_experts,
     plan_gated,
-    plan_product,
+    plan_gemm,
     plan_w4a16,
     plan_w4a16_experts,
     rows_of,
@@ -40,7 +40,7 @@ from .sm100.shape import KernelShape, Operands
 from .workspace import workspace
 
 
-class SizedProduct(Protocol):
+class SizedGemm(Protocol):
     """The sizes of one of a model's GEMMs.
 
     Attributes:
@@ -71,7 +71,7 @@ class SizedProduct(Protocol):
 
 
 def keys_for(
-    products: Iterable[SizedProduct],
+    products: Iterable[SizedGemm],
     max_tokens: int,
     limit: float,
     architecture: str,
@@ -107,7 +107,7 @@ def keys_for(
 
 
 def _w4a16_keys(
-    products: Iterable[SizedProduct],
+    products: Iterable[SizedGemm],
     max_tokens: int,
     limit: float,
     clusters: Clusters,
@@ -137,7 +137,7 @@ def _w4a16_keys(
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clusters, pin: Pin | None) -> KernelShape:
+def _shape(product: SizedGemm, operands: Operands, tokens: int, clusters: Clusters, pin: Pin | None) -> KernelShape:
     """The kernel that the operations will plan for ``tokens`` tokens."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
@@ -148,7 +148,7 @@ def _shape(product: SizedProduct, operands: Operands, tokens: int, clusters: Clu
     tile = token_tile_for(tokens, pin)
     if product.gated:
         return plan_gated(features, k, tokens, tile, output, clusters, operands, pin=pin)
-    return plan_product(features, k, tokens, groups, tile, output, clusters, operands, pin=pin)
+    return plan_gemm(features, k, tokens, groups, tile, output, clusters, operands, pin=pin)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:

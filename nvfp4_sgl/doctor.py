@@ -24,7 +24,7 @@ from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
-from nvfp4_sgl.memory.plan import Plan
+from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.plugin import is_disabled
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     A DIR that is no checkpoint raises.
     """
     plan = plans.from_arguments(args)
-    if args.directory is None and plan != Plan(target=plan.target):
+    if args.directory is None and plan != ServerFlags(target=plan.target):
         raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
     if args.directory is not None:
         require_checkpoint(args.directory)
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def examine(directory: Path | None = None, plan: Plan | None = None) -> Report:
+def examine(directory: Path | None = None, plan: ServerFlags | None = None) -> Report:
     """Examine this process's surroundings, and the checkpoint in ``directory`` if one is given.
 
     The memory of a rank is forecast for the server of ``plan``, one with default flags here unless given.
@@ -153,7 +153,7 @@ def examine(directory: Path | None = None, plan: Plan | None = None) -> Report:
             report.problems.append(f"entry point {PLUGIN_NAME} of {state.group}: {state.reason}")
     if any(pin.name == "torch" and pin.found is None for pin in report.pins):
         return report
-    plan = plan or Plan()
+    plan = plan or ServerFlags()
     examine_target(report, plan.target)
     if directory is not None:
         examine_checkpoint(report, directory, plan)
@@ -226,7 +226,7 @@ def fill_in(report: Report, choice: Choice) -> None:
     report.activation_mode, report.activation_modes = choice.mode.value, [mode.value for mode in choice.modes]
 
 
-def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
+def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> None:
     """Verify what is in ``directory``, a checkpoint or config.json alone; fill in its summary and its memory."""
     try:
         verified = verify(directory) if holds_weights(directory) else verify_dummy(directory)
@@ -250,7 +250,9 @@ def examine_checkpoint(report: Report, directory: Path, plan: Plan) -> None:
         examine_memory(report, verified, chosen, plan, mode)
 
 
-def examine_memory(report: Report, verified: Verified, target: str, plan: Plan, mode: ActivationMode | None) -> None:
+def examine_memory(
+    report: Report, verified: Verified, target: str, plan: ServerFlags, mode: ActivationMode | None
+) -> None:
     """Forecast the memory of a rank on ``target``.
 
     Raises:

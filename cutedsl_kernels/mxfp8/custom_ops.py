@@ -94,7 +94,7 @@ def _call(x: Operands, shape: KernelShape, alpha: Tensor) -> Call:
     )
 
 
-def _check_product(op: str, x: Operands) -> Output:
+def _check_gemm(op: str, x: Operands) -> Output:
     if x.tokens.dim() not in (2, 3):
         found = tuple(x.tokens.shape)
         raise OperandValueError(f"{op}: tokens: expected shape [rows, K] or [rows, groups, K], found {found}")
@@ -103,9 +103,9 @@ def _check_product(op: str, x: Operands) -> Output:
     return check_out(op, x.out, shape, "[rows, features] or [rows, groups, features]")
 
 
-def _product(x: Operands, output: Output, target: Target) -> Call:
+def _gemm(x: Operands, output: Output, target: Target) -> Call:
     (groups, features, k), rows = x.weights.shape, max(x.tokens.shape[0], 1)
-    shape = plan.plan_product(features, k, rows, groups, x.token_tile, output, target.clusters, "mxfp8", pin=target.pin)
+    shape = plan.plan_gemm(features, k, rows, groups, x.token_tile, output, target.clusters, "mxfp8", pin=target.pin)
     return _call(x, shape, x.ones[:1].expand(groups, features))
 
 
@@ -129,6 +129,6 @@ def _gate_up(x: Operands, output: Output, target: Target) -> Call:
 _OPERANDS = "Tensor tokens, Tensor token_scales, int token_tile, Tensor weights, Tensor weight_scales, Tensor ones"
 
 Room(Operands, ARCHITECTURES, "MXFP8 activations").register(
-    Operator(f"mxfp8_product({_OPERANDS}, Tensor(a!) out)", _check_product, _product),
+    Operator(f"mxfp8_product({_OPERANDS}, Tensor(a!) out)", _check_gemm, _gemm),
     Operator(f"mxfp8_gate_up({_OPERANDS}, float limit, Tensor(a!) out)", _check_gate_up, _gate_up),
 )

@@ -36,7 +36,7 @@ NEARLY = 1.01
 """Shapes within this factor of the least time count as equal: the model is no more precise."""
 
 
-def choose_product(
+def choose_gemm(
     features: int,
     k: int,
     tokens: int,
@@ -53,12 +53,12 @@ def choose_product(
         token_tile: what the tokens are quantised for; that of their number if not given.
         operands: what is multiplied.
     """
-    tiles = product_tiles(tokens if token_tile is None else token_tile)
-    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, tiles, operands)
+    tiles = gemm_tiles(tokens if token_tile is None else token_tile)
+    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, tiles, operands)
 
 
 @lru_cache(maxsize=4096)
-def _choose_product(
+def _choose_gemm(
     features: int,
     k: int,
     tokens: int,
@@ -69,7 +69,7 @@ def _choose_product(
     operands: Operands,
 ) -> KernelShape:
     problem = Problem(features, k, tokens, groups, output=output, operands=operands)
-    return _best(product_shapes(k, tiles, output, operands), problem, replace(B200, clusters=clusters))[1]
+    return _best(gemm_shapes(k, tiles, output, operands), problem, replace(B200, clusters=clusters))[1]
 
 
 def choose_experts(
@@ -138,7 +138,7 @@ def _expert_tile(pairs: int, experts: int) -> int:
     return min((tile for tile in TOKEN_TILES if tile <= MAX_EXPERT_TILE), key=seconds)
 
 
-def product_tiles(tokens: int) -> tuple[int, ...]:
+def gemm_tiles(tokens: int) -> tuple[int, ...]:
     """Token tiles to choose from.
 
     A tile below 128 tokens has its own layout of the tokens' block scales. Several GEMMs read the same quantised
@@ -148,8 +148,8 @@ def product_tiles(tokens: int) -> tuple[int, ...]:
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 
 
-def product_shapes(k: int, tiles: Iterable[int], output: Output, operands: Operands = "nvfp4") -> Iterator[KernelShape]:
-    """The shapes that :func:`choose_product` chooses from."""
+def gemm_shapes(k: int, tiles: Iterable[int], output: Output, operands: Operands = "nvfp4") -> Iterator[KernelShape]:
+    """The shapes that :func:`choose_gemm` chooses from."""
     for tile in tiles:
         yield from _variants(k, KernelShape(tile, output=output, operands=operands))
 

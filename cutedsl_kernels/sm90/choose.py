@@ -15,9 +15,9 @@ from ..common.shape import TOKEN_TILES, Output
 from .cost import Problem, microseconds
 from .layout import TILE_K
 from .shape import (
+    GEMM_TOKEN_TILES,
     HOPPER_SPLITS,
     MIN_STAGES,
-    PRODUCT_TOKEN_TILES,
     KernelShape,
     Weights,
     max_split,
@@ -31,19 +31,19 @@ H200_CLUSTERS = Clusters(132, 66, 39, 30, 15)
 """What an H200 runs at a time, as its driver says (2026-11-24)."""
 
 
-def choose_product(
+def choose_gemm(
     features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights = "nvfp4"
 ) -> KernelShape:
     """Choose the kernel for ``groups`` GEMMs of [tokens, k] by [features, k]."""
-    return _choose_product(features, k, planned_tokens(tokens), groups, output, clusters, weights)
+    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, weights)
 
 
 @lru_cache(maxsize=4096)
-def _choose_product(
+def _choose_gemm(
     features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights
 ) -> KernelShape:
     problem = Problem(features, k, tokens, groups)
-    return _best(product_shapes(k, tokens, output, weights), problem, clusters)
+    return _best(gemm_shapes(k, tokens, output, weights), problem, clusters)
 
 
 def choose_experts(
@@ -72,9 +72,9 @@ def expert_tile(pairs: int, experts: int) -> int:
     return next((tile for tile in TOKEN_TILES if mean <= tile), TOKEN_TILES[-1])
 
 
-def product_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
-    """The shapes that :func:`choose_product` chooses from: no tile more than twice as wide as the tokens."""
-    tiles = PRODUCT_TOKEN_TILES[weights]
+def gemm_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
+    """The shapes that :func:`choose_gemm` chooses from: no tile more than twice as wide as the tokens."""
+    tiles = GEMM_TOKEN_TILES[weights]
     widest = next((tile for tile in tiles if tokens <= tile), tiles[-1])
     for tile in tiles:
         if tile <= widest:

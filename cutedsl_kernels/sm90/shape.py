@@ -52,7 +52,7 @@ WIDTHS: Mapping[int, tuple[int, ...]] = {128: (64, 96, 128), 256: (128, 192, 256
 tokens. Each width is a loop of its own in the code; with four of them ptxas serialises the wgmmas of the wider tile for
 lack of registers."""
 SM_REGISTERS = 65536
-PRODUCT_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
+GEMM_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
 """Token tiles of dense kernels: beside FP8 weights only two stages of the widest would fit."""
 WEIGHT_TILE_BYTES: Mapping[Weights, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
 """Bytes of a tile of weights."""
@@ -99,8 +99,8 @@ class KernelShape(GemmShape):
             raise ValueError(f"weights: expected one of {tuple(WEIGHT_TILE_BYTES)}, found {self.weights!r}")
         if self.weights != "nvfp4" and (self.gated or self.grouped):
             raise ValueError(f"weights: expected 'nvfp4' for gated and grouped kernels, found {self.weights!r}")
-        if self.token_tile not in PRODUCT_TOKEN_TILES[self.weights]:
-            widest = PRODUCT_TOKEN_TILES[self.weights][-1]
+        if self.token_tile not in GEMM_TOKEN_TILES[self.weights]:
+            widest = GEMM_TOKEN_TILES[self.weights][-1]
             raise ValueError(f"token_tile is at most {widest} for {self.weights} weights, found {self.token_tile}")
         if self.gathers and not (self.grouped and self.token_tile <= GATHER_MAX_TILE):
             raise ValueError(

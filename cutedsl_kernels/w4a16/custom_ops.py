@@ -35,14 +35,14 @@ ACTIVATIONS = "bf16 activations"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductOperands(operators.Operands):
+class GemmOperands(operators.Operands):
     """Arguments of ``w4a16_product``, as :class:`..sm90.call.Call` describes them."""
 
     alpha: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOperands(ProductOperands):
+class ExpertOperands(GemmOperands):
     """Arguments of ``w4a16_experts``, as :class:`..sm90.call.Call` describes them.
 
     Attributes:
@@ -85,13 +85,13 @@ def check_dense(op: str, x: operators.Operands, tile_bytes: int) -> Output:
     return check_out(op, x.out, (*x.tokens.shape[:-1], features), "[rows, features] or [rows, groups, features]")
 
 
-def _check_product(op: str, x: ProductOperands) -> Output:
+def _check_gemm(op: str, x: GemmOperands) -> Output:
     output = check_dense(op, x, TILE_BYTES)
     check_alpha(op, x.alpha, (x.weights.shape[0], x.out.shape[-1]), "[groups, features]")
     return output
 
 
-def _product(x: ProductOperands, output: Output, target: Target) -> Call:
+def _gemm(x: GemmOperands, output: Output, target: Target) -> Call:
     rows, k, features, groups = max(x.tokens.shape[0], 1), x.tokens.shape[-1], x.out.shape[-1], x.weights.shape[0]
     shape = plan.plan_w4a16(features, k, rows, groups, output, target.clusters, pin=target.pin)
     return Call(shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.alpha)
@@ -149,8 +149,8 @@ def _experts(x: ExpertOperands, output: Output, target: Target) -> Call:
     )  # fmt: skip
 
 
-Room(ProductOperands, ARCHITECTURES, ACTIVATIONS).register(
-    Operator("w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out)", _check_product, _product)
+Room(GemmOperands, ARCHITECTURES, ACTIVATIONS).register(
+    Operator("w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out)", _check_gemm, _gemm)
 )
 Room(ExpertOperands, ARCHITECTURES, ACTIVATIONS).register(
     Operator(

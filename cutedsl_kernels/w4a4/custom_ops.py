@@ -128,7 +128,7 @@ def _call(x: Operands, shape: KernelShape, weights: Tensor, alpha: Tensor) -> Ca
     )
 
 
-def _check_product(op: str, x: Operands) -> Output:
+def _check_gemm(op: str, x: Operands) -> Output:
     require_dimensions(f"{op}: tokens", x.tokens, 2, "[rows, K/2]")
     require_dimensions(f"{op}: weights", x.weights, 2, "[features, K/2]")
     _check_weights(op, x, _check_tokens(op, x))
@@ -137,7 +137,7 @@ def _check_product(op: str, x: Operands) -> Output:
     return check_out(op, x.out, (x.tokens.shape[0], features), "[rows, features]")
 
 
-def _check_grouped_product(op: str, x: Operands) -> Output:
+def _check_grouped_gemm(op: str, x: Operands) -> Output:
     require_dimensions(f"{op}: tokens", x.tokens, 3, "[rows, groups, K/2]")
     require_dimensions(f"{op}: weights", x.weights, 3, "[groups, features, K/2]")
     k = _check_tokens(op, x)
@@ -150,12 +150,12 @@ def _check_grouped_product(op: str, x: Operands) -> Output:
     return check_out(op, x.out, (rows, groups, features), "[rows, groups, features]")
 
 
-def _product(x: Operands, output: Output, target: Target) -> Call:
+def _gemm(x: Operands, output: Output, target: Target) -> Call:
     """The call of a dense GEMM, or of a block-diagonal one."""
     weights = x.weights if x.weights.dim() == 3 else x.weights.unsqueeze(0)
     groups, features, bytes_of_k = weights.shape
     rows = max(x.tokens.shape[0], 1)
-    shape = plan.plan_product(
+    shape = plan.plan_gemm(
         features, bytes_of_k * 2, rows, groups, x.token_tile, output, target.clusters, pin=target.pin
     )
     return _call(x, shape, weights, x.alpha)
@@ -220,7 +220,7 @@ def _down(x: Operands, output: Output, target: Target) -> Call:
     experts, features, bytes_of_k = x.weights.shape
     k, rows = bytes_of_k * 2, max(x.tokens.shape[0], 1)
     if x.offsets is None:
-        shape = plan.plan_product(features, k, rows, 1, x.token_tile, output, target.clusters, pin=target.pin)
+        shape = plan.plan_gemm(features, k, rows, 1, x.token_tile, output, target.clusters, pin=target.pin)
         return _call(x, shape, x.weights, x.alpha.expand(features))
     shape = plan.plan_experts(features, k, rows, experts, False, x.token_tile, output, target.clusters, pin=target.pin)
     return _call(x, shape, x.weights, x.alpha)
@@ -231,8 +231,8 @@ _EXPERTS = "Tensor? offsets, Tensor? counts"
 _WEIGHTS = "Tensor weights, Tensor weight_scales, Tensor alpha"
 
 Room(Operands, ARCHITECTURES, "NVFP4 activations").register(
-    Operator(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_product, _product),
-    Operator(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_grouped_product, _product),
+    Operator(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_gemm, _gemm),
+    Operator(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_grouped_gemm, _gemm),
     Operator(
         f"expert_gate_up({_ROWS}, {_EXPERTS}, {_WEIGHTS}, float limit, Tensor(a!) out, Tensor(b!)? out_scales)",
         _check_gate_up,

@@ -22,18 +22,18 @@ class Operands(operators.Operands):
     ones: Tensor
 
 
-def _check_product(op: str, x: Operands) -> Output:
+def _check_gemm(op: str, x: Operands) -> Output:
     output = check_dense(op, x, FP8_TILE_BYTES)
     check_alpha(op, x.ones, (1,), "[1]")
     return output
 
 
-def _product(x: Operands, output: Output, target: Target) -> Call:
+def _gemm(x: Operands, output: Output, target: Target) -> Call:
     rows, k, features, groups = max(x.tokens.shape[0], 1), x.tokens.shape[-1], x.out.shape[-1], x.weights.shape[0]
     shape = plan.plan_w4a16(features, k, rows, groups, output, target.clusters, "fp8", pin=target.pin)
     return Call(shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.ones.expand(groups, features))
 
 
 Room(Operands, ARCHITECTURES, ACTIVATIONS).register(
-    Operator("w8a16_product(Tensor tokens, Tensor weights, Tensor ones, Tensor(a!) out)", _check_product, _product)
+    Operator("w8a16_product(Tensor tokens, Tensor weights, Tensor ones, Tensor(a!) out)", _check_gemm, _gemm)
 )

@@ -32,7 +32,7 @@ from benchmarks.peers.marlin import Marlin
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_K, TILE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, WEIGHT_TILE_BYTES, KernelShape, Weights
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
@@ -169,7 +169,7 @@ def wanted_shapes(args: argparse.Namespace, gemm: Gemm, tokens: int) -> list[Ker
     """The kernels to time: with ``--shapes`` all that could run it, else the planned one."""
     if not args.shapes:
         return [planned(gemm, tokens, args.weights)]
-    return [s for s in product_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
+    return [s for s in gemm_shapes(gemm.k, tokens, gemm.output, args.weights) if s.stages >= MIN_STAGES]
 
 
 @dataclass(frozen=True)

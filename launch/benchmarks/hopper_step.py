@@ -29,7 +29,7 @@ from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.plan import Pin
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.standalone import Standalone
 
@@ -78,7 +78,7 @@ class Gemm:
                 for shape in expert_shapes(self.k, self.tile, self.gated, self.output)
             ]
         else:
-            found = product_shapes(self.k, self.rows, self.output)
+            found = gemm_shapes(self.k, self.rows, self.output)
             shapes = [shape for shape in found if shape.token_tile * NARROWEST >= self.rows]
         return [shape for shape in shapes if shape.stages >= MIN_STAGES]
 

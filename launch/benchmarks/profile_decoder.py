@@ -29,7 +29,7 @@ from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.captured import CapturedDecode, capture
-from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.model.contract import Activation
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
@@ -108,7 +108,7 @@ def parts(model: Standalone, work: Pass) -> Iterator[tuple[str, Callable[[], obj
         block, cache = blocks[layer], model.caches.layers[layer]
         x, _ = block.hc_attn.enter(streams, step)
 
-        def run(block: Block = block, cache: LayerCache = cache, x: Operand = x, mix: Any = mix) -> None:
+        def run(block: Block = block, cache: LayerCache = cache, x: Activation = x, mix: Any = mix) -> None:
             sublayers = block.sublayers(work.ids, step, cache)
             Walk(sublayers, block.hc_attn, streams, step, entered=(x, mix)).finish()
 

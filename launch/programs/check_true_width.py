@@ -29,12 +29,12 @@ from nvfp4_sgl.cache.rows import RowStore  # noqa: E402
 from nvfp4_sgl.config import ModelConfig  # noqa: E402
 from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights  # noqa: E402
 from nvfp4_sgl.model.attention import Attention  # noqa: E402
-from nvfp4_sgl.model.contract import Context, Operand, PassRequest, Slots  # noqa: E402
+from nvfp4_sgl.model.contract import Activation, Context, PassRequest, Slots  # noqa: E402
 from nvfp4_sgl.model.moe import MoE  # noqa: E402
 from nvfp4_sgl.ops.modes import ActivationMode  # noqa: E402
 from nvfp4_sgl.ops.moe import expert_mlp, route_topk  # noqa: E402
 from nvfp4_sgl.targets.choose import choose  # noqa: E402
-from nvfp4_sgl.targets.fused.operands import in_form  # noqa: E402
+from nvfp4_sgl.targets.fused.activations import in_form  # noqa: E402
 from nvfp4_sgl.targets.reference.projections import working_copy  # noqa: E402
 from nvfp4_sgl.weights.layout import expert_matrices  # noqa: E402
 from nvfp4_sgl.weights.matrix import load_matrix  # noqa: E402
@@ -168,7 +168,7 @@ def check(model: str, emulate: bool) -> Result:
     step, ids = planned(cpu, caches, cached)
     reference = Attention(cpu, config.layer(LAYER))
     with choices(reference) as found:
-        expected = reference(Operand(x), step, caches.layers[LAYER]).float()
+        expected = reference(Activation(x), step, caches.layers[LAYER]).float()
     told = chosen_slots(found)
     mixed, routed = reference_experts(cpu, y)
     print(f"{model}: reference done; experts {sorted(routed)}", flush=True)

@@ -22,7 +22,7 @@ from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.convert.matrix import MatrixConverter
 from nvfp4_sgl.convert.options import Options, parse_classes
-from nvfp4_sgl.convert.plan import Copy, Invert, Plan, Quantise, Step, make_plan
+from nvfp4_sgl.convert.plan import Conversion, Copy, Invert, Quantise, Step, make_plan
 from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
 from nvfp4_sgl.errors import ConfigError
@@ -40,7 +40,7 @@ class ConvertedAtLoad(Verified):
     """
 
     source: Verified
-    plan: Plan
+    plan: Conversion
     options: Options
 
     def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:

@@ -129,7 +129,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Conversion:
     """A conversion.
 
     Attributes:
@@ -156,7 +156,7 @@ class Plan:
         return (output for shard in self.shards for output in shard.outputs)
 
 
-def make_plan(source: Verified, options: Options) -> Plan:
+def make_plan(source: Verified, options: Options) -> Conversion:
     """Plan the conversion of ``source``.
 
     Raises:
@@ -191,7 +191,7 @@ def make_plan(source: Verified, options: Options) -> Plan:
     copied = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and name not in converted]
     groups += [[_copy(inventory, name, name, is_draft=True)] for name in copied]
     draft_bytes = sum(inventory.entries[name].nbytes for name in copied)
-    return Plan(_shards(groups, options.shard_size), before, after, storages, len(copied), draft_bytes)
+    return Conversion(_shards(groups, options.shard_size), before, after, storages, len(copied), draft_bytes)
 
 
 def _drafts(source: Verified, options: Options) -> dict[str, tuple[TensorSpec, Storage]]:

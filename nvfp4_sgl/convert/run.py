@@ -22,7 +22,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.convert.folder import MANIFEST_FIELD, Folder, describe, is_finished, require_apart
 from nvfp4_sgl.convert.options import Options
-from nvfp4_sgl.convert.plan import Plan, Shard, make_plan
+from nvfp4_sgl.convert.plan import Conversion, Shard, make_plan
 from nvfp4_sgl.convert.progress import Progress
 from nvfp4_sgl.convert.shard import ShardWriter, Stopped, is_whole
 from nvfp4_sgl.convert.tally import Tally
@@ -141,7 +141,9 @@ def _mend(
     print(f"{folder.directory}: wrote {len(damaged)} damaged files again; the others are whole")
 
 
-def _write(source: Verified, plan: Plan, options: Options, folder: Folder, *, device: torch.device, jobs: int) -> Tally:
+def _write(
+    source: Verified, plan: Conversion, options: Options, folder: Folder, *, device: torch.device, jobs: int
+) -> Tally:
     """Write the files that are not there yet, or not as they were written; returns the sum of all records."""
     records = folder.records()
     there = [shard for shard in plan.shards if shard.file in records]
@@ -198,7 +200,7 @@ def _require_room(directory: Path, needed: int) -> None:
         )
 
 
-def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally: Tally) -> None:
+def _publish(source: Path, verified: Verified, plan: Conversion, folder: Folder, tally: Tally) -> None:
     """Write index, descriptions, small files and manifest; config.json last, after every check."""
     target, records = folder.directory, folder.records()
     weight_map = {name: file for file, record in records.items() for name in record["tensors"]}
@@ -220,7 +222,7 @@ def _publish(source: Path, verified: Verified, plan: Plan, folder: Folder, tally
     folder.write_json(target / "config.json", config)
 
 
-def _draft_weights(plan: Plan) -> dict[str, bool]:
+def _draft_weights(plan: Conversion) -> dict[str, bool]:
     """Stems of the 2-D weights of drafts, and whether each is NVFP4 now."""
     outputs = [output for output in plan.outputs if output.name.startswith(MTP_PREFIX)]
     nvfp4 = {output.name.removesuffix(".weight_scale_2") for output in outputs}
@@ -241,7 +243,7 @@ def _small_files(source: Path) -> Iterator[Path]:
                 yield relative
 
 
-def _announcement(source: Verified, plan: Plan, options: Options) -> str:
+def _announcement(source: Verified, plan: Conversion, options: Options) -> str:
     """Announce what happens to each class."""
     rows = [("class", "matrices", "stored as", "becomes", "values")]
     counts = Counter((MatrixClass.of(stem), was, plan.after[stem]) for stem, was in plan.before.items())
@@ -265,6 +267,6 @@ def _what_happens(was: Storage, now: Storage) -> str:
     return "exact if exponents fit" if was is Storage.MXFP4 else "lossy"
 
 
-def _result(target: Path, plan: Plan, tally: Tally) -> str:
+def _result(target: Path, plan: Conversion, tally: Tally) -> str:
     """Report what happened to each class."""
     return "\n".join([*tally.table(), *tally.inexact(), f"wrote {target}: {plan.nbytes / 1e9:.2f} GB"])

@@ -23,7 +23,7 @@ GPU_DTYPE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerFlags:
     """The flags of a planned server; ``None`` is the default.
 
     Attributes:
@@ -87,7 +87,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a :class:`Plan`."""
+    """The flags of a :class:`ServerFlags`."""
     group = parser.add_argument_group("the server whose memory is forecast")
     add_ranks(group)
     add_target(group, more="; what is free on another is unknown, unless --gpu-memory says so")
@@ -121,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of cache rows (default: auto)")
 
 
-def from_arguments(args: argparse.Namespace) -> Plan:
+def from_arguments(args: argparse.Namespace) -> ServerFlags:
     """The plan that the flags of :func:`add_arguments` give."""
-    return Plan(
+    return ServerFlags(
         args.ranks,
         target=args.target,
         gpu_memory=args.gpu_memory,

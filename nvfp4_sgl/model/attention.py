@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import LayerSpec
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.weights.layout import attention_matrices
 
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         """What the layer reads of its input."""
         return self.project_x.takes
 
-    def forward(self, x: Operand, step: object, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activation, step: object, cache: LayerCache) -> Tensor:
         """[T, d], this rank's part of the output, from the normalised input.
 
         All of this pass's cache writes come before any read, so that a query sees the window that it completes.

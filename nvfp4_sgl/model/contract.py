@@ -72,8 +72,8 @@ class Form(enum.Flag):
 
 
 @dataclass(frozen=True)
-class Operand:
-    """An activation matrix in the forms that its consumers asked for.
+class Activation:
+    """An activation in the forms that its consumers asked for.
 
     Attributes:
         values: [T, K] or [T, G, K] in the model dtype.
@@ -198,12 +198,12 @@ class Site(Protocol[StepIn, MixT]):
     [T, n, d] that are left.
     """
 
-    def enter(self, streams: Tensor, step: StepIn, *, gather: Gather | None = None) -> tuple[Operand, MixT]:
+    def enter(self, streams: Tensor, step: StepIn, *, gather: Gather | None = None) -> tuple[Activation, MixT]:
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
     def advance(
         self, output: Tensor, streams: Tensor, mix: MixT, step: StepIn, *, gather: Gather | None = None
-    ) -> tuple[Operand, Tensor, MixT]:
+    ) -> tuple[Activation, Tensor, MixT]:
         """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
 
     def leave(self, output: Tensor, streams: Tensor, mix: MixT, *, gather: Gather | None = None) -> Tensor:
@@ -240,7 +240,7 @@ class InputProjection(Protocol):
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Operand) -> Columns: ...
+    def __call__(self, x: Activation) -> Columns: ...
 
 
 class Projection(Protocol):
@@ -249,7 +249,7 @@ class Projection(Protocol):
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Operand) -> list[Tensor]:
+    def __call__(self, x: Activation) -> list[Tensor]:
         """[T, rows] for each shard, in the order given."""
 
 
@@ -259,7 +259,7 @@ class GroupedProjection(Protocol):
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Operand, form: Form) -> Operand:
+    def __call__(self, x: Activation, form: Form) -> Activation:
         """[T, G * N] in ``form``, from [T, G, K]."""
 
 
@@ -271,14 +271,14 @@ class Prepared:
         q_lora: normalised. index_weights: [T, index heads] in CSA layers, not scaled.
     """
 
-    q_lora: Operand
+    q_lora: Activation
     index_weights: Tensor | None
 
 
 class AttentionInputs(Protocol[StepIn]):
     """Normalise the latents; write window rows, compressed entries, index keys and compressor states."""
 
-    def __call__(self, columns: Columns, x: Operand, step: StepIn, cache: LayerCache, form: Form) -> Prepared:
+    def __call__(self, columns: Columns, x: Activation, step: StepIn, cache: LayerCache, form: Form) -> Prepared:
         """Write the caches and normalise q_lora to ``form``; compute from ``x`` the columns that are still missing.
 
         All cache writes of the pass come before any read of ``attend``.
@@ -295,7 +295,7 @@ class Selection(Protocol[StepIn, EntriesOut]):
 class AttentionCore(Protocol[StepIn, EntriesIn]):
     """Query norm and RoPE, sparse attention with a sink, inverse RoPE (specification §3.1 to 3.3)."""
 
-    def __call__(self, q: Tensor, step: StepIn, cache: LayerCache, entries: EntriesIn | None, form: Form) -> Operand:
+    def __call__(self, q: Tensor, step: StepIn, cache: LayerCache, entries: EntriesIn | None, form: Form) -> Activation:
         """[T, G, heads of a group * head_dim] in ``form``.
 
         Args:
@@ -314,7 +314,7 @@ class MtpInput(Protocol):
 class DsparkInput(Protocol):
     """What DSpark's stages read of the target (specification §7)."""
 
-    def __call__(self, captured: Sequence[Tensor], takes: Form) -> Operand:
+    def __call__(self, captured: Sequence[Tensor], takes: Form) -> Activation:
         """[T, d], normalised, in the form ``takes``; from the target's streams [T, n, d] behind its captured layers."""
 
 
@@ -331,7 +331,7 @@ class Experts(Protocol[StepIn, RoutesIn]):
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Operand, routes: RoutesIn, step: StepIn) -> Tensor:
+    def __call__(self, x: Activation, routes: RoutesIn, step: StepIn) -> Tensor:
         """[T, d], this rank's part of the weighted sum."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import LayerSpec
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.contract import Context, Form, Operand, Site, SiteNames
+from nvfp4_sgl.model.contract import Activation, Context, Form, Site, SiteNames
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.model.tokens import EveryToken, Tokens
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
@@ -35,7 +35,7 @@ class Sublayer:
     name: str
     site: Site[Any, Any]
     takes: Form
-    run: Callable[[Operand], Tensor]
+    run: Callable[[Activation], Tensor]
     collective: Collective
 
 
@@ -115,7 +115,7 @@ class Walk:
         streams: Tensor,
         step: object,
         tokens: Tokens | None = None,
-        entered: tuple[Operand, object] | None = None,
+        entered: tuple[Activation, object] | None = None,
     ):
         """Arguments:
         after: the site behind the last sublayer; ``None`` for streams alone.

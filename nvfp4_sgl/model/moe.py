@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nvfp4_sgl.config import LayerSpec
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.weights.layout import expert_matrices
 
 
@@ -26,6 +26,6 @@ class MoE(nn.Module):
         """What the sublayer reads of its input; the router reads values."""
         return self.experts.takes | Form.VALUES
 
-    def forward(self, x: Operand, token_ids: Tensor, step: object) -> Tensor:
+    def forward(self, x: Activation, token_ids: Tensor, step: object) -> Tensor:
         """[T, d], this rank's part, from the normalised input and the ids of these positions, int [T]."""
         return self.experts(x, self.route(x.require_values(), token_ids, step), step)

@@ -21,7 +21,7 @@ from nvfp4_sgl.model.layer import Place, Walk
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.targets.choose import choose
-from nvfp4_sgl.targets.fused.operands import in_form
+from nvfp4_sgl.targets.fused.activations import in_form
 from nvfp4_sgl.targets.target import CPU
 from nvfp4_sgl.tracing.taps import observing, owned
 

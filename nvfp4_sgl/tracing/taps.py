@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Columns, Operand, Prepared
+from nvfp4_sgl.model.contract import Activation, Columns, Prepared
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.model.tokens import Gather
@@ -103,7 +103,7 @@ def named_parts(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
     match output:
         case Tensor():
             yield name, output
-        case Operand():
+        case Activation():
             yield name, operand_values(output)
         case Columns() | Prepared():
             for field in fields(output):

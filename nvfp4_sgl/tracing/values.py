@@ -10,7 +10,7 @@ from torch import Tensor
 from nvfp4_sgl.formats import e2m1
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.formats.scale_layout import BLOCK, unswizzle_128x4
-from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.model.contract import Activation
 
 SET_COLUMNS = 32
 """Random signs by which a set of entries is told from another."""
@@ -21,7 +21,7 @@ FIRST_BIT = 62
 """Signs come from this bit of a hashed number and from those below it."""
 
 
-def operand_values(x: Operand) -> Tensor:
+def operand_values(x: Activation) -> Tensor:
     """Values [T, ...] of an activation; what its codes stand for where that is all there is."""
     return x.values if x.values is not None else row_values(x.require_rows())
 

@@ -26,7 +26,7 @@ from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.stored_files import MappedFiles, ReadFiles
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.memory.plan import Plan
+from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
@@ -345,7 +345,7 @@ def test_mixtures_are_refused_where_they_are_merged(
     cli.main(["inspect", str(directory)])
     assert ("complete" in capsys.readouterr().out) == bool(serves)
     told = doctor.Report(target="cpu")
-    doctor.examine_checkpoint(told, directory, Plan())
+    doctor.examine_checkpoint(told, directory, ServerFlags())
     if "cpu" in serves:
         assert told.problems == []
         Standalone(directory, capacity=256)
@@ -368,7 +368,7 @@ def test_an_activation_mode_that_a_target_has_not_is_refused(
     assert [name for name, target in report["targets"].items() if target["serves"]] == serves
     assert status == (0 if serves else 1)
     told = doctor.Report(target="sm_100a")
-    doctor.examine_checkpoint(told, directory, Plan())
+    doctor.examine_checkpoint(told, directory, ServerFlags())
     assert any(f"activation_mode '{mode}'" in problem for problem in told.problems) == (mode != "w4a4")
 
 

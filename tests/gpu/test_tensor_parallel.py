@@ -16,8 +16,8 @@ from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused import step
+from nvfp4_sgl.targets.fused.activations import in_form
 from nvfp4_sgl.targets.fused.attention import packed
-from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support import native
 from tests.support.interpreted import ON_GPU

@@ -40,9 +40,7 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
     ids = torch.zeros(tokens, dtype=torch.int64)
     window_write = torch.full((tokens,), 256, dtype=torch.int32, device=device)
     step = SimpleNamespace(
-        small_product_semaphores=torch.zeros(
-            semaphores_size(config.n_routed_experts), dtype=torch.int32, device=device
-        ),
+        small_gemm_semaphores=torch.zeros(semaphores_size(config.n_routed_experts), dtype=torch.int32, device=device),
         route_semaphore=torch.zeros(1, dtype=torch.int32, device=device),
         plan=SimpleNamespace(window_write=window_write),
     )

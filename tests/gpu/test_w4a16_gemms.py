@@ -11,7 +11,7 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
@@ -24,7 +24,7 @@ from tests.support.sanitized import one_of_each_sanitized
 pytestmark = pytest.mark.gpu
 
 LIMIT = 10.0
-SHAPES = [shape for shape in product_shapes(2112, TOKEN_TILES[-1], "bf16") if shape.stages >= MIN_STAGES]
+SHAPES = [shape for shape in gemm_shapes(2112, TOKEN_TILES[-1], "bf16") if shape.stages >= MIN_STAGES]
 SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (256, 1)}
 """Token tile and split of K of the shapes that run under compute-sanitizer, too."""
 

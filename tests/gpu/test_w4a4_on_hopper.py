@@ -51,7 +51,7 @@ def sublayers(path: Path, target: str, mode: str, passes: Sequence[int] = PASSES
     """
     modes: Any = importlib.import_module("nvfp4_sgl.ops.modes")
     standalone: Any = importlib.import_module("nvfp4_sgl.standalone")
-    operands: Any = importlib.import_module("nvfp4_sgl.targets.fused.operands")
+    operands: Any = importlib.import_module("nvfp4_sgl.targets.fused.activations")
     found = []
     with native.gemms(target), torch.no_grad():
         made: dict[str, Any] = {"target": target, "mode": modes.ActivationMode(mode)}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels import plan
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import LARGEST_EXPONENT, LEAST_EXPONENT
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import GEMM_TOKEN_TILES, MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
 from nvfp4_sgl.formats import ue8m0
@@ -22,8 +22,8 @@ from tests.support.sanitized import one_of_each_sanitized
 
 pytestmark = pytest.mark.gpu
 
-TILES = PRODUCT_TOKEN_TILES["fp8"]
-SHAPES = [shape for shape in product_shapes(2112, TILES[-1], "bf16", "fp8") if shape.stages >= MIN_STAGES]
+TILES = GEMM_TOKEN_TILES["fp8"]
+SHAPES = [shape for shape in gemm_shapes(2112, TILES[-1], "bf16", "fp8") if shape.stages >= MIN_STAGES]
 SANITIZED = {(8, 8), (16, 1), (32, 4), (64, 2), (128, 1)}
 """Token tile and split of K of the shapes that run under compute-sanitizer, too."""
 

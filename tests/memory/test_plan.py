@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.memory.plan import Plan
+from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.sglang_defaults import FRACTION, REQUESTS
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 
@@ -133,4 +133,4 @@ def test_flags_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("requests", [None, 64])
 def test_the_window_pool_goes_by_requests_where_they_are_given(requests: int | None) -> None:
     config: Any = type("Config", (), {"max_position_embeddings": 4096})
-    assert Plan(requests=requests).setting("sm_100a", config).window_by_ratio is (requests is None)
+    assert ServerFlags(requests=requests).setting("sm_100a", config).window_by_ratio is (requests is None)

@@ -561,7 +561,7 @@ def test_a_shared_expert_that_runs_apart_is_none_of_the_planned_groups(
 ) -> None:
     cpu = OnTheCpu(checkpoints[name], target)
     config, block = cpu.model.config, cpu.model.decoder.layers[0]
-    planned = {(p.groups, p.experts_per_token) for p in cpu.planner.products() if p.experts_per_token}
+    planned = {(p.groups, p.experts_per_token) for p in cpu.planner.gemm_specs() if p.experts_per_token}
     assert planned == {(config.n_routed_experts + shared, config.num_experts_per_tok + shared)}
     routes = block.ffn.experts.new_routes(3)
     assert {(routes.groups, routes.topk)} == planned

@@ -86,8 +86,8 @@ MISTAKES = {
     ),
     "the context not normalised": (
         "targets.reference.drafts",
-        "Operand(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))",
-        "Operand(projected.to(self._dtype))",
+        "Activation(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))",
+        "Activation(projected.to(self._dtype))",
     ),
     "the tokens' bias by the anchor alone": ("ops.drafts", "markov_bias(tokens[-1]", "markov_bias(anchor"),
     "w1 and w2 taken for each other": (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cli import main
-from nvfp4_sgl.model.contract import Columns, Operand
+from nvfp4_sgl.model.contract import Activation, Columns
 from nvfp4_sgl.ops.linear import ActivationMode
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.reference import attention, experts, projections, sites
@@ -59,7 +59,7 @@ def in_bf16(change: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Call
     def plant(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(module: Any, x: Any, *arguments: Any, **options: Any) -> Any:
             output = right(module, x, *arguments, **options)
-            values = x.q_lora if isinstance(x, Columns) else x.values if isinstance(x, Operand) else x
+            values = x.q_lora if isinstance(x, Columns) else x.values if isinstance(x, Activation) else x
             tensors = [values, *(given for given in arguments if isinstance(given, Tensor))]
             dtypes = {getattr(module, "_dtype", None), *(tensor.dtype for tensor in tensors)}
             return change(output) if torch.bfloat16 in dtypes else output
@@ -69,15 +69,15 @@ def in_bf16(change: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Call
     return plant
 
 
-def with_nan(output: Operand) -> Operand:
+def with_nan(output: Activation) -> Activation:
     values = output.require_values().clone()
     values.view(-1)[7] = torch.nan
-    return Operand(values)
+    return Activation(values)
 
 
 MISTAKES: list[tuple[type, str, Callable[[Any], Any], int, str]] = [
-    (sites.ReferenceSite, "enter", lambda out: (Operand(out[0].values.roll(1, 0)), out[1]), SWA, "hc_attn.x"),
-    (attention.ReferenceAttentionCore, "forward", lambda out: Operand(-out.values), HCA, "attn.attend"),
+    (sites.ReferenceSite, "enter", lambda out: (Activation(out[0].values.roll(1, 0)), out[1]), SWA, "hc_attn.x"),
+    (attention.ReferenceAttentionCore, "forward", lambda out: Activation(-out.values), HCA, "attn.attend"),
     (projections.ReferenceGroupedProjection, "forward", with_nan, SWA, "attn.wo_a"),
     (attention.ReferenceSelection, "forward", lambda slots: slots.masked_fill(slots % 3 == 0, -1), CSA, "attn.select"),
     (experts.ReferenceRouter, "forward", lambda c: experts.Choices(c.experts.flip(0), c.weights), CSA, "ffn.route"),
@@ -112,7 +112,7 @@ def test_the_command(checkpoint: Path, capsys: pytest.CaptureFixture[str], monke
 
     right = experts.ReferenceExperts.forward
 
-    def wrong(module: Any, x: Operand, *arguments: Any) -> Tensor:
+    def wrong(module: Any, x: Activation, *arguments: Any) -> Tensor:
         return right(module, x, *arguments) * (1.5 if x.require_values().dtype == torch.bfloat16 else 1)
 
     monkeypatch.setattr(experts.ReferenceExperts, "forward", wrong)

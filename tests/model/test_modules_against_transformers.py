@@ -17,7 +17,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.model.attention import Attention
-from nvfp4_sgl.model.contract import Context, Operand, PassKind, PassRequest, Slots
+from nvfp4_sgl.model.contract import Activation, Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.ops import hyper_connection, rope
 from nvfp4_sgl.targets import reference
@@ -108,7 +108,7 @@ def attend(context: Context, layer: Attention, parts: list[torch.Tensor]) -> tor
             PassKind.EXTEND,
             torch.tensor([len(part)]),
         )
-        results.append(layer(Operand(part), planner.plan(request), caches.layers[0]))
+        results.append(layer(Activation(part), planner.plan(request), caches.layers[0]))
     return torch.cat(results)
 
 
@@ -158,7 +158,7 @@ def test_moe(name, hashed):
     reader = MemoryReader(original_names(module, "layers.0.ffn"))
     del module
     ours = MoE(Context(reader, config, reference.boundaries()), config.layer(0))
-    assert max_error(ours(Operand(x), ids, None), expected) <= 1e-5 * expected.abs().max().item()
+    assert max_error(ours(Activation(x), ids, None), expected) <= 1e-5 * expected.abs().max().item()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -175,7 +175,7 @@ def test_tensor_parallel_parts_sum_to_the_whole(size):
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         context = Context(reader, config, reference.boundaries(), parallel=parallel)
         return attend(context, Attention(context, config.layer(0)), [x]), MoE(context, config.layer(0))(
-            Operand(x), ids, None
+            Activation(x), ids, None
         )
 
     whole = run(TensorParallel())

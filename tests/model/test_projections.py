@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.model.contract import Form, Operand
+from nvfp4_sgl.model.contract import Activation, Form
 from nvfp4_sgl.targets import target
 from nvfp4_sgl.targets.fused.gemm_backend import Backends
 from nvfp4_sgl.targets.fused.projections import Projection
@@ -29,7 +29,7 @@ class Recorded(torch.nn.Module):
         self.takes, self.sizes = takes, [ROWS[shard.stem] for shard in shards]
         self.columns = torch.cat([torch.full((ROWS[shard.stem],), float(ord(shard.stem))) for shard in shards])
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         return self.columns.to(dtype).expand(2, -1)
 
 
@@ -59,8 +59,8 @@ def test_columns_are_in_the_order_of_the_matrices(of: target.Descriptor, loaded:
     projection = Projection(backends, context, [Shard(stem) for stem in ROWS])
     assert {kind: backend.loaded for kind, backend in kinds.items()} == loaded
     for dtype, columns in (
-        (torch.float32, projection.product(Operand(), torch.float32)),
-        (torch.bfloat16, projection(Operand())),
+        (torch.float32, projection.product(Activation(), torch.float32)),
+        (torch.bfloat16, projection(Activation())),
     ):
         for (stem, rows), found in zip(ROWS.items(), columns, strict=True):
             assert torch.equal(found, torch.full((2, rows), float(ord(stem)), dtype=dtype))

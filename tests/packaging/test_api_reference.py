@@ -41,8 +41,8 @@ def test_a_function_has_its_signature_and_arguments() -> None:
 
 
 def test_a_class_has_its_fields_and_methods() -> None:
-    found = entry("boundaries", "model.contract.Operand")
-    assert "@dataclass(frozen=True)\nclass Operand:\n    values: Tensor | None = None\n" in found
+    found = entry("boundaries", "model.contract.Activation")
+    assert "@dataclass(frozen=True)\nclass Activation:\n    values: Tensor | None = None\n" in found
     assert "- `values`: [T, K] or [T, G, K] in the model dtype." in found
     assert "- `VALUES`: Values in the model dtype." in entry("boundaries", "model.contract.Form")
     assert "def extend(self, tokens: Mapping" in entry("standalone", "standalone.Standalone.extend")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from tests.packaging.checkout import ROOT
+from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, sources
 from tests.support.definitions import fault, named
 from tests.support.documents import table
 
@@ -44,10 +46,57 @@ def test_what_is_not_defined_is_seen(file: str, symbol: str) -> None:
     ("file", "symbol"),
     [
         ("nvfp4_sgl/model/contract.py", "Form.NVFP4"),
-        ("nvfp4_sgl/model/contract.py", "Operand.rows"),
+        ("nvfp4_sgl/model/contract.py", "Activation.rows"),
         ("nvfp4_sgl/targets/target.py", "HOPPER"),
         ("docs/how_it_works.md", "Glossary"),
     ],
 )
 def test_what_is_defined_is_found(file: str, symbol: str) -> None:
     assert fault(file, symbol) is None
+
+
+ONE_MEANING = {
+    "operand": {"Operands", "ExpertOperands", "GemmOperands", "OperandLoad"},  # what a GEMM or an operator takes
+    "product": set(),  # a GEMM is called GEMM
+    "plan": {
+        "Plan",
+        "BatchPlan",
+        "CompressPlan",
+        "Planner",
+        "FusedPlanner",
+        "GemmPlanner",
+        "ReferencePlanner",
+    },  # slots
+    "shape": {"GemmShape", "KernelShape"},  # the tiling of a GEMM's kernel
+    "site": {"Site", "SiteNames", "SiteState", "FusedSite", "ReferenceSite"},  # hyper-connection and RMSNorm
+    "kind": {"LayerKind", "PassKind", "DraftKind", "Kind"},  # a closed set
+}
+"""Classes that have the word in their names, each of which means by it what is said here."""
+ERRORS = {"OperandError", "OperandTypeError", "OperandValueError"}
+OPERATORS = {"product", "grouped_product"}
+"""Operations have the names of ``torch.ops``, which stay."""
+
+
+def classes() -> list[str]:
+    """Names of classes in the package and in the kernels."""
+    files = [file for folder in ("nvfp4_sgl", *KERNEL_FOLDERS) for file in sources(ROOT / folder)]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("word", ONE_MEANING)
+def test_a_word_means_one_thing_in_names_of_classes(word: str) -> None:
+    found = {name for name in classes() if word in name.casefold()} - ERRORS
+    assert found == ONE_MEANING[word]
+
+
+def test_gemms_are_not_called_products() -> None:
+    """But by operators, and their checks and reports; what multiplies two numbers is a product."""
+    files = [*sources(ROOT / "nvfp4_sgl" / "targets"), *sources(ROOT / "cutedsl_kernels")]
+    functions = {
+        node.name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and "product" in node.name
+    }
+    assert functions == OPERATORS

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.sm100.choose import MIN_STAGES, product_shapes
+from nvfp4_sgl.cutedsl_kernels.sm100.choose import MIN_STAGES, gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost, epilogue_cycles
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.formats.rows import Rows
@@ -247,7 +247,7 @@ def test_shared_tiles_win_what_the_last_wave_lost(which: tuple[str, int, str]) -
     assert case.shape.stream_k
     plain = min(
         cost(shape, case.problem).seconds
-        for shape in product_shapes(case.problem.k, (128, 256), case.problem.output)
+        for shape in gemm_shapes(case.problem.k, (128, 256), case.problem.output)
         if not shape.stream_k and shape.stages >= MIN_STAGES
     )
     assert (plain - goal_seconds(case.problem)) * 1e6 == pytest.approx(SHARED[which], abs=0.05)

@@ -9,7 +9,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES, Output
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import (
     choose_experts,
-    choose_product,
+    choose_gemm,
     expert_tile,
     planned_pairs,
     planned_tokens,
@@ -34,7 +34,7 @@ def chosen(product: GemmSpec, tokens: int) -> tuple[KernelShape, Problem]:
     """The shape for a product of the model, and the problem."""
     size = product.features, product.k
     if not product.experts_per_token:
-        return choose_product(*size, tokens, product.groups), Problem(*size, tokens, product.groups)
+        return choose_gemm(*size, tokens, product.groups), Problem(*size, tokens, product.groups)
     pairs = tokens * product.experts_per_token
     output: Output = "nvfp4" if product.gated else "bf16"
     shape = choose_experts(*size, pairs, product.groups, product.gated, output)
@@ -72,7 +72,7 @@ def test_decode_takes_the_narrowest_tile(tokens: int) -> None:
     expected = min(tile for tile in TOKEN_TILES if tile >= tokens)
     for product in PRODUCTS:
         if not product.experts_per_token:
-            assert choose_product(product.features, product.k, tokens, product.groups).token_tile == expected
+            assert choose_gemm(product.features, product.k, tokens, product.groups).token_tile == expected
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 64, 65, 128, 129, 8191, 8192])
@@ -81,7 +81,7 @@ def test_a_choice_goes_by_rounded_numbers(tokens: int) -> None:
     assert planned >= tokens and planned_tokens(planned) == planned
     assert planned in TOKEN_TILES if tokens <= 64 else planned % 128 == 0 and planned - tokens < 128
     for features, k in ((2560, 4096), (7168, 2048)):
-        assert choose_product(features, k, tokens) == choose_product(features, k, planned)
+        assert choose_gemm(features, k, tokens) == choose_gemm(features, k, planned)
     pairs = planned_pairs(tokens)
     assert tokens <= pairs <= tokens * 1.25 and pairs.bit_length() - (pairs & -pairs).bit_length() < 3
     for gated in (True, False):
@@ -90,17 +90,17 @@ def test_a_choice_goes_by_rounded_numbers(tokens: int) -> None:
 
 
 def test_few_kernels_serve_all_numbers_of_tokens() -> None:
-    shapes = {choose_product(4096, 4096, tokens) for tokens in range(1, 20_000)}
+    shapes = {choose_gemm(4096, 4096, tokens) for tokens in range(1, 20_000)}
     assert len(shapes) < 10
     shapes = {choose_experts(2048, 4096, pairs, 257, True, "nvfp4") for pairs in range(1, 100_000)}
     assert len(shapes) < 15
 
 
 def test_k_is_split_where_tiles_are_few_and_not_where_they_are_many() -> None:
-    assert choose_product(1536, 4096, 1).split_k >= 4
-    assert choose_product(7168, 16384, 8).split_k == 2
-    assert choose_product(65536, 1536, 1).split_k == 1
-    assert choose_product(1536, 256, 1).split_k == 1  # no slice would have two stages
+    assert choose_gemm(1536, 4096, 1).split_k >= 4
+    assert choose_gemm(7168, 16384, 8).split_k == 2
+    assert choose_gemm(65536, 1536, 1).split_k == 1
+    assert choose_gemm(1536, 256, 1).split_k == 1  # no slice would have two stages
     # Experts: seven of one token on one rank of eight; hundreds of many tokens.
     assert choose_experts(256, 4096, 7, 257, True, "nvfp4").split_k == 4
     assert choose_experts(384, 7168, 7, 385, True, "nvfp4").split_k >= 2
@@ -110,28 +110,28 @@ def test_k_is_split_where_tiles_are_few_and_not_where_they_are_many() -> None:
 
 def test_prefill_takes_pairs_that_l2_can_feed() -> None:
     for features, k in ((4096, 8192), (65536, 1536), (7168, 16384), (4608, 7168)):
-        shape = choose_product(features, k, 8192)
+        shape = choose_gemm(features, k, 8192)
         assert shape.pair
         assert read_bytes(shape) / B200.l2_bytes_per_cycle <= multiply_cycles(shape)
         # 34 clusters of four would leave 12 SMs without work.
         assert shape.cluster == 2
     # Where K is long the widest tile pays: it reads and copies the least for each product.
-    assert choose_product(4096, 8192, 8192).token_tile == 256
+    assert choose_gemm(4096, 8192, 8192).token_tile == 256
 
 
 def test_pairs_share_the_tiles_of_a_last_wave_that_leaves_half_of_them_idle() -> None:
     for features, k, groups in ((2560, 4096, 1), (3072, 7168, 1), (7168, 16384, 1), (1024, 4096, 2)):
-        shape = choose_product(features, k, 8192, groups)
+        shape = choose_gemm(features, k, 8192, groups)
         assert shape.stream_k and shape == KernelShape(256, pair=True, stream_k=True)
     # 68 of 74 tiles are left over; whole waves; and no whole wave, in the time of which sums could travel.
     for features, tokens in ((4096, 8192), (4096, 9472), (4096, 512)):
-        assert not choose_product(features, 8192, tokens).stream_k
+        assert not choose_gemm(features, 8192, tokens).stream_k
 
 
 @pytest.mark.parametrize("token_tile", [8, 64, 128])
 def test_rows_quantised_for_another_tile_get_the_best_kernel_for_it(token_tile: int) -> None:
     for tokens in (1, 64, 300):
-        shape = choose_product(4096, 8192, tokens, token_tile=token_tile)
+        shape = choose_gemm(4096, 8192, tokens, token_tile=token_tile)
         assert min(shape.token_tile, 128) == token_tile
         assert choose_experts(2048, 4096, tokens, 257, True, token_tile=token_tile).token_tile == token_tile
 
@@ -153,5 +153,5 @@ def test_both_expert_kernels_of_a_layer_get_the_same_tile() -> None:
 
 
 def test_a_smaller_gpu_may_choose_otherwise() -> None:
-    assert choose_product(4096, 8192, 1).split_k == 4
-    assert choose_product(4096, 8192, 1, clusters=Clusters.in_gpcs((16, 16))).split_k == 1
+    assert choose_gemm(4096, 8192, 1).split_k == 4
+    assert choose_gemm(4096, 8192, 1, clusters=Clusters.in_gpcs((16, 16))).split_k == 1

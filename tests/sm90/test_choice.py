@@ -14,10 +14,10 @@ from nvfp4_sgl.cutedsl_kernels.plan import every_key
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import (
     H200_CLUSTERS,
     choose_experts,
-    choose_product,
+    choose_gemm,
     expert_shapes,
     expert_tile,
-    product_shapes,
+    gemm_shapes,
 )
 from nvfp4_sgl.cutedsl_kernels.sm90.cost import BYTES_PER_US, LAUNCH_US, Problem, microseconds
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
@@ -33,18 +33,18 @@ EXPERTS_PER_TOKEN = 7
 
 @pytest.mark.parametrize("features,k", FLASH)
 def test_one_token_is_read_in_one_pass(features: int, k: int) -> None:
-    shape = choose_product(features, k, 1, 1, "bf16", H200_CLUSTERS)
+    shape = choose_gemm(features, k, 1, 1, "bf16", H200_CLUSTERS)
     assert shape.token_tile == 8
 
 
 def test_few_tiles_split_k() -> None:
     """12 tiles of 128 features leave most SMs idle."""
-    assert choose_product(1536, 4096, 1, 1, "fp32", H200_CLUSTERS).split_k == 8
+    assert choose_gemm(1536, 4096, 1, 1, "fp32", H200_CLUSTERS).split_k == 8
 
 
 def test_many_tokens_take_the_widest_tile() -> None:
     for features, k in FLASH[1:5]:
-        assert choose_product(features, k, 8192, 1, "bf16", H200_CLUSTERS).token_tile == TOKEN_TILES[-1]
+        assert choose_gemm(features, k, 8192, 1, "bf16", H200_CLUSTERS).token_tile == TOKEN_TILES[-1]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_many_tokens_take_the_widest_tile() -> None:
 )
 def test_hundreds_of_tokens_take_the_tile_measured_best(features: int, k: int, tokens: int, tile: int) -> None:
     """launch/results/hopper_gemm_h200.md."""
-    assert choose_product(features, k, tokens, 1, "bf16", H200_CLUSTERS).token_tile == tile
+    assert choose_gemm(features, k, tokens, 1, "bf16", H200_CLUSTERS).token_tile == tile
 
 
 def test_bandwidth_bounds_the_time() -> None:
@@ -97,8 +97,8 @@ def measured_gemm(gemm: dict[str, Any], requests: int) -> Measured:
         chosen = choose_experts(features, k, pairs, matrices, gated, tile, output, H200_CLUSTERS)
     else:
         problem = Problem(features, k, rows, matrices)
-        shapes = list(product_shapes(k, rows, output))
-        chosen = choose_product(features, k, rows, matrices, output, H200_CLUSTERS)
+        shapes = list(gemm_shapes(k, rows, output))
+        chosen = choose_gemm(features, k, rows, matrices, output, H200_CLUSTERS)
     known = {(shape.token_tile, shape.split_k, shape.ctas_per_sm): shape for shape in shapes}
     return Measured(problem, {known[tile, split, ctas]: us for tile, split, ctas, us in gemm["us"]}, chosen)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.errors import ArchitectureError
 from nvfp4_sgl.cutedsl_kernels.plan import Pin, every_key
-from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS, choose_product
+from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS, choose_gemm
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
@@ -120,9 +120,9 @@ def test_kernels_of_a_library_or_of_sm100_are_none_of_these() -> None:
 def test_chosen_shapes_exist() -> None:
     for features, k in ((1536, 4096), (4096, 8192), (32768, 1024)):
         for tokens in (1, 16, 64, 512, 8192):
-            shape = choose_product(features, k, tokens, 1, "bf16", H200_CLUSTERS, "fp8")
+            shape = choose_gemm(features, k, tokens, 1, "bf16", H200_CLUSTERS, "fp8")
             assert shape.weights == "fp8" and shape.stages >= MIN_STAGES
-    assert choose_product(32768, 1024, 8192, 1, "bf16", H200_CLUSTERS, "fp8").token_tile == 128
+    assert choose_gemm(32768, 1024, 8192, 1, "bf16", H200_CLUSTERS, "fp8").token_tile == 128
 
 
 def test_the_smallest_call_of_a_kernel() -> None:

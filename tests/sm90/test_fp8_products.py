@@ -8,7 +8,7 @@ import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import SPLITS, Output
 from nvfp4_sgl.cutedsl_kernels.sm90 import stage
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, PRODUCT_TOKEN_TILES, KernelShape, max_split
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import GEMM_TOKEN_TILES, MIN_STAGES, KernelShape, max_split
 from tests.sm90.support.machine_code import checked_binary
 from tests.sm90.support.products import ProductCase, compile_anew
 from tests.sm100.emulator import Options
@@ -110,7 +110,7 @@ def test_sass(shape: KernelShape) -> None:
 @pytest.mark.parametrize("output", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("tile", "split"),
-    [(tile, split) for tile in PRODUCT_TOKEN_TILES["fp8"] for split in SPLITS if split <= max_split(tile)],
+    [(tile, split) for tile in GEMM_TOKEN_TILES["fp8"] for split in SPLITS if split <= max_split(tile)],
 )
 def test_memory_budgets(tile: int, split: int, output: Output) -> None:
     shape = fp8(tile, split, output)

@@ -29,7 +29,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
-from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
+from nvfp4_sgl.cutedsl_kernels.plan import plan_gemm, token_tile_for
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
@@ -213,7 +213,7 @@ def first_key(checkpoint: Path, tokens: int) -> str:
     """The kernel that the plan gives the first GEMM of a prompt."""
     config = ModelConfig.from_dir(checkpoint)
     product = distinct_gemms(config)[0]
-    shape = plan_product(product.features, product.k, tokens, 1, token_tile_for(tokens), product.output, B200_CLUSTERS)
+    shape = plan_gemm(product.features, product.k, tokens, 1, token_tile_for(tokens), product.output, B200_CLUSTERS)
     return KernelKey("sm_100a", shape).name
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.config import RopeTable
-from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.model.contract import Activation
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.ops.rope import apply_rope
 from nvfp4_sgl.standalone import Standalone
@@ -56,10 +56,10 @@ def no_inverse_rope(model: Standalone, layer: int, ids: Sequence[int]) -> Iterat
     attend: Any = model.decoder.layers[layer].attn.attend
     turns = frequencies(model.config, attend._table).to(model.device)
 
-    def rotate_again(module: object, inputs: tuple[Any, ...], output: Operand) -> Operand:
+    def rotate_again(module: object, inputs: tuple[Any, ...], output: Activation) -> Activation:
         values, positions = output.require_values(), inputs[1].plan.batch.positions
         heads = values.view(len(values), -1, model.config.head_dim)
-        return Operand(apply_rope(heads, positions, turns).view(values.shape))
+        return Activation(apply_rope(heads, positions, turns).view(values.shape))
 
     hook = attend.register_forward_hook(rotate_again)
     try:

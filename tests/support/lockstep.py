@@ -108,7 +108,7 @@ def record(
 
     ``fill``, if given, fills the caches for ``cached`` tokens instead.
     """
-    from nvfp4_sgl.model.contract import Operand
+    from nvfp4_sgl.model.contract import Activation
     from nvfp4_sgl.standalone import Standalone
 
     requests = max([*cached, *(request for each in passes for request in each)]) + 1
@@ -120,7 +120,7 @@ def record(
         prefill = model.begin({request: [0] * count for request, count in cached.items()})
         for layer in layers:
             x = activations(sum(cached.values()), width, layer)
-            model.decoder.layers[layer].attn(Operand(x), prefill.step, model.caches.layers[layer])
+            model.decoder.layers[layer].attn(Activation(x), prefill.step, model.caches.layers[layer])
     found = []
     for number, tokens in enumerate(passes):
         work, row = model.begin(tokens), []
@@ -129,8 +129,8 @@ def record(
             before = {name: store.clone() for name, store in contents(cache).items()}
             x, y = (activations(len(work.ids), width, 100 * number + 2 * layer + n + 50) for n in range(2))
             with choices(block.attn) as chosen:
-                attended = block.attn(Operand(x), work.step, cache).float()
-            mixed = block.ffn(Operand(y), work.ids, work.step).float()
+                attended = block.attn(Activation(x), work.step, cache).float()
+            mixed = block.ffn(Activation(y), work.ids, work.step).float()
             after = {name: store.clone() for name, store in contents(cache).items()}
             row.append(Recorded((x, attended), (y, mixed), before, after, chosen))
         found.append(row)
@@ -152,7 +152,7 @@ class Replayed:
 @torch.no_grad()
 def replay(model: Standalone, recording: Recording, layers: Sequence[int]) -> list[dict[int, Replayed]]:
     """The recorded passes by ``model``, layer by layer of ``layers``, each on recorded inputs and caches."""
-    from nvfp4_sgl.targets.fused.operands import in_form
+    from nvfp4_sgl.targets.fused.activations import in_form
 
     model.reset()
     for request, count in recording.cached.items():

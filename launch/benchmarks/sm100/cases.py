@@ -11,7 +11,7 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     expert_token_tile_for,
     plan_experts,
     plan_gated,
-    plan_product,
+    plan_gemm,
     rows_of,
     token_tile_for,
 )
@@ -70,9 +70,7 @@ class Case:
             return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
             return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS, self.operands)
-        return plan_product(
-            one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.operands
-        )
+        return plan_gemm(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.operands)
 
     @property
     def key(self) -> KernelKey:

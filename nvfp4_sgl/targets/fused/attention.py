@@ -9,11 +9,11 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.rows import PackedRows, RowStore
 from nvfp4_sgl.config import LayerKind, LayerSpec
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
+from nvfp4_sgl.model.contract import Activation, Columns, Context, Form, Prepared, Unmultiplied
 from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.model.rope_tables import frequencies
+from nvfp4_sgl.targets.fused.activations import in_form, new_rows
 from nvfp4_sgl.targets.fused.gemm_bf16 import multiply_small
-from nvfp4_sgl.targets.fused.operands import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import fuses_quantization
@@ -77,9 +77,9 @@ class FusedAttentionInputs(nn.Module):
         if layer.selects:
             self.index_compressor = FusedCompressor(context, f"{stem}.indexer.compressor", ratio)
 
-    def forward(self, columns: Columns, x: Operand, step: Step, cache: LayerCache, form: Form) -> Prepared:
+    def forward(self, columns: Columns, x: Activation, step: Step, cache: LayerCache, form: Form) -> Prepared:
         (tokens, width), device = columns.q_lora.shape, columns.q_lora.device
-        q_lora = Operand(
+        q_lora = Activation(
             torch.empty(tokens, width, dtype=torch.bfloat16, device=device) if Form.VALUES in form else None,
             new_rows(tokens, width, device) if Form.NVFP4 in form else None,
         )
@@ -177,7 +177,7 @@ class FusedAttentionCore(nn.Module):
 
     def forward(
         self, q: Tensor, step: Step, cache: LayerCache, entries: tuple[Tensor, Tensor] | None, form: Form
-    ) -> Operand:
+    ) -> Activation:
         config, plan, tokens = self._config, step.plan, q.shape[0]
         extra = None if self._kind is LayerKind.SWA else packed(cache.compressed)
         if self._kind is LayerKind.HCA:
@@ -213,4 +213,4 @@ class FusedAttentionCore(nn.Module):
         values = None if out is None else out.view(tokens, self._groups, width)
         if rows is None and values is not None:
             return in_form(values, form)
-        return Operand(values, rows)
+        return Activation(values, rows)

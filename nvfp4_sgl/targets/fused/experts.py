@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.targets.fused.gemm_backend import Backends, ExpertGemms, GatedBackend, GatedGemm, Gemm
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
@@ -27,7 +27,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """bf16 [T, d] from bf16 [T, d]."""
-        return self.w2(Operand(self.w13(x, self._limit)), torch.bfloat16)
+        return self.w2(Activation(self.w13(x, self._limit)), torch.bfloat16)
 
 
 class Experts(nn.Module):
@@ -65,7 +65,7 @@ class Experts(nn.Module):
         tile = self.gemms.token_tile(tokens * self._visits)
         return Routes.allocate(tokens, self._visits, self.gemms.groups, tile, self._device)
 
-    def forward(self, x: Operand, routes: Routes, step: Step) -> Tensor:
+    def forward(self, x: Activation, routes: Routes, step: Step) -> Tensor:
         """The weighted sum of experts, bf16 [T, d]; weights multiply the bf16 rows of the last GEMM, sums are fp32.
 
         A shared expert that runs apart is added last.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Operand
+from nvfp4_sgl.model.contract import Activation
 from nvfp4_sgl.targets.fused.gemm_backend import Gemm
 from nvfp4_sgl.triton_kernels.experts.swiglu import swiglu
 
@@ -24,5 +24,5 @@ class SwiGluGemm(nn.Module):
         self._dtype = dtype
 
     def forward(self, x: Tensor, limit: float) -> Tensor:
-        gate_up = self.gemm(Operand(x), self._dtype)
+        gate_up = self.gemm(Activation(x), self._dtype)
         return swiglu(gate_up, limit, x.new_empty(x.shape[0], gate_up.shape[1] // 2))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nvfp4_sgl.model.contract import Context, Form, Operand
+    from nvfp4_sgl.model.contract import Activation, Context, Form
     from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 
 
@@ -37,7 +37,7 @@ class Gemm(Protocol):
     @property
     def sizes(self) -> Sequence[int]: ...
 
-    def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def __call__(self, x: Activation, dtype: torch.dtype) -> Tensor:
         """[T, F] from [T, K], or [T, G, F] from [T, G, K], in ``dtype``: bf16 or fp32."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.targets.fused.gated import SwiGluGemm
 from nvfp4_sgl.targets.fused.step import Step
@@ -63,7 +63,7 @@ def multiply_small(x: Tensor, weight: Tensor, step: Step) -> Tensor:
     """
     planned = step.planned[Choice.SMALL_GEMM]
     if planned <= max_tokens(*weight.shape):
-        return router_logits(x, weight, step.small_product_semaphores, planned_tokens=planned)
+        return router_logits(x, weight, step.small_gemm_semaphores, planned_tokens=planned)
     return multiply(x, weight, torch.float32)
 
 
@@ -78,7 +78,7 @@ class Bf16Gemm(nn.Module):
         self.sizes = [len(part) for part in parts]
         self.weight = frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         values = x.require_values()
         if self.weight.dim() == 2:
             return multiply(values, self.weight, dtype)

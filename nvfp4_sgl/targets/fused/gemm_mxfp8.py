@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations
 from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
 from nvfp4_sgl.formats.rows import MxFp8Rows
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.targets.fused.parameters import Parameters
 from nvfp4_sgl.triton_kernels.quantize.mxfp8 import quantize_mxfp8
 from nvfp4_sgl.weights.matrix import load_mxfp8
@@ -41,7 +41,7 @@ class MxFp8Gemm(nn.Module):
         matrix, self.sizes = load_mxfp8(context.source, shards, groups=groups)
         self.weights = Parameters(MxFp8Weights.of(matrix.to(context.device)))
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         return operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)
 
 

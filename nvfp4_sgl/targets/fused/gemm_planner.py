@@ -77,7 +77,7 @@ class GemmPlanner(FusedPlanner):
         attention is compiled for the number of tokens whose index weights it computes.
         """
         backends = self.backends
-        sizes = {(gemm.experts_per_token, gemm.groups) for gemm in self.products() if gemm.experts_per_token}
+        sizes = {(gemm.experts_per_token, gemm.groups) for gemm in self.gemm_specs() if gemm.experts_per_token}
 
         def kind(count: int) -> Hashable:
             found: list[Hashable] = [backends.token_tile(count)]
@@ -119,7 +119,7 @@ class GemmPlanner(FusedPlanner):
         """The GEMMs that passes of up to ``tokens`` tokens need."""
         context, runner = self.context, launcher.current()
         return keys_for(
-            self.products(),
+            self.gemm_specs(),
             max(tokens, self.slots.requests),
             context.config.swiglu_limit,
             runner.architecture(context.device),
@@ -128,7 +128,7 @@ class GemmPlanner(FusedPlanner):
             pin=runner.pin,
         )
 
-    def products(self) -> Sequence[GemmSpec]:
+    def gemm_specs(self) -> Sequence[GemmSpec]:
         """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
         context, target = self.context, self.backends.target
         found = dict.fromkeys(target.gemms(context.config, context.parallel, context.source.storage))

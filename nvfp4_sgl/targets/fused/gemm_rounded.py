@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.targets.fused.gated import SwiGluGemm
 from nvfp4_sgl.targets.fused.gemm_backend import Gemm, GemmBackend
 from nvfp4_sgl.targets.fused.nvfp4_matrices import expert_sizes, load_experts
@@ -59,11 +59,11 @@ class RoundedGemm(nn.Module):
         self.gemm: Gemm = gemm
         self.sizes, self._round = gemm.sizes, rounding
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         values, scale = self._round(x.require_values())
         if scale is None:
-            return self.gemm(Operand(values), dtype)
-        return scaled(self.gemm(Operand(values), torch.float32), scale, dtype)
+            return self.gemm(Activation(values), dtype)
+        return scaled(self.gemm(Activation(values), torch.float32), scale, dtype)
 
 
 class RoundedExpertGemms(nn.Module):

@@ -15,7 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.nvfp4 import swiglu_row_scale
 from nvfp4_sgl.formats.rows import ExpertRows
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.targets.fused.nvfp4_matrices import expert_sizes, load_experts, load_nvfp4
 from nvfp4_sgl.targets.fused.parameters import Parameters
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
@@ -37,7 +37,7 @@ class W4A4Gemm(nn.Module):
         self.weights = Parameters(make(matrix.packed, matrix.block_scale, matrix.global_scale))
         self._multiply = operations.product if groups is None else operations.grouped_product
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         return self._multiply(x.require_rows(), self.weights.operand, dtype=dtype)
 
 

@@ -15,7 +15,7 @@ from nvfp4_sgl.cutedsl_kernels.w8a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
 from nvfp4_sgl.errors import CheckpointError, OperandValueError
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.targets.fused.gated import SwiGluGemm
 from nvfp4_sgl.targets.fused.parameters import Parameters
 from nvfp4_sgl.weights.matrix import load_mxfp8
@@ -51,7 +51,7 @@ class W8A16Gemm(nn.Module):
         matrix, self.sizes = load_mxfp8(context.source, shards, groups=groups)
         self.weights = Parameters(tiled(matrix.to(context.device), shards))
 
-    def forward(self, x: Operand, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
         return operations.product(x.require_values(), self.weights.operand, dtype=dtype)
 
 

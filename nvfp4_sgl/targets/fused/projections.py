@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Unmultiplied
+from nvfp4_sgl.model.contract import Activation, Columns, Context, Form, Unmultiplied
+from nvfp4_sgl.targets.fused.activations import in_form
 from nvfp4_sgl.targets.fused.gemm_backend import Backends, Gemm
 from nvfp4_sgl.targets.fused.gemm_bf16 import dequantized
-from nvfp4_sgl.targets.fused.operands import in_form
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.weights.matrix import load_matrix
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -34,7 +34,7 @@ class Projection(nn.Module):
         self._gemms, self.gemms = gemms, nn.ModuleList(cast("list[nn.Module]", gemms))
         self.takes = functools.reduce(operator.or_, (gemm.takes for gemm in gemms))
 
-    def product(self, x: Operand, dtype: torch.dtype) -> list[Tensor]:
+    def multiply(self, x: Activation, dtype: torch.dtype) -> list[Tensor]:
         """The columns of each shard, slices [T, rows] in ``dtype``, bf16 or fp32."""
         columns: list[Tensor] = []
         for gemm in self._gemms:
@@ -42,9 +42,9 @@ class Projection(nn.Module):
             columns += result.split(gemm.sizes, dim=1)
         return [columns[place] for place in self._order]
 
-    def forward(self, x: Operand) -> list[Tensor]:
+    def forward(self, x: Activation) -> list[Tensor]:
         """The columns of each shard in bf16."""
-        return self.product(x, torch.bfloat16)
+        return self.multiply(x, torch.bfloat16)
 
 
 class InputProjection(nn.Module):
@@ -69,9 +69,9 @@ class InputProjection(nn.Module):
     def takes(self) -> Form:
         return self.projection.takes if self.index_weights is None else self.projection.takes | Form.VALUES
 
-    def forward(self, x: Operand) -> Columns:
+    def forward(self, x: Activation) -> Columns:
         """The layer's columns in fp32."""
-        columns = columns_of(self.projection.product(x, torch.float32), indexed=self._merges)
+        columns = columns_of(self.projection.multiply(x, torch.float32), indexed=self._merges)
         if self.index_weights is None:
             return columns
         return replace(columns, index_weights=Unmultiplied(self.index_weights.data))
@@ -86,7 +86,7 @@ class GroupedProjection(nn.Module):
         self.gemm: Gemm = backends.dense[kind].load(context, [shard], groups)
         self.takes = self.gemm.takes
 
-    def forward(self, x: Operand, form: Form) -> Operand:
+    def forward(self, x: Activation, form: Form) -> Activation:
         """The result [T, G * N] in ``form``; NVFP4 takes a launch of its own, because a row's maximum spans CTAs."""
         result = self.gemm(x, torch.bfloat16)
         return in_form(result.flatten(1), form)

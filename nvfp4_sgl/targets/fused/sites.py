@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
+from nvfp4_sgl.model.contract import Activation, Context, Form, SiteNames
 from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.model.tokens import Gather
-from nvfp4_sgl.targets.fused.operands import in_form, new_rows
+from nvfp4_sgl.targets.fused.activations import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
 from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     Site,
@@ -69,7 +69,7 @@ class FusedSite(nn.Module):
             names.iterations,
         )
 
-    def enter(self, streams: Tensor, step: Step, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: Step, *, gather: Gather | None = None) -> tuple[Activation, Mix]:
         tokens, _, d = streams.shape
         planned = self._policy.tokens(Choice.SITE, tokens)
         state = SiteState.allocate(tokens, d, streams.device, semaphores=step.site_semaphores, planned_tokens=planned)
@@ -79,7 +79,7 @@ class FusedSite(nn.Module):
 
     def advance(
         self, output: Tensor, streams: Tensor, mix: Mix, step: Step, *, gather: Gather | None = None
-    ) -> tuple[Operand, Tensor, Mix]:
+    ) -> tuple[Activation, Tensor, Mix]:
         """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
         mix = self._ready(mix, gather)
         streams = hyper_connection_next(self.site, output, streams, mix.state)
@@ -97,7 +97,7 @@ class FusedSite(nn.Module):
         rows = mix.rows or new_rows(tokens, d, mix.state.x.device)
         return Mix(replace(mix.state, quantized=rows), rows)
 
-    def _input(self, mix: Mix, gather: Gather | None) -> Operand:
+    def _input(self, mix: Mix, gather: Gather | None) -> Activation:
         if gather is not None:
             return in_form(gather(mix.state.x), self._form)
-        return Operand(mix.state.x, mix.rows if Form.NVFP4 in self._form else None)
+        return Activation(mix.state.x, mix.rows if Form.NVFP4 in self._form else None)

@@ -51,16 +51,14 @@ class Scratch:
 
     Attributes:
         route_semaphore: int32 [1], counts the routing programs that are done; zero between launches.
-        small_product_semaphores: int32, those of ``router_logits``, for the most experts that can be routed; zero as
+        small_gemm_semaphores: int32, those of ``router_logits``, for the most experts that can be routed; zero as
             well.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self.route_semaphore = torch.zeros(1, dtype=torch.int32, device=device)
-        self.small_product_semaphores = torch.zeros(
-            semaphores_size(MAX_ROUTED_EXPERTS), dtype=torch.int32, device=device
-        )
+        self.small_gemm_semaphores = torch.zeros(semaphores_size(MAX_ROUTED_EXPERTS), dtype=torch.int32, device=device)
         self._workspaces: list[tuple[int, int, Workspace]] = []
         self._attention_semaphores: list[Tensor] = []
         self._site_semaphores: list[tuple[int, Tensor]] = []
@@ -106,7 +104,7 @@ class Step:
         cos_sin: fp32 [T, rope_dim] by table, cos and sin of each position.
         scores: fp32 [rows, ratio-4 entries], room for the index scores of ``rows`` queries at once.
         workspace: workspace of the ratio-128 compressors.
-        attention_semaphores, site_semaphores, small_product_semaphores, route_semaphore: int32, zero between launches:
+        attention_semaphores, site_semaphores, small_gemm_semaphores, route_semaphore: int32, zero between launches:
             the semaphores of sparse attention, hyper-connections, router's logits and index weights, and routing.
         candidates: workspace of the selection of ratio-4 entries.
         planned: the number of tokens that a choice goes by.
@@ -118,7 +116,7 @@ class Step:
     workspace: Workspace
     attention_semaphores: Tensor
     site_semaphores: Tensor
-    small_product_semaphores: Tensor
+    small_gemm_semaphores: Tensor
     route_semaphore: Tensor
     candidates: Candidates
     planned: Mapping[Choice, int]
@@ -175,7 +173,7 @@ class Step:
             workspace,
             semaphores,
             scratch.site_semaphores(tokens),
-            scratch.small_product_semaphores,
+            scratch.small_gemm_semaphores,
             scratch.route_semaphore,
             candidates,
             {choice: policy.tokens(choice, tokens) for choice in (Choice.ATTENTION, Choice.SMALL_GEMM, Choice.INPUTS)},

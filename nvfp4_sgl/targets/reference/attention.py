@@ -9,7 +9,7 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.cache.rows import RowStore
 from nvfp4_sgl.config import LayerKind, LayerSpec
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand, Prepared, Unmultiplied
+from nvfp4_sgl.model.contract import Activation, Columns, Context, Form, Prepared, Unmultiplied
 from nvfp4_sgl.model.rope_tables import frequencies
 from nvfp4_sgl.ops.attention import sparse_attention
 from nvfp4_sgl.ops.compressor import compress_windows
@@ -46,7 +46,7 @@ class ReferenceAttentionInputs(nn.Module):
         if layer.selects:
             self.index_compressor = CompressorParameters(context, f"{stem}.indexer.compressor")
 
-    def forward(self, columns: Columns, x: Operand, step: BatchPlan, cache: LayerCache, form: Form) -> Prepared:
+    def forward(self, columns: Columns, x: Activation, step: BatchPlan, cache: LayerCache, form: Form) -> Prepared:
         dtype, eps = self._dtype, self._eps
         kv = rms_norm_rope(columns.kv, self.kv_norm, eps, step.positions, self._frequencies)
         cache.swa.write(step.swa_write_slots, kv)
@@ -58,7 +58,7 @@ class ReferenceAttentionInputs(nn.Module):
             write_index_keys(_require(cache.index), step.compress[self._ratio].window_slots, keys)
         q_lora = rms_norm(columns.q_lora, self.q_norm, eps, out_dtype=dtype)
         assert not isinstance(columns.index_weights, Unmultiplied)
-        return Prepared(Operand(q_lora), columns.index_weights)
+        return Prepared(Activation(q_lora), columns.index_weights)
 
     def _compress(
         self, rows: tuple[Tensor, Tensor], state: Tensor | None, step: BatchPlan, parameters: CompressorParameters
@@ -111,7 +111,7 @@ class ReferenceAttentionCore(nn.Module):
         self._heads, self._groups = len(heads), len(parallel.o_groups(config))
         self.attn_sink = frozen(context.read(f"{layer.stem}.attn.attn_sink", rows=slice(heads.start, heads.stop)))
 
-    def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Operand:
+    def forward(self, q: Tensor, step: BatchPlan, cache: LayerCache, entries: Tensor | None, form: Form) -> Activation:
         config, tokens = self._config, q.shape[0]
         q = q.to(self._dtype).view(tokens, self._heads, -1)
         q = rms_norm_rope(q, None, config.rms_norm_eps, step.positions, self._frequencies, out_dtype=torch.float32)
@@ -120,4 +120,4 @@ class ReferenceAttentionCore(nn.Module):
         scale = config.head_dim**-0.5
         o = sparse_attention(q, cache.swa, step.swa_slots, self.attn_sink, scale, cache.compressed, entries)
         o = apply_rope(o, step.positions, self._frequencies, inverse=True).to(self._dtype)
-        return Operand(o.reshape(tokens, self._groups, -1))
+        return Activation(o.reshape(tokens, self._groups, -1))

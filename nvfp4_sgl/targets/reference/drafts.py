@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.ops.drafts import mtp_streams, stream_means
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.targets.reference.projections import ReferenceProjection
@@ -25,8 +25,8 @@ class ReferenceMtpInput(nn.Module):
         )
 
     def forward(self, embedded: Tensor, streams: Tensor) -> Tensor:
-        (token,) = self.e_proj(Operand(rms_norm(embedded, self.enorm, self._eps)))
-        (hidden,) = self.h_proj(Operand(rms_norm(streams, self.hnorm, self._eps).flatten(0, 1)))
+        (token,) = self.e_proj(Activation(rms_norm(embedded, self.enorm, self._eps)))
+        (hidden,) = self.h_proj(Activation(rms_norm(streams, self.hnorm, self._eps).flatten(0, 1)))
         return mtp_streams(token, hidden.view(streams.shape)).to(streams.dtype)
 
 
@@ -39,6 +39,6 @@ class ReferenceDsparkInput(nn.Module):
         self.main_proj = ReferenceProjection(context, [Shard(f"{stem}.main_proj")])
         self.main_norm = frozen(context.read(f"{stem}.main_norm.weight"))
 
-    def forward(self, captured: Sequence[Tensor], takes: Form) -> Operand:
-        (projected,) = self.main_proj(Operand(stream_means(captured).to(self._dtype)))
-        return Operand(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))
+    def forward(self, captured: Sequence[Tensor], takes: Form) -> Activation:
+        (projected,) = self.main_proj(Activation(stream_means(captured).to(self._dtype)))
+        return Activation(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))

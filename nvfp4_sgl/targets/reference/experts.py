@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from nvfp4_sgl.cache.plan import BatchPlan
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.config import LayerSpec
-from nvfp4_sgl.model.contract import Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Context, Form
 from nvfp4_sgl.model.uniform_experts import UniformExperts
 from nvfp4_sgl.ops.linear import PreparedWeight
 from nvfp4_sgl.ops.moe import expert_mlp, route_hash, route_topk, route_weights, routed_experts
@@ -76,7 +76,7 @@ class ReferenceExperts(nn.Module):
         shared_w13, shared_w2 = load_matrix(source, shared.gate_up), load_matrix(source, [shared.down])
         self._shared = _working_copies(source, shared, shared_w13, shared_w2)
 
-    def forward(self, x: Operand, routes: Choices, step: BatchPlan) -> Tensor:
+    def forward(self, x: Activation, routes: Choices, step: BatchPlan) -> Tensor:
         """fp32 [T, d]; a token's experts that are other ranks' have weight 0."""
         values, groups = x.require_values(), self._groups[routes.experts]
         weights = routes.weights * (groups >= 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.decoders import Matrix
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.model.contract import Columns, Context, Form, Operand
+from nvfp4_sgl.model.contract import Activation, Columns, Context, Form
 from nvfp4_sgl.ops.linear import ActivationMode, PreparedWeight, grouped_linear, linear
 from nvfp4_sgl.weights.matrix import concatenate, load_matrix
 from nvfp4_sgl.weights.source import Shard
@@ -51,7 +51,7 @@ class ReferenceProjection(nn.Module):
             merged = concatenate(loaded, [shards[i].stem for i in members])
             self._weights.append(working_copy(merged, storages[members[0]]))
 
-    def forward(self, x: Operand) -> list[Tensor]:
+    def forward(self, x: Activation) -> list[Tensor]:
         """fp32 [T, rows] for each shard, in the order given; the consumer rounds."""
         values = x.require_values()
         results: list[Tensor] = [values] * len(self._sizes)
@@ -72,7 +72,7 @@ class ReferenceInputProjection(nn.Module):
         self._is_indexed = index_weights is not None
         self.projection = ReferenceProjection(context, [*shards, *([index_weights] if index_weights else [])])
 
-    def forward(self, x: Operand) -> Columns:
+    def forward(self, x: Activation) -> Columns:
         """fp32 columns."""
         return columns_of(self.projection(x), indexed=self._is_indexed)
 
@@ -96,7 +96,7 @@ class ReferenceGroupedProjection(nn.Module):
         matrix = load_matrix(context.source, [shard], groups=groups)
         self._weight = working_copy(matrix, context.source.storage(shard.stem))
 
-    def forward(self, x: Operand, form: Form) -> Operand:
+    def forward(self, x: Activation, form: Form) -> Activation:
         """[T, G * N], rounded to the dtype of ``x``."""
         values = x.require_values()
-        return Operand(grouped_linear(values, self._weight, self._mode).to(values.dtype).flatten(1))
+        return Activation(grouped_linear(values, self._weight, self._mode).to(values.dtype).flatten(1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Context, Form, Operand, SiteNames
+from nvfp4_sgl.model.contract import Activation, Context, Form, SiteNames
 from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.ops.hyper_connection import (
     expand_streams,
@@ -52,7 +52,7 @@ class ReferenceSite(nn.Module):
         )
         self.norm = frozen(context.read(names.norm))
 
-    def enter(self, streams: Tensor, step: object, *, gather: Gather | None = None) -> tuple[Operand, Mix]:
+    def enter(self, streams: Tensor, step: object, *, gather: Gather | None = None) -> tuple[Activation, Mix]:
         config, mix = self._config, Mix()
         eps = {"hc_eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
         if self._iterations:
@@ -63,11 +63,11 @@ class ReferenceSite(nn.Module):
         else:
             collapsed = hyper_connection_head(streams, self.fn, self.base, self.scale, **eps)
         x = rms_norm(collapsed, self.norm, config.rms_norm_eps)
-        return Operand(x if gather is None else gather(x)), mix
+        return Activation(x if gather is None else gather(x)), mix
 
     def advance(
         self, output: Tensor, streams: Tensor, mix: Mix, step: object, *, gather: Gather | None = None
-    ) -> tuple[Operand, Tensor, Mix]:
+    ) -> tuple[Activation, Tensor, Mix]:
         streams = self.leave(output, streams, mix)
         x, mix = self.enter(streams, step, gather=gather)
         return x, streams, mix

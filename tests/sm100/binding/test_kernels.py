@@ -118,7 +118,7 @@ def test_plans_read_the_layout_they_are_given(token_tile: int) -> None:
     keys = {key.shape for key in plan.every_key("sm_100a", LIMIT)}
     for rows, (features, k) in every_pair(ROWS, PROJECTIONS):
         shapes = [
-            plan.plan_product(features, k, rows, 1, token_tile, "bf16", B200_CLUSTERS),
+            plan.plan_gemm(features, k, rows, 1, token_tile, "bf16", B200_CLUSTERS),
             plan.plan_gated(features, k, rows, token_tile, "nvfp4", B200_CLUSTERS),
             plan.plan_experts(features, k, rows, 64, True, token_tile, "nvfp4", B200_CLUSTERS),
             plan.plan_experts(features, k, rows, 64, False, token_tile, "bf16", B200_CLUSTERS),

@@ -17,7 +17,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library, export, link
-from nvfp4_sgl.cutedsl_kernels.plan import plan_product, token_tile_for
+from nvfp4_sgl.cutedsl_kernels.plan import plan_gemm, token_tile_for
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.packaging.checkout import ROOT
 from tests.sm100.emulator.host import runtime_library
@@ -25,7 +25,7 @@ from tests.sm100.support.library_process import SHAPE
 
 rows, features, k = SHAPE
 KEYS = [
-    KernelKey("sm_100a", plan_product(features, k, rows, 1, token_tile_for(rows), "fp32", B200_CLUSTERS)),
+    KernelKey("sm_100a", plan_gemm(features, k, rows, 1, token_tile_for(rows), "fp32", B200_CLUSTERS)),
     KernelKey("sm_103a", KernelShape(8, gated=True, grouped=True, output="nvfp4"), 10.0),
 ]
 

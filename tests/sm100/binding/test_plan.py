@@ -34,7 +34,7 @@ def planned(product: GemmSpec, tokens: int, clusters: Clusters = B200_CLUSTERS, 
     sizes = product.features, product.k
     if not product.experts_per_token:
         tile = plan.token_tile_for(tokens, pin)
-        return plan.plan_product(*sizes, tokens, product.groups, tile, product.output, clusters, pin=pin)
+        return plan.plan_gemm(*sizes, tokens, product.groups, tile, product.output, clusters, pin=pin)
     pairs = tokens * product.experts_per_token
     tile = plan.expert_token_tile_for(pairs, product.groups, pin)
     rows = padded_rows(pairs, product.groups, tile)
@@ -116,7 +116,7 @@ def test_operations_and_warm_up_plan_by_the_pin_of_the_launcher(pin: Pin | None)
 
 def test_rows_quantised_for_another_pin_are_refused() -> None:
     with pytest.raises(OperandValueError, match="expected 64, to which plans are pinned, found 8"):
-        plan.plan_product(128, 256, 1, 1, 8, "bf16", B200_CLUSTERS, pin=Pin(64))
+        plan.plan_gemm(128, 256, 1, 1, 8, "bf16", B200_CLUSTERS, pin=Pin(64))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS, Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import WorkspaceError
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_product
+from nvfp4_sgl.cutedsl_kernels.sm100.choose import choose_gemm
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape
 from nvfp4_sgl.cutedsl_kernels.w4a4 import custom_ops  # noqa: F401
@@ -189,7 +189,7 @@ def test_counters_must_be_reset(tmp_path: Path) -> None:
 def test_operations_bring_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product as the model calls it, were it large enough to be planned so; and the warm-up runs the same kernel."""
     monkeypatch.setattr(workspace, "_made", {})
-    monkeypatch.setattr(plan, "plan_product", lambda *sizes, pin: SHAPE)
+    monkeypatch.setattr(plan, "plan_gemm", lambda *sizes, pin: SHAPE)
     call, _ = SMALL.build()
     gpu = Clusters.in_gpcs((4,))
     with emulated_operations(gpu=gpu) as emulator:
@@ -213,7 +213,7 @@ def test_the_warm_up_asks_for_all_that_is_planned() -> None:
     features, k = 2560, 4096
     product = GemmSpec("wq_a and more", features, k, output="fp32")
     keys = warm_up.keys_for([product], 8192, 10.0, "sm_100a", B200_CLUSTERS)
-    planned = {choose_product(features, k, tokens, output="fp32") for tokens in range(257, 8193, 97)}
+    planned = {choose_gemm(features, k, tokens, output="fp32") for tokens in range(257, 8193, 97)}
     assert FP32 in planned and planned <= {key.shape for key in keys}
 
 

@@ -42,7 +42,7 @@ def run(checkpoint: Path, gemms: Gemms) -> tuple[Tensor, Any]:
         assert set(model.config.layer_kinds) == set(LayerKind)
         found = log_probabilities(model, PASSES)
         tokens, limit = max(sum(map(len, chunks.values())) for chunks in PASSES), model.config.swiglu_limit
-        ready = keys_for(model.planner.products(), tokens, limit, "sm_100a", runner.clusters(model.device))
+        ready = keys_for(model.planner.gemm_specs(), tokens, limit, "sm_100a", runner.clusters(model.device))
     assert set(runner.keys) <= set(ready)
     return found, runner
 
