@@ -94,9 +94,3 @@ EMULATED = (
     ),
 )
 """What of it a CPU can run: the numeric part, reduced."""
-
-
-def step_named(name: str) -> Step:
-    """A step of :data:`FIRST_LIGHT`."""
-    (found,) = (step for step in FIRST_LIGHT if step.name == name)
-    return found

@@ -143,13 +143,6 @@ class CheckpointReader:
             f" ({count} such values); the file is damaged or was exported wrongly"
         )
 
-    def read_plain(self, name: str, rows: slice | None = None) -> Tensor:
-        """Like :meth:`read`, but the tensor must be BF16 or F32."""
-        entry = self._entry(name)
-        if entry.dtype not in ("BF16", "F32"):
-            raise CheckpointError(f"tensor '{name}' in {entry.file}: expected BF16 or F32, found {entry.dtype}")
-        return self.read(name, rows=rows)
-
     def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Matrix:
         """The matrix ``stem``, or a part of it, decoded (:mod:`.decoders`).
 

@@ -38,8 +38,22 @@ class Output:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+class _OneTensor:
+    """What a step that writes one tensor has in common."""
+
+    output: Output
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        return (self.output,)
+
+    @property
+    def cost(self) -> int:
+        return self.output.nbytes
+
+
 @dataclass(frozen=True)
-class Copy:
+class Copy(_OneTensor):
     """Write a tensor's bytes as they are.
 
     Attributes:
@@ -52,29 +66,13 @@ class Copy:
     output: Output
     is_draft: bool = False
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return (self.output,)
-
-    @property
-    def cost(self) -> int:
-        return self.output.nbytes
-
 
 @dataclass(frozen=True)
-class Invert:
+class Invert(_OneTensor):
     """Write the reciprocal of a scalar: compressed-tensors' global scales divide, ModelOpt's multiply."""
 
     original: str
     output: Output
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return (self.output,)
-
-    @property
-    def cost(self) -> int:
-        return self.output.nbytes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
-from nvfp4_sgl.model.contract import PassRequest, Slots
+from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
@@ -197,7 +197,7 @@ def test_an_eager_decode_pass_is_laid_out_as_a_captured_one(model: Standalone):
     model.reset()
     model.planner.reserve(REQUESTS)
     request = model.begin({0: [7]}).request
-    assert request.is_decode and request.longest == 1
+    assert request.kind is PassKind.DECODE and request.longest == 1
     eager, captured = model.planner.plan(request).plan, model.planner.capture(replace(request, longest=None)).plan
     assert eager.entry_slots.shape == captured.entry_slots.shape
     assert eager.batch.pages.shape == captured.batch.pages.shape
@@ -207,7 +207,7 @@ def test_decode_passes_of_other_numbers_of_tokens_a_request(model: Standalone):
     """What is kept for one number is not taken for another."""
     for each in (3, 2):
         positions, ends = torch.arange(each).repeat(2), torch.tensor([each, each])
-        step = model.planner.plan(PassRequest(positions, torch.arange(2), ends, tokens_each=each))
+        step = model.planner.plan(PassRequest(positions, torch.arange(2), ends, PassKind.VERIFY, tokens_each=each))
         assert step.plan.batch.bounds.tolist() == [0, each, 2 * each]
         assert step.plan.batch.owners.tolist() == [0] * each + [1] * each
 

@@ -59,7 +59,7 @@ def test_columns_are_in_the_order_of_the_matrices(of: target.Descriptor, loaded:
     projection = Projection(backends, context, [Shard(stem) for stem in ROWS])
     assert {kind: backend.loaded for kind, backend in kinds.items()} == loaded
     for dtype, columns in (
-        (torch.float32, projection.product(Activation(), torch.float32)),
+        (torch.float32, projection.multiply(Activation(), torch.float32)),
         (torch.bfloat16, projection(Activation())),
     ):
         for (stem, rows), found in zip(ROWS.items(), columns, strict=True):

@@ -36,7 +36,6 @@ NO_TIERS = "every request is served alike"
 NOT_STORED = "nothing is stored: there is no way to ask for it later"
 CACHE_IS_AUTOMATIC = "every prefix is cached, whoever sends it"
 NOT_IDENTIFIED = "names the client's user; the server neither keeps nor reads it"
-ANY_MODEL = "any name: the server has one model, and its answer repeats the name"
 TEXT_ONLY = "not offered: this model reads and writes text only"
 
 TIERS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
