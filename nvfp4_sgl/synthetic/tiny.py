@@ -24,7 +24,15 @@ from nvfp4_sgl.checkpoint.transformers_names import transformers_name
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.synthetic import tiny_storage
-from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, generation_config, manifest, tiny_config
+from nvfp4_sgl.synthetic.tiny_config import (
+    TinyDraft,
+    TinyFormat,
+    TinyNames,
+    bundled_draft,
+    generation_config,
+    manifest,
+    tiny_config,
+)
 from nvfp4_sgl.synthetic.tiny_folder import MARKER, require_replaceable
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
@@ -117,10 +125,8 @@ def _tensors(
 def _specs(raw: Mapping[str, Any], config: ModelConfig, format: TinyFormat) -> dict[str, TensorSpec]:
     """Every logical tensor, a draft's included."""
     specs = tensor_specs(config)
-    if format is TinyFormat.COMPRESSED_TENSORS or not config.num_nextn_predict_layers:
-        return specs  # that format's exporter loads models through transformers, which drops drafts
-    kind = DraftKind.DSPARK if "dspark_block_size" in raw else DraftKind.MTP
-    return specs | draft_specs(kind, raw, config)
+    draft = bundled_draft(raw, format)
+    return specs if draft is TinyDraft.NONE else specs | draft_specs(DraftKind[draft.name], raw, config)
 
 
 def _original_tensors(

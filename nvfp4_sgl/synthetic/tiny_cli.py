@@ -10,7 +10,7 @@ from typing import Any
 
 from nvfp4_sgl.arguments import add_json, add_output, add_seed, print_json
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, tiny_config
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, bundled_draft, tiny_config
 from nvfp4_sgl.synthetic.tiny_folder import require_replaceable
 from nvfp4_sgl.terminal import Counter
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "directory": str(args.output),
         "format": args.format,
         "names": args.names,
-        "draft": args.draft,
+        "draft": bundled_draft(raw, TinyFormat(args.format)).value,
         "seed": args.seed,
         "bytes": summary.nbytes,
     }

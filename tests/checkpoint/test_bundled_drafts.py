@@ -128,5 +128,7 @@ def test_the_command_writes_each(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert cli.main(command) == 0
         assert json.loads(capsys.readouterr().out)["draft"] == draft.value
         assert draft_kind(verify(tmp_path / draft.value).inventory) is KINDS.get(draft)
+    assert cli.main(["tiny", str(tmp_path / "unasked"), "--no-check", "--json", *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] == TinyDraft.MTP.value
     refused = ["tiny", str(tmp_path / "other"), "--format", "compressed-tensors", "--draft", "mtp"]
     assert cli.main(refused) == 2 and "draft mtp: expected none" in capsys.readouterr().err

@@ -195,8 +195,8 @@ def test_bounds_apply(files: Files, capsys: Any) -> None:
     [
         # One of 1,536 block scales halved: that block is off by half, the matrix by hardly more than before.
         ("weight_scale", lambda d, s, data: set_byte(5, data[5] - 8)(d, s, data), "block"),
-        # A global scale 15 % too large: no block is off by 0.4, the matrix by 0.18.
-        ("weight_scale_2", lambda *stored: scaled(1.15)(*stored), "relative RMS error 0.1"),
+        # A global scale 9 % too large: no block is off by 0.4, the matrix by little more than the threshold of 0.12.
+        ("weight_scale_2", lambda *stored: scaled(1.09)(*stored), "relative RMS error 0.1"),
     ],
 )
 def test_mistakes_between_quantisation_and_the_default_thresholds(

@@ -174,6 +174,18 @@ def test_a_pass_fills_nothing(model: Standalone):
         assert not fills.names
 
 
+def test_a_captured_pass_of_several_tokens_fills_nothing(model: Standalone):
+    """What says how many tokens each request adds is made before the capture."""
+    model.reset()
+    model.planner.reserve(REQUESTS)
+    request = model.begin({0: [7, 7], 1: [7, 7]}).request
+    request = PassRequest(request.positions, request.requests, request.ends, PassKind.VERIFY, tokens_each=2)
+    step = model.planner.capture(request)
+    with dry_launches(), Fills() as fills:
+        model.planner.fill(step, request)
+    assert not fills.names
+
+
 EAGER_BYTES = 512 * 1024
 """More than a token of this model's decode pass allocates: rows of experts, padded, are most of it."""
 

@@ -39,14 +39,15 @@ def test_finalize(
 
 
 def test_the_order_of_the_sum(device: str) -> None:
-    """As documented: pairs in the order of k, the shared expert last; any other order loses the 1 to rounding."""
+    """As documented: pairs in the order of k, the shared expert last. A 1 in front of the large terms is lost."""
     rows = torch.tensor([[2.0**24], [-(2.0**24)]], device=device).expand(2, 8).contiguous()
     destination = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     out = torch.full((1, 8), torch.nan, device=device)
     assert bool((finalize(rows, destination, None, out, shared=torch.ones(1, 8, device=device)) == 1).all())
     three = torch.cat([rows, torch.ones(1, 8, device=device)])
-    order = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device)
-    assert bool((finalize(three, order, None, out.fill_(torch.nan)) == 1).all())
+    for order, kept in (([0, 1, 2], 1), ([2, 0, 1], 0)):
+        pairs = torch.tensor([order], dtype=torch.int32, device=device)
+        assert bool((finalize(three, pairs, None, out.fill_(torch.nan)) == kept).all()), order
 
 
 ROWS, DESTINATION, OUT = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 8)

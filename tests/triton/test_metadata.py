@@ -100,6 +100,8 @@ def test_no_page_beyond_the_plan_is_written(device: str):
     assert found.batch.pages.shape[1] == 16
     assert torch.equal(found.batch.pages[0].cpu().long(), batch.full_slots[0, : 256 * 16 : 256])
     assert int(found.batch.pages[1, 0]) == int(batch.full_slots[1, 0]) and bool((found.batch.pages[1, 1:] == -77).all())
+    assert found.entry_lengths.tolist() == [found.entry_slots.shape[1], 0] == [32, 0]
+    assert bool((found.entry_slots[1] == -77).all())
 
 
 def test_nothing_else_depends_on_the_tables(device: str):

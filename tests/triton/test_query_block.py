@@ -154,6 +154,21 @@ def test_what_lies_behind_the_last_query_touches_nothing(heads: int, tiling: Til
     check_prompt(case, ends, options, device, tiling=tiling)
 
 
+@tilings
+def test_no_length_counts_beyond_the_columns(heads: int, tiling: Tiling, device: str) -> None:
+    """Behind a row of entries lie the next query's; behind the last query's, entries of NaN."""
+    first = CHUNKS["where entries are as many as there may be"]
+    kept = first[0][1] - first[0][0]
+    case, lengths, options = prompt(heads, [*first, (0, 3)])
+    case.slots[1][kept:] = int(case.slots[1][kept, -1])
+    case.q, case.slots = case.q[:kept], [slots[:kept] for slots in case.slots]
+    ends = [part[:kept] for part in lengths]
+    options = {name: values[:kept] for name, values in options.items()}
+    assert int((ends[1] == ENTRIES).sum()) > 1
+    options["extra_lengths"] = torch.where(ends[1] == ENTRIES, ENTRIES + 3, ends[1])
+    check_prompt(case, ends, options, device, tiling=tiling)
+
+
 def test_slots_that_are_missing_count_for_nobody(device: str) -> None:
     case, _, options = prompt(16, [(5, 10)])
     for slots in case.slots:

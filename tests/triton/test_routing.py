@@ -133,6 +133,14 @@ def test_scores_over_all_magnitudes(device: str) -> None:
     check_weights(logits, out.experts, out.weights)
 
 
+def test_weights_of_chosen_experts_whose_scores_are_tiny(device: str) -> None:
+    """Their sum is not far above what keeps a division by 0 away."""
+    logits = torch.tensor([[-60.0, -62.0, -90.0]], device=device)
+    out = by_scores(logits, torch.zeros(3, device=device), 2)
+    assert out.experts.tolist() == [[0, 1]]
+    check_weights(logits, out.experts, out.weights)
+
+
 def test_a_slice_of_a_wider_matrix(device: str) -> None:
     wide = torch.randn(4, 40, device=device)
     bias = torch.randn(16, device=device)
