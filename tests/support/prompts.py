@@ -8,6 +8,7 @@ prompts for which the oracle's own margins are larger than that noise.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 
 import torch
@@ -67,12 +68,17 @@ class TooSmall(Exception):
 
 
 class Gaps:
-    """The smallest gap so far; :class:`TooSmall` once it is below ``enough``."""
+    """The smallest gap so far of this thread's pass; :class:`TooSmall` once it is below ``enough``.
+
+    Tests run passes of one model in several threads.
+    """
 
     def __init__(self, enough: float):
-        self._enough, self.smallest = enough, float("inf")
+        self._enough, self.smallest, self._thread = enough, float("inf"), threading.get_ident()
 
     def add(self, gaps: Tensor) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if gaps.numel():
             self.smallest = min(self.smallest, float(gaps.min()))
         if self.smallest < self._enough:
