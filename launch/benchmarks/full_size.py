@@ -76,7 +76,7 @@ def shared_options(
 ) -> argparse.ArgumentParser:
     """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
-    parser.add_argument("servers", nargs="*", default=list(servers), help=f"of {', '.join(servers)}; both by default")
+    parser.add_argument("servers", nargs="*", default=list(servers), help="which of its two servers; both unless given")
     parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel size")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")

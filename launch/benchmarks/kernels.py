@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
     parser.add_argument(
-        "--without", metavar="TEXT", help="leave out peers whose names contain it: nvcc (compiled by it) or ''"
+        "--without", metavar="TEXT", help="leave out peers whose names contain it, e.g. nvcc: those that it compiles"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ LENGTHS = [16_384, 131_072, 1_000_000]
 """Tokens of the long prompts; the first also warms up what later ones use."""
 ANSWER = 33
 """Tokens behind a long prompt: the first, then 32 decode steps."""
-POOL = 1 << 22
+POOL = 4_194_304
 """``--max-total-tokens``: four requests of the longest. With a few layers many more would fit."""
 LOG_INTERVAL = 8
 """Decode steps between two lines of the server's log, from which the time of a step is taken."""

@@ -227,13 +227,15 @@ that rounds to the other side may move an FP4 code by a quarter of its value; {E
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/check_true_width", description=__doc__)
     parser.add_argument(
-        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help=f"of {', '.join(MODELS)}; both unless given"
+        "models", nargs="*", default=[], metavar="MODEL", help="flash, pro or both, which is the default"
     )
     parser.add_argument("--torch-gemms", action="store_true", help="compute GEMMs in torch")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write launch/results/sm100_true_width.md")
     args = parser.parse_args()
     if args.write and (args.torch_gemms or args.models):
         parser.error("--write records both models with their GEMMs in the emulator: leave the other arguments out")
+    if unknown := [model for model in args.models if model not in MODELS]:
+        parser.error(f"{unknown[0]}: expected {' or '.join(MODELS)}")
     interpreter_speed.install()
     results = [check(model, not args.torch_gemms) for model in args.models or MODELS]
     text = report(results)

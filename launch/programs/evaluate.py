@@ -276,16 +276,23 @@ def questions(url: str, path: Path, tokens: int, threads: int) -> dict[str, Any]
     }
 
 
+def describe(error: Exception) -> str:
+    """An error as one line; of a file, its name and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/evaluate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url", help="of a running server, e.g. http://127.0.0.1:30000")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="record|compare|questions")
     keep = verbs.add_parser("record", help="keep log-probabilities of texts")
     keep.add_argument("texts", type=Path, help="a text a line, or .jsonl with a field 'text'")
     keep.add_argument("dump", type=Path, help="where to write them, gzipped JSON lines")
     keep.add_argument("--top", type=int, default=64, help="likeliest tokens kept at each position (default: 64)")
     against = verbs.add_parser("compare", help="state how far this server is from what was recorded")
-    against.add_argument("dump", type=Path)
+    against.add_argument("dump", type=Path, help="what record wrote")
     against.add_argument("--max-kl", type=float, help="exit with 1 if the mean KL is larger")
     ask = verbs.add_parser("questions", help="score a file of questions")
     ask.add_argument("file", type=Path, help=".jsonl with 'question', and 'answer' or 'pattern'")
@@ -312,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"WRONG: mean KL {report['kl_mean']:.3g} is larger than {args.max_kl:g}")
             return 1
     except (EvaluationError, OSError) as error:
-        print(f"evaluate: error: {error}", file=sys.stderr)
+        print(f"launch/evaluate: error: {describe(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,34 @@ TYPES: dict[str, type] = {"int": int, "float": float, "Path": str}
 """Types that are checked here; others are the program's own."""
 
 
-def text_of(node: ast.expr, default: str) -> str:
+Names = Mapping[str, ast.expr]
+"""What a file's constants are set to."""
+
+
+def constants(source: str) -> Names:
+    """Names that a file sets once at its top."""
+    return {
+        target.id: node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def shown(node: ast.expr, names: Names) -> str:
+    """A value as its literal, by way of a constant of the file; else its source."""
+    found = names.get(node.id, node) if isinstance(node, ast.Name) else node
+    try:
+        return str(ast.literal_eval(found))
+    except ValueError:
+        return ast.unparse(node)
+
+
+def text_of(node: ast.expr, default: str, names: Names) -> str:
     """A help text; values that only the running program knows are shown as their source."""
-    if isinstance(node, ast.Constant):
-        text = str(node.value)
-    elif isinstance(node, ast.JoinedStr):
-        values = [v.value if isinstance(v, ast.FormattedValue) else v for v in node.values]
-        text = "".join(str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for v in values)
-    else:
-        text = ast.unparse(node)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    text = "".join(shown(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in parts)
     return text.replace("%(default)s", default).replace("%%", "%")
 
 
@@ -39,17 +59,17 @@ def literal(node: ast.expr) -> Any:
         return None
 
 
-def keywords(call: ast.Call) -> dict[str, Any]:
+def keywords(call: ast.Call, names: Names) -> dict[str, Any]:
     """Keywords of an ``add_argument`` as far as they are plain; no defaults, which are the program's."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    names = ("action", "choices", "metavar", "nargs", "required")
-    found = {name: literal(given[name]) for name in names if name in given}
+    plain = ("action", "choices", "metavar", "nargs", "required")
+    found = {name: literal(given[name]) for name in plain if name in given}
     if "type" in given:
         found["type"] = TYPES.get(ast.unparse(given["type"]))
-    default = ast.unparse(given["default"]) if "default" in given else "None"
+    default = shown(given["default"], names) if "default" in given else "None"
     if "help" in given:
         hidden = ast.unparse(given["help"]) == "argparse.SUPPRESS"
-        found["help"] = argparse.SUPPRESS if hidden else text_of(given["help"], default).replace("%", "%%")
+        found["help"] = argparse.SUPPRESS if hidden else text_of(given["help"], default, names).replace("%", "%%")
     return {name: value for name, value in found.items() if value is not None} | {"default": argparse.SUPPRESS}
 
 
@@ -82,10 +102,11 @@ def parser_of(program: Path, name: str = "") -> argparse.ArgumentParser:
         source = file.read_text(encoding="utf-8")
         # full_size.py has options of its own beside the shared ones.
         skipped = own_options(source) if file != program else set()
+        known = constants(source)
         for call in calls(source, "add_argument"):
-            names = [str(a.value) for a in call.args if isinstance(a, ast.Constant)]
+            flags = [str(a.value) for a in call.args if isinstance(a, ast.Constant)]
             if call.lineno not in skipped:
-                parser.add_argument(*names, **keywords(call))
+                parser.add_argument(*flags, **keywords(call, known))
     return parser
 
 

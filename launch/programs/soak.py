@@ -348,6 +348,8 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()
+    if arguments.checkpoint is not None and not (arguments.checkpoint / "config.json").is_file():
+        parser.error(f"{arguments.checkpoint}: expected the directory of a checkpoint, found no config.json in it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped
     flags = ["--admin-api-key", ADMIN_KEY, *(served_on(arguments.gpu) if arguments.gpu else [])]
     with tempfile.TemporaryDirectory(prefix="nvfp4-sgl-soak-") as folder:

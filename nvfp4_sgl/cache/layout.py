@@ -9,8 +9,10 @@ ring. Pages hold 256 tokens, so windows of 4 and of 128 never straddle one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from nvfp4_sgl.config import LayerKind
 

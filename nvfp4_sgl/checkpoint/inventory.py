@@ -128,7 +128,9 @@ class Inventory:
         if drafts:
             summary.skipped = len(drafts)
             summary.draft = "DSpark draft" if any(map(DSPARK_MARK.search, drafts)) else "MTP draft"
-            logger.info("left out %d tensors mtp.* (%s): the decoder has none of them", len(drafts), summary.draft)
+            logger.info(
+                "nvfp4_sgl: left out %d tensors mtp.* (%s): the decoder has none of them", len(drafts), summary.draft
+            )
         self.config, self.summary = config, summary
         return summary
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ScaleBlock(NamedTuple):
-    """So many neighbouring rows, and columns of each, share a scale."""
+    """Neighbouring rows, and columns of each, that share a scale."""
 
     rows: int
     columns: int

@@ -27,7 +27,7 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """Choices for speed: all go by the number of tokens at hand.
+    """Choices for speed: all go by the number of tokens of the pass.
 
     Attributes:
         pin: what the plans of all GEMMs have in common; ``None`` plans each for speed.

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Check names, shapes, dtypes and what exporters say of them, and with flags values; print what is stored.
 
     Return 1 if something is wrong with the values or the checksums, or if no target serves what is stored. What is
-    wrong before that raises; with ``--json`` it is printed and 2 is returned.
+    wrong before that raises; with ``--json`` it is printed, too.
     """
     try:
         verified, found = verify(args.directory), None
@@ -45,10 +45,9 @@ def run(args: argparse.Namespace) -> int:
             found = scan(verified, whole=args.values, threads=args.threads)
         inspection = inspect(verified, found, checksums.check(verified.inventory) if args.checksums else None)
     except Nvfp4SglError as error:
-        if not args.json:
-            raise
-        print_json(broken_as_json(args.directory, error))
-        return 2
+        if args.json:
+            print_json(broken_as_json(args.directory, error))
+        raise
     print(
         json.dumps(inspection.as_json(), indent=2, allow_nan=False)
         if args.json

@@ -50,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
         if directory is not None:
             require_checkpoint(directory)
 
-    from nvfp4_sgl.reports import html_report, verification
-
     if args.html is not None:
         args.html.touch()  # what cannot be written is told now, not after hours of reading
+
+    from nvfp4_sgl.reports import html_report, verification
+
     thresholds = Thresholds(args.max_rms, args.max_block, args.lossy)
     found = verification.verify_checkpoint(args.directory, args.against, thresholds, threads=args.threads)
     if args.html is not None:

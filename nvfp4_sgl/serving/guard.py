@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from nvfp4_sgl.errors import INTERRUPTED
 from nvfp4_sgl.serving.endpoints import (
     MAX_BODY_BYTES,
     Access,
@@ -245,4 +247,10 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
         http_server.wrap_http_application(
             lambda application: Guard(application, access, lambda: manager.gracefully_exit)
         )
-    return original(server_args, manager, *args, **kwargs)
+    try:
+        return original(server_args, manager, *args, **kwargs)
+    except KeyboardInterrupt:  # raised again by the HTTP server, once it has shut down
+        if not serves_our_model():
+            raise
+        print("\nnvfp4-sgl: interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)

@@ -12,10 +12,11 @@ import logging
 import multiprocessing
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
-from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.process_exit import EXIT_CODE, describe
 from nvfp4_sgl.serving import (
     answer_parser,
@@ -112,7 +113,16 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     overrides = kwargs.get("model_override_args")
     if overrides and arguments.is_our_checkpoint(args[0]):
         kwargs["model_override_args"] = arguments.complete_overrides(args[0], overrides)
-    config = original(*args, **kwargs)
+    try:
+        config = original(*args, **kwargs)
+    except OSError as error:
+        if Path(args[0]).exists():
+            raise
+        cause = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--model-path {args[0]}: expected a local directory or a name that the hub knows, found no such directory,"
+            f" and the hub did not answer with it: {cause}"
+        ) from error
     if is_ours(config) and getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     return config

@@ -125,7 +125,7 @@ def test_mtp_is_skipped_with_one_line(tiny: dict[str, Path], caplog: pytest.LogC
         summary = inventory.verify(ModelConfig.from_dir(tiny["nvfp4-experts"]))
     assert summary.skipped == count
     assert [r.message for r in caplog.records] == [
-        f"left out {count} tensors mtp.* (MTP draft): the decoder has none of them"
+        f"nvfp4_sgl: left out {count} tensors mtp.* (MTP draft): the decoder has none of them"
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nvfp4_sgl.errors import INTERRUPTED
 from tests.serving.test_startup_errors import assert_one_error
 from tests.support.golden import Golden
 from tests.support.server import Server, wait_for_none
@@ -131,3 +132,13 @@ def test_a_dead_process_ends_the_server(pair) -> None:
     assert not wait_for_none(server.process.pid, DEATH_SECONDS)
     line = next(line for line in server.text().splitlines() if "crashed with exit code" in line)
     assert "detokenizer" in line, line
+
+
+def test_ctrl_c_ends_with_one_line(checkpoint, tmp_path: Path) -> None:
+    with Server.launch(checkpoint, *FLAGS, log=tmp_path / "log") as server:
+        server.wait_ready()
+        os.kill(server.process.pid, signal.SIGINT)
+        assert server.process.wait(30) == INTERRUPTED
+        assert not wait_for_none(server.process.pid, DEATH_SECONDS)
+    said = server.text()
+    assert said.count("nvfp4-sgl: interrupted") == 1 and "Traceback" not in said

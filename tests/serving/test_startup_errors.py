@@ -190,6 +190,11 @@ def test_contradicting_or_unsupported_flag(
 
 
 @pytest.mark.server
+def test_a_directory_that_is_not_there(start_up: StartUps, tmp_path: Path) -> None:
+    assert_one_error(*start_up(tmp_path / "missing"), (f"--model-path {tmp_path / 'missing'}", "no such directory"))
+
+
+@pytest.mark.server
 def test_unsupported_sglang_version(
     tiny_checkpoints: Callable[[str], Path], start_up: StartUps, tmp_path: Path
 ) -> None:

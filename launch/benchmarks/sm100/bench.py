@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--checkpoint",
         choices=CHECKPOINTS,
         default=FULL,
-        help="all matrices in NVFP4, or FP8 where DeepSeek's and NVIDIA's releases have it (default: %(default)s)",
+        help="all matrices in NVFP4, or FP8 where DeepSeek's and NVIDIA's releases have it (default: full)",
     )
     parser.add_argument("--quick", action="store_true", help="one token of Flash on 8 ranks; implies --no-facts")
     parser.add_argument("--no-facts", action="store_true", help="kernels are neither compiled here nor emulated")

@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="launch/check_sm90", description=__doc__)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} instead of comparing with it")
+    parser.add_argument("--record", action="store_true", help="write recorded.json instead of comparing with it")
     parser.add_argument("--save", type=Path, help="a .zip for all bytes that the GPU gave")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
