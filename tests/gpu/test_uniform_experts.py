@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets import reference
@@ -41,6 +42,7 @@ def test_fused_router(tokens: int, tmp_path: Path) -> None:
     window_write = torch.full((tokens,), 256, dtype=torch.int32, device=device)
     step = SimpleNamespace(
         small_gemm_semaphores=torch.zeros(semaphores_size(config.n_routed_experts), dtype=torch.int32, device=device),
+        planned={Choice.SMALL_GEMM: tokens},
         route_semaphore=torch.zeros(1, dtype=torch.int32, device=device),
         plan=SimpleNamespace(window_write=window_write),
     )
