@@ -258,7 +258,7 @@ DAMAGES: dict[str, Damage] = {
         needs_values=True,
     ),
     "transformers' names": Damage(
-        lambda d: _rename_all(d, transformers_name), ("transformers' names", "original names")
+        lambda d: _rename_all(d, transformers_name), ("transformers' names", "DeepSeek's")
     ),
     "prefix on some names": Damage(
         lambda d: _rename_all(d, lambda name: f"model.{name}" if name.startswith("layers") else name),
