@@ -67,7 +67,7 @@ def test_a_link_to_the_script_works_elsewhere_with_another_python3(tmp_path: Pat
 
 def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
     done = run(SCRIPT, tmp_path, "--clear")
-    assert done.returncode == 1 and "expected nothing, --clean or --help, found --clear" in done.stderr
+    assert done.returncode == 2 and "expected nothing, --clean or --help, found --clear" in done.stderr
 
 
 def test_neither_home_nor_cache_folder_need_be_set() -> None:

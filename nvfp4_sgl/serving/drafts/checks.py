@@ -11,7 +11,7 @@ from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
 from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind, verify_draft
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.targets.target import CPU
+from nvfp4_sgl.targets.target import targets
 
 DRAFTS = {"EAGLE": DraftKind.MTP, "NEXTN": DraftKind.MTP, "DSPARK": DraftKind.DSPARK}
 """Values of ``--speculative-algorithm``, in capitals, and the draft that each needs."""
@@ -90,8 +90,10 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
         raise ConfigError(f"{flag}: expected {directory} with a {wanted.value} draft, found {words}; {remedy}")
     if algorithm.upper() not in SERVED:
         raise UnsupportedError(f"{flag}: not implemented; leave the flag out, and nothing is drafted")
-    if target != CPU.word:
-        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {CPU.word}; leave the flag out")
+    drafting = [each.word for each in targets() if each.drafts]
+    if target not in drafting:
+        where = " and ".join(drafting)
+        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {where}; leave the flag out")
     if path is not None and not (Path(path).is_dir() and Path(path).samefile(given["model_path"])):
         raise ConfigError(
             f"--speculative-draft-model-path {path}: expected --model-path, {given['model_path']}, which bundles its"
