@@ -162,7 +162,7 @@ def _plain(title: str, pattern: str, reason: str) -> TensorClass:
 
 CLASSES: tuple[TensorClass, ...] = (
     _plain("norms", r"(.*\.)?\w*norm\.weight", "trained to about 1; a value after a norm is at most √d times it"),
-    _plain("embedding, head", r"(embed|head)\.weight", "logits are sums over d of products with normalised values"),
+    _plain("embedding, head", r"(embed|head)\.weight", "logits are sums over d of weights times normalised values"),
     _plain("router", r".*\.gate\.weight", "scores are sums over d, of which a square root of softplus is taken"),
     _plain("router bias", r".*\.gate\.bias", "only chooses among scores"),
     _plain("index weights", r".*\.weights_proj\.weight", "index scores are sums over heads"),
