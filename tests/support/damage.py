@@ -257,9 +257,7 @@ DAMAGES: dict[str, Damage] = {
         ("layers.1.ffn.gate.tid2eid", "[0, 16)", "found 16", "[2, 1]"),
         needs_values=True,
     ),
-    "transformers' names": Damage(
-        lambda d: _rename_all(d, transformers_name), ("transformers' names", "DeepSeek's")
-    ),
+    "transformers' names": Damage(lambda d: _rename_all(d, transformers_name), ("transformers' names", "DeepSeek's")),
     "prefix on some names": Damage(
         lambda d: _rename_all(d, lambda name: f"model.{name}" if name.startswith("layers") else name),
         ("prefix 'model.'", "all or none"),
