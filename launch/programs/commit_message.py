@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MOST = 72
+MAX_CHARACTERS = 72
 MADE_BY_GIT = re.compile(r"(?:Merge|Revert|fixup!|squash!|amend!) ")
 NOT_VERBS = {"A", "An", "I", "It", "Its", "No", "Not", "Now", "The", "There", "These", "This", "We"}
 VERBS = {
@@ -30,8 +30,8 @@ def faults(message: str) -> Iterator[str]:
     if not subject:
         yield "subject: expected what the commit does, found none"
         return
-    if len(subject) > MOST:
-        yield f"subject: expected at most {MOST} characters, found {len(subject)}; move the why to the body"
+    if len(subject) > MAX_CHARACTERS:
+        yield f"subject: expected at most {MAX_CHARACTERS} characters, found {len(subject)}; move the why to the body"
     if subject.endswith("."):
         yield "subject: expected no full stop at its end"
     yield from verb_faults(subject.split()[0])

@@ -19,4 +19,4 @@ MXFP4 = ScaleBlock(1, 32)
 MXFP8 = ScaleBlock(1, 32)
 """Source: OCP MX 1.0."""
 FP8 = ScaleBlock(128, 128)
-"""Of weights; activations have one scale for each 128 of a row. Source: specification §8.1."""
+"""Blocks of weights; activations have one scale for each 128 of a row. Source: specification §8.1."""

@@ -60,7 +60,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         require_own_model(model)
 
     def layer_caches(self, model: Any) -> list[LayerCache]:
-        """Of each layer of ``model``."""
+        """One :class:`LayerCache` a layer of ``model``."""
         config: ModelConfig = model.model_config
         return [layer_cache(self.token_to_kv_pool, config, layer) for layer in model.decoder.range]
 

@@ -118,7 +118,7 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     except OSError as error:
         if Path(args[0]).exists():
             raise
-        cause = str(error).splitlines()[0]
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"--model-path {args[0]}: expected a local directory or a name that the hub knows, found no such directory,"
             f" and the hub did not answer with it: {cause}"

@@ -147,7 +147,7 @@ def few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def log_probabilities(model: Standalone, size: int) -> Tensor:
-    """Of the passes for so many ranks."""
+    """Passes of a warm-up with ``ranks`` ranks."""
     model.reset()
     return torch.cat([model.extend(tokens)[0] for tokens in passes(size)]).log_softmax(-1)
 

@@ -12,7 +12,7 @@ from tests.packaging.checkout import ROOT, sources
 from tests.support import words
 
 FOLDERS = ("cutedsl_kernels", "launch", "nvfp4_sgl", "triton_kernels")
-MOST_ON_AVERAGE = 20
+MAX_MEAN_WORDS = 20
 """Words of a sentence of an error."""
 
 
@@ -40,7 +40,7 @@ def test_errors_are_short_on_average() -> None:
         for argument in node.exc.args
         for sentence in words.prose.split([(1, words.literal(argument))])
     ]
-    assert len(found) > 300 and sum(found) / len(found) <= MOST_ON_AVERAGE
+    assert len(found) > 300 and sum(found) / len(found) <= MAX_MEAN_WORDS
 
 
 @pytest.mark.parametrize(

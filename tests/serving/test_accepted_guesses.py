@@ -20,7 +20,7 @@ GUESS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_s
 """The draft's token behind each."""
 TEMPERATURE = 0.7
 BOUND = 51.2
-"""Of chi-square with 24 degrees of freedom, which a right distribution exceeds once in 1000."""
+"""Bound of chi-square with 24 degrees of freedom: a right distribution exceeds it once in 1000."""
 
 Accept = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -73,7 +73,7 @@ def answers(accept_chain: Accept, tokens: int = 3) -> Tensor:
 
 
 def chi_square(found: Tensor) -> float:
-    """Of the last two of three tokens, whose first is drawn, too."""
+    """Counts of the last two of three tokens; the first is drawn, too."""
     p = (TARGET / TEMPERATURE).softmax(-1).double()
     expected = SEQUENCES * ((p[0] @ p)[:, None] * p)
     counts = torch.bincount(found[:, 1] * VOCABULARY + found[:, 2], minlength=VOCABULARY**2).view_as(expected)

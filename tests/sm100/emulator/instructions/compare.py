@@ -16,7 +16,7 @@ ORDERED = {
 }  # fmt: skip
 UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 FALSE_WITH_NAN = ("eq", "lt", "le", "gt", "ge")
-"""Of those the ones that NumPy, too, gives false where an operand is NaN."""
+"""Those comparisons that are false in NumPy, too, where an operand is NaN."""
 UNORDERED = {f"{name}u": name for name in ORDERED}
 """As the ordered ones, but true where an operand is NaN."""
 
