@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
@@ -12,56 +13,80 @@ import pytest
 
 from tests.packaging.checkout import ROOT
 from tests.support.documents import FENCE
-from tests.support.prose import FIGURES, NUMBER, UNITS
+from tests.support.prose import NUMBER, UNITS, figures, number, plain, unit_named
 
 sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
 from benchmarks import pages
-from benchmarks.figures import Figure, recorded
+from benchmarks.figures import FIGURES, RESULTS, Figure, read, recorded
 
 NOT_USER_PAGES = ("specification.md", "formats.md")
 DISK = "disk that the environment takes"
+EXTRAPOLATED = "an estimate of convert_cpu.md for a whole model"
 FORECAST = "bytes of a rank, counted from config.json"
 GOAL = "a goal"
 LIMIT = "a limit of the server"
 NOT_MEASURED: dict[str, dict[str, str]] = {
     "README.md": {"11 GB": DISK},
     "benchmarks.md": {
-        **dict.fromkeys(("10 ms", "25 ms", "3.5 ms", "12.5 ms", "2 GB/s", "1.2 ×"), GOAL),
+        **dict.fromkeys(("10 ms", "25 ms", "3.5 ms", "12.5 ms", "2 GB/s", "1.2 ×", "90 s", "25 s"), GOAL),
         "24 GB": "size of the files that a benchmark makes",
     },
     "checkpoints.md": {"320 MiB": "size of a buffer"},
     "contributing.md": {"11 GB": DISK},
-    "convert.md": dict.fromkeys(("5 GB", "256 MiB"), "a limit of a file's size"),
+    "convert.md": {
+        **dict.fromkeys(("5 GB", "256 MiB"), "a limit of a file's size"),
+        **dict.fromkeys(("156 GB", "851 GB", "162 GB", "888 GB"), FORECAST),
+        **dict.fromkeys(("9 min", "50 min", "8 min", "44 min", "3 min", "10 min", "13 min", "49 min"), EXTRAPOLATED),
+        **dict.fromkeys(("2.5 min", "14 min", "17 min", "95 min", "5.5 min"), EXTRAPOLATED),
+    },
     "cookbook.md": dict.fromkeys(("161.7 GB", "81.2 GB", "41.0 GB"), FORECAST),
+    "deployment.md": {"20 s": LIMIT},
     "find_the_op.md": {"18 %": "the error of an estimator"},
-    "first_light.md": {"11 GB": DISK},
+    "first_light.md": {
+        "11 GB": DISK,
+        **dict.fromkeys(("15 min", "20 min", "40 min", "60 min", "90 min"), "a step's limit of time"),
+    },
     "index.md": {"11 GB": DISK},
     "hopper.md": {"24 GB": "size of the files that a benchmark makes"},
-    "security.md": dict.fromkeys(("32 MiB", "128 MiB", "768 MiB", "48 MiB", "512 MiB", "8 GB"), LIMIT),
+    "security.md": dict.fromkeys(
+        ("32 MiB", "128 MiB", "768 MiB", "48 MiB", "512 MiB", "256 KiB", "8 GB", "8 s", "0.25 s"), LIMIT
+    ),
     "sm100.md": {**dict.fromkeys(("0.3 %", "12 %"), "a bound of a test"), "18.5 MiB": "size of a workspace"},
 }
 """By page: figures in prose that nobody measured, and what they are."""
 
 
+HELD_ELSEWHERE = re.compile(r"<!-- launches -->.*?<!-- end -->", re.DOTALL)
+"""Tables whose figures another test holds against a notebook: test_how_it_works.py."""
+HEADER_UNIT = re.compile(rf"(?:^|[ ,(/])(?P<unit>{'|'.join(UNITS)})")
+BARE = re.compile(rf"[~≈<>≤≥]? ?({NUMBER})(?![^ ,;])")
+
+
 def prose(text: str) -> str:
     """A page without its filled tables, its code and its links' addresses."""
-    for pattern in (pages.BLOCK, FENCE, re.compile(r"`[^`]+`"), re.compile(r"\]\([^)]*\)")):
+    for pattern in (pages.BLOCK, HELD_ELSEWHERE, FENCE, re.compile(r"`[^`]+`"), re.compile(r"\]\([^)]*\)")):
         text = pattern.sub(" ", text)
     return text
 
 
 def said(text: str) -> Iterator[tuple[Decimal, str]]:
-    """(number, unit) of each figure in prose."""
-    for match in FIGURES.finditer(text):
-        unit = next(unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, match["unit"]))
-        for number in re.findall(NUMBER, match["numbers"]):
-            yield Decimal(number.rstrip(",").replace(",", "")), unit
+    """(number, unit) of each figure in prose and in tables, where the unit may stand in the head of column or row."""
+    yield from figures(text)
+    head: list[str] = []
+    for line in text.splitlines():
+        cells = [plain(cell).strip() for cell in line.strip().strip("|").split("|")] if "|" in line else []
+        head = (head or cells) if cells else []
+        for column, cell in enumerate(cells):
+            heads = (*head[column : column + 1], cells[0])
+            unit = next((match["unit"] for one in heads if (match := HEADER_UNIT.search(one))), None)
+            if unit and (bare := BARE.match(cell)) and not any(figures(cell)):
+                yield number(bare[1]), unit_named(unit)
 
 
-def held(figures: list[Figure]) -> set[tuple[Decimal, str]]:
+def held(recorded: list[Figure]) -> set[tuple[Decimal, str]]:
     """What the data hold: values, peers' values and ratios, both ways, to two decimals."""
     found = set()
-    for one in figures:
+    for one in recorded:
         found.add((one.value, one.unit))
         if one.peer_value is not None and one.ratio is not None:
             found.add((one.peer_value, one.unit))
@@ -71,9 +96,9 @@ def held(figures: list[Figure]) -> set[tuple[Decimal, str]]:
 
 def unknown(page: str, text: str, data: set[tuple[Decimal, str]]) -> list[str]:
     return [
-        f"{number} {unit}"
-        for number, unit in said(prose(text))
-        if (number, unit) not in data and f"{number} {unit}" not in NOT_MEASURED.get(page, {})
+        f"{value} {unit}"
+        for value, unit in said(prose(text))
+        if (value, unit) not in data and f"{value} {unit}" not in NOT_MEASURED.get(page, {})
     ]
 
 
@@ -104,12 +129,50 @@ def test_a_user_page_says_no_figure_that_the_data_do_not_hold(page: Path) -> Non
         ("at 97 to 98.7 % of a copy", ["97 %", "98.7 %"]),
         ("tiles of 128 × 128, NVFP4 × bf16, and `99 ms` in code", []),
         ("loads 2.40 and 9.99 GB/s", ["9.99 GB/s"]),
+        ("takes 9.1\nms, or 9.2\u00a0ms, or 9.3&nbsp;ms, or 9.4\n  ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
+        ("takes **9.1** ms, **9.2 ms**, _9.3_ ms, <b>9.4</b> ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
+        ("in 9 s, 9 seconds, 8 minutes, 7 h", ["9 s", "9 s", "8 min", "7 h"]),
+        ("of 7 KB, 7 MB, 7 GB, 7 GiB and 7 TB", ["7 KB", "7 MB", "7 GB", "7 GiB", "7 TB"]),
+        ("at 99 tok/s, 9.1x, 9.2 x, 9-fold, 9 percent", ["99 tokens/s", "9.1 ×", "9.2 ×", "9 ×", "9 %"]),
+        ("takes 9.1–9.2 ms or 9.3-9.4 ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
+        ("| a step, ms | rate (tok/s) |\n| --- | --- |\n| 9.1 | ~99 |", ["9.1 ms", "99 tokens/s"]),
+        ("| | ours |\n| --- | --- |\n| first token, ms | 9.1, median |", ["9.1 ms"]),
+        ("| step, ms | tokens |\n| --- | --- |\n| 3.79 | 64 |\n\n| a | b |\n| --- | --- |\n| 7 | 8 |", []),
     ],
-    ids=["times", "rates and ratios", "a range", "no figures", "bytes a second"],
+    ids=[
+        *("times", "rates and ratios", "a range", "no figures", "bytes a second", "blanks", "emphasis", "seconds"),
+        *("bytes", "other units", "ranges", "a unit in a head", "a unit in a row's head", "heads of other columns"),
+    ],
 )
 def test_a_figure_without_a_source_would_be_seen(text: str, found: list[str]) -> None:
     data = {(Decimal(value), unit) for value, unit in (("3.79", "ms"), ("10.75", "ms"), ("1987", "tokens/s"))}
     assert unknown("page.md", text, data | {(Decimal("2.4"), "GB/s")}) == found
+
+
+def not_in_the_notebook(one: Figure, notebook: str) -> bool:
+    """Whether no line has the figure and its peer's, perhaps with more digits."""
+    lines = [[number(found) for found in re.findall(NUMBER, line)] for line in notebook.splitlines()]
+    values = [value for value in (one.value, one.peer_value) if value is not None]
+    return not any(all(any(found.quantize(value) == value for found in line) for value in values) for line in lines)
+
+
+@pytest.mark.parametrize("file", sorted(FIGURES.glob("*.json")), ids=lambda file: file.stem)
+def test_a_recorded_figure_is_in_its_notebook(file: Path) -> None:
+    those = [one for one in read(file) if one.source.endswith(".md")]
+    missing = [one for one in those if not_in_the_notebook(one, (RESULTS / one.source).read_text(encoding="utf-8"))]
+    assert not missing, f"{file}: expected on one line of its notebook: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("value", "peer_value"),
+    [("3.97", "6.97"), ("3.79", "6.79"), ("3.79", "16.39"), ("3.8", "7")],
+    ids=["ours", "the peer's", "the peer's of another row", "rounded"],
+)
+def test_a_changed_figure_is_not_in_its_notebook(value: str, peer_value: str) -> None:
+    at_1 = next(one for one in recorded() if one.case == "flash_tp2" and one.requests == 1)
+    changed = replace(at_1, value=Decimal(value), peer_value=Decimal(peer_value))
+    notebook = "| 1 | 3.79 | 6.97 |\n| 16 | 10.75 | 16.39 |"
+    assert not_in_the_notebook(changed, notebook) == (value != "3.8")
 
 
 def test_a_table_that_has_no_figure_is_named() -> None:

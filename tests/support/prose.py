@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 
 from tests.support.documents import FENCE
 
@@ -15,19 +17,22 @@ MOST_FIGURES = 2
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 UNITS = {
     r"ms\b": "ms",
-    r"(?:µs|us)\b": "µs",
-    r"tokens(?:/s\b| a second| per second)": "tokens/s",
-    r"%": "%",
-    r"(?:×(?! ?\d)|times\b)": "×",
-    r"GB/s\b": "GB/s",
-    r"TB/s\b": "TB/s",
-    r"TFLOP/s\b": "TFLOP/s",
-    r"GB\b(?!/)": "GB",
-    r"MiB\b": "MiB",
+    r"(?:[µμu]s)\b": "µs",
+    r"(?:s|seconds?)\b(?!/)": "s",
+    r"min(?:utes?)?\b": "min",
+    r"(?:h|hours?)\b": "h",
+    r"tok(?:ens?)?(?:/s(?:ec)?\b| a second| per second)": "tokens/s",
+    r"(?:%|per ?cent\b)": "%",
+    r"(?:[×x](?! ?\d|\w)|times\b|fold\b)": "×",
+    **{rf"{unit}/s\b": f"{unit}/s" for unit in ("MB", "GB", "TB", "TFLOP")},
+    **{rf"{unit}\b(?!/)": unit for unit in ("MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")},
+    r"[kK]B\b(?!/)": "KB",
 }
-FIGURES = re.compile(
-    rf"(?<![\w.^×/-])(?P<numbers>(?:{NUMBER}(?:, and |, | and | to | or ))*{NUMBER})[ -]?(?P<unit>{'|'.join(UNITS)})"
-)
+"""Pattern of a unit as pages write it, and its one name."""
+NUMBERS = rf"(?:{NUMBER}(?:, and |, | and | to | or |[–-]))*{NUMBER}"
+FIGURES = re.compile(rf"(?<![\w.^×/-])(?P<numbers>{NUMBERS})[ -]?(?P<unit>{'|'.join(UNITS)})")
+BLANK = re.compile(r"[^\S\n]*\n(?!\s*\n)[^\S\n]*|[^\S\n]+")
+MARKS = re.compile(r"</?\w[^>]*>|(?<=\S)[*_]+|[*_]+(?=\S)")
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 PRODUCT = r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b"
@@ -59,6 +64,27 @@ ITEM = re.compile(r"\s*(?:[*+-]|\d+\.)\s+")
 END = re.compile(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)[\"')*_]*\s+(?=[\"'(\[*_]*\w)")
 
 
+def plain(text: str) -> str:
+    """``text`` as a browser shows it: no emphasis, no HTML, and one space for a line's end or any other blank."""
+    return BLANK.sub(" ", MARKS.sub("", html.unescape(text)))
+
+
+def figures(text: str) -> Iterator[tuple[Decimal, str]]:
+    """(number, unit) of each measured figure."""
+    for match in FIGURES.finditer(plain(text)):
+        for found in re.findall(NUMBER, match["numbers"]):
+            yield number(found), unit_named(match["unit"])
+
+
+def number(text: str) -> Decimal:
+    return Decimal(text.rstrip(",").replace(",", ""))
+
+
+def unit_named(text: str) -> str:
+    """The one name of a unit."""
+    return next(unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, text))
+
+
 @dataclass(frozen=True)
 class Sentence:
     """A sentence, where it begins, and what it stands in: ``text``, ``cell`` of a table or ``heading``."""
@@ -74,7 +100,7 @@ class Sentence:
     @property
     def figures(self) -> int:
         """How many measured figures it holds."""
-        return sum(len(re.findall(NUMBER, match["numbers"])) for match in FIGURES.finditer(self.text))
+        return sum(1 for _ in figures(self.text))
 
 
 def without(pattern: re.Pattern[str], text: str, by: str = "") -> str:
