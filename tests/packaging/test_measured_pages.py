@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.checkout import ROOT
+from tests.support import documents
 from tests.support.documents import FENCE
 from tests.support.prose import NUMBER, UNITS, figures, number, plain, unit_named
 
@@ -103,7 +104,7 @@ def unknown(page: str, text: str, data: set[tuple[Decimal, str]]) -> list[str]:
 
 
 def user_pages() -> list[Path]:
-    return [page for page in pages.pages() if page.name not in NOT_USER_PAGES]
+    return [page for page in documents.pages() if page.name not in NOT_USER_PAGES]
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
@@ -116,7 +117,7 @@ def test_tables_of_a_page_are_what_the_data_give(page: Path) -> None:
 def test_a_user_page_says_no_figure_that_the_data_do_not_hold(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not unknown(page.name, text, held(recorded())), (
-        f"docs/{page.name} has figures without a source: record what was measured in launch/results (a notebook, and"
+        f"{page.name} has figures without a source: record what was measured in launch/results (a notebook, and"
         " launch/results/figures), or list what was not measured in NOT_MEASURED of this test"
     )
 

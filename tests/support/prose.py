@@ -33,8 +33,20 @@ NUMBERS = rf"(?:{NUMBER}(?:, and |, | and | to | or |[–-]))*{NUMBER}"
 FIGURES = re.compile(rf"(?<![\w.^×/-])(?P<numbers>{NUMBERS})[ -]?(?P<unit>{'|'.join(UNITS)})")
 BLANK = re.compile(r"[^\S\n]*\n(?!\s*\n)[^\S\n]*|[^\S\n]+")
 MARKS = re.compile(r"</?\w[^>]*>|(?<=\S)[*_]+|[*_]+(?=\S)")
-DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
-COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+MONTH = (
+    r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?"
+    r"|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\b\.?"
+)
+DATE = re.compile(
+    r"\b20\d\d(?P<mark>[-/.])\d\d?(?P=mark)\d\d?(?!\d)|\b\d\d?[/.]\d\d?[/.]20\d\d\b"
+    rf"|\b\d\d?(?:st|nd|rd|th|\.)?(?:\s+of)?\s+{MONTH}(?!\w)(?:,?\s+20\d\d\b)?"
+    rf"|\b{MONTH}(?:\s+the)?\s+\d{{1,4}}(?:st|nd|rd|th)?\b"
+)
+"""Of a year, a month and a day in any order, or of a month and one of the others."""
+COMMIT = re.compile(
+    r"(?<![\w-])(?=\d*[a-f])[0-9a-f]{7,40}(?![\w-])|(?:commit|code|revision|sha)s?\W{1,4}\d{7,40}\b", re.IGNORECASE
+)
+"""Hexadecimal digits with a letter, or decimal ones where a word says that they are a commit."""
 PRODUCT = r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b"
 HISTORY = "nothing: history belongs in launch/results"
 HOUSE_WORDS = {
@@ -43,9 +55,9 @@ HOUSE_WORDS = {
     r"\bnone less\b": "no change",
     r"\b(?:takes? turns|turns of|arrivals)\b": "semaphore",
     r"\bwhere what\b": "subject, verb, object",
-    r"\b(?:Read|Used|Known|Written|Refused|Kept|Tested|Compared) are\b": "subject, verb, object",
-    r"\bNot (?:there|run):": "X has not been measured, or run",
-    r"\bBy (?:CI|runs)\b": "CI shows, or runs show",
+    r"(?-i:\b(?:Read|Used|Known|Written|Refused|Kept|Tested|Compared) are\b)": "subject, verb, object",
+    r"(?-i:\bNot (?:there|run):)": "X has not been measured, or run",
+    r"(?-i:\bBy (?:CI|runs)\b)": "CI shows, or runs show",
     r"\bstood still\b": "stopped, or made no progress",
     r"\bin (?:an|the) earlier run\b|\bthe run before\b|\bin another run\b": HISTORY,
     r"\bformerly\b|\b(?:the same|that) day\b|\bhas since\b": HISTORY,
@@ -54,14 +66,18 @@ HOUSE_WORDS = {
     r"\bwalked\b": "followed, or run",
     r"\bso far only\b": "only",
 }
-"""Patterns of words that only this project used so, or that tell its history, and what to write instead."""
+"""Patterns of words that only this project used so, or that tell its history, in any case but where one has
+``(?-i:…)``; and what to write instead."""
+ABBREVIATIONS = ("e.g.", "i.e.", "vs.", "etc.", "approx.", "cf.", "ca.", "incl.", "resp.", "Fig.", "Sec.", "Eq.")
+"""A sentence goes on after these."""
 CODE = "CODE"
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 IMAGE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 INLINE = re.compile(r"`[^`]+`")
 ITEM = re.compile(r"\s*(?:[*+-]|\d+\.)\s+")
-END = re.compile(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)[\"')*_]*\s+(?=[\"'(\[*_]*\w)")
+GOES_ON = "".join(rf"(?<!\b(?i:{re.escape(word)}))" for word in ABBREVIATIONS)
+END = re.compile(rf"(?<=[.?!]){GOES_ON}[\"')*_]*\s+(?=[\"'(\[*_]*\w)")
 
 
 def plain(text: str) -> str:
@@ -149,5 +165,5 @@ def split(block: list[tuple[int, str]]) -> Iterator[Sentence]:
 def house_words(text: str) -> Iterator[str]:
     """Faults of ``text``: each house word, and what to write instead."""
     for pattern, instead in HOUSE_WORDS.items():
-        for match in re.finditer(pattern, text):
+        for match in re.finditer(pattern, text, re.IGNORECASE):
             yield f"house word {match[0]!r}: write {instead}"

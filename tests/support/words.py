@@ -52,7 +52,9 @@ def docstring_faults(text: str) -> Iterator[str]:
 
 def house_words(text: str) -> Iterator[str]:
     """House words, products of numbers left out."""
-    return prose.house_words(text if GEMM_PRODUCT.search(text) else re.sub(prose.PRODUCT, "", text))
+    return prose.house_words(
+        text if GEMM_PRODUCT.search(text) else re.sub(prose.PRODUCT, "", text, flags=re.IGNORECASE)
+    )
 
 
 def error_faults(text: str) -> Iterator[str]:
